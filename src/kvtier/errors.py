@@ -1,0 +1,71 @@
+"""Every exception kvtier raises.
+
+    KVTierError
+    ├── InputError             misuse: something the caller gave us is wrong
+    │   ├── ConfigError        a setting (carries the path of the bad field)
+    │   ├── LayoutError        engine tensors that cannot be described as pages
+    │   └── ModelError         a model folder that cannot be run
+    ├── OutsideError           a broken outside world
+    │   ├── PoolError          host memory that cannot be had
+    │   └── TransferError      bytes that did not arrive
+    └── IntegrityError         our bug: a `check()` found a broken invariant
+
+A miss, a full tier and a pending chunk are return values, never exceptions. Any thread may raise these.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ConfigError",
+    "InputError",
+    "IntegrityError",
+    "KVTierError",
+    "LayoutError",
+    "ModelError",
+    "OutsideError",
+    "PoolError",
+    "TransferError",
+]
+
+
+class KVTierError(Exception):
+    """The root of the tree."""
+
+
+class InputError(KVTierError, ValueError):
+    """Something the caller gave us is wrong. The message is one line that says what to do."""
+
+
+class ConfigError(InputError):
+    """A setting is wrong.
+
+    `path` is the dotted path of the bad field, e.g. `tiers[1].capacity`, and opens the message.
+    """
+
+    def __init__(self, path: str, problem: str) -> None:
+        super().__init__(f"{path}: {problem}" if path else problem)
+        self.path = path
+
+
+class LayoutError(InputError):
+    """Engine tensors do not have a shape, stride or dtype that kvtier can move."""
+
+
+class ModelError(InputError):
+    """A model folder is missing a file, or describes a model that the engine cannot run."""
+
+
+class OutsideError(KVTierError, RuntimeError):
+    """The world outside this process did not do what we need."""
+
+
+class PoolError(OutsideError):
+    """Host memory for the pool could not be had or attached."""
+
+
+class TransferError(OutsideError):
+    """A transfer did not deliver its bytes."""
+
+
+class IntegrityError(KVTierError, AssertionError):
+    """An invariant of kvtier itself is broken. Please report it."""
