@@ -1,0 +1,42 @@
+"""The connector: how an engine stores and loads KV through kvtier. Needs no engine and, until caches are registered, no torch."""
+
+from kvtier.connector.connector import OffloadingConnector
+from kvtier.connector.explain import Explanation
+from kvtier.connector.metadata import (
+    BlockIds,
+    CachedRequest,
+    ConnectorRole,
+    KVConnectorOutput,
+    NewRequest,
+    OffloadingConnectorMetadata,
+    OutputAggregator,
+    ReqId,
+    RequestView,
+    StepView,
+    TransferReport,
+    yield_req_data,
+)
+from kvtier.connector.scheduler import ConnectorStats, OffloadingConnectorScheduler
+from kvtier.connector.worker import OffloadingConnectorWorker
+from kvtier.transfer.base import TransferSpec
+
+__all__ = [
+    "BlockIds",
+    "CachedRequest",
+    "ConnectorRole",
+    "ConnectorStats",
+    "Explanation",
+    "KVConnectorOutput",
+    "NewRequest",
+    "OffloadingConnector",
+    "OffloadingConnectorMetadata",
+    "OffloadingConnectorScheduler",
+    "OffloadingConnectorWorker",
+    "OutputAggregator",
+    "ReqId",
+    "RequestView",
+    "StepView",
+    "TransferReport",
+    "TransferSpec",
+    "yield_req_data",
+]

@@ -1,0 +1,161 @@
+"""`OffloadingConnector`: what an engine talks to. Two halves behind one set of names, chosen by role.
+
+An engine makes one with `ConnectorRole.SCHEDULER` beside its scheduler and one with `ConnectorRole.WORKER` in every worker, from
+the same config; they meet in the shared pool and otherwise exchange only what the engine carries between them. The order of
+calls in a step is drawn in docs/architecture.md and followed by `kvtier.engine`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from kvtier.config import OffloadingConfig
+from kvtier.connector.explain import Explanation
+from kvtier.connector.metadata import (
+    BlockIds,
+    ConnectorRole,
+    KVConnectorOutput,
+    OffloadingConnectorMetadata,
+    ReqId,
+    RequestView,
+    StepView,
+    TransferReport,
+)
+from kvtier.connector.scheduler import OffloadingConnectorScheduler
+from kvtier.connector.worker import OffloadingConnectorWorker
+from kvtier.errors import InputError
+from kvtier.events.types import KVCacheEvent
+from kvtier.offload.base import OffloadingSpec
+from kvtier.offload.factory import OffloadingSpecFactory
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["OffloadingConnector"]
+
+
+class OffloadingConnector:
+    """One half of the connector. Calling a method of the other half is misuse and says so."""
+
+    def __init__(self, config: OffloadingConfig, role: ConnectorRole, spec: OffloadingSpec | None = None) -> None:
+        self.role = role
+        self.connector_scheduler: OffloadingConnectorScheduler | None = None
+        self.connector_worker: OffloadingConnectorWorker | None = None
+        self._metadata: OffloadingConnectorMetadata | None = None
+        spec = spec or OffloadingSpecFactory.create_spec(config)
+        if role is ConnectorRole.SCHEDULER:
+            self.connector_scheduler = OffloadingConnectorScheduler(spec)
+        else:
+            self.connector_worker = OffloadingConnectorWorker(spec)
+
+    @property
+    def _scheduler(self) -> OffloadingConnectorScheduler:
+        if self.connector_scheduler is None:
+            raise InputError("this connector was made with ConnectorRole.WORKER; the call belongs to the scheduler's side")
+        return self.connector_scheduler
+
+    @property
+    def _worker(self) -> OffloadingConnectorWorker:
+        if self.connector_worker is None:
+            raise InputError("this connector was made with ConnectorRole.SCHEDULER; the call belongs to the worker's side")
+        return self.connector_worker
+
+    # The scheduler's side.
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return how many tokens beyond the computed ones can be loaded, and whether that takes place asynchronously."""
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
+        """Tell which blocks a request got; with external tokens, plan their load."""
+        self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: StepView) -> OffloadingConnectorMetadata:
+        """Return this step's orders for the workers."""
+        return self._scheduler.build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Take in what all workers reported after a step."""
+        self._scheduler.update_connector_output(connector_output)
+
+    def request_finished(self, request: RequestView, block_ids: BlockIds | None = None) -> tuple[bool, dict[str, Any] | None]:
+        """End a request. `True`: keep its blocks until `get_finished` names it."""
+        return self._scheduler.request_finished(request, block_ids)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Take what changed in the tiers."""
+        return self._scheduler.take_events()
+
+    def explain(self, req_id: ReqId) -> Explanation | None:
+        """Say where a request's prompt came from."""
+        return self._scheduler.explain(req_id)
+
+    def reset_cache(self) -> bool:
+        """Empty every tier."""
+        return self._scheduler.reset_cache()
+
+    def has_pending_push_work(self) -> bool:
+        """Say whether the engine must keep stepping although it has no requests."""
+        return self._scheduler.has_pending_push_work()
+
+    # The worker's side.
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Tell where the engine keeps its KV, by layer name. Comes before the first step."""
+        self._worker.register_kv_caches(kv_caches)
+
+    def bind_connector_metadata(self, connector_metadata: OffloadingConnectorMetadata) -> None:
+        """Set the orders of the step that begins."""
+        self._metadata = connector_metadata
+
+    def clear_connector_metadata(self) -> None:
+        """End the step."""
+        self._metadata = None
+
+    def handle_preemptions(self, metadata: OffloadingConnectorMetadata) -> None:
+        """Make sure that no running store reads a block which this step overwrites. Comes first in a step."""
+        self._worker.handle_preemptions(metadata)
+
+    def start_load_kv(self, forward_context: Any = None, **kwargs: Any) -> None:
+        """Start this step's loads."""
+        self._worker.start_load_kv(self._bound())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing: a request is not scheduled before its load is over."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Do nothing: stores take whole chunks after the pass."""
+
+    def wait_for_save(self) -> None:
+        """Start this step's stores, after the forward pass. Despite its name it does not wait."""
+        self._worker.start_store_kv(self._bound())
+
+    def get_finished(self, finished_req_ids: set[ReqId]) -> tuple[set[ReqId], set[ReqId]]:
+        """Return the ids of requests whose stores, and of those whose load, are over."""
+        return self._worker.get_finished(finished_req_ids)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Take the blocks whose load failed; their requests were named by the last `get_finished`."""
+        return self._worker.get_block_ids_with_load_errors()
+
+    def take_reports(self) -> list[TransferReport]:
+        """Take the results of jobs for the scheduler's side."""
+        return self._worker.take_reports()
+
+    def wait_for_transfers(self, timeout: float) -> None:
+        """Block until a transfer is over or `timeout` seconds have passed. For an engine with nothing else to do."""
+        self._worker.wait_for_transfers(timeout)
+
+    # Both sides.
+
+    def shutdown(self) -> None:
+        """Release everything. Idempotent."""
+        for side in (self.connector_worker, self.connector_scheduler):
+            if side is not None:
+                side.shutdown()
+
+    def _bound(self) -> OffloadingConnectorMetadata:
+        if self._metadata is None:
+            raise InputError("no step is under way: call bind_connector_metadata first")
+        return self._metadata

@@ -1,0 +1,53 @@
+"""Is a load faster than recomputing? Learned from what the engine and the bus have done so far.
+
+Two running averages: seconds per byte of finished loads, and seconds per token of prefill-sized steps. Until both are known
+every load is worth doing. A refusal is not for ever: every `_RETRY_AFTER`-th load goes ahead, so that a stale average heals.
+Used by the scheduler's side of the connector, on its thread.
+"""
+
+from __future__ import annotations
+
+__all__ = ["CostModel"]
+
+_WEIGHT = 0.2
+_MIN_STEP_TOKENS = 32  # a decode step is bound by latency and says nothing about the price of a prefill token
+_RETRY_AFTER = 64
+
+
+class CostModel:
+    """Estimates the time of loads and of recomputation."""
+
+    def __init__(self) -> None:
+        self._seconds_per_byte: float | None = None
+        self._seconds_per_token: float | None = None
+        self._refusals = 0
+
+    def note_load(self, num_bytes: int, seconds: float) -> None:
+        """Learn from a load that arrived."""
+        if num_bytes > 0 and seconds > 0:
+            self._seconds_per_byte = _blend(self._seconds_per_byte, seconds / num_bytes)
+
+    def note_step(self, num_tokens: int, seconds: float) -> None:
+        """Learn from a step that computed `num_tokens` tokens."""
+        if num_tokens >= _MIN_STEP_TOKENS and seconds > 0:
+            self._seconds_per_token = _blend(self._seconds_per_token, seconds / num_tokens)
+
+    def load_seconds(self, num_bytes: int) -> float | None:
+        """Estimate how long a load takes; `None`: not known yet."""
+        return None if self._seconds_per_byte is None else num_bytes * self._seconds_per_byte
+
+    def compute_seconds(self, num_tokens: int) -> float | None:
+        """Estimate how long it takes to compute tokens; `None`: not known yet."""
+        return None if self._seconds_per_token is None else num_tokens * self._seconds_per_token
+
+    def worth_loading(self, num_bytes: int, num_tokens: int) -> bool:
+        """Say whether loading bytes is expected to beat computing the tokens they hold."""
+        load, compute = self.load_seconds(num_bytes), self.compute_seconds(num_tokens)
+        if load is None or compute is None or load <= compute:
+            return True
+        self._refusals += 1
+        return self._refusals % _RETRY_AFTER == 0
+
+
+def _blend(average: float | None, sample: float) -> float:
+    return sample if average is None else average + _WEIGHT * (sample - average)

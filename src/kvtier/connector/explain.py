@@ -1,0 +1,84 @@
+"""Where each request's prompt came from, and why it did not all come from a cache.
+
+An explanation is fixed when a request first runs; those of finished requests are kept until `_REMEMBERED` newer ones came.
+Scheduler thread only.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from kvtier.connector.jobs import LoadJob
+from kvtier.connector.lookup import Match
+from kvtier.connector.metadata import ReqId
+from kvtier.connector.state import RequestState
+from kvtier.offload.base import MissReason, OffloadingManager
+
+__all__ = ["Explainer", "Explanation"]
+
+_REMEMBERED = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The sources of one prompt, in tokens.
+
+    `first_miss` is the reason of the first chunk that had to be computed although its tokens fill a chunk, and
+    `first_missing_token` where that chunk begins; both are `None` if only the unfinished tail of the prompt was computed.
+    """
+
+    from_gpu: int = 0
+    from_tiers: dict[str, int] = field(default_factory=dict)
+    recomputed: int = 0
+    first_miss: MissReason | None = None
+    first_missing_token: int | None = None
+
+
+class Explainer:
+    """Collects the explanations of requests."""
+
+    def __init__(self, manager: OffloadingManager) -> None:
+        self._manager = manager
+        self._misses: dict[ReqId, tuple[MissReason | None, int]] = {}
+        self._explained: OrderedDict[ReqId, Explanation] = OrderedDict()
+
+    def note_match(self, state: RequestState, match: Match, end: int) -> None:
+        """Remember why the first chunk beyond `end` could not be had, in case the request runs like this."""
+        self._misses.pop(state.view.request_id, None)
+        if end < match.end:
+            self._misses[state.view.request_id] = MissReason.NOT_WORTH_LOADING, end
+        elif match.missing is not None:
+            self._misses[state.view.request_id] = self._manager.explain(match.missing), end
+
+    def note_load(self, state: RequestState, job: LoadJob, windowed: bool) -> None:
+        """Explain a request whose load is over."""
+        if job.failed:
+            self._misses[state.view.request_id] = MissReason.FAILED, job.first_failed_token()
+        self._explain(state, job.tokens_arrived(windowed))
+
+    def note_run(self, state: RequestState) -> None:
+        """Explain a request that runs; if it did not load anything, this is the first time."""
+        self._explain(state, 0)
+
+    def note_finished(self, state: RequestState) -> None:
+        """Let go of what is kept for a request that may never have run."""
+        self._misses.pop(state.view.request_id, None)
+
+    def get(self, req_id: ReqId) -> Explanation | None:
+        """Return the explanation of a request; `None` if it has not run or is long forgotten."""
+        return self._explained.get(req_id)
+
+    def _explain(self, state: RequestState, loaded: int) -> None:
+        req_id = state.view.request_id
+        if state.explained:
+            return
+        state.explained = True
+        prompt = state.view.num_prompt_tokens
+        local = min(state.local, prompt)
+        loaded = max(0, min(loaded, prompt - 1 - local))
+        reason, token = self._misses.pop(req_id, (None, None))
+        tiers = {"cpu": loaded} if loaded else {}
+        self._explained[req_id] = Explanation(local, tiers, prompt - local - loaded, reason, token)
+        if len(self._explained) > _REMEMBERED:
+            self._explained.popitem(last=False)

@@ -1,0 +1,100 @@
+"""How far a request's prefix can be loaded: the longest end that every group can serve.
+
+A full-attention group serves an end if all chunks up to it are ready; a windowed group if those in the window before it are.
+Looking up pins nothing and changes nothing. Scheduler thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvtier.connector.state import Geometry, GroupGeometry, GroupState, RequestState
+from kvtier.keys import OffloadKey
+from kvtier.offload.base import OffloadingManager
+
+__all__ = ["Match", "match_prefix"]
+
+
+class Match(NamedTuple):
+    """What can be loaded now."""
+
+    end: int
+    """The prefix can be had up to this token; equal to the local hit if nothing can be loaded."""
+    pending: bool
+    """A chunk that is not known yet stands in the way of a longer match."""
+    missing: OffloadKey | None
+    """The key of the first chunk that stands in the way, if tokens are left that fill one."""
+
+
+def match_prefix(geometry: Geometry, manager: OffloadingManager, state: RequestState, num_tokens: int) -> Match:
+    """Find the longest end beyond `state.local` that all groups can serve."""
+    end = num_tokens // geometry.alignment * geometry.alignment
+    pending, missing = False, None
+    for group in geometry.full:
+        reach, waits, gap = _reach(manager, state, state.groups[group.index], end)
+        if reach < end:
+            end, missing = reach // geometry.alignment * geometry.alignment, gap
+        pending |= waits
+    if geometry.windowed and end > state.local:
+        found = [_Window(manager, state, group, end) for group in geometry.windowed]
+        best = _last_served(found, state.local, end, geometry.alignment, optimistic=False)
+        pending |= _last_served(found, state.local, end, geometry.alignment, optimistic=True) > best
+        if best < end:
+            end, missing = best, next((gap for gap in (w.last_gap() for w in found) if gap is not None), missing)
+    return Match(max(end, state.local), pending, missing)
+
+
+def _reach(
+    manager: OffloadingManager, state: RequestState, group: GroupState, end: int
+) -> tuple[int, bool, OffloadKey | None]:
+    """Return how far a full-attention group reaches, whether it may reach further soon, and the key that stopped it."""
+    size = group.geometry.chunk_size
+    start, stop = state.local // size, min(end // size, len(group.keys))
+    keys = group.keys[start:stop]
+    hits = manager.lookup_prefix(keys, state.context)
+    waits = hits is None
+    if hits is None:
+        hits = manager.lookup_prefix(keys, state.context, wait=False) or 0
+    return (start + hits) * size, waits, keys[hits] if hits < len(keys) else None
+
+
+class _Window:
+    """The chunks of a windowed group between the local hit and `end`, and the runs of ready ones among them."""
+
+    def __init__(self, manager: OffloadingManager, state: RequestState, group: GroupGeometry, end: int) -> None:
+        self._group = group
+        self._local = state.local
+        self._start = state.local // group.chunk_size
+        self._keys = state.groups[group.index].keys[self._start : end // group.chunk_size]
+        found = manager.lookup_many(self._keys, state.context)
+        self._ready = _run_lengths([hit is True for hit in found])
+        self._possible = _run_lengths([hit is not False for hit in found])
+
+    def serves(self, end: int, optimistic: bool) -> bool:
+        """Say whether the chunks that computing at `end` needs are there, or with `optimistic` may soon be."""
+        size = self._group.chunk_size
+        last = end // size - self._start
+        needed = end // size - self._group.first_needed(self._local, end) // size
+        runs = self._possible if optimistic else self._ready
+        return needed <= 0 or (0 < last <= len(runs) and runs[last - 1] >= needed)
+
+    def last_gap(self) -> OffloadKey | None:
+        """Return the rightmost key that is not ready."""
+        return next((self._keys[i] for i in reversed(range(len(self._keys))) if not self._ready[i]), None)
+
+
+def _run_lengths(flags: Sequence[bool]) -> list[int]:
+    """For each position, count the flags set in a row up to and including it."""
+    runs, run = [], 0
+    for flag in flags:
+        run = run + 1 if flag else 0
+        runs.append(run)
+    return runs
+
+
+def _last_served(windows: list[_Window], local: int, end: int, alignment: int, optimistic: bool) -> int:
+    """Return the last aligned end that all windows serve, or `local` if there is none."""
+    while end > local and not all(window.serves(end, optimistic) for window in windows):
+        end -= alignment
+    return max(end, local)

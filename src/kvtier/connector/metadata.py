@@ -1,0 +1,169 @@
+"""What passes between an engine and the connector: small views of requests and steps, and the messages between its two sides.
+
+The connector sees no engine's classes. An engine offers objects that fit `RequestView`, fills one `StepView` a step, carries
+`OffloadingConnectorMetadata` from the scheduler's side to every worker and one `KVConnectorOutput` back. Everything that
+crosses a process boundary is plain and picklable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple, Protocol
+
+from kvtier.transfer.base import TransferResult, TransferSpec
+
+__all__ = [
+    "BlockIds",
+    "CachedRequest",
+    "ConnectorRole",
+    "KVConnectorOutput",
+    "NewRequest",
+    "OffloadingConnectorMetadata",
+    "OutputAggregator",
+    "ReqId",
+    "RequestView",
+    "StepView",
+    "TransferReport",
+    "yield_req_data",
+]
+
+ReqId = str
+BlockIds = tuple[list[int], ...]
+"""Block ids by group. `NULL_BLOCK` stands where a sliding window has left no block."""
+
+
+class ConnectorRole(Enum):
+    """Which half of a connector this process needs."""
+
+    SCHEDULER = "scheduler"
+    WORKER = "worker"
+
+
+class RequestView(Protocol):
+    """What the scheduler's side reads of a request. It keeps the object from the first call to `request_finished`."""
+
+    @property
+    def request_id(self) -> ReqId: ...
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and generated tokens so far."""
+        ...
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        """Chained hashes, one for every full `hash_block_size` tokens of `num_tokens`. Append-only."""
+        ...
+
+    @property
+    def kv_transfer_params(self) -> dict[str, Any] | None: ...
+
+
+class NewRequest(NamedTuple):
+    """A request that runs for the first time in this step, with all blocks it holds."""
+
+    req_id: ReqId
+    block_ids: BlockIds
+    num_computed_tokens: int
+    """Tokens whose KV is in those blocks before this step: prefix hits and finished loads."""
+
+
+class CachedRequest(NamedTuple):
+    """A request that ran before. `resumed`: it was preempted, and `new_block_ids` are all blocks it holds now."""
+
+    req_id: ReqId
+    new_block_ids: BlockIds | None
+    num_computed_tokens: int
+    resumed: bool = False
+
+
+@dataclass(slots=True)
+class StepView:
+    """One engine step, as scheduled. The connector does not change it."""
+
+    new: list[NewRequest] = field(default_factory=list)
+    cached: list[CachedRequest] = field(default_factory=list)
+    num_scheduled_tokens: dict[ReqId, int] = field(default_factory=dict)
+    preempted_req_ids: set[ReqId] = field(default_factory=set)
+    finished_req_ids: set[ReqId] = field(default_factory=set)
+    """Requests for which `request_finished` was called since the last step."""
+
+
+def yield_req_data(step: StepView) -> Iterator[tuple[ReqId, BlockIds, bool]]:
+    """Yield `(req_id, new_block_id_groups, preempted)` for each request of a step: `preempted` ones start over."""
+    for new in step.new:
+        yield new.req_id, new.block_ids, False
+    for cached in step.cached:
+        yield cached.req_id, cached.new_block_ids or (), cached.resumed
+
+
+@dataclass(slots=True)
+class OffloadingConnectorMetadata:
+    """One step's orders to every worker.
+
+    A request has at most one load and one store in a step; `load_jobs` and `store_jobs` give their job ids. Jobs of
+    `jobs_to_flush` read blocks that someone else will write in this step: they must be over before it runs. Requests of
+    `reqs_to_hold` have finished and keep their blocks until `get_finished` names them.
+    """
+
+    reqs_to_load: dict[ReqId, TransferSpec] = field(default_factory=dict)
+    reqs_to_store: dict[ReqId, TransferSpec] = field(default_factory=dict)
+    load_jobs: dict[ReqId, int] = field(default_factory=dict)
+    store_jobs: dict[ReqId, int] = field(default_factory=dict)
+    jobs_to_flush: set[int] = field(default_factory=set)
+    reqs_to_hold: set[ReqId] = field(default_factory=set)
+
+
+class TransferReport(NamedTuple):
+    """A job's result on one rank."""
+
+    rank: int
+    result: TransferResult
+
+
+@dataclass(slots=True)
+class KVConnectorOutput:
+    """What workers tell the scheduler's side after a step.
+
+    `finished_sending`: finished requests whose stores are over, so that their blocks may be freed. `finished_recving`:
+    requests whose load is over, well or not. `invalid_block_ids`: blocks of those whose bytes did not arrive.
+    """
+
+    finished_sending: set[ReqId] = field(default_factory=set)
+    finished_recving: set[ReqId] = field(default_factory=set)
+    invalid_block_ids: set[int] = field(default_factory=set)
+    reports: list[TransferReport] = field(default_factory=list)
+
+
+class OutputAggregator:
+    """Merges the outputs of all ranks of a step: a request is finished when every rank has said so.
+
+    A block is invalid if any rank says so, and that is passed on no later than the request that it belongs to.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._sending: dict[ReqId, int] = {}
+        self._recving: dict[ReqId, int] = {}
+
+    def aggregate(self, outputs: Iterable[KVConnectorOutput]) -> KVConnectorOutput:
+        """Fold one step's outputs, one per rank, into one."""
+        merged = KVConnectorOutput()
+        for output in outputs:
+            merged.finished_sending |= self._count(self._sending, output.finished_sending)
+            merged.finished_recving |= self._count(self._recving, output.finished_recving)
+            merged.invalid_block_ids |= output.invalid_block_ids
+            merged.reports += output.reports
+        return merged
+
+    def _count(self, counts: dict[ReqId, int], ids: set[ReqId]) -> set[ReqId]:
+        complete = set()
+        for req_id in ids:
+            counts[req_id] = counts.get(req_id, 0) + 1
+            if counts[req_id] == self._world_size:
+                del counts[req_id]
+                complete.add(req_id)
+        return complete

@@ -1,0 +1,455 @@
+"""The scheduler's side: decides what is loaded and stored, and keeps account of it.
+
+It follows a chunk through its life (docs/architecture.md): look up, pin and plan a load, plan a store as soon as a chunk's last
+token is computed, complete jobs when every rank has reported. It guarantees that
+
+- asking (`get_num_new_matched_tokens`) pins nothing and may be repeated; `None` is answered for a bounded time only;
+- a request whose load failed is never offered another: what failed is computed;
+- a block that a running store still reads is fenced: whoever gets it, the store is ended first (`jobs_to_flush`);
+- every place in the pool is freed or ready once its job is over, whatever became of the request.
+
+Everything runs on the scheduler thread; nothing waits and there are no locks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from kvtier.connector.cost import CostModel
+from kvtier.connector.explain import Explainer, Explanation
+from kvtier.connector.jobs import ChunkPlace, LoadJob, StoreJob, plan_load, plan_store, reordered
+from kvtier.connector.lookup import Match, match_prefix
+from kvtier.connector.metadata import (
+    BlockIds,
+    KVConnectorOutput,
+    OffloadingConnectorMetadata,
+    ReqId,
+    RequestView,
+    StepView,
+    TransferReport,
+    yield_req_data,
+)
+from kvtier.connector.state import Geometry, GroupState, RequestState
+from kvtier.errors import IntegrityError
+from kvtier.events.types import BlockRemoved, BlockStored, KVCacheEvent
+from kvtier.keys import OffloadKey, get_offload_block_hash, get_offload_group_idx
+from kvtier.offload.base import MissReason, OffloadingSpec, ReqContext
+from kvtier.transfer.base import NULL_BLOCK, TransferSpec
+
+__all__ = ["ConnectorStats", "OffloadingConnectorScheduler"]
+
+_UNKNOWN_PATIENCE = 0.05  # how long to wait for a chunk while the price of computing it is not known
+_STORE_RETRY_STEPS = 16
+_STRIKES = 2  # loads of one chunk that may fail in a row before the chunk itself is blamed
+_MAX_STRUCK = 4096
+
+
+@dataclass(slots=True)
+class ConnectorStats:
+    """Totals since the start."""
+
+    loads: int = 0
+    loads_failed: int = 0
+    load_bytes: int = 0
+    stores: int = 0
+    stores_failed: int = 0
+    store_bytes: int = 0
+    waits: int = 0
+    not_worth: int = 0
+    flushes: int = 0
+
+
+class OffloadingConnectorScheduler:
+    """The one place that knows which job moves which chunk for whom."""
+
+    def __init__(self, spec: OffloadingSpec, clock: Callable[[], float] = time.monotonic) -> None:
+        self.spec = spec
+        self.manager = spec.get_manager()
+        self.stats = ConnectorStats()
+        self.cost = CostModel()
+        self._settings = spec.config.settings
+        self._geometry = Geometry(spec.config)
+        self._clock = clock
+        self._requests: dict[ReqId, RequestState] = {}
+        self._jobs: dict[int, LoadJob | StoreJob] = {}
+        self._next_job = 0
+        self._step = 0
+        self._step_started: tuple[float, int] | None = None
+        self._planned = OffloadingConnectorMetadata()
+        self._allocated: set[int] = set()
+        self._loading: dict[OffloadKey, int] = {}
+        self._strikes: Counter[OffloadKey] = Counter()
+        self._explainer = Explainer(self.manager)
+
+    # -- asking ------------------------------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return how many tokens beyond the computed ones can be loaded, and that loads are asynchronous.
+
+        `(None, False)`: ask again later. It pins nothing and may be called many times.
+        """
+        state = self._track(request)
+        state.local = num_computed_tokens
+        if state.load_job is not None:
+            return None, False
+        if not state.may_load:
+            return 0, False
+        match = match_prefix(self._geometry, self.manager, state, request.num_tokens)
+        if self._should_wait(state, match):
+            self.stats.waits += 1
+            return None, False
+        state.waiting_since = None
+        end = match.end if self._worth_loading(state, match) else state.local
+        self._explainer.note_match(state, match, end)
+        return end - state.local, end > state.local
+
+    def _should_wait(self, state: RequestState, match: Match) -> bool:
+        """Say whether the request should be asked about later: a chunk is on its way and worth the wait."""
+        tokens, known_to_take = 0, 0.0
+        if match.pending:
+            tokens = state.view.num_tokens - match.end
+        elif (job := self._shared_load(state, match.end)) is not None:
+            tokens = match.end - state.local
+            known_to_take = self._seconds_left(job)
+        if tokens == 0:
+            return False
+        now = self._clock()
+        if state.waiting_since is None:
+            state.waiting_since = now
+        compute = self.cost.compute_seconds(tokens)
+        patience = min(self._settings.load_deadline, _UNKNOWN_PATIENCE if compute is None else compute)
+        return known_to_take <= patience and now - state.waiting_since < patience
+
+    def _shared_load(self, state: RequestState, end: int) -> LoadJob | None:
+        """Return the running load of another request that brings the first chunk which this one needs."""
+        if end <= state.local:
+            return None
+        for group in state.groups:
+            first = group.geometry.first_needed(state.local, end) // group.geometry.chunk_size
+            job = self._jobs.get(self._loading.get(group.keys[first], -1))
+            if isinstance(job, LoadJob):
+                return job
+        return None
+
+    def _seconds_left(self, job: LoadJob) -> float:
+        expected = self.cost.load_seconds(job.num_bytes)
+        return 0.0 if expected is None else max(0.0, expected - (self._clock() - job.started))
+
+    def _worth_loading(self, state: RequestState, match: Match) -> bool:
+        if not self._settings.load_if_faster or match.end == state.local:
+            return True
+        queued = sum(job.num_bytes for job in self._jobs.values() if isinstance(job, LoadJob))
+        num_bytes = queued + self._geometry.load_bytes(state.local, match.end)
+        worth = self.cost.worth_loading(num_bytes, match.end - state.local)
+        self.stats.not_worth += not worth
+        return worth
+
+    # -- loading -----------------------------------------------------------------------------------------------------------
+
+    def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
+        """Take note of all blocks the request holds; with external tokens, pin their chunks and plan one load."""
+        state = self._track(request)
+        for group in state.groups:
+            group.block_ids = list(blocks[group.geometry.index])
+        if num_external_tokens:
+            self._plan_load(state, state.local + num_external_tokens)
+
+    def _plan_load(self, state: RequestState, end: int) -> None:
+        job = plan_load(self.spec.config, state, end)
+        source = self.manager.prepare_load(job.keys, state.context)
+        self._start_job(job)
+        state.load_job = job.job_id
+        for group in state.groups:
+            group.next_store = max(group.next_store, end // group.geometry.chunk_size)
+        self._loading.update(dict.fromkeys(job.keys, job.job_id))
+        self._allocated |= job.block_ids
+        self._planned.reqs_to_load[job.req_id] = (source, job.gpu_end)
+        self._planned.load_jobs[job.req_id] = job.job_id
+
+    def _start_job(self, job: LoadJob | StoreJob) -> None:
+        self._next_job += 1
+        job.job_id = self._next_job
+        job.started = self._clock()
+        self._jobs[job.job_id] = job
+
+    # -- one step ----------------------------------------------------------------------------------------------------------
+
+    def build_connector_meta(self, step: StepView) -> OffloadingConnectorMetadata:
+        """Give the workers this step's loads and stores, and what must be over before it runs."""
+        self._step += 1
+        computed = self._update_blocks(step)
+        meta, self._planned = self._planned, OffloadingConnectorMetadata()
+        meta.jobs_to_flush = self._fenced_jobs()
+        for job, spec in self._get_reqs_to_store(step, computed):
+            meta.reqs_to_store[job.req_id] = spec
+            meta.store_jobs[job.req_id] = job.job_id
+        self._allocated = set()
+        self._step_started = self._clock(), sum(step.num_scheduled_tokens.values())
+        return meta
+
+    def _update_blocks(self, step: StepView) -> dict[ReqId, int]:
+        """Follow which blocks each request holds; return the tokens that each has computed before this step."""
+        computed = {request.req_id: request.num_computed_tokens for request in (*step.new, *step.cached)}
+        fresh = {request.req_id for request in step.new}
+        for req_id in step.preempted_req_ids & self._requests.keys():
+            self._on_preempted(self._requests[req_id])
+        given = [
+            (self._requests[req_id], block_ids, preempted or req_id in fresh)
+            for req_id, block_ids, preempted in yield_req_data(step)
+            if req_id in self._requests
+        ]
+        for state, block_ids, starts_over in given:
+            hit = computed[state.view.request_id] if starts_over else 0
+            for group, ids in zip(state.groups, block_ids, strict=False):
+                self._allocated.update(ids[hit // group.geometry.block_size :])
+        self._allocated.discard(NULL_BLOCK)
+        self._forget_reused_blocks()
+        for state, block_ids, starts_over in given:
+            for group, ids in zip(state.groups, block_ids, strict=False):
+                group.block_ids = list(ids) if starts_over else group.block_ids + ids
+        return computed
+
+    def _forget_reused_blocks(self) -> None:
+        """Forget blocks that a window has left behind where another owner got them. Comes before new blocks are noted."""
+        if self._allocated:
+            for window in self._geometry.windowed:
+                for state in self._requests.values():
+                    state.groups[window.index].forget_reused(self._allocated)
+
+    def _on_preempted(self, state: RequestState) -> None:
+        """Let go of the blocks: from here on fences protect what running stores still read."""
+        state.store_jobs.clear()
+        state.may_load = True  # it has run since a load failed, so it cannot go round in circles
+        for group in state.groups:
+            group.block_ids = []
+
+    def _fenced_jobs(self) -> set[int]:
+        jobs = {
+            job.job_id
+            for job in self._jobs.values()
+            if isinstance(job, StoreJob) and not job.block_ids.isdisjoint(self._allocated)
+        }
+        self.stats.flushes += len(jobs)
+        return jobs
+
+    # -- storing -----------------------------------------------------------------------------------------------------------
+
+    def _get_reqs_to_store(self, step: StepView, computed: dict[ReqId, int]) -> Iterator[tuple[StoreJob, TransferSpec]]:
+        """Plan a store for each request whose chunks this step completes."""
+        for req_id, scheduled in step.num_scheduled_tokens.items():
+            state = self._requests.get(req_id)
+            if state is None or self._step < state.retry_store_at:
+                continue
+            state.extend_keys()
+            self._explainer.note_run(state)
+            wanted = self._chunks_to_store(state, computed[req_id] + scheduled)
+            if wanted and (planned := self._plan_store(state, wanted)) is not None:
+                yield planned
+
+    def _chunks_to_store(self, state: RequestState, available: int) -> dict[OffloadKey, ChunkPlace]:
+        """Return the complete chunks that were not offered before, from head to tail, with the place of each."""
+        limit = min(available, state.view.num_tokens)
+        if self._settings.prompt_only:
+            limit = min(limit, state.view.num_prompt_tokens)
+        placed = []
+        for group in state.groups:
+            size, per_chunk = group.geometry.chunk_size, group.geometry.blocks_per_chunk
+            stop = min(limit // size, len(group.keys), len(group.block_ids) // per_chunk)
+            placed += [
+                ((chunk + 1) * size, group.geometry.index, chunk)
+                for chunk in range(group.next_store, stop)
+                if group.geometry.window is None or NULL_BLOCK not in group.chunk_blocks(chunk)
+            ]
+        if len(state.groups) > 1:
+            placed.sort()
+        return {state.groups[g].keys[chunk]: (state.groups[g], chunk) for _, g, chunk in placed}
+
+    def _plan_store(
+        self, state: RequestState, wanted: dict[OffloadKey, ChunkPlace]
+    ) -> tuple[StoreJob, TransferSpec] | None:
+        output = self.manager.prepare_store(list(wanted), state.context)
+        if output is None:
+            state.retry_store_at = self._step + _STORE_RETRY_STEPS
+            return None
+        for group, chunk in wanted.values():
+            group.next_store = max(group.next_store, chunk + 1)
+        if not output.keys_to_store:
+            return None
+        taken = output.keys_to_store
+        order = sorted(range(len(taken)), key=lambda index: wanted[taken[index]][0].geometry.index)
+        keys = [taken[index] for index in order]
+        job = plan_store(self.spec.config, state, keys, [wanted[key] for key in keys])
+        self._start_job(job)
+        state.store_jobs.add(job.job_id)
+        return job, (job.gpu_end, reordered(output.store_spec, order))
+
+    # -- completing --------------------------------------------------------------------------------------------------------
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Take in what the workers report; complete the jobs that every rank has reported."""
+        if self._step_started is not None:
+            started, tokens = self._step_started
+            self.cost.note_step(tokens, self._clock() - started)
+            self._step_started = None
+        for report in connector_output.reports:
+            self._take_report(report)
+
+    def _take_report(self, report: TransferReport) -> None:
+        job = self._jobs.get(report.result.job_id)
+        if job is None:
+            return
+        job.take_result(report.result)
+        size, seconds = report.result.transfer_size, report.result.transfer_time
+        if isinstance(job, LoadJob) and report.result.success and size and seconds:
+            self.cost.note_load(size * self.spec.config.world_size, seconds)
+        if job.ranks_left == 0:
+            del self._jobs[job.job_id]
+            if isinstance(job, LoadJob):
+                self._complete_load(job)
+            else:
+                self._complete_store(job)
+
+    def _complete_load(self, job: LoadJob) -> None:
+        self.manager.complete_load(job.keys)
+        for key in job.keys:
+            if self._loading.get(key) == job.job_id:
+                del self._loading[key]
+        self._blame_chunks(job)
+        self.stats.loads += 1
+        self.stats.loads_failed += bool(job.failed)
+        self.stats.load_bytes += 0 if job.failed else job.num_bytes
+        state = self._requests.get(job.req_id)
+        if state is None:
+            return
+        state.load_job = None
+        self._explainer.note_load(state, job, windowed=bool(self._geometry.windowed))
+        if job.failed:
+            state.may_load = False
+            for group in state.groups:
+                group.next_store = min(group.next_store, job.local // group.geometry.chunk_size)
+        self._drop_if_done(state)
+
+    def _blame_chunks(self, job: LoadJob) -> None:
+        """Discard chunks whose bytes are wrong, or that fail again and again."""
+        if self._strikes:
+            for key in job.arrived_keys():
+                self._strikes.pop(key, None)
+        for index in job.failed:
+            key = job.keys[index]
+            self._strikes[key] += 1
+            if index in job.corrupt or self._strikes[key] >= _STRIKES:
+                self.manager.discard([key], MissReason.FAILED)
+                del self._strikes[key]
+        if len(self._strikes) > _MAX_STRUCK:
+            self._strikes.clear()
+
+    def _complete_store(self, job: StoreJob) -> None:
+        if job.failed:
+            self.manager.complete_store(job.failed_keys(), success=False)
+        self.manager.complete_store(job.arrived_keys())
+        self.stats.stores += 1
+        self.stats.stores_failed += bool(job.failed)
+        self.stats.store_bytes += 0 if job.failed else job.num_bytes
+        state = self._requests.get(job.req_id)
+        if state is not None:
+            state.store_jobs.discard(job.job_id)
+            self._drop_if_done(state)
+
+    # -- ending ------------------------------------------------------------------------------------------------------------
+
+    def request_finished(self, request: RequestView, block_ids: BlockIds | None = None) -> tuple[bool, dict[str, Any] | None]:
+        """End a request, in whatever state it is. `True`: its blocks must stay until `get_finished` names it.
+
+        One that is being loaded is named as received, any other as sent.
+        """
+        state = self._requests.get(request.request_id)
+        if state is None:
+            return False, None
+        state.finished = True
+        state.extend_keys()
+        self.manager.touch(state.all_keys(), state.context)
+        self.manager.on_request_finished(state.context)
+        self._explainer.note_finished(state)
+        if state.load_job is None and state.store_jobs:
+            self._planned.reqs_to_hold.add(request.request_id)
+        hold = state.load_job is not None or bool(state.store_jobs)
+        self._drop_if_done(state)
+        return hold, None
+
+    def _drop_if_done(self, state: RequestState) -> None:
+        if state.finished and state.load_job is None and not state.store_jobs:
+            self._requests.pop(state.view.request_id, None)
+
+    def reset_cache(self) -> bool:
+        """Empty every tier and tell the event stream. Running jobs end by themselves and leave nothing behind."""
+        self.manager.reset_cache()
+        self._strikes.clear()
+        for state in self._requests.values():
+            for group in state.groups:
+                if group.geometry.window is None:  # of a window only what is to come is sure to be its own still
+                    group.next_store = 0
+        return True
+
+    # -- telling -----------------------------------------------------------------------------------------------------------
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Take the changes of the tiers since the last call, one event for each group of a change."""
+        for event in self.manager.take_events():
+            keys = sorted(event.keys, key=get_offload_group_idx) if len(self._geometry.groups) > 1 else event.keys
+            for group, members in groupby(keys, key=get_offload_group_idx):
+                yield _kv_event([get_offload_block_hash(key) for key in members], group, event.medium, event.removed)
+
+    def explain(self, req_id: ReqId) -> Explanation | None:
+        """Say where a request's prompt came from; `None` if it has not run or is long forgotten."""
+        return self._explainer.get(req_id)
+
+    def has_pending_push_work(self) -> bool:
+        """Say whether the engine must keep stepping although it has no requests."""
+        planned = self._planned
+        return bool(self._jobs or planned.reqs_to_load or planned.reqs_to_hold) or self.manager.has_pending_work()
+
+    def check(self) -> None:
+        """Raise `IntegrityError` if jobs and requests disagree, or the manager is broken."""
+        self.manager.check()
+        loads = {job.job_id for job in self._jobs.values() if isinstance(job, LoadJob)}
+        for state in self._requests.values():
+            if state.load_job is not None and state.load_job not in loads:
+                raise IntegrityError(f"request {state.view.request_id} waits for load {state.load_job}, which does not exist")
+            if not state.store_jobs <= self._jobs.keys():
+                raise IntegrityError(f"request {state.view.request_id} holds blocks for stores that do not exist")
+        if not set(self._loading.values()) <= loads:
+            raise IntegrityError("a chunk is noted as being loaded by a load that does not exist")
+
+    def shutdown(self) -> None:
+        """Release the manager and the pool. Idempotent."""
+        self.manager.shutdown()
+        self.spec.shutdown()
+
+    def _track(self, request: RequestView) -> RequestState:
+        state = self._requests.get(request.request_id)
+        if state is None:
+            context = ReqContext(request.kv_transfer_params, request.request_id)
+            groups = tuple(GroupState(geometry) for geometry in self._geometry.groups)
+            state = self._requests[request.request_id] = RequestState(request, context, groups)
+        state.extend_keys()
+        return state
+
+
+def _kv_event(hashes: list[bytes], group: int, medium: str, removed: bool) -> KVCacheEvent:
+    if removed:
+        return BlockRemoved(block_hashes=list(hashes), medium=medium, group_idx=group)
+    return BlockStored(
+        block_hashes=list(hashes),
+        parent_block_hash=None,
+        token_ids=[],
+        block_size=0,
+        lora_id=None,
+        medium=medium,
+        lora_name=None,
+        group_idx=group,
+    )

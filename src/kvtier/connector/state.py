@@ -1,0 +1,141 @@
+"""What the scheduler's side keeps for a request: its keys, its blocks and its jobs.
+
+Chunk arithmetic lives here too. All ranges are half-open; for one group, in tokens:
+
+    0 ............ local ............... end .......... num_tokens
+      on the GPU         to be loaded         to be computed
+
+A windowed group needs only `[max(local, end - window), end)` of the middle part: the token computed next, at `end` or, if
+everything was loaded, at `end - 1`, looks no further back. Scheduler thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import lcm
+
+from kvtier.config import OffloadingConfig
+from kvtier.connector.metadata import RequestView
+from kvtier.keys import OffloadKey, make_offload_key
+from kvtier.offload.base import ReqContext
+from kvtier.transfer.base import NULL_BLOCK
+
+__all__ = ["Geometry", "GroupGeometry", "GroupState", "RequestState"]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupGeometry:
+    """How the tokens of one group fall into blocks and chunks."""
+
+    index: int
+    block_size: int
+    blocks_per_chunk: int
+    hashes_per_chunk: int
+    window: int | None
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens of one chunk."""
+        return self.block_size * self.blocks_per_chunk
+
+    def first_needed(self, local: int, end: int) -> int:
+        """Return the first token that must be loaded so that computing can go on at `end`."""
+        return local if self.window is None else max(local, end - self.window)
+
+
+class Geometry:
+    """The chunk arithmetic of all groups of an engine."""
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        per_chunk = config.settings.blocks_per_chunk
+        self.groups = tuple(
+            GroupGeometry(
+                index,
+                group.block_size,
+                per_chunk,
+                group.block_size * per_chunk // config.hash_block_size,
+                group.sliding_window,
+            )
+            for index, group in enumerate(config.groups)
+        )
+        self.full = tuple(group for group in self.groups if group.window is None)
+        self.windowed = tuple(group for group in self.groups if group.window is not None)
+        self.alignment = lcm(*(group.chunk_size for group in self.groups))
+        self._block_bytes = tuple(group.bytes_per_block * config.world_size for group in config.groups)
+
+    def load_bytes(self, local: int, end: int) -> int:
+        """Estimate the bytes of all ranks that a load of `[local, end)` moves."""
+        return sum(
+            (end - group.first_needed(local, end)) // group.block_size * self._block_bytes[group.index]
+            for group in self.groups
+        )
+
+
+@dataclass(slots=True)
+class GroupState:
+    """One request's chunks in one group."""
+
+    geometry: GroupGeometry
+    keys: list[OffloadKey] = field(default_factory=list)
+    """One for every complete chunk whose tokens are known; only ever grows."""
+    block_ids: list[int] = field(default_factory=list)
+    """The blocks it holds now, by position; `NULL_BLOCK` where there is none or another owner has it."""
+    next_store: int = 0
+    """The first chunk that has not been offered for storing."""
+
+    def extend_keys(self, hashes: Sequence[bytes]) -> None:
+        """Add the keys of chunks that the hashes have completed: a chunk is named by the hash of its last block."""
+        step = self.geometry.hashes_per_chunk
+        self.keys += [
+            make_offload_key(hashes[end - 1], self.geometry.index)
+            for end in range((len(self.keys) + 1) * step, len(hashes) + 1, step)
+        ]
+
+    def chunk_blocks(self, chunk: int) -> list[int]:
+        """Return the block ids of a chunk; fewer than a chunk's if they have not all been given yet."""
+        start = chunk * self.geometry.blocks_per_chunk
+        return self.block_ids[start : start + self.geometry.blocks_per_chunk]
+
+    def forget_reused(self, allocated: set[int]) -> None:
+        """Drop blocks not yet stored that a window left behind and that someone else got in this step."""
+        for position in range(self.next_store * self.geometry.blocks_per_chunk, len(self.block_ids)):
+            if self.block_ids[position] in allocated:
+                self.block_ids[position] = NULL_BLOCK
+
+
+@dataclass(slots=True)
+class RequestState:
+    """Everything the scheduler's side knows of one request."""
+
+    view: RequestView
+    context: ReqContext
+    groups: tuple[GroupState, ...]
+    local: int = 0
+    """Tokens on the GPU when the engine last asked."""
+    load_job: int | None = None
+    store_jobs: set[int] = field(default_factory=set)
+    """Running stores that read blocks which the request holds."""
+    may_load: bool = True
+    """False once a load has failed: what failed is computed, and nothing is asked for again."""
+    waiting_since: float | None = None
+    retry_store_at: int = 0
+    finished: bool = False
+    explained: bool = False
+
+    def extend_keys(self) -> None:
+        """Take in the hashes that the request has gained."""
+        hashes = self.view.block_hashes
+        for group in self.groups:
+            group.extend_keys(hashes)
+
+    def all_keys(self) -> list[OffloadKey]:
+        """Return the keys of all groups from the head of the prefix to its tail."""
+        if len(self.groups) == 1:
+            return self.groups[0].keys
+        placed = [
+            ((chunk + 1) * group.geometry.chunk_size, group.geometry.index, key)
+            for group in self.groups
+            for chunk, key in enumerate(group.keys)
+        ]
+        return [key for _, _, key in sorted(placed)]

@@ -1,0 +1,367 @@
+"""The scheduler's side of the connector, step by step."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier.connector import StepView
+from kvtier.errors import InputError
+from kvtier.events.types import BlockRemoved, BlockStored
+from kvtier.offload import CPUOffloadingManager, GPULoadStoreSpec, MissReason
+from tests.unit.connector_kit import BLOCK, Clock, Host, Request, make_host
+
+PROMPT = list(range(100, 126))  # 26 tokens: six blocks and a tail
+
+
+def load(host: Host, request: Request, local: int = 0, groups: int = 1) -> tuple[int, tuple[list[int], ...]]:
+    """Ask, allocate for what is offered, and start the load; return the job and the blocks."""
+    tokens, is_async = host.scheduler.get_num_new_matched_tokens(request, local)
+    assert tokens, f"expected a hit, got {tokens}"
+    assert is_async
+    blocks = host.blocks((local + tokens) // BLOCK, groups)
+    host.scheduler.update_state_after_alloc(request, blocks, tokens)
+    meta = host.idle()
+    return meta.load_jobs[request.request_id], blocks
+
+
+def used_slots(host: Host) -> int:
+    manager = host.scheduler.manager
+    assert isinstance(manager, CPUOffloadingManager)
+    stats = manager.stats()
+    return stats.slots - stats.free
+
+
+def test_a_computed_prompt_is_stored_and_found_again() -> None:
+    host = make_host()
+    host.cache(Request("a", PROMPT))
+    again = Request("b", PROMPT)
+    assert host.scheduler.get_num_new_matched_tokens(again, 0) == (24, True)
+    assert host.scheduler.get_num_new_matched_tokens(again, 8) == (16, True), "asking twice changes nothing"
+    job, blocks = load(host, again, local=8)
+    host.report(job)
+    meta = host.run_new(again, (blocks[0] + [99],), computed=24)
+    assert not meta.reqs_to_store, "what was loaded is not stored again"
+    explanation = host.scheduler.explain("b")
+    assert explanation is not None
+    assert (explanation.from_gpu, explanation.from_tiers, explanation.recomputed) == (8, {"cpu": 16}, 2)
+    assert explanation.first_miss is None, "only the unfinished tail was computed"
+
+
+def test_load_spec_names_slots_and_blocks_in_order() -> None:
+    host = make_host(blocks_per_chunk=2)
+    host.cache(Request("a", PROMPT))
+    request = Request("b", PROMPT)
+    tokens, _ = host.scheduler.get_num_new_matched_tokens(request, BLOCK)  # unaligned: half of the first chunk is here
+    assert tokens == 20
+    host.scheduler.update_state_after_alloc(request, ([7, 8, 9, 10, 11, 12],), tokens)
+    source, destination = host.idle().reqs_to_load["b"]
+    assert isinstance(destination, GPULoadStoreSpec)
+    assert destination.block_ids.tolist() == [8, 9, 10, 11, 12]
+    assert destination.block_indices == (1,)
+    assert len(source.block_ids) == 3  # type: ignore[attr-defined]
+
+
+def test_chunked_prefill_and_decode_store_each_chunk_once() -> None:
+    host = make_host()
+    request = Request("a", list(PROMPT))
+    host.scheduler.get_num_new_matched_tokens(request, 0)
+    (ids,) = host.blocks(8)
+    stored: list[int] = []
+    meta = host.run_new(request, (ids[:3],), 0, 10)
+    stored += meta.reqs_to_store["a"][0].block_ids.tolist()  # type: ignore[attr-defined]
+    meta = host.run_more(request, 10, 16, (ids[3:7],))
+    stored += meta.reqs_to_store["a"][0].block_ids.tolist()  # type: ignore[attr-defined]
+    for computed in range(26, 31):
+        request.tokens.append(computed)
+        meta = host.run_more(request, computed, 1, (ids[7:],) if computed == 28 else None)
+        for source, _ in meta.reqs_to_store.values():
+            stored += source.block_ids.tolist()  # type: ignore[attr-defined]
+    assert stored == ids[:7], "six prompt blocks and the one that decoding filled, each once"
+
+
+def test_prompt_only_leaves_decoded_blocks_out() -> None:
+    host = make_host(prompt_only=True)
+    request = Request("a", PROMPT + [1, 2, 3, 4, 5, 6], num_prompt_tokens=len(PROMPT))
+    host.scheduler.get_num_new_matched_tokens(request, 0)
+    meta = host.run_new(request, host.blocks(8))
+    assert len(meta.reqs_to_store["a"][0].block_ids) == 6  # type: ignore[attr-defined]
+
+
+def test_a_gpu_hit_that_the_tier_has_lost_is_stored_again() -> None:
+    host = make_host()
+    host.cache(Request("a", PROMPT))
+    host.scheduler.reset_cache()
+    request = Request("b", PROMPT)
+    assert host.scheduler.get_num_new_matched_tokens(request, 24) == (0, False)
+    meta = host.run_new(request, host.blocks(7), computed=24)
+    assert len(meta.reqs_to_store["b"][0].block_ids) == 6  # type: ignore[attr-defined]
+
+
+def test_finish_while_a_store_runs_holds_the_blocks() -> None:
+    host = make_host()
+    request = Request("a", PROMPT)
+    host.scheduler.get_num_new_matched_tokens(request, 0)
+    meta = host.run_new(request, host.blocks(7))
+    assert host.scheduler.request_finished(request) == (True, None)
+    assert host.scheduler.has_pending_push_work()
+    assert host.idle().reqs_to_hold == {"a"}
+    host.report(meta.store_jobs["a"])
+    assert not host.scheduler.has_pending_push_work()
+    assert host.scheduler.get_num_new_matched_tokens(Request("b", PROMPT), 0) == (24, True)
+
+
+@pytest.mark.parametrize("state", ["unknown", "asked", "loading", "stored"])
+def test_abort_in_every_state_leaves_nothing_pinned(state: str) -> None:
+    host = make_host()
+    host.cache(Request("a", PROMPT))
+    request = Request("b", PROMPT)
+    if state == "asked":
+        host.scheduler.get_num_new_matched_tokens(request, 0)
+    job = load(host, request)[0] if state == "loading" else None
+    if state == "stored":
+        host.scheduler.get_num_new_matched_tokens(request, 24)
+        host.run_new(request, host.blocks(7), computed=24)
+    assert host.scheduler.request_finished(request)[0] is (state == "loading")
+    assert not host.idle().reqs_to_hold, "a request that is being loaded is named as received"
+    if job is not None:
+        host.report(job)
+    assert not host.scheduler.has_pending_push_work()
+    assert host.scheduler.get_num_new_matched_tokens(Request("c", PROMPT), 0) == (24, True)
+    stats = host.scheduler.manager.stats()  # type: ignore[attr-defined]
+    assert stats.reading == 0
+
+
+def test_a_failed_load_is_not_offered_again_and_what_failed_is_stored_anew() -> None:
+    host = make_host()
+    host.cache(Request("a", PROMPT))
+    request = Request("b", PROMPT)
+    job, blocks = load(host, request)
+    host.report(job, success=False, failed_blocks=(2, 3), corrupt=True)
+    assert host.scheduler.get_num_new_matched_tokens(request, 8) == (0, False)
+    meta = host.run_new(request, (blocks[0] + [77],), computed=8)
+    assert meta.reqs_to_store["b"][0].block_ids.tolist() == blocks[0][2:4]  # type: ignore[attr-defined]
+    explanation = host.scheduler.explain("b")
+    assert explanation is not None
+    assert explanation.first_miss is MissReason.FAILED
+    assert (explanation.first_missing_token, explanation.from_tiers) == (8, {"cpu": 16})
+    host.report(meta.store_jobs["b"])
+    assert host.scheduler.get_num_new_matched_tokens(Request("c", PROMPT), 0) == (24, True)
+
+
+def test_a_chunk_that_fails_twice_is_given_up_even_if_its_bytes_are_not_blamed() -> None:
+    host = make_host()
+    host.cache(Request("a", PROMPT))
+    for name in "bc":
+        job, _ = load(host, Request(name, PROMPT))
+        host.report(job, success=False, failed_blocks=(0,))
+    assert host.scheduler.get_num_new_matched_tokens(Request("d", PROMPT), 0) == (0, False)
+    events = list(host.scheduler.take_events())
+    assert isinstance(events[-1], BlockRemoved)
+    assert len(events[-1].block_hashes) == 1
+
+
+def test_failed_store_frees_its_place() -> None:
+    host = make_host()
+    request = Request("a", PROMPT)
+    host.scheduler.get_num_new_matched_tokens(request, 0)
+    meta = host.run_new(request, host.blocks(7))
+    host.report(meta.store_jobs["a"], success=False, failed_blocks=(4, 5))
+    assert used_slots(host) == 4
+    assert host.scheduler.get_num_new_matched_tokens(Request("b", PROMPT), 0) == (16, True)
+    assert len(next(iter(host.scheduler.take_events())).block_hashes) == 4  # type: ignore[attr-defined]
+
+
+def test_a_job_is_done_when_every_rank_has_reported() -> None:
+    host = make_host(world_size=2)
+    request = Request("a", PROMPT)
+    host.scheduler.get_num_new_matched_tokens(request, 0)
+    job = host.run_new(request, host.blocks(7)).store_jobs["a"]
+    host.report(job, rank=1)
+    assert host.scheduler.get_num_new_matched_tokens(Request("b", PROMPT), 0) == (None, False), "still being written"
+    host.report(job, rank=0, success=False, failed_blocks=(5,))
+    assert host.scheduler.get_num_new_matched_tokens(Request("b", PROMPT), 0) == (20, True)
+    host.report(job, rank=0)  # a late report of a job that is over changes nothing
+
+
+def test_a_preempted_requests_blocks_are_fenced_until_its_stores_are_over() -> None:
+    host = make_host()
+    request, other = Request("a", PROMPT), Request("b", list(range(9)))
+    host.scheduler.get_num_new_matched_tokens(request, 0)
+    (ids,) = host.blocks(7)
+    job = host.run_new(request, (ids,)).store_jobs["a"]
+    host.scheduler.get_num_new_matched_tokens(other, 0)
+    meta = host.run_new(other, ([90, ids[3], 91],), preempted_req_ids={"a"})
+    assert meta.jobs_to_flush == {job}, "a block that the store still reads was handed on"
+    host.report(job)
+    assert host.scheduler.request_finished(request) == (False, None), "it holds no blocks any more"
+
+
+def test_a_prefix_hit_on_a_fenced_block_needs_no_flush() -> None:
+    host = make_host()
+    request, other = Request("a", PROMPT), Request("b", PROMPT)
+    host.scheduler.get_num_new_matched_tokens(request, 0)
+    (ids,) = host.blocks(7)
+    host.run_new(request, (ids,))
+    host.scheduler.get_num_new_matched_tokens(other, 24)
+    meta = host.run_new(other, (ids[:6] + [99],), computed=24)
+    assert not meta.jobs_to_flush, "nobody overwrites a block that was hit"
+
+
+def test_a_load_into_a_fenced_block_flushes_the_store() -> None:
+    host = make_host()
+    host.cache(Request("a", PROMPT))
+    victim = Request("v", list(range(8)))
+    host.scheduler.get_num_new_matched_tokens(victim, 0)
+    job = host.run_new(victim, ([50, 51],)).store_jobs["v"]
+    request = Request("b", PROMPT)
+    host.scheduler.get_num_new_matched_tokens(request, 0)
+    host.scheduler.update_state_after_alloc(request, ([50, 60, 61, 62, 63, 64],), 24)
+    meta = host.scheduler.build_connector_meta(StepView(preempted_req_ids={"v"}))
+    assert meta.jobs_to_flush == {job}
+
+
+def test_a_chunk_being_written_is_waited_for_only_so_long() -> None:
+    clock = Clock()
+    host = make_host(clock=clock)
+    request = Request("a", PROMPT)
+    host.scheduler.get_num_new_matched_tokens(request, 0)
+    host.run_new(request, host.blocks(7))
+    late = Request("b", PROMPT)
+    assert host.scheduler.get_num_new_matched_tokens(late, 0) == (None, False)
+    clock.now += 10
+    assert host.scheduler.get_num_new_matched_tokens(late, 0) == (0, False)
+    host.run_new(late, host.blocks(7))
+    explanation = host.scheduler.explain("b")
+    assert explanation is not None
+    assert explanation.first_miss is MissReason.WRITING
+
+
+def test_the_second_request_for_a_chunk_waits_if_the_load_is_nearly_here() -> None:
+    host = make_host(clock=Clock())
+    host.cache(Request("a", PROMPT))
+    job, _ = load(host, Request("b", PROMPT))
+    second = Request("c", PROMPT)
+    assert host.scheduler.get_num_new_matched_tokens(second, 0) == (None, False)
+    host.report(job)
+    assert host.scheduler.get_num_new_matched_tokens(second, 24) == (0, False), "now it is a hit on the GPU"
+
+
+def test_no_convoy_where_computing_is_faster_than_the_load_under_way() -> None:
+    clock = Clock()
+    host = make_host(clock=clock)
+    host.cache(Request("a", PROMPT))
+    host.scheduler.cost.note_load(64, 10.0)
+    load(host, Request("b", PROMPT))
+    host.scheduler.cost.note_step(1000, 0.001)
+    assert host.scheduler.get_num_new_matched_tokens(Request("c", PROMPT), 0) == (0, False)
+    assert host.scheduler.stats.not_worth == 1
+
+
+def test_a_load_slower_than_computing_is_not_done_unless_told_so() -> None:
+    for settings, expected in (({}, (0, False)), ({"load_if_faster": False}, (24, True))):
+        host = make_host(**settings)  # type: ignore[arg-type]
+        host.cache(Request("a", PROMPT))
+        host.scheduler.cost.note_load(64, 10.0)
+        host.scheduler.cost.note_step(1000, 0.001)
+        request = Request("b", PROMPT)
+        assert host.scheduler.get_num_new_matched_tokens(request, 0) == expected
+        if expected == (0, False):
+            host.run_new(request, host.blocks(7))
+            explanation = host.scheduler.explain("b")
+            assert explanation is not None
+            assert explanation.first_miss is MissReason.NOT_WORTH_LOADING
+
+
+def test_reset_while_jobs_run_frees_everything_in_the_end() -> None:
+    host = make_host()
+    host.cache(Request("a", PROMPT))
+    job, blocks = load(host, Request("b", PROMPT))
+    writer = Request("w", list(range(8)))
+    host.scheduler.get_num_new_matched_tokens(writer, 0)
+    store = host.run_new(writer, host.blocks(2)).store_jobs["w"]
+    assert host.scheduler.reset_cache()
+    assert host.scheduler.get_num_new_matched_tokens(Request("c", PROMPT), 0) == (0, False)
+    held: set[object] = set()
+    for event in host.scheduler.take_events():
+        assert isinstance(event, BlockStored | BlockRemoved)
+        held = held - set(event.block_hashes) if isinstance(event, BlockRemoved) else held | set(event.block_hashes)
+    assert not held, "the stream says that nothing is left"
+    host.report(job)
+    host.report(store)
+    assert used_slots(host) == 0
+    assert not list(host.scheduler.take_events())
+
+
+def test_a_full_pool_takes_the_leading_part_and_refusals_are_retried() -> None:
+    host = make_host(num_slots=4)
+    request = Request("a", PROMPT)
+    host.scheduler.get_num_new_matched_tokens(request, 0)
+    meta = host.run_new(request, host.blocks(7))
+    assert len(meta.reqs_to_store["a"][0].block_ids) == 4  # type: ignore[attr-defined]
+    other = Request("b", list(range(8)))
+    host.scheduler.get_num_new_matched_tokens(other, 0)
+    assert not host.run_new(other, host.blocks(2)).reqs_to_store, "every place is being written"
+    host.report(meta.store_jobs["a"])
+    steps = [host.run_more(other, 8, 0) for _ in range(20)]
+    assert sum(len(step.reqs_to_store) for step in steps) == 1
+
+
+def test_windowed_groups_need_only_the_window() -> None:
+    host = make_host(windows=(None, 8))
+    host.cache(Request("a", PROMPT), groups=2)
+    request = Request("b", PROMPT)
+    assert host.scheduler.get_num_new_matched_tokens(request, 0) == (24, True)
+    host.scheduler.update_state_after_alloc(request, ([41, 42, 43, 44, 45, 46], [0, 0, 0, 0, 55, 56]), 24)
+    source, destination = host.idle().reqs_to_load["b"]
+    assert isinstance(destination, GPULoadStoreSpec)
+    assert destination.group_sizes == (6, 2)
+    assert destination.block_indices == (0, 4)
+    assert destination.block_ids.tolist() == [41, 42, 43, 44, 45, 46, 55, 56]
+    assert len(source.block_ids) == 8  # type: ignore[attr-defined]
+
+
+def test_a_block_that_a_window_left_and_someone_else_got_is_not_stored() -> None:
+    host = make_host(windows=(8,), blocks_per_chunk=4)
+    request, other = Request("a", list(range(16))), Request("b", list(range(50, 54)))
+    host.scheduler.get_num_new_matched_tokens(request, 0)
+    host.run_new(request, ([1, 2, 3],), 0, 12)
+    host.scheduler.get_num_new_matched_tokens(other, 0)
+    host.run_new(other, ([1],))
+    meta = host.run_more(request, 12, 4, ([4],))
+    assert not meta.reqs_to_store, "its first block is no longer its own"
+
+
+def test_after_a_reset_only_blocks_that_are_still_its_own_are_offered_again() -> None:
+    """A window left block 1 behind and it went to another request; offering it again would store foreign bytes."""
+    host = make_host(windows=(None, 4))
+    request, other = Request("a", list(range(13))), Request("b", list(range(50, 54)))
+    host.scheduler.get_num_new_matched_tokens(request, 0)
+    meta = host.run_new(request, ([11, 12, 13], [1, 2, 3]), 0, 12)
+    host.report(meta.store_jobs["a"])
+    host.scheduler.get_num_new_matched_tokens(other, 0)
+    host.run_new(other, ([21], [1]))
+    host.scheduler.reset_cache()
+    source, _ = host.run_more(request, 12, 1, ([14], [4])).reqs_to_store["a"]
+    assert isinstance(source, GPULoadStoreSpec)
+    assert source.block_ids.tolist() == [11, 12, 13]
+
+
+def test_an_unaligned_local_hit_is_refused() -> None:
+    host = make_host()
+    host.cache(Request("a", PROMPT))
+    request = Request("b", PROMPT)
+    host.scheduler.get_num_new_matched_tokens(request, 3)
+    with pytest.raises(InputError, match="multiple of the block size"):
+        host.scheduler.update_state_after_alloc(request, ([1, 2, 3, 4, 5, 6],), 21)
+
+
+def test_explanations_name_eviction() -> None:
+    host = make_host(num_slots=6)
+    host.cache(Request("a", PROMPT))
+    host.cache(Request("x", list(range(24))))
+    request = Request("b", PROMPT)
+    assert host.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    host.run_new(request, host.blocks(7))
+    explanation = host.scheduler.explain("b")
+    assert explanation is not None
+    assert (explanation.first_miss, explanation.first_missing_token) == (MissReason.EVICTED, 0)

@@ -1,0 +1,39 @@
+"""Is a load worth it?"""
+
+from __future__ import annotations
+
+from kvtier.connector.cost import CostModel
+
+
+def test_until_both_prices_are_known_every_load_is_worth_doing() -> None:
+    cost = CostModel()
+    assert cost.worth_loading(1 << 40, 1)
+    cost.note_load(100, 1.0)
+    assert cost.worth_loading(1 << 40, 1)
+    assert cost.compute_seconds(10) is None
+
+
+def test_decode_steps_say_nothing_about_prefill() -> None:
+    cost = CostModel()
+    cost.note_step(8, 1.0)
+    assert cost.compute_seconds(1) is None
+    cost.note_step(100, 1.0)
+    assert cost.compute_seconds(50) == 0.5
+
+
+def test_averages_follow_the_newest_samples() -> None:
+    cost = CostModel()
+    cost.note_load(100, 1.0)
+    for _ in range(50):
+        cost.note_load(100, 3.0)
+    seconds = cost.load_seconds(100)
+    assert seconds is not None
+    assert 2.9 < seconds <= 3.0
+
+
+def test_a_refusal_is_not_for_ever() -> None:
+    cost = CostModel()
+    cost.note_load(1, 1.0)
+    cost.note_step(1000, 0.001)
+    answers = [cost.worth_loading(1000, 1) for _ in range(200)]
+    assert 0 < sum(answers) < 10
