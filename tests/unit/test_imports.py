@@ -1,0 +1,152 @@
+"""Imports point one way, and what a router or a scheduler needs imports without torch or an engine."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import kvtier
+
+PACKAGE = Path(kvtier.__file__).parent
+
+BASE = {"config", "errors", "keys"}
+BELOW_TRANSFER = BASE | {"policies", "pool"}
+BELOW_OFFLOAD = BELOW_TRANSFER | {"transfer", "tiers", "events"}
+BELOW_CONNECTOR = BELOW_OFFLOAD | {"offload"}
+BELOW_ENGINE = BELOW_CONNECTOR | {"connector"}
+
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "config": {"errors"},
+    "keys": {"errors", "_chain"},
+    "policies": BASE,
+    "pool": BASE,
+    "events": {"errors", "keys"},
+    "index": {"events"},
+    "transfer": BELOW_TRANSFER,
+    "tiers": BELOW_TRANSFER,
+    "offload": BELOW_OFFLOAD,
+    "connector": BELOW_CONNECTOR,
+    "engine": BELOW_ENGINE,
+    "integrations": BELOW_ENGINE,
+}
+"""What each part of kvtier may import from the others, lazily or not. Below are those that may import anything."""
+ON_TOP = {"cli", "demo", "metrics", "planner", "plots", "report", "testing"}
+
+NEED_TORCH = (
+    "kvtier.engine",
+    "kvtier.transfer.cuda",
+    "kvtier.transfer.host",
+    "kvtier.transfer.layout",
+    "kvtier.transfer.spans",
+    "kvtier.testing",
+)
+ENGINES = {"vllm", "sglang", "transformers"}
+
+
+def module_name(file: Path, root: Path = PACKAGE) -> str:
+    parts = ("kvtier", *file.relative_to(root).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(file: Path, root: Path = PACKAGE) -> Iterator[tuple[int, str]]:
+    """Yield `(line, module)` of every import in a file, at any depth. `from a import b` counts as `a.b`."""
+    package = module_name(file, root).split(".")
+    package = package if file.name == "__init__.py" else package[:-1]
+    for node in ast.walk(ast.parse(file.read_text(), str(file))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            start = package[: len(package) - node.level + 1] if node.level else []
+            origin = ".".join(start + (node.module.split(".") if node.module else []))
+            yield from ((node.lineno, f"{origin}.{alias.name}") for alias in node.names)
+
+
+def part_of(module: str) -> str:
+    return [*module.split("."), ""][1]
+
+
+def broken_rules(root: Path = PACKAGE) -> list[str]:
+    """Return one line for each import that points the wrong way."""
+    found = []
+    for file in sorted(root.rglob("*.py")):
+        part = part_of(module_name(file, root))
+        if part in ON_TOP:
+            continue
+        allowed = MAY_IMPORT.get(part, set()) | {part}
+        for line, module in imports_of(file, root):
+            wrong_way = module.split(".")[0] == "kvtier" and part_of(module) not in allowed
+            foreign = module.split(".")[0] in ENGINES and part != "integrations"
+            if wrong_way or foreign:
+                found.append(f"{file.relative_to(root)}:{line}: {part or 'kvtier'} may not import {module}")
+    return found
+
+
+def run_python(code: str) -> None:
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_imports_point_one_way() -> None:
+    assert broken_rules() == []
+
+
+def test_every_part_has_a_place() -> None:
+    parts = {part_of(module_name(file)) for file in PACKAGE.rglob("*.py")} - {""}
+    assert parts - MAY_IMPORT.keys() - ON_TOP == set()
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import kvtier.offload.base",
+        "from kvtier.offload import base",
+        "from kvtier import offload",
+        "from ..offload import base",
+        "from .. import offload",
+        "def later():\n    from kvtier.connector import metadata",
+        "if TYPE_CHECKING:\n    import kvtier.engine",
+        "import vllm.config",
+        "def later():\n    from transformers import AutoModel",
+    ],
+)
+def test_the_rule_catches(tmp_path: Path, statement: str) -> None:
+    (tmp_path / "policies").mkdir()
+    (tmp_path / "policies" / "bad.py").write_text(statement)
+    assert len(broken_rules(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    "statement", ["from kvtier.keys import OffloadKey", "from .lru import x", "import torch", "from ..errors import y"]
+)
+def test_the_rule_allows(tmp_path: Path, statement: str) -> None:
+    (tmp_path / "policies").mkdir()
+    (tmp_path / "policies" / "good.py").write_text(statement)
+    assert broken_rules(tmp_path) == []
+
+
+def test_importing_kvtier_loads_no_engine() -> None:
+    run_python("""
+        import sys
+        import kvtier
+        loaded = {"torch", "transformers", "vllm"} & sys.modules.keys()
+        assert not loaded, f"import kvtier loaded {loaded}"
+    """)
+
+
+def test_all_but_the_engine_imports_without_torch() -> None:
+    modules = sorted(module_name(file) for file in PACKAGE.rglob("*.py"))
+    modules = [m for m in modules if not m.startswith(NEED_TORCH) and not m.endswith("__main__")]
+    assert "kvtier.connector.connector" in modules
+    run_python(f"""
+        import importlib, sys
+        sys.modules.update(dict.fromkeys(["torch", "transformers", "vllm", "safetensors"]))
+        for module in {modules!r}:
+            importlib.import_module(module)
+    """)
