@@ -1,0 +1,3 @@
+from kvtier.keys import BlockHash
+
+def chain(tokens: list[int], block_size: int, parent: BlockHash) -> list[BlockHash]: ...
