@@ -1,0 +1,365 @@
+"""What a user may set, and what the engine adds to it: validated once, with the path of the bad field in the error.
+
+`KVTierConfig` is the user's: a Python object, a JSON or TOML file, or the extra config of an engine's connector. Sizes
+and times are readable (`"8GiB"`, `"500ms"`), unknown fields are errors with a suggestion, and the names of vLLM's own
+offloading connector are understood. `OffloadingConfig` adds the engine's geometry; every size that the rest of kvtier
+needs is derived from it here. All objects are immutable and may be shared by any thread.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from difflib import get_close_matches
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Self
+
+from kvtier.errors import ConfigError
+
+__all__ = [
+    "ROW_ALIGNMENT",
+    "CPUConfig",
+    "GroupConfig",
+    "KVTierConfig",
+    "OffloadingConfig",
+    "format_size",
+    "parse_duration",
+    "parse_size",
+]
+
+ROW_ALIGNMENT = 4096
+"""Rows are whole pages of host memory, so that any row can be read and written with direct I/O."""
+
+_BINARY = {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGTPE", start=1)}
+_DECIMAL = {f"{prefix}B": 1000**power for power, prefix in enumerate("kMGTPE", start=1)}
+_SIZES = {"": 1, "B": 1} | _DECIMAL | _BINARY
+_TIMES = {
+    "": Fraction(1),
+    "us": Fraction(1, 10**6),
+    "ms": Fraction(1, 1000),
+    "s": Fraction(1),
+    "m": Fraction(60),
+    "h": Fraction(3600),
+}
+_QUANTITY = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*")
+
+_VLLM_NAMES = {
+    "cpu_bytes_to_use": "cpu.capacity",
+    "eviction_policy": "cpu.policy",
+    "block_size": "chunk_tokens",
+    "offload_prompt_only": "prompt_only",
+}
+"""Where the fields of vLLM's own connector go. Those of equal name and meaning need no entry."""
+
+
+def parse_size(value: object, path: str = "") -> int:
+    """Return a number of bytes from `8589934592`, `"8GiB"` or `"1.5 TB"`; a fraction of a byte is dropped."""
+    return math.floor(_quantity(value, path, _SIZES, "a size such as 8GiB, 500MB or a number of bytes"))
+
+
+def parse_duration(value: object, path: str = "") -> float:
+    """Return seconds from `2`, `0.5`, `"500ms"`, `"2s"`, `"5m"` or `"1h"`."""
+    return float(_quantity(value, path, _TIMES, "a time such as 500ms, 2s or a number of seconds"))
+
+
+def format_size(size: int) -> str:
+    """Write bytes for people: `4.0 MiB`, `512 B`."""
+    for unit, factor in reversed(_BINARY.items()):
+        if size >= factor:
+            return f"{size / factor:.1f} {unit}"
+    return f"{size} B"
+
+
+def _quantity(value: object, path: str, units: Mapping[str, int | Fraction], expected: str) -> Fraction:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0:
+        return Fraction(value)
+    match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
+    factor = {unit.lower(): factor for unit, factor in units.items()}.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise ConfigError(path, f"expected {expected}, got {value!r}")
+    return Fraction(match[1]) * factor
+
+
+# Readers: each turns what came into what is stored, or raises with the path of the field.
+_Reader = Callable[[str, Any], Any]
+
+
+def _read_size(path: str, value: object) -> int:
+    size = parse_size(value, path)
+    if size < 1:
+        raise ConfigError(path, f"expected more than 0 bytes, got {value!r}")
+    return size
+
+
+def _read_duration(path: str, value: object) -> float:
+    seconds = parse_duration(value, path)
+    if seconds <= 0:
+        raise ConfigError(path, f"expected a time greater than 0, got {value!r}")
+    return seconds
+
+
+def _read_flag(path: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(path, f"expected true or false, got {value!r}")
+    return value
+
+
+def _read_name(path: str, value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise ConfigError(path, f"expected a name, got {value!r}")
+    return value
+
+
+def _read_text(path: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(path, f"expected a string, got {value!r}")
+    return value
+
+
+def _read_tiers(path: str, value: object) -> tuple[()]:
+    if not isinstance(value, (list, tuple)):
+        raise ConfigError(path, f"expected a list of tiers, got {value!r}")
+    if value:
+        raise ConfigError(f"{path}[0]", "expected no tiers: this version of kvtier has none below cpu; remove it")
+    return ()
+
+
+def _read_layer_names(path: str, value: object) -> tuple[str, ...]:
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ConfigError(path, f"expected the names of one layer or more, got {value!r}")
+    return tuple(_read_name(f"{path}[{i}]", name) for i, name in enumerate(value))
+
+
+def _at_least(minimum: int) -> _Reader:
+    def read(path: str, value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise ConfigError(path, f"expected a whole number of at least {minimum}, got {value!r}")
+        return value
+
+    return read
+
+
+def _optional(reader: _Reader) -> _Reader:
+    return lambda path, value: None if value is None else reader(path, value)
+
+
+def _instance(cls: type) -> _Reader:
+    def read(path: str, value: object) -> object:
+        if not isinstance(value, cls):
+            raise ConfigError(path, f"expected a {cls.__name__}, got {value!r}")
+        return value
+
+    return read
+
+
+def _setting(reader: _Reader, default: Any = MISSING) -> Any:
+    """Declare a dataclass field that is read by `reader`."""
+    return field(default=default, metadata={"reader": reader})
+
+
+def _read_fields(config: Any, prefix: str = "") -> None:
+    """Pass every field of a frozen dataclass through its reader."""
+    for setting in fields(config):
+        value = setting.metadata["reader"](prefix + setting.name, getattr(config, setting.name))
+        object.__setattr__(config, setting.name, value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CPUConfig:
+    """The pool in host memory: `capacity` bytes over all ranks, and who leaves when it is full."""
+
+    capacity: int = _setting(_read_size)
+    policy: str = _setting(_read_name, "lru")
+
+    def __post_init__(self) -> None:
+        _read_fields(self, "cpu.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVTierConfig:
+    """Everything a user may set.
+
+    `chunk_tokens` is another way to say `blocks_per_chunk`, resolved when the engine's block size is known. Deadlines
+    are in seconds. A chunk is admitted once it has been offered `store_threshold` times; below 2 that is at once.
+    """
+
+    cpu: CPUConfig = _setting(_instance(CPUConfig))
+    blocks_per_chunk: int = _setting(_at_least(1), 1)
+    chunk_tokens: int | None = _setting(_optional(_at_least(1)), None)
+    prompt_only: bool = _setting(_read_flag, False)
+    load_deadline: float = _setting(_read_duration, 2.0)
+    store_deadline: float = _setting(_read_duration, 30.0)
+    store_threshold: int = _setting(_at_least(0), 0)
+    load_if_faster: bool = _setting(_read_flag, True)
+    self_describing_kv_events: bool = _setting(_read_flag, True)
+    tiers: tuple[()] = _setting(_read_tiers, ())
+
+    def __post_init__(self) -> None:
+        _read_fields(self)
+        if self.chunk_tokens is not None and self.blocks_per_chunk != 1:
+            raise ConfigError("chunk_tokens", "expected this or blocks_per_chunk, got both; keep one")
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> Self:
+        """Read settings as they come from JSON, TOML or an engine's own config."""
+        values = _translate_vllm_names(_expect_table("", settings))
+        _check_names(cls, values, "")
+        cpu = _expect_table("cpu", values["cpu"])
+        _check_names(CPUConfig, cpu, "cpu.")
+        return cls(**{**values, "cpu": CPUConfig(**cpu)})
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Self:
+        """Read a `.toml` or `.json` file. Errors name it."""
+        try:
+            return cls.from_dict(_parse_file(Path(path)))
+        except ConfigError as error:
+            error.args = (f"{path}: {error}",)
+            raise
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values from which `from_dict` makes an equal config."""
+        return asdict(self) | {"tiers": list(self.tiers)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupConfig:
+    """One KV cache group of the engine. `bytes_per_block`: one block on one rank, all its layers, without padding."""
+
+    block_size: int = _setting(_at_least(1))
+    bytes_per_block: int = _setting(_at_least(1))
+    layer_names: tuple[str, ...] = _setting(_read_layer_names)
+    sliding_window: int | None = _setting(_optional(_at_least(1)), None)
+
+    def __post_init__(self) -> None:
+        _read_fields(self, "group.")
+
+
+def _read_groups(path: str, value: object) -> tuple[GroupConfig, ...]:
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ConfigError(path, f"expected at least one KV cache group, got {value!r}")
+    return tuple(_instance(GroupConfig)(f"{path}[{i}]", group) for i, group in enumerate(value))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadingConfig:
+    """A user's settings and an engine's geometry, proven to fit together.
+
+        row of a slot:  [ image of rank 0 | image of rank 1 | ... | padding to 4096 ]
+                          max_image_bytes   max_image_bytes
+
+    An image of a group with smaller blocks leaves the rest of its place unused.
+    """
+
+    settings: KVTierConfig = _setting(_instance(KVTierConfig))
+    groups: tuple[GroupConfig, ...] = _setting(_read_groups)
+    hash_block_size: int = _setting(_at_least(1))
+    world_size: int = _setting(_at_least(1), 1)
+    rank: int = _setting(_at_least(0), 0)
+    engine_id: str = _setting(_read_name)
+    namespace: str = _setting(_read_text, "")
+    enable_kv_cache_events: bool = _setting(_read_flag, False)
+
+    def __post_init__(self) -> None:
+        _read_fields(self)
+        if self.rank >= self.world_size:
+            raise ConfigError("rank", f"expected less than world_size ({self.world_size}), got {self.rank}")
+        for i, group in enumerate(self.groups):
+            if group.block_size % self.hash_block_size:
+                expected = f"expected a multiple of hash_block_size ({self.hash_block_size} tokens)"
+                raise ConfigError(f"groups[{i}].block_size", f"{expected}, got {group.block_size}")
+        object.__setattr__(self, "settings", _resolve_chunk_tokens(self.settings, self.groups))
+        if self.num_slots < 1:
+            expected = f"expected at least one row ({format_size(self.row_bytes)})"
+            raise ConfigError("cpu.capacity", f"{expected}, got {format_size(self.settings.cpu.capacity)}")
+
+    def image_bytes(self, group: int) -> int:
+        """Return the bytes of one chunk of a group on one rank."""
+        return self.settings.blocks_per_chunk * self.groups[group].bytes_per_block
+
+    @property
+    def max_image_bytes(self) -> int:
+        """The place of one rank in a row: as much as the largest group needs."""
+        return max(self.image_bytes(group) for group in range(len(self.groups)))
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of one slot."""
+        return -(-self.world_size * self.max_image_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+    @property
+    def num_slots(self) -> int:
+        """How many rows the pool holds."""
+        return self.settings.cpu.capacity // self.row_bytes
+
+
+def _resolve_chunk_tokens(settings: KVTierConfig, groups: tuple[GroupConfig, ...]) -> KVTierConfig:
+    """Turn `chunk_tokens` into `blocks_per_chunk`, which all groups share."""
+    if settings.chunk_tokens is None:
+        return settings
+    sizes = sorted({group.block_size for group in groups})
+    if len(sizes) > 1:
+        problem = f"expected groups of one block size, got {sizes}; set blocks_per_chunk instead"
+        raise ConfigError("chunk_tokens", problem)
+    blocks, rest = divmod(settings.chunk_tokens, sizes[0])
+    if rest:
+        expected = f"expected a multiple of the engine's block size ({sizes[0]} tokens)"
+        raise ConfigError("chunk_tokens", f"{expected}, got {settings.chunk_tokens}; try {(blocks + 1) * sizes[0]}")
+    return replace(settings, blocks_per_chunk=blocks, chunk_tokens=None)
+
+
+def _expect_table(path: str, value: object) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(path, f"expected a table of settings, got {value!r}")
+    return dict(value)
+
+
+def _translate_vllm_names(values: dict[str, Any]) -> dict[str, Any]:
+    """Move settings under vLLM's names to ours. Both at once is a clash."""
+    for theirs, ours in _VLLM_NAMES.items():
+        if theirs not in values:
+            continue
+        *outer, name = ours.split(".")
+        table = values
+        if outer:
+            table = values[outer[0]] = _expect_table(outer[0], values.get(outer[0], {}))
+        if name in table:
+            raise ConfigError(theirs, f"clashes with {ours}, which means the same; keep one")
+        table[name] = values.pop(theirs)
+    return values
+
+
+def _check_names(cls: type, values: Mapping[str, Any], prefix: str) -> None:
+    """Refuse unknown fields with a suggestion, and missing ones."""
+    known = {setting.name: setting for setting in fields(cls)}
+    for name in values:
+        if name not in known:
+            raise ConfigError(f"{prefix}{name}", f"no such setting{_suggest(str(name), list(known), prefix)}")
+    for name, setting in known.items():
+        if setting.default is MISSING and name not in values:
+            raise ConfigError(f"{prefix}{name}", "expected a value, got none; this setting is required")
+
+
+def _suggest(name: str, known: list[str], prefix: str) -> str:
+    candidates = known + ([] if prefix else list(_VLLM_NAMES))
+    close = get_close_matches(name, candidates, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean {prefix}{close[0]}?"
+    return f"; expected one of {', '.join(sorted(known))}"
+
+
+def _parse_file(path: Path) -> Any:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("", f"cannot read this file: {error}") from None
+    try:
+        return tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
+        kind = "TOML" if path.suffix == ".toml" else "JSON"
+        raise ConfigError("", f"expected {kind}: {error}") from None

@@ -1,0 +1,320 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.config import (
+    CPUConfig,
+    GroupConfig,
+    KVTierConfig,
+    OffloadingConfig,
+    format_size,
+    parse_duration,
+    parse_size,
+)
+from kvtier.errors import ConfigError
+
+GIB = 1024**3
+
+
+def settings(**changes: Any) -> KVTierConfig:
+    return KVTierConfig.from_dict({"cpu": {"capacity": "1MiB"}} | changes)
+
+
+def group(**changes: Any) -> GroupConfig:
+    return GroupConfig(**{"block_size": 16, "bytes_per_block": 1000, "layer_names": ("0",)} | changes)
+
+
+def offloading(**changes: Any) -> OffloadingConfig:
+    fields = {"settings": settings(), "groups": (group(),), "hash_block_size": 16, "engine_id": "e"}
+    return OffloadingConfig(**fields | changes)
+
+
+class TestSizes:
+    @pytest.mark.parametrize(
+        ("text", "size"),
+        [
+            (0, 0),
+            (4096, 4096),
+            (4096.0, 4096),
+            ("4096", 4096),
+            ("1B", 1),
+            ("1kB", 1000),
+            ("1KB", 1000),
+            ("1KiB", 1024),
+            ("8GiB", 8 * GIB),
+            ("8 gib", 8 * GIB),
+            (" 1.5 GB ", 1_500_000_000),
+            (".5KiB", 512),
+            ("2TiB", 2 * 1024 * GIB),
+            ("1PB", 10**15),
+            ("0.1GiB", 107374182),
+        ],
+    )
+    def test_reads(self, text: object, size: int) -> None:
+        assert parse_size(text) == size
+
+    @pytest.mark.parametrize(
+        "bad",
+        ["", "GiB", "8G", "8 GiB x", "-1GiB", "1,5GB", "1e9", "nan", -1, True, None, [], float("nan"), float("inf")],
+    )
+    def test_refuses(self, bad: object) -> None:
+        with pytest.raises(ConfigError) as caught:
+            parse_size(bad, "cpu.capacity")
+        expected = "expected a size such as 8GiB, 500MB or a number of bytes"
+        assert str(caught.value) == f"cpu.capacity: {expected}, got {bad!r}"
+
+    @pytest.mark.parametrize(
+        ("size", "text"),
+        [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (4 * 1024**2, "4.0 MiB"), (GIB * 3 // 2, "1.5 GiB")],
+    )
+    def test_writes(self, size: int, text: str) -> None:
+        assert format_size(size) == text
+
+    @given(st.integers(0, 2**60))
+    def test_what_is_written_reads_back(self, size: int) -> None:
+        assert parse_size(format_size(size)) == pytest.approx(size, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        (2, 2.0),
+        (0.5, 0.5),
+        ("2", 2.0),
+        ("500ms", 0.5),
+        ("2s", 2.0),
+        ("1.5 s", 1.5),
+        ("5m", 300.0),
+        ("1h", 3600.0),
+        ("20us", 2e-5),
+    ],
+)
+def test_reads_durations(text: object, seconds: float) -> None:
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("bad", ["", "2 parsecs", "-1s", -1, False, None, float("inf")])
+def test_refuses_durations(bad: object) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^load_deadline: expected a time such as 500ms, 2s or a number of seconds, got "
+    ):
+        parse_duration(bad, "load_deadline")
+
+
+class TestFromDict:
+    def test_defaults(self) -> None:
+        config = KVTierConfig.from_dict({"cpu": {"capacity": "8GiB"}})
+        assert config == KVTierConfig(cpu=CPUConfig(capacity=8 * GIB))
+        assert (config.cpu.policy, config.blocks_per_chunk, config.prompt_only) == ("lru", 1, False)
+        assert (config.load_deadline, config.store_deadline, config.store_threshold) == (2.0, 30.0, 0)
+        assert (config.load_if_faster, config.self_describing_kv_events, config.tiers) == (True, True, ())
+
+    def test_everything(self) -> None:
+        given_settings = {
+            "cpu": {"capacity": "1GB", "policy": "arc"},
+            "blocks_per_chunk": 4,
+            "prompt_only": True,
+            "load_deadline": "500ms",
+            "store_deadline": "1m",
+            "store_threshold": 2,
+            "load_if_faster": False,
+            "self_describing_kv_events": False,
+            "tiers": [],
+        }
+        config = KVTierConfig.from_dict(given_settings)
+        assert config == KVTierConfig(
+            cpu=CPUConfig(capacity=10**9, policy="arc"),
+            blocks_per_chunk=4,
+            prompt_only=True,
+            load_deadline=0.5,
+            store_deadline=60.0,
+            store_threshold=2,
+            load_if_faster=False,
+            self_describing_kv_events=False,
+        )
+        assert KVTierConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+    def test_does_not_change_what_it_is_given(self) -> None:
+        given_settings: dict[str, Any] = {"cpu": {"policy": "arc"}, "cpu_bytes_to_use": 5}
+        KVTierConfig.from_dict(given_settings)
+        assert given_settings == {"cpu": {"policy": "arc"}, "cpu_bytes_to_use": 5}
+
+    def test_vllm_names(self) -> None:
+        vllm = {
+            "cpu_bytes_to_use": 10**9,
+            "eviction_policy": "arc",
+            "block_size": 64,
+            "offload_prompt_only": True,
+            "store_threshold": 2,
+            "self_describing_kv_events": True,
+        }
+        ours = {
+            "cpu": {"capacity": 10**9, "policy": "arc"},
+            "chunk_tokens": 64,
+            "prompt_only": True,
+            "store_threshold": 2,
+            "self_describing_kv_events": True,
+        }
+        assert KVTierConfig.from_dict(vllm) == KVTierConfig.from_dict(ours)
+
+    @pytest.mark.parametrize(
+        ("bad", "message"),
+        [
+            ({}, "cpu: expected a value, got none; this setting is required"),
+            ([], "expected a table of settings, got []"),
+            ({"cpu": 3}, "cpu: expected a table of settings, got 3"),
+            ({"cpu": {}}, "cpu.capacity: expected a value, got none; this setting is required"),
+            ({"eviction_policy": "lru"}, "cpu.capacity: expected a value, got none; this setting is required"),
+            ({"cpu": {"capacity": 0}}, "cpu.capacity: expected more than 0 bytes, got 0"),
+            ({"cpu": {"capacity": 1, "policy": 3}}, "cpu.policy: expected a name, got 3"),
+            ({"cpu": {"capacity": 1, "policy": ""}}, "cpu.policy: expected a name, got ''"),
+            ({"cpu": {"capcity": 1}}, "cpu.capcity: no such setting; did you mean cpu.capacity?"),
+            ({"cpu": {"x": 1}}, "cpu.x: no such setting; expected one of capacity, policy"),
+            ({"block_per_chunk": 1}, "block_per_chunk: no such setting; did you mean blocks_per_chunk?"),
+            ({"cpu_bytes_to_us": 1}, "cpu_bytes_to_us: no such setting; did you mean cpu_bytes_to_use?"),
+            ({1: 2}, "1: no such setting; expected one of "),
+            ({"blocks_per_chunk": 0}, "blocks_per_chunk: expected a whole number of at least 1, got 0"),
+            ({"blocks_per_chunk": True}, "blocks_per_chunk: expected a whole number of at least 1, got True"),
+            ({"blocks_per_chunk": "2"}, "blocks_per_chunk: expected a whole number of at least 1, got '2'"),
+            ({"blocks_per_chunk": 2.0}, "blocks_per_chunk: expected a whole number of at least 1, got 2.0"),
+            ({"block_size": -16}, "chunk_tokens: expected a whole number of at least 1, got -16"),
+            ({"store_threshold": -1}, "store_threshold: expected a whole number of at least 0, got -1"),
+            ({"prompt_only": 1}, "prompt_only: expected true or false, got 1"),
+            ({"prompt_only": "no"}, "prompt_only: expected true or false, got 'no'"),
+            ({"load_deadline": 0}, "load_deadline: expected a time greater than 0, got 0"),
+            ({"load_deadline": float("nan")}, "load_deadline: expected a time such as 500ms"),
+            ({"tiers": {}}, "tiers: expected a list of tiers, got {}"),
+            ({"tiers": [{"type": "disk"}]}, "tiers[0]: expected no tiers: this version of kvtier has none below cpu"),
+            ({"cpu_bytes_to_use": 1}, "cpu_bytes_to_use: clashes with cpu.capacity, which means the same; keep one"),
+            ({"prompt_only": True, "offload_prompt_only": True}, "offload_prompt_only: clashes with prompt_only"),
+            ({"block_size": 64, "blocks_per_chunk": 4}, "chunk_tokens: expected this or blocks_per_chunk, got both"),
+        ],
+    )
+    def test_refuses(self, bad: Any, message: str) -> None:
+        complete = bad if not bad or "cpu" in bad or "eviction_policy" in bad else {"cpu": {"capacity": "1GiB"}} | bad
+        with pytest.raises(ConfigError) as caught:
+            KVTierConfig.from_dict(complete)
+        assert str(caught.value).startswith(message)
+        assert "\n" not in str(caught.value)
+        assert caught.value.path == message.split(":")[0] or caught.value.path == ""
+
+    def test_a_python_object_is_validated_too(self) -> None:
+        with pytest.raises(ConfigError, match=r"cpu\.capacity: "):
+            CPUConfig(capacity=-1)
+        with pytest.raises(ConfigError, match="cpu: expected a CPUConfig, got None"):
+            KVTierConfig(cpu=None)  # type: ignore[arg-type]
+
+
+class TestFromFile:
+    def test_json_and_toml_say_the_same(self, tmp_path: Path) -> None:
+        (tmp_path / "c.json").write_text('{"cpu": {"capacity": "8GiB"}, "load_deadline": "1s"}')
+        (tmp_path / "c.toml").write_text('load_deadline = "1s"\n[cpu]\ncapacity = "8GiB"\n')
+        assert KVTierConfig.from_file(tmp_path / "c.json") == KVTierConfig.from_file(str(tmp_path / "c.toml"))
+
+    @pytest.mark.parametrize(
+        ("name", "text", "problem"),
+        [
+            ("c.json", '{"cpu": {"capacity": "8"GiB}}', "expected JSON: Expecting ',' delimiter"),
+            ("c.toml", "cpu = ", "expected TOML: Invalid value"),
+            ("c.toml", "[cpu]\ncapacity = 1\npolice = 'lru'", "cpu.police: no such setting; did you mean cpu.policy?"),
+            ("c.json", "[]", "expected a table of settings, got []"),
+        ],
+    )
+    def test_errors_name_the_file(self, tmp_path: Path, name: str, text: str, problem: str) -> None:
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ConfigError) as caught:
+            KVTierConfig.from_file(tmp_path / name)
+        assert str(caught.value).startswith(f"{tmp_path / name}: {problem}")
+
+    def test_a_missing_file(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"gone\.json: cannot read this file: .*No such file"):
+            KVTierConfig.from_file(tmp_path / "gone.json")
+
+
+class TestGeometry:
+    def test_sizes(self) -> None:
+        config = offloading(
+            settings=settings(blocks_per_chunk=2, cpu={"capacity": 50_000}),
+            groups=(group(), group(bytes_per_block=3000)),
+            world_size=2,
+        )
+        assert [config.image_bytes(0), config.image_bytes(1)] == [2000, 6000]
+        assert config.max_image_bytes == 6000
+        assert config.row_bytes == 12288  # 2 ranks x 6000, up to a multiple of 4096
+        assert config.num_slots == 4
+
+    @given(st.integers(1, 10**7), st.integers(1, 8), st.integers(1, 9))
+    def test_a_row_holds_every_rank_and_wastes_less_than_a_page(self, size: int, ranks: int, factor: int) -> None:
+        config = offloading(
+            settings=settings(blocks_per_chunk=factor, cpu={"capacity": "1TiB"}),
+            groups=(group(bytes_per_block=size),),
+            world_size=ranks,
+        )
+        assert config.row_bytes % 4096 == 0
+        assert 0 <= config.row_bytes - size * ranks * factor < 4096
+        assert config.num_slots * config.row_bytes <= config.settings.cpu.capacity
+
+    def test_chunk_tokens_become_blocks(self) -> None:
+        config = offloading(settings=settings(block_size=64))
+        assert (config.settings.blocks_per_chunk, config.settings.chunk_tokens) == (4, None)
+        assert settings(block_size=64).chunk_tokens == 64
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"groups": ()}, "groups: expected at least one KV cache group, got ()"),
+            ({"groups": ("x",)}, "groups[0]: expected a GroupConfig, got 'x'"),
+            ({"hash_block_size": 0}, "hash_block_size: expected a whole number of at least 1, got 0"),
+            (
+                {"groups": (group(), group(block_size=24))},
+                "groups[1].block_size: expected a multiple of hash_block_size (16 tokens), got 24",
+            ),
+            ({"world_size": 0}, "world_size: expected a whole number of at least 1, got 0"),
+            ({"rank": 1}, "rank: expected less than world_size (1), got 1"),
+            ({"rank": -1}, "rank: expected a whole number of at least 0, got -1"),
+            ({"engine_id": ""}, "engine_id: expected a name, got ''"),
+            ({"namespace": None}, "namespace: expected a string, got None"),
+            ({"settings": {}}, "settings: expected a KVTierConfig, got {}"),
+            (
+                {"settings": settings(cpu={"capacity": "4kB"})},
+                "cpu.capacity: expected at least one row (4.0 KiB), got 3.9 KiB",
+            ),
+            (
+                {"settings": settings(block_size=24)},
+                "chunk_tokens: expected a multiple of the engine's block size (16 tokens), got 24; try 32",
+            ),
+            (
+                {"settings": settings(block_size=32), "groups": (group(), group(block_size=32))},
+                "chunk_tokens: expected groups of one block size, got [16, 32]; set blocks_per_chunk instead",
+            ),
+        ],
+    )
+    def test_refuses(self, changes: dict[str, Any], message: str) -> None:
+        with pytest.raises(ConfigError) as caught:
+            offloading(**changes)
+        assert str(caught.value) == message
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"block_size": 0}, "group.block_size: expected a whole number of at least 1, got 0"),
+            ({"bytes_per_block": None}, "group.bytes_per_block: expected a whole number of at least 1, got None"),
+            ({"layer_names": ()}, "group.layer_names: expected the names of one layer or more, got ()"),
+            ({"layer_names": "attn"}, "group.layer_names: expected the names of one layer or more, got 'attn'"),
+            ({"layer_names": ("a", 3)}, "group.layer_names[1]: expected a name, got 3"),
+            ({"sliding_window": 0}, "group.sliding_window: expected a whole number of at least 1, got 0"),
+        ],
+    )
+    def test_refuses_a_group(self, changes: dict[str, Any], message: str) -> None:
+        with pytest.raises(ConfigError) as caught:
+            group(**changes)
+        assert str(caught.value) == message
+
+    def test_a_capacity_of_exactly_one_row_will_do(self) -> None:
+        assert offloading(settings=settings(cpu={"capacity": 4096})).num_slots == 1
