@@ -1,0 +1,96 @@
+"""KV events as they travel: what became cached, what ceased to be, and the batch that carries them.
+
+Fields, their order and their encoding are those of vLLM 0.32, so that consumers of one read the other: a batch is an
+array `[ts, events, data_parallel_rank]`, an event a map whose first entry `type` names its class; fields with a default
+are left out when they have it. Events are immutable, compare by value and hash over every field. Any thread may use them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+__all__ = [
+    "MEDIUM_CPU",
+    "MEDIUM_GPU",
+    "MEDIUM_STORAGE",
+    "AllBlocksCleared",
+    "BlockRemoved",
+    "BlockStored",
+    "EventBatch",
+    "ExternalBlockHash",
+    "KVCacheEvent",
+    "KVEventBatch",
+]
+
+MEDIUM_GPU = "GPU"
+MEDIUM_CPU = "CPU"
+MEDIUM_STORAGE = "STORAGE"
+
+ExternalBlockHash = bytes | int
+"""A block hash outside the engine: all its bytes, or its low 64 bits."""
+
+
+class KVCacheEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True, frozen=True):
+    """One change of what is cached."""
+
+    def __hash__(self) -> int:
+        return hash((type(self), *(_freeze(value) for value in msgspec.structs.astuple(self))))
+
+
+def _freeze(value: Any) -> Any:
+    """Return lists as tuples, all the way down, so that they can be hashed."""
+    return tuple(map(_freeze, value)) if isinstance(value, (list, tuple)) else value
+
+
+class BlockStored(KVCacheEvent, frozen=True):
+    """Consecutive blocks became readable in `medium`; `parent_block_hash` precedes the first (`None`: nothing does).
+
+    `extra_keys` has one entry per block. `locality` is LOCAL or REMOTE as seen from the publisher. `ownership` names the
+    tier below the pool that speaks. `session_id` names the request context that stored or reused the blocks. `lora_id`
+    is deprecated; `lora_name` counts.
+    """
+
+    block_hashes: list[ExternalBlockHash]
+    parent_block_hash: ExternalBlockHash | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    session_id: str | None = None
+
+
+class BlockRemoved(KVCacheEvent, frozen=True):
+    """Blocks ceased to be readable in `medium`."""
+
+    block_hashes: list[ExternalBlockHash]
+    medium: str | None
+    group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+
+
+class AllBlocksCleared(KVCacheEvent, frozen=True):
+    """The publisher's cache is empty."""
+
+
+class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """The events published under one sequence number; `ts` is their time in Unix seconds."""
+
+    ts: float
+    events: list[Any]
+    data_parallel_rank: int | None = None
+
+
+class KVEventBatch(EventBatch):
+    """A batch of KV cache events."""
+
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
