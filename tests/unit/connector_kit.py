@@ -105,12 +105,19 @@ class Host:
 
     def blocks(self, count: int, groups: int = 1) -> tuple[list[int], ...]:
         """Hand out fresh blocks."""
-        given = tuple(list(range(self.next_block + g * count, self.next_block + (g + 1) * count)) for g in range(groups))
+        given = tuple(
+            list(range(self.next_block + g * count, self.next_block + (g + 1) * count)) for g in range(groups)
+        )
         self.next_block += groups * count
         return given
 
     def run_new(
-        self, request: Request, blocks: tuple[list[int], ...], computed: int = 0, scheduled: int | None = None, **step: Any
+        self,
+        request: Request,
+        blocks: tuple[list[int], ...],
+        computed: int = 0,
+        scheduled: int | None = None,
+        **step: Any,
     ) -> OffloadingConnectorMetadata:
         """Run a request's first step."""
         scheduled = request.num_tokens - computed if scheduled is None else scheduled

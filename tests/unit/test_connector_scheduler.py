@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from tests.unit.connector_kit import BLOCK, Clock, Host, Request, make_host
 
 from kvtier.connector import StepView
 from kvtier.errors import InputError
 from kvtier.events.types import BlockRemoved, BlockStored
 from kvtier.offload import CPUOffloadingManager, GPULoadStoreSpec, MissReason
-from tests.unit.connector_kit import BLOCK, Clock, Host, Request, make_host
 
 PROMPT = list(range(100, 126))  # 26 tokens: six blocks and a tail
 
@@ -275,7 +275,7 @@ def test_a_load_slower_than_computing_is_not_done_unless_told_so() -> None:
 def test_reset_while_jobs_run_frees_everything_in_the_end() -> None:
     host = make_host()
     host.cache(Request("a", PROMPT))
-    job, blocks = load(host, Request("b", PROMPT))
+    job, _ = load(host, Request("b", PROMPT))
     writer = Request("w", list(range(8)))
     host.scheduler.get_num_new_matched_tokens(writer, 0)
     store = host.run_new(writer, host.blocks(2)).store_jobs["w"]

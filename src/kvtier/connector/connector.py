@@ -52,13 +52,17 @@ class OffloadingConnector:
     @property
     def _scheduler(self) -> OffloadingConnectorScheduler:
         if self.connector_scheduler is None:
-            raise InputError("this connector was made with ConnectorRole.WORKER; the call belongs to the scheduler's side")
+            raise InputError(
+                "this connector was made with ConnectorRole.WORKER; the call belongs to the scheduler's side"
+            )
         return self.connector_scheduler
 
     @property
     def _worker(self) -> OffloadingConnectorWorker:
         if self.connector_worker is None:
-            raise InputError("this connector was made with ConnectorRole.SCHEDULER; the call belongs to the worker's side")
+            raise InputError(
+                "this connector was made with ConnectorRole.SCHEDULER; the call belongs to the worker's side"
+            )
         return self.connector_worker
 
     # The scheduler's side.
@@ -79,7 +83,9 @@ class OffloadingConnector:
         """Take in what all workers reported after a step."""
         self._scheduler.update_connector_output(connector_output)
 
-    def request_finished(self, request: RequestView, block_ids: BlockIds | None = None) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: RequestView, block_ids: BlockIds | None = None
+    ) -> tuple[bool, dict[str, Any] | None]:
         """End a request. `True`: keep its blocks until `get_finished` names it."""
         return self._scheduler.request_finished(request, block_ids)
 

@@ -153,7 +153,9 @@ def _blocks_to_load(group: GroupState, local: int, end: int) -> tuple[int, int]:
     return first, last
 
 
-def plan_store(config: OffloadingConfig, state: RequestState, keys: list[OffloadKey], places: list[ChunkPlace]) -> StoreJob:
+def plan_store(
+    config: OffloadingConfig, state: RequestState, keys: list[OffloadKey], places: list[ChunkPlace]
+) -> StoreJob:
     """Plan the store of whole chunks, given group by group with the place of each."""
     gpu_end = _GPUEnd(len(state.groups))
     for index, (group, chunk) in enumerate(places):

@@ -194,8 +194,8 @@ class OffloadingConnectorScheduler:
 
     def _update_blocks(self, step: StepView) -> dict[ReqId, int]:
         """Follow which blocks each request holds; return the tokens that each has computed before this step."""
-        computed = {request.req_id: request.num_computed_tokens for request in (*step.new, *step.cached)}
-        fresh = {request.req_id for request in step.new}
+        fresh = {request.req_id: request.num_computed_tokens for request in step.new}
+        computed = fresh | {request.req_id: request.num_computed_tokens for request in step.cached}
         for req_id in step.preempted_req_ids & self._requests.keys():
             self._on_preempted(self._requests[req_id])
         given = [
@@ -362,7 +362,9 @@ class OffloadingConnectorScheduler:
 
     # -- ending ------------------------------------------------------------------------------------------------------------
 
-    def request_finished(self, request: RequestView, block_ids: BlockIds | None = None) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: RequestView, block_ids: BlockIds | None = None
+    ) -> tuple[bool, dict[str, Any] | None]:
         """End a request, in whatever state it is. `True`: its blocks must stay until `get_finished` names it.
 
         One that is being loaded is named as received, any other as sent.
@@ -419,7 +421,9 @@ class OffloadingConnectorScheduler:
         loads = {job.job_id for job in self._jobs.values() if isinstance(job, LoadJob)}
         for state in self._requests.values():
             if state.load_job is not None and state.load_job not in loads:
-                raise IntegrityError(f"request {state.view.request_id} waits for load {state.load_job}, which does not exist")
+                raise IntegrityError(
+                    f"request {state.view.request_id} waits for load {state.load_job}, which does not exist"
+                )
             if not state.store_jobs <= self._jobs.keys():
                 raise IntegrityError(f"request {state.view.request_id} holds blocks for stores that do not exist")
         if not set(self._loading.values()) <= loads:

@@ -24,7 +24,9 @@ __all__ = ["OffloadingConnectorWorker"]
 
 logger = logging.getLogger(__name__)
 
-_FLUSH_SECONDS = 0.1  # a store that has not read its blocks by then is given up: it costs a later miss, not a stalled step
+_FLUSH_SECONDS = (
+    0.1  # a store that has not read its blocks by then is given up: it costs a later miss, not a stalled step
+)
 
 
 class _Running(NamedTuple):
@@ -57,7 +59,9 @@ class OffloadingConnectorWorker:
     def handle_preemptions(self, metadata: OffloadingConnectorMetadata) -> None:
         """Make sure that no running store reads a block which this step hands to someone else."""
         for handler in set(self._handlers.values()):
-            jobs = {job for job in metadata.jobs_to_flush if job in self._stores and self._stores[job].handler is handler}
+            jobs = {
+                job for job in metadata.jobs_to_flush if job in self._stores and self._stores[job].handler is handler
+            }
             if jobs and not handler.wait(jobs, _FLUSH_SECONDS):
                 handler.cancel(jobs)
 
