@@ -1,0 +1,276 @@
+"""A Llama-family decoder over a paged KV cache: embed, attend, multiply, score.
+
+One forward pass takes any mix of prefill chunks and decode steps (`Batch`), flattened to rows that go through the
+linear layers together. A layer first writes the K and V of its rows into the cache and then attends over what the cache
+holds: what was computed in this step and what was loaded from a tier are read the same way.
+
+Guarantees: a sequence reads only tokens of its own that some row of it may see. The null block, the unwritten end of a
+last block and other sequences' pages are never read, so garbage there, NaN included, reaches no result. All arithmetic is
+in `compute_dtype`; values are rounded to the cache's dtype only where K and V are stored. With float32 caches and float64
+arithmetic the tokens do not depend on how sequences were chunked or batched.
+
+Threads: one at a time; the weights are never written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvtier.engine.model_config import ModelConfig, RopeConfig, weight_shapes
+from kvtier.errors import InputError, ModelError
+
+__all__ = ["Batch", "Decoder", "ModelConfig", "RopeConfig", "SequenceSlice", "split_kv", "weight_shapes"]
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSlice:
+    """One sequence's part of a batch: rows `[start, end)`, the last of which is its token at `context_len - 1`.
+
+    `block_tables[g]` are its block ids in group g; where the group's window has left a block, the null block may stand.
+    """
+
+    start: int
+    end: int
+    context_len: int
+    block_tables: tuple[Tensor, ...]
+
+    def first_key(self, window: int | None) -> int:
+        """Return the first position that the first row may see."""
+        return 0 if window is None else max(0, self.context_len - (self.end - self.start) - window + 1)
+
+
+@dataclass(slots=True)
+class Batch:
+    """One forward pass over several sequences, flattened to T rows: `tokens` [T] at `positions` [T].
+
+    `slots[g]` [T] is where each row's K and V go in the caches of group g: `block_id * block_size + offset`.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    sequences: list[SequenceSlice]
+    slots: tuple[Tensor, ...]
+
+
+def split_kv(cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Return K and V of a layer as `(num_blocks, block_size, heads, dim)` views of its cache.
+
+    The cache is `(num_blocks, 2, …)` or `(2, num_blocks, …)`. Two blocks would be both at once and are refused.
+    """
+    if cache.ndim != 5 or list(cache.shape[:2]).count(2) != 1:
+        raise InputError(
+            "kv cache: expected (num_blocks, 2, block_size, heads, dim) or (2, num_blocks, block_size, heads, dim) "
+            f"with more than two blocks, got {tuple(cache.shape)}"
+        )
+    k, v = cache.unbind(1 if cache.shape[1] == 2 else 0)
+    return k, v
+
+
+class _Span(NamedTuple):
+    """Sequences that attend in one call: N of them with R rows each, over L keys, padded to the longest.
+
+    `rows` [N, R] are rows of the batch, `keys` [N * L] rows of `_Pages`, `mask` [N, 1, R, L] is what each row may see.
+    """
+
+    rows: Tensor
+    keys: Tensor
+    mask: Tensor
+
+
+def _plan(batch: Batch, group: int, window: int | None, block_size: int, stride: int) -> list[_Span]:
+    """Gather sequences into spans: of as many rows, and of key counts within a factor of two, which bounds padding."""
+
+    def shape(sequence: SequenceSlice) -> tuple[int, int]:
+        length = sequence.context_len - sequence.first_key(window)
+        return sequence.end - sequence.start, length.bit_length()
+
+    alike = groupby(sorted(batch.sequences, key=shape), key=shape)
+    return [_span(list(some), group, window, block_size, stride) for _, some in alike]
+
+
+def _span(sequences: list[SequenceSlice], group: int, window: int | None, block_size: int, stride: int) -> _Span:
+    #  0 ........ first .............. end - R ..... end        keys in [first, first + L), queries in [end - R, end)
+    device = sequences[0].block_tables[group].device
+    num_rows = sequences[0].end - sequences[0].start
+    num_keys = max(s.context_len - s.first_key(window) for s in sequences)
+    first, end, start = (
+        torch.tensor(values, device=device)[:, None]
+        for values in zip(*((s.first_key(window), s.context_len, s.start) for s in sequences), strict=True)
+    )
+    each_row = torch.arange(num_rows, device=device)
+    keys = first + torch.arange(num_keys, device=device)
+    queries = end - num_rows + each_row
+    mask = keys[:, None] <= queries[:, :, None]
+    if window is not None:
+        mask &= keys[:, None] > queries[:, :, None] - window
+    # Padding repeats the sequence's own last token: masked, and as finite as the rest of it.
+    keys = keys.minimum(end - 1)
+    blocks = torch.stack([s.block_tables[group][row] for s, row in zip(sequences, keys // block_size, strict=True)])
+    return _Span(start + each_row, (blocks * stride + keys % block_size).flatten(), mask[:, None])
+
+
+class _Pages:
+    """One layer's K or V as rows of tokens, in either layout: token `o` of block `b` is row `b * stride + o`."""
+
+    def __init__(self, pages: Tensor) -> None:
+        num_blocks, block_size, heads, dim = pages.shape
+        self.stride = pages.stride(0) // pages.stride(1)
+        self.rows = pages.as_strided(((num_blocks - 1) * self.stride + block_size, heads, dim), pages.stride()[1:])
+
+    def write(self, rows: Tensor, values: Tensor) -> None:
+        self.rows.index_copy_(0, rows, values.to(self.rows.dtype))
+
+    def read(self, rows: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+        """Return `(count, heads, keys, dim)`. Selecting rows is several times faster than indexing block and offset."""
+        tokens = self.rows.index_select(0, rows).to(dtype)
+        return tokens.view(count, -1, *tokens.shape[1:]).transpose(1, 2)
+
+
+class _Linear:
+    """One matrix product, of several of the checkpoint's matrices side by side."""
+
+    def __init__(self, weights: Mapping[str, Tensor], *names: str) -> None:
+        self.weight = torch.cat([weights[f"{name}.weight"] for name in names])
+        self.bias = torch.cat([weights[f"{name}.bias"] for name in names]) if f"{names[0]}.bias" in weights else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class _Norm:
+    """Scale rows to unit root mean square, then by a weight."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self.weight, self.eps = weight, eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], eps=self.eps) * self.weight
+
+
+class _Step(NamedTuple):
+    """What all layers of one group and window share in a forward pass."""
+
+    cos: Tensor
+    sin: Tensor
+    writes: Tensor
+    spans: list[_Span]
+
+
+class _Layer:
+    """Attention and a gated MLP, each added to the stream that flows past."""
+
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
+        self.config = config
+        self.attention_norm = _Norm(weights["input_layernorm.weight"], config.rms_norm_eps)
+        self.mlp_norm = _Norm(weights["post_attention_layernorm.weight"], config.rms_norm_eps)
+        self.qkv = _Linear(weights, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        self.o = _Linear(weights, "self_attn.o_proj")
+        self.gate_up = _Linear(weights, "mlp.gate_proj", "mlp.up_proj")
+        self.down = _Linear(weights, "mlp.down_proj")
+        self.qk_norm: _Norm | None = None
+        if config.qk_norm:
+            q, k = weights["self_attn.q_norm.weight"], weights["self_attn.k_norm.weight"]
+            stacked = torch.cat([q.expand(config.num_heads, -1), k.expand(config.num_kv_heads, -1)])
+            self.qk_norm = _Norm(stacked, config.rms_norm_eps)
+
+    def __call__(self, x: Tensor, k: _Pages, v: _Pages, step: _Step) -> Tensor:
+        x = x + self.o(self._attend(self.attention_norm(x), k, v, step))
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+    def _attend(self, x: Tensor, k: _Pages, v: _Pages, step: _Step) -> Tensor:
+        heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
+        qkv = self.qkv(x).view(len(x), -1, self.config.head_dim)
+        qk, new_v = qkv.tensor_split([heads + kv_heads], dim=1)
+        if self.qk_norm is not None:
+            qk = self.qk_norm(qk)
+        q, new_k = _rotate(qk, step.cos, step.sin).tensor_split([heads], dim=1)
+        k.write(step.writes, new_k)
+        v.write(step.writes, new_v)
+        out = torch.empty_like(q)
+        for rows, keys, mask in step.spans:
+            query = q[rows].transpose(1, 2)
+            key, value = k.read(keys, len(rows), q.dtype), v.read(keys, len(rows), q.dtype)
+            seen = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+            out[rows] = seen.transpose(1, 2)
+        return out.flatten(1)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the halves of each head as the parts of complex numbers."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+class Decoder:
+    """A model's weights on a device, ready to run. `dtype` is that of the KV caches, `compute_dtype` of the rest."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, Tensor],
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.config, self.device, self.dtype = config, torch.device(device), dtype
+        self.compute_dtype = dtype if compute_dtype is None else compute_dtype
+        if missing := weight_shapes(config).keys() - weights.keys():
+            raise ModelError(f"weights: expected every tensor of the model, {min(missing)} is missing")
+
+        def take(prefix: str) -> dict[str, Tensor]:
+            return {
+                name.removeprefix(prefix): weight.to(self.device, self.compute_dtype)
+                for name, weight in weights.items()
+                if name.startswith(prefix)
+            }
+
+        self._embedding = take("model.embed_tokens.")["weight"]
+        self._layers = [_Layer(config, take(f"model.{name}.")) for name in config.layer_names]
+        self._norm = _Norm(take("model.norm.")["weight"], config.rms_norm_eps)
+        self._head = self._embedding if config.tie_word_embeddings else take("lm_head.")["weight"]
+        # In float64 whatever the compute dtype: float32 angles are off by a hundredth at position 100,000.
+        self._frequencies = torch.tensor(config.rope.frequencies(config.head_dim), dtype=torch.float64, device=device)
+
+    def forward(
+        self, batch: Batch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
+    ) -> Tensor:
+        """Write the batch's K and V into the caches and return the logits `[num_sequences, vocab]` after each last row.
+
+        Logits are float32, or `compute_dtype` where that is wider. `kv_caches` are keyed by `config.layer_names`.
+        """
+        last = torch.tensor([sequence.end - 1 for sequence in batch.sequences], device=self.device)
+        return self.logits(self.hidden(batch, kv_caches, group_of_layer, block_size)[last])
+
+    @torch.inference_mode()
+    def hidden(
+        self, batch: Batch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
+    ) -> Tensor:
+        """Do what `forward` does up to the last layer, and return the hidden state of every row."""
+        angles = batch.positions.to(torch.float64)[:, None, None] * self._frequencies
+        cos, sin = angles.cos().to(self.compute_dtype), angles.sin().to(self.compute_dtype)
+        steps: dict[tuple[int, int | None, int], _Step] = {}
+        x = self._embedding[batch.tokens]
+        layers = zip(self._layers, self.config.layer_names, self.config.sliding_windows, group_of_layer, strict=True)
+        for layer, name, window, group in layers:
+            k, v = (_Pages(pages) for pages in split_kv(kv_caches[name]))
+            if (key := (group, window, k.stride)) not in steps:
+                slots = batch.slots[group]
+                writes = slots // block_size * k.stride + slots % block_size
+                steps[key] = _Step(cos, sin, writes, _plan(batch, group, window, block_size, k.stride))
+            x = layer(x, k, v, steps[key])
+        return x
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Score the vocabulary for each row of `hidden`."""
+        scores = F.linear(self._norm(hidden), self._head)
+        return scores.to(torch.promote_types(scores.dtype, torch.float32))
