@@ -1,0 +1,26 @@
+"""A small real engine: paged KV, prefix cache, continuous batching, preemption; Llama-family models. Needs torch.
+
+It is the reference host of the connector: `engine.py` shows the order of calls in a step.
+"""
+
+from kvtier.engine.config import EngineConfig
+from kvtier.engine.engine import Engine, Model
+from kvtier.engine.model import Decoder
+from kvtier.engine.model_config import ModelConfig
+from kvtier.engine.request import RequestOutput, TokenSources
+from kvtier.engine.sampling import SamplingParams
+from kvtier.engine.weights import load_weights, random_weights, save_model
+
+__all__ = [
+    "Decoder",
+    "Engine",
+    "EngineConfig",
+    "Model",
+    "ModelConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "TokenSources",
+    "load_weights",
+    "random_weights",
+    "save_model",
+]

@@ -1,0 +1,105 @@
+"""What an engine is put together from: a decoder, KV tensors, the description of them that kvtier wants, and batches.
+
+Pure functions from configs; nothing is kept. Any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import chain
+from typing import Any
+from uuid import uuid4
+
+import torch
+from torch import Tensor
+
+from kvtier.config import GroupConfig, KVTierConfig, OffloadingConfig
+from kvtier.engine.cache import CacheGroup
+from kvtier.engine.config import EngineConfig
+from kvtier.engine.model import Batch, Decoder, SequenceSlice
+from kvtier.engine.model_config import ModelConfig
+from kvtier.engine.scheduler import Chunk
+from kvtier.errors import ConfigError
+from kvtier.keys import fingerprint
+
+__all__ = ["allocate_kv", "describe_cache", "make_batch", "make_decoder"]
+
+
+def make_decoder(model: ModelConfig, weights: Mapping[str, Tensor], config: EngineConfig) -> Decoder:
+    """Put a model's weights on the engine's device."""
+    if config.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError("device", f"expected a device that torch can use here, got {config.device!r}; try 'cpu'")
+    compute = None if config.compute_dtype is None else getattr(torch, config.compute_dtype)
+    return Decoder(model, weights, device=config.device, dtype=getattr(torch, config.dtype), compute_dtype=compute)
+
+
+def allocate_kv(model: ModelConfig, config: EngineConfig, groups: Sequence[CacheGroup]) -> dict[str, Tensor]:
+    """Return each layer's cache. The j-th layers of all groups share a tensor: a block belongs to one group at a time."""
+    page = (config.block_size, model.num_kv_heads, model.head_dim)
+    lead = (config.num_blocks, 2) if config.kv_layout == "blocks_first" else (2, config.num_blocks)
+    tensors = [
+        torch.zeros(*lead, *page, dtype=getattr(torch, config.dtype), device=config.device)
+        for _ in range(max(len(group.layer_names) for group in groups))
+    ]
+    return {name: tensor for group in groups for name, tensor in zip(group.layer_names, tensors, strict=False)}
+
+
+def describe_cache(
+    model: ModelConfig, config: EngineConfig, groups: Sequence[CacheGroup], settings: KVTierConfig, weights_id: Any
+) -> OffloadingConfig:
+    """Describe the engine's cache to kvtier. Weights without an id are taken to be like no others."""
+    token_bytes = 2 * model.num_kv_heads * model.head_dim * getattr(torch, config.dtype).itemsize
+    described = tuple(
+        GroupConfig(
+            block_size=config.block_size,
+            bytes_per_block=len(group.layer_names) * config.block_size * token_bytes,
+            layer_names=group.layer_names,
+            sliding_window=group.sliding_window,
+        )
+        for group in groups
+    )
+    return OffloadingConfig(
+        settings=settings,
+        groups=described,
+        hash_block_size=config.block_size,
+        engine_id=uuid4().hex,
+        namespace=fingerprint(
+            weights=uuid4().hex if weights_id is None else weights_id,
+            dtype=config.dtype,
+            kv_layout=config.kv_layout,
+            groups=[asdict(group) for group in described],
+            parallelism=1,
+            compute_dtype=config.compute_dtype,
+        ),
+        enable_kv_cache_events=config.kv_events,
+    )
+
+
+def make_batch(chunks: Sequence[Chunk], num_groups: int, block_size: int, device: str) -> Batch:
+    """Flatten chunks to rows, and say for each row which token of each group's cache it writes."""
+    tokens = [token for request, start, end in chunks for token in request.tokens[start:end]]
+    positions = [position for _, start, end in chunks for position in range(start, end)]
+    slots = [
+        [
+            request.table.rows[group][position // block_size] * block_size + position % block_size
+            for request, start, end in chunks
+            for position in range(start, end)
+        ]
+        for group in range(num_groups)
+    ]
+    tables = [row for request, _, _ in chunks for row in request.table.rows]
+    sent = iter(_send([tokens, positions, *slots, *tables], device))
+    sent_tokens, sent_positions, *sent_slots = (next(sent) for _ in range(2 + num_groups))
+    sequences, row = [], 0
+    for _, start, end in chunks:
+        block_tables = tuple(next(sent) for _ in range(num_groups))
+        sequences.append(SequenceSlice(row, row + end - start, end, block_tables))
+        row += end - start
+    return Batch(sent_tokens, sent_positions, sequences, tuple(sent_slots))
+
+
+def _send(lists: list[list[int]], device: str) -> tuple[Tensor, ...]:
+    """Put lists on the device in one copy."""
+    together = torch.tensor(list(chain.from_iterable(lists)), device=device)
+    return torch.split_with_sizes(together, [len(each) for each in lists])

@@ -1,0 +1,66 @@
+"""What a user may set about the engine: validated once, with the name of the bad field in the error.
+
+Sizes are counts of blocks and tokens; where KV goes beyond them is `KVTierConfig`'s business. Pure; any thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtier.errors import ConfigError
+
+__all__ = ["EngineConfig"]
+
+_DTYPES = ("float32", "float16", "bfloat16")
+_COMPUTE_DTYPES = (*_DTYPES, "float64")
+_KV_LAYOUTS = ("blocks_first", "kv_first")
+_DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """The engine's memory, its batch, and how it computes."""
+
+    num_blocks: int
+    """Blocks of the paged cache. Block 0 is the null block and holds nothing."""
+    block_size: int = 16
+    """Tokens of one block."""
+    max_num_seqs: int = 16
+    """Requests that run or load at once."""
+    max_num_batched_tokens: int = 512
+    """Tokens of one step. Longer prompts are computed in chunks."""
+    max_model_len: int | None = None
+    """Tokens of one request, prompt and output. `None`: as many as the model and the cache allow."""
+    dtype: str = "float32"
+    """Of the weights and of the KV cache."""
+    compute_dtype: str | None = None
+    """Of activations; `None`: `dtype`."""
+    device: str = "cpu"
+    kv_layout: str = "blocks_first"
+    """`blocks_first`: `(num_blocks, 2, …)`; `kv_first`: `(2, num_blocks, …)`."""
+    enable_prefix_caching: bool = True
+    seed: int = 0
+    """Of sampling, for requests that bring none."""
+    kv_events: bool = True
+
+    def __post_init__(self) -> None:
+        self._at_least("num_blocks", 3, "the null block and two to use")
+        for field in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+            self._at_least(field, 1)
+        if self.max_model_len is not None:
+            self._at_least("max_model_len", 2, "one token of prompt and one of output")
+        self._one_of("dtype", self.dtype, _DTYPES)
+        self._one_of("compute_dtype", self.compute_dtype, (None, *_COMPUTE_DTYPES))
+        self._one_of("kv_layout", self.kv_layout, _KV_LAYOUTS)
+        self._one_of("device", self.device.partition(":")[0], _DEVICES)
+
+    def _at_least(self, field: str, least: int, why: str = "") -> None:
+        value = getattr(self, field)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            reason = f" ({why})" if why else ""
+            raise ConfigError(field, f"expected a whole number of at least {least}{reason}, got {value!r}")
+
+    @staticmethod
+    def _one_of(field: str, value: object, choices: tuple[object, ...]) -> None:
+        if value not in choices:
+            raise ConfigError(field, f"expected one of {', '.join(map(repr, choices))}, got {value!r}")

@@ -1,0 +1,344 @@
+"""The engine: requests in, tokens out, and the place where a connector is wired to an engine.
+
+A step schedules, computes and samples. The connector's calls stand around the forward pass, in `_begin_transfers` and
+`_end_transfers`; the scheduler makes those for single requests. With S and W its two sides, a step is:
+
+    schedule    S.get_num_new_matched_tokens, S.update_state_after_alloc, for each request that comes in
+    begin       S.build_connector_meta -> W.bind_connector_metadata, W.handle_preemptions, W.start_load_kv
+    forward
+    end         W.wait_for_save, W.get_finished, W.get_block_ids_with_load_errors, W.take_reports,
+                W.clear_connector_metadata -> S.update_connector_output
+    sample      S.request_finished, for each request that ends
+
+An engine of several processes carries the metadata to every worker and merges what they return with `OutputAggregator`; here
+both sides live in one process. Without kvtier there is no connector, and nothing else changes. One thread calls an engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from torch import Tensor
+
+from kvtier.config import KVTierConfig, OffloadingConfig
+from kvtier.connector import ConnectorRole, Explanation, KVConnectorOutput, OffloadingConnector
+from kvtier.engine.assembly import allocate_kv, describe_cache, make_batch, make_decoder
+from kvtier.engine.cache import KVCache, group_layers
+from kvtier.engine.config import EngineConfig
+from kvtier.engine.model import Batch
+from kvtier.engine.model_config import ModelConfig
+from kvtier.engine.request import FinishReason, Request, RequestOutput, TokenSources
+from kvtier.engine.sampling import SamplingParams, sample
+from kvtier.engine.scheduler import Chunk, Scheduler, Step
+from kvtier.engine.weights import load_config, load_weights, random_weights
+from kvtier.errors import ConfigError, InputError
+from kvtier.events.types import KVCacheEvent
+from kvtier.keys import weights_manifest
+from kvtier.offload.base import OffloadingSpec
+from kvtier.offload.factory import OffloadingSpecFactory
+
+__all__ = ["Engine", "Model"]
+
+_IDLE_SECONDS = 0.05  # how long a step without tokens waits for a transfer
+
+
+class Model(Protocol):
+    """What the engine asks of a model. `Decoder` is one."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+    def forward(
+        self, batch: Batch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
+    ) -> Tensor: ...
+
+
+class Engine:
+    """Runs requests on one model, with an optional home for the KV that does not fit."""
+
+    def __init__(
+        self,
+        model: Model,
+        config: EngineConfig,
+        kvtier: KVTierConfig | None = None,
+        *,
+        weights_id: Any = None,
+        spec_factory: Callable[[OffloadingConfig], OffloadingSpec] = OffloadingSpecFactory.create_spec,
+    ) -> None:
+        """Allocate the cache. `weights_id`: a JSON value that is equal only for equal weights; default: equal to no other."""
+        self.model, self.config = model, config
+        self.groups = group_layers(model.config.layer_names, model.config.sliding_windows)
+        self._cache = KVCache(
+            self.groups,
+            config.num_blocks,
+            config.block_size,
+            max_chunk=config.max_num_batched_tokens,
+            enable_prefix_caching=config.enable_prefix_caching,
+            events=config.kv_events,
+        )
+        self.max_model_len = self._find_max_model_len()
+        windows = [group.sliding_window for group in self.groups]
+        self._group_of_layer = [windows.index(window) for window in model.config.sliding_windows]
+        self.kv_caches = allocate_kv(model.config, config, self.groups)
+        self.connector: OffloadingConnector | None = None
+        self.worker: OffloadingConnector | None = None
+        if kvtier is not None:
+            self._connect(describe_cache(model.config, config, self.groups, kvtier, weights_id), spec_factory)
+        self._scheduler = Scheduler(config, self._cache, self.connector)
+        self._requests: dict[str, Request] = {}
+        self._arrivals = 0
+
+    def _connect(self, config: OffloadingConfig, spec_factory: Callable[[OffloadingConfig], OffloadingSpec]) -> None:
+        """Make both sides of a connector over one spec, or leave nothing behind."""
+        with ExitStack() as undo:
+            spec = spec_factory(config)
+            undo.callback(spec.shutdown)
+            undo.callback(self.close)
+            self.connector = OffloadingConnector(config, ConnectorRole.SCHEDULER, spec)
+            self.worker = OffloadingConnector(config, ConnectorRole.WORKER, spec)
+            self.worker.register_kv_caches(self.kv_caches)
+            undo.pop_all()
+
+    @classmethod
+    def from_folder(
+        cls, path: str | Path, config: EngineConfig, kvtier: KVTierConfig | None = None, **more: Any
+    ) -> Self:
+        """Make an engine from a local Hugging Face folder."""
+        model_config = load_config(path)
+        model = make_decoder(model_config, load_weights(path, model_config), config)
+        return cls(model, config, kvtier, weights_id=weights_manifest(path), **more)
+
+    @classmethod
+    def from_config(
+        cls,
+        model_config: Mapping[str, Any],
+        config: EngineConfig,
+        kvtier: KVTierConfig | None = None,
+        *,
+        seed: int = 0,
+        **more: Any,
+    ) -> Self:
+        """Make an engine from the contents of a `config.json` and random weights."""
+        parsed = ModelConfig.from_dict(model_config)
+        model = make_decoder(parsed, random_weights(parsed, seed), config)
+        return cls(model, config, kvtier, weights_id={"random": seed, "config": asdict(parsed)}, **more)
+
+    # -- requests ----------------------------------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+        lora_name: str | None = None,
+    ) -> str:
+        """Queue a prompt and return the request's id. One that could never run is refused with `InputError`."""
+        request_id = f"request-{self._arrivals}" if request_id is None else request_id
+        if request_id in self._requests or request_id in self._scheduler.held:
+            raise InputError(f"request_id: expected one that is not in use, got {request_id!r}")
+        self._refuse_bad_prompt(prompt_token_ids)
+        params = params or SamplingParams()
+        if params.seed is None:
+            params = replace(params, seed=self.config.seed << 32 | self._arrivals)
+        request = Request(
+            request_id=request_id,
+            tokens=list(prompt_token_ids),
+            params=params,
+            arrival=self._arrivals,
+            arrived_at=time.perf_counter(),
+            block_size=self.config.block_size,
+            cache_salt=cache_salt,
+            lora_name=lora_name,
+        )
+        self._arrivals += 1
+        self._requests[request_id] = request
+        self._scheduler.waiting.append(request)
+        return request_id
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request now, whatever it is doing, and return what it has. `None`: there is no such request any more."""
+        request = self._requests.get(request_id)
+        return None if request is None else self._finish(request, FinishReason.ABORT)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Run prompts to their end and return their outputs in order. One bad prompt refuses them all."""
+        for prompt in prompts:
+            self._refuse_bad_prompt(prompt)
+        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else params
+        ids = [self.add_request(prompt, param) for prompt, param in zip(prompts, each, strict=True)]
+        outputs: dict[str, RequestOutput] = {}
+        while not outputs.keys() >= set(ids):
+            outputs |= {output.request_id: output for output in self.step() if output.finished}
+        return [outputs[request_id] for request_id in ids]
+
+    def has_unfinished(self) -> bool:
+        """Say whether any request is not over."""
+        return bool(self._requests)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that no request and no transfer holds."""
+        return self._cache.num_free
+
+    # -- one step ----------------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one batch and return an output for each request that got a token. Without a batch, wait for transfers."""
+        step = self._scheduler.schedule()
+        self._begin_transfers(step)
+        logits = self._forward(step.chunks) if step.chunks else None
+        self._end_transfers(step)
+        return [] if logits is None else self._take_tokens(step.chunks, logits)
+
+    def _begin_transfers(self, step: Step) -> None:
+        """Tell the connector what is scheduled; loads start, and stores that read what is about to be overwritten end."""
+        if self.connector is None or self.worker is None:
+            return
+        metadata = self.connector.build_connector_meta(step.view)
+        self.worker.bind_connector_metadata(metadata)
+        self.worker.handle_preemptions(metadata)
+        self.worker.start_load_kv()
+
+    def _end_transfers(self, step: Step) -> None:
+        """Start the step's stores behind the forward pass, and take in which transfers are over."""
+        if self.connector is None or self.worker is None:
+            return
+        self.worker.wait_for_save()
+        if not step.chunks:
+            self.worker.wait_for_transfers(_IDLE_SECONDS)
+        sending, recving = self.worker.get_finished(step.view.finished_req_ids)
+        invalid = self.worker.get_block_ids_with_load_errors()
+        output = KVConnectorOutput(sending, recving, invalid, self.worker.take_reports())
+        self.worker.clear_connector_metadata()
+        self.connector.update_connector_output(output)
+        self._scheduler.take_transfers(output)
+
+    def _forward(self, chunks: list[Chunk]) -> Tensor:
+        batch = make_batch(chunks, len(self.groups), self.config.block_size, self.config.device)
+        return self.model.forward(batch, self.kv_caches, self._group_of_layer, self.config.block_size)
+
+    def _take_tokens(self, chunks: list[Chunk], logits: Tensor) -> list[RequestOutput]:
+        """Count the chunks as computed, and sample for those that ended with their request's last token."""
+        rows = [row for row, chunk in enumerate(chunks) if chunk.is_last]
+        requests = [chunks[row].request for row in rows]
+        for chunk in chunks:
+            self._scheduler.finish_chunk(chunk)
+        if not rows:
+            return []
+        generated = [request.num_tokens - request.num_prompt_tokens for request in requests]
+        tokens = sample(logits[rows], [request.params for request in requests], generated)
+        now = time.perf_counter()
+        return [self._append(request, token, now) for request, token in zip(requests, tokens, strict=True)]
+
+    def _append(self, request: Request, token: int, now: float) -> RequestOutput:
+        request.append(token, now)
+        reason = self._finish_reason(request)
+        return self._output(request) if reason is None else self._finish(request, reason)
+
+    def _finish_reason(self, request: Request) -> FinishReason | None:
+        params, token = request.params, request.tokens[-1]
+        if token in params.stop_token_ids or (token in self.model.config.eos_token_ids and not params.ignore_eos):
+            return FinishReason.STOP
+        full = request.num_tokens >= self.max_model_len
+        return FinishReason.LENGTH if full or len(request.output_token_ids) >= params.max_tokens else None
+
+    def _finish(self, request: Request, reason: FinishReason) -> RequestOutput:
+        del self._requests[request.request_id]
+        self._scheduler.finish(request, reason)
+        return self._output(request)
+
+    # -- telling -----------------------------------------------------------------------------------------------------------
+
+    def _output(self, request: Request) -> RequestOutput:
+        reason, first = request.finish_reason, request.first_token_at
+        return RequestOutput(
+            request.request_id,
+            request.output_token_ids,
+            finished=reason is not None,
+            finish_reason=None if reason is None else reason.value,
+            source=None if reason is None else self._sources(request),
+            ttft=None if first is None else first - request.arrived_at,
+            preemptions=request.preemptions,
+        )
+
+    def _sources(self, request: Request) -> TokenSources:
+        explanation = self.explain(request.request_id)
+        if explanation is None:
+            return TokenSources(request.from_gpu, {}, request.num_prompt_tokens - request.from_gpu)
+        return TokenSources(
+            explanation.from_gpu, dict(explanation.from_tiers), explanation.recomputed, explanation.first_miss
+        )
+
+    def explain(self, request_id: str) -> Explanation | None:
+        """Say where a prompt came from and why not all of it from a cache; `None` without kvtier or if not known."""
+        return None if self.connector is None else self.connector.explain(request_id)
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """Drain the KV events since the last call: the engine's own, then the tiers'."""
+        tiers = [] if self.connector is None else self.connector.take_events()
+        return [*self._cache.take_events(), *tiers]
+
+    def reset_prefix_cache(self, reset_connector: bool = False) -> None:
+        """Make nothing findable that was computed so far, in the engine's cache and, if asked, in the tiers."""
+        self._cache.reset(tiers_too=reset_connector or self.connector is None)
+        if reset_connector and self.connector is not None:
+            self.connector.reset_cache()
+
+    # -- ending ------------------------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Step until all requests and all transfers are over."""
+        while self.has_unfinished() or self._scheduler.held or self._has_transfers():
+            self.step()
+
+    def _has_transfers(self) -> bool:
+        return self.connector is not None and self.connector.has_pending_push_work()
+
+    def check(self) -> None:
+        """Raise `IntegrityError` if requests, blocks and transfers do not agree."""
+        self._scheduler.check()
+        if self.connector is not None and self.connector.connector_scheduler is not None:
+            self.connector.connector_scheduler.check()
+
+    def close(self) -> None:
+        """End all transfers and release what the connector holds. Idempotent."""
+        for side in (self.worker, self.connector):
+            if side is not None:
+                side.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- refusing ----------------------------------------------------------------------------------------------------------
+
+    def _refuse_bad_prompt(self, prompt: Sequence[int]) -> None:
+        vocabulary = self.model.config.vocab_size
+        if not 0 < len(prompt) < self.max_model_len:
+            limit = f"{self.max_model_len - 1}, what {self.config.num_blocks} blocks and max_model_len leave room for"
+            raise InputError(f"prompt: expected 1 to {limit}, got {len(prompt)} tokens")
+        if bad := [token for token in prompt if not 0 <= token < vocabulary]:
+            raise InputError(f"prompt: expected token ids from 0 to {vocabulary - 1}, got {bad[0]}")
+
+    def _find_max_model_len(self) -> int:
+        asked, positions = self.config.max_model_len, self.model.config.max_position_embeddings
+        if asked is not None and asked > positions:
+            raise ConfigError("max_model_len", f"expected at most the model's {positions} positions, got {asked}")
+        longest = self._cache.longest_request(positions if asked is None else asked)
+        if longest < 2:
+            needed = f"expected at least one block of two tokens or more for each of {len(self.groups)} groups"
+            raise ConfigError("num_blocks", f"{needed}, got {self.config.num_blocks} with the null block")
+        return longest

@@ -1,0 +1,246 @@
+"""Decides which tokens are computed in a step: continuous batching with chunked prefill, oldest request first.
+
+    waiting --admit--> running --finish--> gone            Every queue is ordered by arrival.
+       |  ^--preempt----'   ^        '---> held --> gone   held: finished, but a transfer still uses its blocks
+       '--admit--> loading -'
+
+It never deadlocks. A request is admitted only if blocks for all of its tokens can be had beside what those before it still
+need. When blocks run out anyway, the youngest running request gives its own back and is computed again later; if that is
+the request which asks, it waits. So the oldest running request lacks blocks only while transfers hold them, and transfers
+have deadlines. A request that even an empty cache could not hold is refused before it comes here.
+
+This is also the scheduler's half of a connector's host: `_ask`, `_open`, `take_transfers` and `finish` hold all of its calls
+but those that frame a step, which the engine makes. One thread.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvtier.connector.metadata import BlockIds, CachedRequest, KVConnectorOutput, NewRequest, StepView
+from kvtier.engine.cache import KVCache
+from kvtier.engine.config import EngineConfig
+from kvtier.engine.request import FinishReason, Request, RequestState
+from kvtier.errors import IntegrityError
+
+if TYPE_CHECKING:
+    from kvtier.connector import OffloadingConnector
+
+__all__ = ["Chunk", "Scheduler", "Step"]
+
+_by_arrival = attrgetter("arrival")
+
+
+class Chunk(NamedTuple):
+    """The tokens `[start, end)` of a request, to be computed in one step."""
+
+    request: Request
+    start: int
+    end: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it ends with the last token there is, so that the next one can be sampled."""
+        return self.end == self.request.num_tokens
+
+
+@dataclass(slots=True)
+class Step:
+    """What one step computes, and the same as a connector sees it."""
+
+    budget: int
+    chunks: list[Chunk] = field(default_factory=list)
+    view: StepView = field(default_factory=StepView)
+
+    def add(self, request: Request, end: int, new_blocks: BlockIds) -> None:
+        """Add a request's next tokens, up to `end`. The connector is told all blocks of who has not run with them yet."""
+        req_id, start = request.request_id, request.num_computed_tokens
+        self.chunks.append(Chunk(request, start, end))
+        self.budget -= end - start
+        self.view.num_scheduled_tokens[req_id] = end - start
+        if not request.has_run:
+            self.view.new.append(NewRequest(req_id, request.table.block_ids(), start))
+        elif request.is_resumed:
+            self.view.cached.append(CachedRequest(req_id, request.table.block_ids(), start, resumed=True))
+        else:
+            self.view.cached.append(CachedRequest(req_id, new_blocks if any(new_blocks) else None, start))
+        request.has_run, request.is_resumed = True, False
+
+
+class Scheduler:
+    """Owns every request that is not over."""
+
+    def __init__(self, config: EngineConfig, cache: KVCache, connector: OffloadingConnector | None = None) -> None:
+        self._config = config
+        self._cache = cache
+        self._connector = connector
+        self.waiting: list[Request] = []
+        self.loading: list[Request] = []
+        self.running: list[Request] = []
+        self.held: dict[str, Request] = {}
+        self._finished: set[str] = set()
+
+    # -- one step ----------------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> Step:
+        """Fill a step: who runs goes on and, if nobody lacked blocks for that, who waits comes in."""
+        step = Step(self._config.max_num_batched_tokens)
+        step.view.finished_req_ids, self._finished = self._finished, set()
+        if self._continue_running(step):
+            self._admit_waiting(step)
+        return step
+
+    def _continue_running(self, step: Step) -> bool:
+        for request in list(self.running):
+            if request.state is not RequestState.RUNNING:
+                break  # preempted for an older one, as are all that follow
+            end = min(request.compute_end, request.num_computed_tokens + step.budget)
+            if end > request.num_computed_tokens and not self._continue(step, request, end):
+                return False
+        return not step.view.preempted_req_ids
+
+    def _continue(self, step: Step, request: Request, end: int) -> bool:
+        """Compute a request up to `end`, preempting younger ones for blocks. `False`: there is none younger, so it waits."""
+        while (new_blocks := self._cache.extend(request.table, request.num_computed_tokens, end)) is None:
+            youngest = self.running[-1]
+            if youngest is request:
+                return False
+            self.running.pop()
+            self._send_back(youngest)
+            youngest.preemptions += 1
+            step.view.preempted_req_ids.add(youngest.request_id)
+        step.add(request, end, new_blocks)
+        return True
+
+    def _send_back(self, request: Request) -> None:
+        """Take a request's blocks and let it wait, at the place of its age."""
+        self._cache.release(request.table)
+        request.start_over()
+        insort(self.waiting, request, key=_by_arrival)
+
+    def _admit_waiting(self, step: Step) -> None:
+        """Let requests in, oldest first, up to the first that finds no room; one that must ask again is passed over."""
+        for request in list(self.waiting):
+            if len(self.running) + len(self.loading) == self._config.max_num_seqs:
+                break
+            local = self._cache.find_prefix(request)
+            external = self._ask(request, local)
+            if external is None:
+                continue
+            if not self._has_room(request, local, local + external) or not (external or step.budget):
+                break
+            self.waiting.remove(request)
+            self._open(request, local, external)
+            if not external:
+                self._set_running(request)
+                self._continue(step, request, min(request.num_tokens, local + step.budget))
+
+    def _has_room(self, request: Request, local: int, end: int) -> bool:
+        """Say whether a request can compute all of its tokens and one more beside those admitted before it."""
+        promised = sum(
+            max(0, self._cache.most_blocks(other.num_computed_tokens, other.num_tokens + 1) - other.table.num_held)
+            for other in (*self.running, *self.loading)
+        )
+        return promised + self._cache.blocks_to_take(request, local, end) <= self._cache.num_free
+
+    def _set_running(self, request: Request) -> None:
+        request.state = RequestState.RUNNING
+        insort(self.running, request, key=_by_arrival)
+
+    def finish_chunk(self, chunk: Chunk) -> None:
+        """Count a chunk as computed; its full blocks can serve others from now on."""
+        chunk.request.advance(chunk.end - chunk.start)
+        self._cache.enter(chunk.request)
+
+    # -- with a connector --------------------------------------------------------------------------------------------------
+
+    def _ask(self, request: Request, local: int) -> int | None:
+        """Ask how many tokens beyond the local ones can be loaded; `None`: ask again in the next step."""
+        if self._connector is None:
+            return 0
+        external, _ = self._connector.get_num_new_matched_tokens(request, local)
+        return external
+
+    def _open(self, request: Request, local: int, external: int) -> None:
+        """Give a request its blocks. External tokens are loaded into them while other requests run."""
+        request.table = self._cache.open(request, local, local + external)
+        request.num_computed_tokens = local
+        if request.first_token_at is None:
+            request.from_gpu = local
+        if self._connector is not None:
+            self._connector.update_state_after_alloc(request, request.table.block_ids(), external)
+        if external:
+            request.load_end = local + external
+            request.state = RequestState.LOADING
+            insort(self.loading, request, key=_by_arrival)
+
+    def take_transfers(self, output: KVConnectorOutput) -> None:
+        """Take in which transfers are over: loaded requests run, and blocks that were held for a transfer are free."""
+        for request in [request for request in self.loading if request.request_id in output.finished_recving]:
+            self.loading.remove(request)
+            self._end_load(request, output.invalid_block_ids)
+        for req_id in (output.finished_sending | output.finished_recving) & self.held.keys():
+            self._cache.release(self.held.pop(req_id).table)
+
+    def _end_load(self, request: Request, invalid: set[int]) -> None:
+        """Let a loaded request run. What did not arrive is computed, and nothing else.
+
+        With a sliding window even one missing block needs all that came before it, and those were not loaded: the request
+        starts over. The connector will not offer it a load again.
+        """
+        size, rows = self._cache.block_size, request.table.rows
+        start, stop = request.num_computed_tokens // size, request.load_end // size
+        arrived = [all(row[position] not in invalid for row in rows) for position in range(start, stop)]
+        if not all(arrived) and any(group.sliding_window is not None for group in self._cache.groups):
+            self._send_back(request)
+            return
+        request.islands = [(first * size, last * size) for first, last in _runs(arrived, start)]
+        request.advance(0)
+        self._cache.enter(request)
+        self._set_running(request)
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """End a request in whatever state it is. Blocks that a transfer uses are kept until it is over."""
+        for queue in (self.waiting, self.loading, self.running):
+            if request in queue:
+                queue.remove(request)
+        request.state, request.finish_reason = RequestState.FINISHED, reason
+        hold = False
+        if self._connector is not None:
+            hold, _ = self._connector.request_finished(request, request.table.block_ids())
+            self._finished.add(request.request_id)
+        if hold:
+            self.held[request.request_id] = request
+        else:
+            self._cache.release(request.table)
+
+    # -- integrity ---------------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise `IntegrityError` if requests and blocks do not agree."""
+        for state, queue in zip(RequestState, (self.waiting, self.loading, self.running), strict=False):
+            if queue != sorted(queue, key=_by_arrival) or any(request.state is not state for request in queue):
+                raise IntegrityError(
+                    f"the {state.value} requests are not in order of arrival, or not all {state.value}"
+                )
+        for request in self.waiting:
+            if request.table.rows:
+                raise IntegrityError(f"request {request.request_id} waits and has blocks")
+        for request in self.running:
+            if request.num_computed_tokens >= request.num_tokens:
+                raise IntegrityError(f"request {request.request_id} has computed tokens that it does not have yet")
+        self._cache.check(request.table for request in (*self.loading, *self.running, *self.held.values()))
+
+
+def _runs(flags: list[bool], start: int) -> Iterator[tuple[int, int]]:
+    """Yield the runs `[first, last)` of set flags, of which the first is at position `start`."""
+    first = start
+    for position, flag in enumerate([*flags, False], start):
+        if not flag:
+            if first < position:
+                yield first, position
+            first = position + 1

@@ -1,0 +1,129 @@
+"""A model that is a hash of its KV cache: the fastest detector of a wrong block, a stale byte or a lost page.
+
+It fits the engine's `Model` and runs as a decoder does: each layer writes a K and a V for every token, reads back through the
+block table all that its window lets it see, and passes what it read to the next layer. Numbers are small integers that float32
+holds exactly, every element of a page counts, and a V depends on the whole prefix. So one wrong element changes all tokens
+after it, and chunking, batching and preemption change none. `expect` computes the same tokens without a cache.
+
+On the CPU and in float32 only. Any thread, one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvtier.engine.model import Batch, SequenceSlice, split_kv
+from kvtier.engine.model_config import ModelConfig, RopeConfig
+from kvtier.engine.sampling import SamplingParams, sample
+
+__all__ = ["ToyModel"]
+
+Ints = npt.NDArray[np.int64]
+
+_PRIME = 1_048_573
+
+
+class ToyModel:
+    """One layer for each of `sliding_windows`."""
+
+    def __init__(
+        self,
+        sliding_windows: Sequence[int | None] = (None, None),
+        *,
+        vocab_size: int = 64,
+        num_kv_heads: int = 1,
+        head_dim: int = 2,
+        max_position_embeddings: int = 4096,
+        eos_token_ids: tuple[int, ...] = (),
+    ) -> None:
+        self.config = ModelConfig(
+            family="llama",
+            vocab_size=vocab_size,
+            hidden_size=num_kv_heads * head_dim,
+            intermediate_size=1,
+            num_layers=len(sliding_windows),
+            num_heads=num_kv_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=1e-6,
+            rope=RopeConfig(),
+            sliding_windows=tuple(sliding_windows),
+            max_position_embeddings=max_position_embeddings,
+            eos_token_ids=eos_token_ids,
+        )
+        numbers = np.random.default_rng(0)
+        self._spread: Ints = np.arange(num_kv_heads * head_dim, dtype=np.int64)
+        self._weights = numbers.integers(1, _PRIME, size=(2, len(self._spread)))
+        self._head = numbers.integers(1, _PRIME, size=(2, vocab_size))
+
+    def forward(
+        self, batch: Batch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
+    ) -> Tensor:
+        """Write the batch's K and V into the caches and return the logits after each sequence's last row."""
+        tokens, positions = batch.tokens.numpy(), batch.positions.numpy()
+        state = np.zeros_like(tokens)
+        for layer, name in enumerate(self.config.layer_names):
+            group, window = group_of_layer[layer], self.config.sliding_windows[layer]
+            k, v = (pages.numpy() for pages in split_kv(kv_caches[name]))
+            blocks, offsets = np.divmod(batch.slots[group].numpy(), block_size)
+            k[blocks, offsets] = self._page(positions, k.shape[2:])
+            v[blocks, offsets] = self._page(_values(tokens, positions, state, layer), v.shape[2:])
+            state = np.concatenate([self._read(k, v, part, group, window, block_size) for part in batch.sequences])
+        return self._logits(state[[part.end - 1 for part in batch.sequences]])
+
+    def expect(self, prompt: Sequence[int], params: SamplingParams) -> list[int]:
+        """Return what a request must generate, computed without a cache. Stops as the engine does."""
+        tokens = list(prompt)
+        stops = params.stop_token_ids + (() if params.ignore_eos else self.config.eos_token_ids)
+        for count in range(params.max_tokens):
+            tokens += sample(self._logits(self._dense(tokens)[-1:]), [params], [count])
+            if tokens[-1] in stops:
+                break
+        return tokens[len(prompt) :]
+
+    def _dense(self, tokens: Sequence[int]) -> Ints:
+        ids, positions = np.array(tokens, dtype=np.int64), np.arange(len(tokens), dtype=np.int64)
+        state = np.zeros_like(ids)
+        for layer, window in enumerate(self.config.sliding_windows):
+            k, v = positions, _values(ids, positions, state, layer)
+            state = self._attend(k[:, None] + self._spread, v[:, None] + self._spread, positions, 0, window)
+        return state
+
+    def _page(self, values: Ints, shape: tuple[int, ...]) -> Ints:
+        return (values[:, None] + self._spread).reshape(-1, *shape)
+
+    def _read(
+        self,
+        k: npt.NDArray[np.float32],
+        v: npt.NDArray[np.float32],
+        part: SequenceSlice,
+        group: int,
+        window: int | None,
+        size: int,
+    ) -> Ints:
+        first = part.first_key(window)
+        seen = np.arange(first, part.context_len)
+        blocks, offsets = part.block_tables[group].numpy()[seen // size], seen % size
+        keys, values = (pages[blocks, offsets].reshape(len(seen), -1).astype(np.int64) for pages in (k, v))
+        rows = np.arange(part.context_len - (part.end - part.start), part.context_len)
+        return self._attend(keys, values, rows, first, window)
+
+    def _attend(self, keys: Ints, values: Ints, rows: Ints, first: int, window: int | None) -> Ints:
+        """Hash for each row the K and V of the positions it may see; those given begin at position `first`."""
+        terms = (keys @ self._weights[0] % _PRIME) * (values @ self._weights[1] % _PRIME) % _PRIME
+        sums = np.concatenate([[0], terms.cumsum()])
+        begin = np.zeros_like(rows) if window is None else np.maximum(0, rows - window + 1)
+        return np.asarray((sums[rows + 1 - first] - sums[begin - first]) % _PRIME, dtype=np.int64)
+
+    def _logits(self, state: Ints) -> Tensor:
+        factor, offset = self._head
+        return torch.from_numpy((state[:, None] * factor + offset) % _PRIME / _PRIME * 8)
+
+
+def _values(tokens: Ints, positions: Ints, state: Ints, layer: int) -> Ints:
+    return np.asarray((tokens * 7919 + positions * 104_729 + state * 31 + layer + 1) % _PRIME, dtype=np.int64)

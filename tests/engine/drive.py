@@ -1,0 +1,49 @@
+"""Shared by the engine's tests: a toy engine, and a loop that checks every invariant after every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+from kvtier.engine import Engine, EngineConfig, RequestOutput, SamplingParams
+from kvtier.testing.toy_model import ToyModel
+
+ONE_GROUP: tuple[int | None, ...] = (None, None)
+TWO_GROUPS: tuple[int | None, ...] = (None, 20, None, 20)
+
+
+def toy_engine(windows: Sequence[int | None] = ONE_GROUP, **settings: Any) -> Engine:
+    """Make an engine over the toy model, small unless told otherwise."""
+    defaults = {"num_blocks": 65, "block_size": 4, "max_num_batched_tokens": 16}
+    return Engine(ToyModel(windows), EngineConfig(**defaults | settings))
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    """Return seeded random token ids."""
+    random = Random(seed)
+    return [random.randrange(64) for _ in range(count)]
+
+
+def run(engine: Engine, max_steps: int = 2000) -> dict[str, RequestOutput]:
+    """Step until no request is left, checking after every step; return the last output of each."""
+    outputs: dict[str, RequestOutput] = {}
+    for _ in range(max_steps):
+        if not engine.has_unfinished():
+            return outputs
+        outputs |= {output.request_id: output for output in engine.step()}
+        engine.check()
+    raise AssertionError(f"requests are stuck: {engine._scheduler.waiting, engine._scheduler.running}")
+
+
+def expect(engine: Engine, prompt: Sequence[int], params: SamplingParams) -> list[int]:
+    """Return what the toy model must generate."""
+    assert isinstance(engine.model, ToyModel)
+    return engine.model.expect(prompt, params)
+
+
+def expect_idle(engine: Engine) -> None:
+    """Expect that every block is free again."""
+    engine.drain()
+    engine.check()
+    assert engine.num_free_blocks == engine.config.num_blocks - 1

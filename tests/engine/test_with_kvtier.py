@@ -1,0 +1,223 @@
+"""The engine with the real connector under it: where tokens come from, what is told, and that nothing stays behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+import pytest
+from tests.engine.drive import ONE_GROUP, TWO_GROUPS, expect, expect_idle, run, tokens
+from tests.engine.test_engine import Workload
+
+from kvtier.config import KVTierConfig
+from kvtier.engine import Engine, EngineConfig, SamplingParams
+from kvtier.errors import ConfigError, LayoutError
+from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored
+from kvtier.offload import CPUOffloadingManager, CPUOffloadingSpec, MissReason
+from kvtier.testing.faults import FaultPlan, with_faults
+from kvtier.testing.toy_model import ToyModel
+
+ROW = 4096
+KVTIER_SETTINGS = ("blocks_per_chunk", "load_deadline", "store_deadline")
+WINDOWS = [ONE_GROUP, TWO_GROUPS]
+
+
+def engine_with(
+    windows: Sequence[int | None] = ONE_GROUP, *, rows: int = 64, spec_factory: Any = CPUOffloadingSpec, **settings: Any
+) -> Engine:
+    """Make a toy engine with a pool of `rows` chunks. Loads are never too slow to be worth it: the clock decides nothing."""
+    kvtier: dict[str, Any] = {name: settings.pop(name) for name in KVTIER_SETTINGS if name in settings}
+    kvtier |= {"cpu": {"capacity": rows * ROW}, "load_if_faster": False}
+    config = EngineConfig(**{"num_blocks": 65, "block_size": 4, "max_num_batched_tokens": 16} | settings)
+    return Engine(ToyModel(windows), config, KVTierConfig.from_dict(kvtier), spec_factory=spec_factory)
+
+
+def ask(engine: Engine, prompt: list[int], name: str, max_tokens: int = 4) -> Any:
+    params = SamplingParams(max_tokens=max_tokens)
+    engine.add_request(prompt, params, request_id=name)
+    output = run(engine)[name]
+    assert output.token_ids == expect(engine, prompt, params)
+    return output
+
+
+def expect_nothing_left(engine: Engine) -> None:
+    """Expect every block free, every slot free or ready, and no request remembered."""
+    expect_idle(engine)
+    assert engine.connector is not None
+    scheduler = engine.connector.connector_scheduler
+    assert scheduler is not None
+    assert isinstance(scheduler.manager, CPUOffloadingManager)
+    stats = scheduler.manager.stats()
+    assert (stats.writing, stats.reading, stats.doomed) == (0, 0, 0)
+    assert stats.free + stats.ready == stats.slots
+    assert scheduler._requests == {}
+    assert engine._requests == {}
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+def test_a_forgotten_prompt_comes_back_from_the_tier(windows: Sequence[int | None]) -> None:
+    with engine_with(windows) as engine:
+        first = ask(engine, tokens(33), "first")
+        assert (first.source.gpu, first.source.tiers, first.source.recomputed) == (0, {}, 33)
+        assert first.source.first_miss is MissReason.NEVER_STORED
+        engine.drain()
+        engine.reset_prefix_cache()
+        again = ask(engine, tokens(33), "again")
+        assert (again.source.gpu, again.source.tiers, again.source.recomputed) == (0, {"cpu": 32}, 1)
+        assert again.source.first_miss is None
+        third = ask(engine, tokens(33), "third")
+        assert (third.source.gpu, third.source.tiers) == (32, {})
+        explanation = engine.explain("again")
+        assert explanation is not None
+        assert (explanation.from_tiers, explanation.recomputed) == ({"cpu": 32}, 1)
+        expect_nothing_left(engine)
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+def test_a_whole_prompt_is_loaded_and_its_last_token_computed(windows: Sequence[int | None]) -> None:
+    with engine_with(windows) as engine:
+        ask(engine, tokens(32), "first")
+        engine.drain()
+        engine.reset_prefix_cache()
+        again = ask(engine, tokens(32), "again")
+        assert (again.source.gpu, again.source.tiers, again.source.recomputed) == (0, {"cpu": 31}, 1)
+        expect_nothing_left(engine)
+
+
+def test_decoded_tokens_are_stored_too() -> None:
+    with engine_with() as engine:
+        first = ask(engine, tokens(10), "first", max_tokens=20)
+        engine.drain()
+        engine.reset_prefix_cache()
+        longer = ask(engine, [*tokens(10), *first.token_ids], "longer")
+        assert longer.source.tiers == {"cpu": 28}
+
+
+def test_a_reset_of_both_leaves_nothing_to_load() -> None:
+    with engine_with() as engine:
+        ask(engine, tokens(33), "first")
+        engine.drain()
+        engine.reset_prefix_cache(reset_connector=True)
+        again = ask(engine, tokens(33), "again")
+        assert (again.source.tiers, again.source.first_miss) == ({}, MissReason.CLEARED)
+
+
+class Consumer:
+    """Replays events as an index does: per medium, reference counting nothing, since chunks are single blocks here."""
+
+    def __init__(self) -> None:
+        self.held: dict[str | None, set[tuple[Any, int | None]]] = {"GPU": set(), "CPU": set()}
+
+    def apply(self, engine: Engine) -> None:
+        for event in engine.take_events():
+            if isinstance(event, AllBlocksCleared):
+                self.held = {"GPU": set(), "CPU": set()}
+                continue
+            assert isinstance(event, (BlockStored, BlockRemoved))
+            keys = {(block_hash, event.group_idx) for block_hash in event.block_hashes}
+            if isinstance(event, BlockStored):
+                self.held[event.medium] |= keys
+            else:
+                self.held[event.medium] -= keys
+
+
+def test_events_of_both_media_replay_to_what_each_holds() -> None:
+    consumer, random = Consumer(), Random(0)
+    with engine_with(num_blocks=24, rows=12) as engine:
+        for index in range(40):
+            ask(engine, [*tokens(24, seed=index % 5), index], f"r{index}")
+            if random.random() < 0.1:
+                engine.reset_prefix_cache(reset_connector=random.random() < 0.5)
+            engine.drain()
+            consumer.apply(engine)
+            assert consumer.held["GPU"] == set(engine._cache._found_by)
+            manager = engine.connector.connector_scheduler.manager  # type: ignore[union-attr]
+            assert isinstance(manager, CPUOffloadingManager)
+            assert len(consumer.held["CPU"]) == manager.stats().ready
+
+
+def play(workload: Workload, engine: Engine) -> None:
+    """Run a workload with aborts and resets, checking everything after every step."""
+    random = workload.random
+    waiting = [(f"r{index}", prompt, workload.params()) for index, prompt in enumerate(workload.prompts)]
+    asked = {name: (prompt, params) for name, prompt, params in waiting}
+    while waiting or engine.has_unfinished():
+        if waiting and random.random() < 0.5:
+            name, prompt, params = waiting.pop(0)
+            engine.add_request(prompt, params, request_id=name)
+        if random.random() < 0.02 and engine._requests:
+            engine.abort(random.choice(list(engine._requests)))
+        if random.random() < 0.05:
+            engine.reset_prefix_cache(reset_connector=random.random() < 0.3)
+        for output in engine.step():
+            prompt, params = asked[output.request_id]
+            if output.finished:
+                assert output.token_ids == expect(engine, prompt, params)
+                source = output.source
+                assert source is not None
+                assert source.gpu + sum(source.tiers.values()) + source.recomputed == len(prompt)
+        engine.check()
+    expect_nothing_left(engine)
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [1, 2, 4])
+def test_random_workloads(blocks_per_chunk: int) -> None:
+    loads = 0
+    for seed in range(25):
+        workload = Workload(3000 + seed)
+        rows = workload.random.choice([1, 4, 16, 64])
+        with engine_with(workload.windows, rows=rows, blocks_per_chunk=blocks_per_chunk, **workload.settings) as engine:
+            play(workload, engine)
+            loads += engine.connector.connector_scheduler.stats.loads  # type: ignore[union-attr]
+    assert loads > 5
+
+
+def test_random_workloads_with_faults() -> None:
+    failed = 0
+    for seed in range(25):
+        workload = Workload(4000 + seed)
+        plan = FaultPlan(seed=seed, rate=0.5)
+        with engine_with(
+            workload.windows,
+            load_deadline=0.02,
+            store_deadline=0.02,
+            blocks_per_chunk=workload.random.choice([1, 2]),
+            spec_factory=lambda config, plan=plan: with_faults(CPUOffloadingSpec(config), plan),
+            **workload.settings,
+        ) as engine:
+            play(workload, engine)
+            failed += engine.connector.connector_scheduler.stats.loads_failed  # type: ignore[union-attr]
+    assert failed > 0
+
+
+def test_a_pool_smaller_than_a_row_is_refused_and_leaves_nothing_behind() -> None:
+    with pytest.raises(ConfigError, match=r"cpu\.capacity: expected at least one row"):
+        engine_with(rows=0.5)  # type: ignore[arg-type]
+
+
+def test_a_connector_that_cannot_be_made_is_closed() -> None:
+    """Guards against a pool that outlives an engine which never came to be."""
+    made: list[CPUOffloadingSpec] = []
+
+    class Broken(CPUOffloadingSpec):
+        closed = False
+
+        def get_handlers(self, kv_caches: Any) -> Any:
+            made.append(self)
+            raise LayoutError("no handler for these")
+
+        def shutdown(self) -> None:
+            self.closed = True
+            super().shutdown()
+
+    with pytest.raises(LayoutError, match="no handler for these"):
+        engine_with(spec_factory=Broken)
+    assert made[0].closed  # type: ignore[attr-defined]
+
+
+def test_close_is_idempotent() -> None:
+    engine = engine_with()
+    ask(engine, tokens(9), "r")
+    engine.close()
+    engine.close()
