@@ -1,0 +1,42 @@
+"""How bytes move between an engine's cache and the pool.
+
+`base` has the contracts and `plan` the pairing of the two ends; both do without torch and are exported here. `layout`
+turns engine tensors into canonical form, `spans` into arrays that copy many pages at once, and `host` moves them:
+import those by their own names, where torch is at hand.
+"""
+
+from __future__ import annotations
+
+from kvtier.transfer.base import (
+    NULL_BLOCK,
+    BlockIDsLoadStoreSpec,
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingHandler,
+    TransferResult,
+    TransferSpec,
+    TransferType,
+)
+from kvtier.transfer.plan import Geometry, Plan, pair_blocks
+
+__all__ = [
+    "NULL_BLOCK",
+    "BlockIDsLoadStoreSpec",
+    "CPULoadStoreSpec",
+    "CanonicalKVCacheRef",
+    "CanonicalKVCacheTensor",
+    "CanonicalKVCaches",
+    "GPULoadStoreSpec",
+    "Geometry",
+    "LoadStoreSpec",
+    "OffloadingHandler",
+    "Plan",
+    "TransferResult",
+    "TransferSpec",
+    "TransferType",
+    "pair_blocks",
+]

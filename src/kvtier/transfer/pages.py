@@ -1,0 +1,41 @@
+"""The innermost loop: copy scattered blocks between an engine and the pool.
+
+`engine` is `(num_blocks, refs, page bytes)` and `pool` is `(slots, blocks of a slot, refs, page bytes)`; both are strided in
+all but the last dimension. `slots`, `indices` and `blocks` are parallel arrays of int64. `store` and `load` take numpy arrays
+and, where they were compiled, run without the GIL from the first byte to the last: a Python thread beside them is not slowed
+down, and does not slow them down by holding it. The Python versions also take torch tensors, on any device.
+
+Any thread may call these. They touch what they are told to and keep nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["COPIED_BY", "load", "load_python", "store", "store_python"]
+
+Ints = npt.NDArray[np.int64]
+
+
+def store_python(pool: Any, engine: Any, slots: Ints, indices: Ints, blocks: Ints) -> None:
+    """Copy blocks of the engine into the pool."""
+    for slot, index, block in zip(slots.tolist(), indices.tolist(), blocks.tolist(), strict=True):
+        pool[slot, index] = engine[block]
+
+
+def load_python(pool: Any, engine: Any, slots: Ints, indices: Ints, blocks: Ints) -> None:
+    """Copy blocks of the pool into the engine."""
+    for slot, index, block in zip(slots.tolist(), indices.tolist(), blocks.tolist(), strict=True):
+        engine[block] = pool[slot, index]
+
+
+try:
+    from kvtier._pages import load, store
+except ImportError:  # not compiled here
+    load, store = load_python, store_python
+
+COPIED_BY = "python" if store is store_python else "c"
+"""Who copies pages of an engine on the host. Both move the same bytes; C is as fast as one large memcpy."""
