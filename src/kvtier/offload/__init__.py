@@ -1,0 +1,59 @@
+"""Offloading: the contracts, the manager of host memory, and the specs that tie managers to transfers.
+
+Everything here imports without torch. What each name promises is written where it is defined.
+"""
+
+from __future__ import annotations
+
+from kvtier.keys import OffloadKey, get_offload_block_hash, get_offload_group_idx, make_offload_key
+from kvtier.offload.base import (
+    MissReason,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadingSpec,
+    PrepareStoreOutput,
+    ReqContext,
+)
+from kvtier.offload.cpu import CPUOffloadingSpec
+from kvtier.offload.factory import OffloadingSpecFactory
+from kvtier.offload.manager import CPUOffloadingManager
+from kvtier.transfer.base import (
+    BlockIDsLoadStoreSpec,
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingHandler,
+    TransferResult,
+    TransferSpec,
+    TransferType,
+)
+
+__all__ = [
+    "BlockIDsLoadStoreSpec",
+    "CPULoadStoreSpec",
+    "CPUOffloadingManager",
+    "CPUOffloadingSpec",
+    "CanonicalKVCacheRef",
+    "CanonicalKVCacheTensor",
+    "CanonicalKVCaches",
+    "GPULoadStoreSpec",
+    "LoadStoreSpec",
+    "MissReason",
+    "OffloadKey",
+    "OffloadingEvent",
+    "OffloadingHandler",
+    "OffloadingManager",
+    "OffloadingSpec",
+    "OffloadingSpecFactory",
+    "PrepareStoreOutput",
+    "ReqContext",
+    "TransferResult",
+    "TransferSpec",
+    "TransferType",
+    "get_offload_block_hash",
+    "get_offload_group_idx",
+    "make_offload_key",
+]

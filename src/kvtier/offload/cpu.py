@@ -1,0 +1,78 @@
+"""`CPUOffloadingSpec`: chunks in a pool of host memory.
+
+The scheduler gets a manager that knows the slots, each worker gets the handlers that fill and read them. Only workers
+are parties to the pool: this spec's scheduler touches no bytes, and a single process with nobody to share with needs no
+name in the file system, so there is nothing to leak. A spec whose scheduler moves rows too (tiers below the pool)
+overrides `parties` and calls `open_pool` on both sides.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from kvtier.offload.base import OffloadingSpec
+from kvtier.offload.manager import CPUOffloadingManager
+from kvtier.pool import Pool
+from kvtier.transfer.base import (
+    CanonicalKVCaches,
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingHandler,
+)
+
+if TYPE_CHECKING:
+    from kvtier.config import OffloadingConfig
+
+__all__ = ["CPUOffloadingSpec"]
+
+
+class CPUOffloadingSpec(OffloadingSpec):
+    """Offloads to host memory. `clock` times the deadlines of transfers."""
+
+    def __init__(self, config: OffloadingConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(config)
+        self._clock = clock
+        self._manager: CPUOffloadingManager | None = None
+        self._pool: Pool | None = None
+
+    @property
+    def parties(self) -> int:
+        """How many times the pool is opened in all processes of the engine."""
+        return self.config.world_size
+
+    def get_manager(self) -> CPUOffloadingManager:
+        """Return the manager, the same every time."""
+        if self._manager is None:
+            settings = self.config.settings
+            self._manager = CPUOffloadingManager(
+                self.config.num_slots, settings.cpu.policy, store_threshold=settings.store_threshold
+            )
+        return self._manager
+
+    def open_pool(self) -> Pool:
+        """Return this process's mapping of the pool, opening it the first time."""
+        if self._pool is None:
+            config = self.config
+            self._pool = Pool.open(config.engine_id, config.num_slots, config.row_bytes, self.parties)
+        return self._pool
+
+    def get_handlers(
+        self, kv_caches: CanonicalKVCaches
+    ) -> Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]]:
+        """Yield the handler of stores and the handler of loads."""
+        from kvtier.transfer.host import HostLoadHandler, HostStoreHandler
+        from kvtier.transfer.spans import Spans
+
+        settings = self.config.settings
+        spans = Spans(kv_caches, self.open_pool(), self.config)
+        yield GPULoadStoreSpec, CPULoadStoreSpec, HostStoreHandler(spans, settings.store_deadline, clock=self._clock)
+        yield CPULoadStoreSpec, GPULoadStoreSpec, HostLoadHandler(spans, settings.load_deadline, clock=self._clock)
+
+    def shutdown(self) -> None:
+        """Give up the mapping of the pool. Idempotent."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None

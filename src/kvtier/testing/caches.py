@@ -1,0 +1,198 @@
+"""Engine caches in every layout that kvtier understands, and a naive model of what transfers do to them.
+
+`Model` knows nothing of canonical tensors, spans or runs: it moves one block at a time between the layers' own tensors
+and a dict of rows. Made from the same arguments, `Caches` hold the same bytes, so one set can be given to handlers and
+the other to the model, and every byte of every allocation compared afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from kvtier.config import CPUConfig, GroupConfig, KVTierConfig, OffloadingConfig
+from kvtier.transfer.base import NULL_BLOCK, CPULoadStoreSpec, GPULoadStoreSpec
+
+__all__ = ["LAYOUTS", "Caches", "ManualClock", "Model", "make_caches", "make_config"]
+
+LAYOUTS = ("blocks_first", "kv_first", "padded", "interleaved", "stacked", "cross_layer", "permuted", "shared")
+PADDING = 24  # elements
+
+
+class ManualClock:
+    """A clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass(frozen=True)
+class Caches:
+    """An engine's KV cache: tensors by layer, the groups that they form, and the allocations behind them."""
+
+    layers: dict[str, torch.Tensor]
+    groups: tuple[GroupConfig, ...]
+    allocations: list[torch.Tensor]
+    num_blocks: int
+
+    def pages(self, group: int, block: int) -> Iterator[torch.Tensor]:
+        """Yield the pages of a block in layer order, K before V where they are apart."""
+        for name in self.groups[group].layer_names:
+            layer = self.layers[name]
+            yield from [layer[block]] if len(layer) == self.num_blocks else [layer[0, block], layer[1, block]]
+
+    def contents(self) -> bytes:
+        """Return every byte, padding included."""
+        return b"".join(_to_bytes(allocation) for allocation in self.allocations)
+
+
+def make_caches(
+    layout: str,
+    *,
+    page: int = 64,
+    num_blocks: int = 24,
+    num_groups: int = 1,
+    seed: int = 0,
+    device: str = "cpu",
+) -> Caches:
+    """Make a cache with random contents. A layer has `page` bytes a block in the first group and half in the second."""
+    generator = torch.Generator().manual_seed(seed)
+    layers: dict[str, torch.Tensor] = {}
+    groups: list[GroupConfig] = []
+    allocations: list[torch.Tensor] = []
+    for group in range(num_groups):
+        views, bases = _allocate(layout, 3 - group, num_blocks, page // 2 >> group, device)
+        if layout == "shared" and group:
+            views, bases = [tensor[:, : page // 4] for tensor in layers.values()], []
+        for base in bases:
+            base.copy_(torch.randint(-(2**15), 2**15, base.shape, dtype=torch.int16, generator=generator))
+        names = {f"group{group}.layer{i}": view for i, view in enumerate(views)}
+        bytes_per_block = sum(view.numel() * view.element_size() for view in views) // num_blocks
+        layers |= names
+        groups.append(GroupConfig(block_size=16, bytes_per_block=bytes_per_block, layer_names=tuple(names)))
+        allocations += bases
+    return Caches(layers, tuple(groups), allocations, num_blocks)
+
+
+def _allocate(
+    layout: str, count: int, blocks: int, elements: int, device: str
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the tensors of `count` layers, and the allocations that they view."""
+
+    def new(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int16, device=device)
+
+    match layout:
+        case "blocks_first":
+            tensors = [new(blocks, 2, elements // 2) for _ in range(count)]
+            return tensors, tensors
+        case "kv_first":
+            tensors = [new(2, blocks, elements // 2) for _ in range(count)]
+            return tensors, tensors
+        case "padded" | "shared":
+            tensors = [new(blocks, elements + PADDING) for _ in range(count)]
+            return [tensor[:, :elements] for tensor in tensors], tensors
+        case "interleaved":
+            tensor = new(blocks, count, elements)
+            return list(tensor.unbind(1)), [tensor]
+        case "stacked":
+            tensor = new(count, 2, blocks, elements // 2)
+            return list(tensor.unbind(0)), [tensor]
+        case "cross_layer":
+            tensor = new(blocks, count, elements)
+            return [tensor], [tensor]
+        case "permuted":  # K and V apart in shape but not in memory, and a page's own dimensions swapped
+            tensors = [new(blocks, 2, 4, elements // 8) for _ in range(count)]
+            return [tensor.permute(1, 0, 3, 2) for tensor in tensors], tensors
+    raise ValueError(f"expected one of {LAYOUTS}, got {layout!r}")
+
+
+def make_config(
+    caches: Caches,
+    *,
+    blocks_per_chunk: int = 1,
+    num_slots: int = 16,
+    world_size: int = 1,
+    rank: int = 0,
+    deadline: float = 10.0,
+    engine_id: str = "test",
+) -> OffloadingConfig:
+    """Make the config of an engine with these caches and a pool of `num_slots`."""
+
+    def config(capacity: int) -> OffloadingConfig:
+        settings = KVTierConfig(
+            cpu=CPUConfig(capacity=capacity),
+            blocks_per_chunk=blocks_per_chunk,
+            load_deadline=deadline,
+            store_deadline=deadline,
+        )
+        return OffloadingConfig(
+            settings=settings,
+            groups=caches.groups,
+            hash_block_size=16,
+            world_size=world_size,
+            rank=rank,
+            engine_id=engine_id,
+        )
+
+    return config(config(1 << 40).row_bytes * num_slots)
+
+
+class Model:
+    """Transfers, one block at a time."""
+
+    def __init__(self, caches: Caches, config: OffloadingConfig) -> None:
+        self.caches = caches
+        self.rows = [bytearray(config.row_bytes) for _ in range(config.num_slots)]
+        self._config = config
+
+    def store(self, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec) -> None:
+        """Do what a store does."""
+        for group, block, slot, index in self.pairs(gpu, cpu):
+            at = self._place(group, index)
+            for page in self.caches.pages(group, block):
+                data = _to_bytes(page)
+                self.rows[slot][at : at + len(data)] = data
+                at += len(data)
+
+    def load(self, cpu: CPULoadStoreSpec, gpu: GPULoadStoreSpec) -> None:
+        """Do what a load does."""
+        for group, block, slot, index in self.pairs(gpu, cpu):
+            at = self._place(group, index)
+            for page in self.caches.pages(group, block):
+                size = page.numel() * page.element_size()
+                _set_bytes(page, self.rows[slot][at : at + size])
+                at += size
+
+    def _place(self, group: int, index: int) -> int:
+        image = self._config.rank * self._config.max_image_bytes
+        return image + index * self._config.groups[group].bytes_per_block
+
+    def pairs(self, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec) -> Iterator[tuple[int, int, int, int]]:
+        """Yield `(group, block, slot, index of the block in the slot)` for every block that has bytes."""
+        blocks, slots, slot = iter(gpu.block_ids.tolist()), iter(cpu.block_ids.tolist()), 0
+        for group, size in enumerate(gpu.group_sizes):
+            first = gpu.block_indices[group] if gpu.block_indices else 0
+            for i in range(size):
+                index = (first + i) % self._config.settings.blocks_per_chunk
+                slot = next(slots) if i == 0 or index == 0 else slot
+                block = next(blocks)
+                if block != NULL_BLOCK:
+                    yield group, block, slot, index
+
+
+def _to_bytes(tensor: torch.Tensor) -> bytes:
+    """Return a tensor's bytes in the order of memory, which is not that of its dimensions if it was permuted."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order).contiguous().cpu().numpy().tobytes()
+
+
+def _set_bytes(tensor: torch.Tensor, data: bytearray) -> None:
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    view = tensor.permute(order)
+    view.copy_(torch.frombuffer(data, dtype=tensor.dtype).reshape(view.shape))

@@ -1,0 +1,165 @@
+"""`CPUOffloadingSpec`, the factory, and what `kvtier.offload` offers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import kvtier.offload
+import kvtier.pool
+from kvtier.errors import ConfigError, LayoutError
+from kvtier.offload import (
+    CPULoadStoreSpec,
+    CPUOffloadingManager,
+    CPUOffloadingSpec,
+    GPULoadStoreSpec,
+    OffloadingSpec,
+    OffloadingSpecFactory,
+)
+from kvtier.testing.caches import ManualClock, make_caches, make_config
+from kvtier.transfer.host import HostHandler
+from kvtier.transfer.layout import canonicalize
+
+PATIENCE = 30.0
+
+
+def test_a_round_trip_through_the_spec() -> None:
+    caches = make_caches("kv_first")
+    spec = CPUOffloadingSpec(make_config(caches))
+    handlers = list(spec.get_handlers(canonicalize(caches.layers, caches.groups)))
+    assert [(source, destination) for source, destination, _ in handlers] == [
+        (GPULoadStoreSpec, CPULoadStoreSpec),
+        (CPULoadStoreSpec, GPULoadStoreSpec),
+    ]
+    (_, _, store), (_, _, load) = handlers
+    assert store.transfer_async(0, (GPULoadStoreSpec([1, 2]), CPULoadStoreSpec([5, 6])))
+    assert store.wait({0}, PATIENCE)
+    assert load.transfer_async(0, (CPULoadStoreSpec([5, 6]), GPULoadStoreSpec([11, 12])))
+    assert load.wait({0}, PATIENCE)
+    for layer in caches.layers.values():
+        assert (layer[:, 1:3] == layer[:, 11:13]).all()
+    for _, _, handler in handlers:
+        handler.shutdown()
+    spec.shutdown()
+    spec.shutdown()
+
+
+def test_the_manager_has_the_pool_s_slots_and_is_one() -> None:
+    config = make_config(make_caches("kv_first"), num_slots=5)
+    spec = CPUOffloadingSpec(config)
+    manager = spec.get_manager()
+    assert isinstance(manager, CPUOffloadingManager)
+    assert manager is spec.get_manager()
+    assert manager.num_slots == config.num_slots == spec.open_pool().num_slots == 5
+    assert spec.open_pool() is spec.open_pool()
+    spec.shutdown()
+
+
+def test_deadlines_are_those_of_the_settings() -> None:
+    caches, clock = make_caches("kv_first"), ManualClock()
+    spec = CPUOffloadingSpec(make_config(caches, deadline=3.0), clock=clock)
+    (_, _, store), _ = spec.get_handlers(canonicalize(caches.layers, caches.groups))
+    assert isinstance(store, HostHandler)
+    store.probe = lambda job: job.over.wait(PATIENCE) and None
+    assert store.transfer_async(0, (GPULoadStoreSpec([1]), CPULoadStoreSpec([0])))
+    clock.now = 2.9
+    assert store.get_finished() == []
+    clock.now = 3.1
+    assert [result.success for result in store.get_finished()] == [False]
+    store.shutdown()
+    spec.shutdown()
+
+
+def test_workers_of_one_engine_meet_in_one_pool() -> None:
+    """Each rank stores its own image; the row holds them side by side."""
+    caches = [make_caches("blocks_first", seed=rank) for rank in range(2)]
+    specs = [CPUOffloadingSpec(make_config(caches[rank], world_size=2, rank=rank)) for rank in range(2)]
+    handlers = [
+        list(spec.get_handlers(canonicalize(cache.layers, cache.groups)))
+        for spec, cache in zip(specs, caches, strict=True)
+    ]
+    assert not list(kvtier.pool._shared_directory().glob("kvtier-test.pool"))
+    for (_, _, store), _ in handlers:
+        assert store.transfer_async(0, (GPULoadStoreSpec([7]), CPULoadStoreSpec([2])))
+        assert store.wait({0}, PATIENCE)
+        store.shutdown()
+    expected = b"".join(page.numpy().tobytes() for cache in caches for page in cache.pages(0, 7))
+    for spec in specs:
+        assert spec.open_pool().rows[2, : len(expected)].tobytes() == expected
+        spec.shutdown()
+
+
+def test_caches_of_another_shape_are_refused_and_nothing_is_left() -> None:
+    caches = make_caches("blocks_first")
+    spec = CPUOffloadingSpec(make_config(make_caches("blocks_first", page=128)))
+    with pytest.raises(LayoutError, match="expected groups with blocks of"):
+        list(spec.get_handlers(canonicalize(caches.layers, caches.groups)))
+    spec.shutdown()
+
+
+class OutsideSpec(CPUOffloadingSpec):
+    """A spec that this package has never heard of."""
+
+
+not_a_spec = 7
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(OffloadingSpecFactory, "_places", dict(OffloadingSpecFactory._places))
+    return
+
+
+def test_specs_are_found_by_name() -> None:
+    config = make_config(make_caches("kv_first"))
+    assert type(OffloadingSpecFactory.create_spec(config)) is CPUOffloadingSpec
+    spec = OffloadingSpecFactory.create_spec(config, "OutsideSpec", __name__)
+    assert type(spec).__name__ == "OutsideSpec"
+    assert isinstance(spec, OffloadingSpec)
+    assert spec.config is config
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_name_can_be_registered_once() -> None:
+    OffloadingSpecFactory.register_spec("Mine", __name__, "OutsideSpec")
+    assert OffloadingSpecFactory.get_spec_cls("Mine").__name__ == "OutsideSpec"
+    with pytest.raises(ConfigError, match="expected a new name, got 'Mine'"):
+        OffloadingSpecFactory.register_spec("Mine", "elsewhere", "Other")
+    with pytest.raises(ValueError, match="CPUOffloadingSpec"):
+        OffloadingSpecFactory.register_spec("CPUOffloadingSpec", "elsewhere", "Other")
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "message"),
+    [
+        (
+            "Nothing",
+            None,
+            "spec_name: expected one of CPUOffloadingSpec, or spec_module_path to be given, got 'Nothing'",
+        ),
+        ("Nothing", "no.such.module", "cannot import Nothing from no.such.module"),
+        ("Nothing", __name__, "cannot import Nothing from"),
+        ("not_a_spec", __name__, "expected a subclass of OffloadingSpec, got 7"),
+    ],
+)
+def test_a_spec_that_is_not_there_is_one_clear_line(name: str, module: str | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        OffloadingSpecFactory.get_spec_cls(name, module)
+
+
+def test_the_package_offers_what_it_lists() -> None:
+    assert kvtier.offload.__all__ == sorted(kvtier.offload.__all__)
+    assert all(hasattr(kvtier.offload, name) for name in kvtier.offload.__all__)
+    public = {
+        name for name, value in vars(kvtier.offload).items() if name[0] != "_" and not isinstance(value, type(sys))
+    }
+    assert public - {"annotations"} == set(kvtier.offload.__all__)
+
+
+def test_managing_needs_no_torch() -> None:
+    script = "import sys; import kvtier.offload, kvtier.transfer, kvtier.pool; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parent)
