@@ -18,7 +18,7 @@ PEER := .venv-vllm/bin
 ENGINE := .venv/engine.stamp
 DEV := .venv/dev.stamp
 VLLM := .venv-vllm/vllm.stamp
-BUILD := pyproject.toml src/kvtier/_chain.c
+BUILD := pyproject.toml src/kvtier/_chain.c src/kvtier/_pages.c
 VLLM_VERSION := 0.32.0
 RESULTS := build/bench
 

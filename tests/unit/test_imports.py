@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pool": BASE,
     "events": {"errors", "keys"},
     "index": {"events"},
-    "transfer": BELOW_TRANSFER,
+    "transfer": BELOW_TRANSFER | {"_pages"},
     "tiers": BELOW_TRANSFER,
     "offload": BELOW_OFFLOAD,
     "connector": BELOW_CONNECTOR,
