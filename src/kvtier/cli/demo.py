@@ -1,0 +1,192 @@
+"""`kvtier demo`: the demonstration on a terminal. Everything is checked before the first token is computed.
+
+With `--json -` the JSON alone goes to stdout and everything for people to stderr. Files are written at the end, whole or not
+at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from typer import Option
+
+from kvtier.cli.display import ProgressDisplay, print_result
+from kvtier.config import KVTierConfig
+from kvtier.demo.models import DEMO_MODEL, QUICK_MODEL
+from kvtier.demo.result import DemoResult
+from kvtier.demo.run import run_demo
+from kvtier.demo.setup import DemoSettings
+from kvtier.demo.workload import Workload
+from kvtier.errors import ConfigError, InputError, OutsideError
+from kvtier.report import render_report
+
+__all__ = ["demo_command"]
+
+_FAMILIES = "Llama, Qwen2, Qwen3, Mistral or Ministral"
+_QUICK: dict[str, int] = {"conversations": 8, "turns": 3, "system": 64, "opening": 384, "message": 16, "answer": 6}
+
+_OPTIONS = {
+    "cpu.capacity": "--cpu-capacity",
+    "cpu.policy": "--policy",
+    "blocks_per_chunk": "--chunk-blocks",
+    "num_blocks": "--gpu-blocks",
+    "block_size": "--block-size",
+    "group.block_size": "--block-size",
+    "dtype": "--dtype",
+    "compute_dtype": "--compute-dtype",
+    "device": "--device",
+    "conversations": "--conversations",
+    "turns": "--turns",
+    "seed": "--seed",
+    "concurrency": "--concurrency",
+    "max_num_seqs": "--concurrency",
+}
+"""Which option sets which field, so that an error names what was typed."""
+
+_Model = Annotated[Path | None, Option(help=f"Hugging Face folder ({_FAMILIES}).", show_default="built-in")]
+_Device = Annotated[str, Option(help="cpu or cuda.")]
+_Dtype = Annotated[str, Option(help="Of weights and KV: float32, float16 or bfloat16.")]
+_Compute = Annotated[str, Option(help="Of activations. With float64, rounding does not depend on the batch.")]
+_Capacity = Annotated[str, Option(metavar="SIZE", help="Host memory for KV.")]
+_Policy = Annotated[str, Option(help="Who leaves a full tier: lru, arc or package.module:Class.")]
+_Chunk = Annotated[int, Option(metavar="N", help="Blocks that are stored and loaded as one.")]
+_Block = Annotated[int, Option(metavar="N", help="Tokens of a block.")]
+_Blocks = Annotated[
+    int | None, Option(metavar="N", help="Blocks of the engine's cache.", show_default="too few for all")
+]
+_People = Annotated[int | None, Option(metavar="N", help="How many people talk.", show_default="10")]
+_Turns = Annotated[int | None, Option(metavar="N", help="How often each of them asks.", show_default="4")]
+_AtOnce = Annotated[int, Option(metavar="N", help="How many of them wait for an answer at once.")]
+_Seed = Annotated[int, Option(help="Of the tokens, the order of asking and the built-in weights.")]
+_Json = Annotated[str | None, Option("--json", metavar="FILE|-", help="Also write the result as JSON; - is stdout.")]
+_Report = Annotated[Path, Option(metavar="FILE", help="Where the HTML report goes.")]
+_NoReport = Annotated[bool, Option("--no-report", help="Write no report.")]
+_Quick = Annotated[bool, Option("--quick", help="A tiny model and short conversations: a few seconds.")]
+_Debug = Annotated[bool, Option("--debug", help="Show tracebacks of errors.")]
+
+
+def demo_command(
+    context: typer.Context,
+    model: _Model = None,
+    device: _Device = "cpu",
+    dtype: _Dtype = "float32",
+    compute_dtype: _Compute = "float64",
+    cpu_capacity: _Capacity = "512MiB",
+    policy: _Policy = "lru",
+    chunk_blocks: _Chunk = 1,
+    block_size: _Block = 16,
+    gpu_blocks: _Blocks = None,
+    conversations: _People = None,
+    turns: _Turns = None,
+    concurrency: _AtOnce = 2,
+    seed: _Seed = 0,
+    json_file: _Json = None,
+    report: _Report = Path("kvtier-report.html"),
+    no_report: _NoReport = False,
+    quick: _Quick = False,
+    debug: _Debug = False,
+) -> None:
+    """Run conversations over a GPU cache too small for them, without and with kvtier, and compare.
+
+    Exits with 1 if any token differs.
+    """
+    try:
+        asked = {"conversations": conversations, "turns": turns}
+        shape = (_QUICK if quick else {}) | {name: value for name, value in asked.items() if value is not None}
+        settings = DemoSettings(
+            kvtier=KVTierConfig.from_dict(
+                {"cpu": {"capacity": cpu_capacity, "policy": policy}, "blocks_per_chunk": chunk_blocks}
+            ),
+            model=model or (QUICK_MODEL if quick else DEMO_MODEL),
+            workload=Workload(**shape, seed=seed),
+            concurrency=concurrency,
+            block_size=block_size,
+            gpu_blocks=gpu_blocks,
+            device=device,
+            dtype=dtype,
+            compute_dtype=compute_dtype,
+        )
+        command = ["kvtier", *(context.obj or ["demo"])]
+        identical = _run(settings, command, json_file, None if no_report else report)
+    except ConfigError as error:
+        _name_option(error)
+        raise
+    raise typer.Exit(0 if identical else 1)
+
+
+def _run(settings: DemoSettings, command: list[str], json_file: str | None, report: Path | None) -> bool:
+    """Run the demo, show it, write what was asked for, and say whether all tokens are the same."""
+    _expect_writable("--report", report)
+    _expect_writable("--json", None if json_file in (None, "-") else Path(str(json_file)))
+    _prepare_engine(settings.kvtier.cpu.policy)
+    console = Console(stderr=json_file == "-", highlight=False)
+    with ProgressDisplay(console) as display:
+        result = run_demo(settings, display)
+    print_result(console, result)
+    if report is not None:
+        _write_whole(report, render_report(result, command=command))
+        console.print(f"report: {report}", soft_wrap=True)
+    if json_file is not None:
+        _write_json(json_file, result)
+    return result.identical
+
+
+def _expect_writable(option: str, path: Path | None) -> None:
+    """Refuse a file that cannot be written, before the work that would be lost."""
+    if path is None:
+        return
+    if path.is_dir() or not path.parent.is_dir():
+        raise InputError(f"{option}: expected a file in a folder that exists, got {str(path)!r}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise InputError(f"{option}: expected a file that may be written, got {str(path)!r}")
+
+
+def _prepare_engine(policy: str) -> None:
+    """Import the engine, or say what to install."""
+    # The threads of a parallel loop else spin while they wait for one another. Where other processes want the cores too, that
+    # makes every small step several times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if ":" in policy:
+        sys.path.insert(0, os.getcwd())  # a policy that lies in this folder can be named
+    try:
+        import kvtier.engine  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "safetensors"):
+            raise
+        raise InputError(f'kvtier demo needs {error.name}, which is missing: pip install "kvtier[engine]"') from None
+
+
+def _name_option(error: ConfigError) -> None:
+    """Name the option that was typed instead of the field that it sets."""
+    option = _OPTIONS.get(error.path)
+    if option is not None:
+        error.args = (option + str(error).removeprefix(error.path),)
+
+
+def _write_json(file: str, result: DemoResult) -> None:
+    text = json.dumps(result.to_dict(), indent=2) + "\n"
+    if file == "-":
+        sys.stdout.write(text)
+    else:
+        _write_whole(Path(file), text)
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file such that nobody ever sees half of it. What is no file, a pipe for one, is written to as it is."""
+    target = path.resolve()
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        if target.exists() and not target.is_file():
+            target.write_text(text, encoding="utf-8")
+            return
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(target)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise OutsideError(f"{path}: expected a file that can be written: {error}") from error

@@ -1,0 +1,129 @@
+"""What `kvtier demo` shows: both runs as they go, and the table at the end.
+
+On a terminal a live table, elsewhere a line for each quarter of a run. One thread.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from rich import box
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from kvtier.demo.result import DemoResult, RequestResult, RunResult
+from kvtier.demo.summary import format_ms, summarize
+
+__all__ = ["ProgressDisplay", "print_result"]
+
+_NAMES = {"off": "without kvtier", "on": "with kvtier"}
+_REFRESHES_PER_SECOND = 8
+
+
+@dataclass(slots=True)
+class _Run:
+    """One line of the display."""
+
+    name: str
+    total: int
+    started: float = field(default_factory=time.perf_counter)
+    requests: list[RequestResult] = field(default_factory=list)
+    wall: float | None = None
+
+    def cells(self) -> tuple[str, str, str, str, str, str]:
+        """Return what is written beside the bar."""
+        result = RunResult(tuple(self.requests), self.wall or time.perf_counter() - self.started)
+        return (
+            f"{len(self.requests)}/{self.total}",
+            f"{result.from_gpu:,}",
+            f"{sum(result.from_tiers.values()):,}" if self.name == "on" else "–",
+            f"{result.recomputed:,}",
+            format_ms(result.ttft_ms(50)) if self.requests else "",
+            f"{result.wall_seconds:.0f} s",
+        )
+
+
+class ProgressDisplay:
+    """Watches a demo. Use it as a context."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._runs: dict[str, _Run] = {}
+        self._live = Live(
+            console=console, get_renderable=self._render, refresh_per_second=_REFRESHES_PER_SECOND, transient=True
+        )
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def note(self, text: str) -> None:
+        """Print a remark above the display."""
+        self._console.print(f"note: {text}", style="yellow", soft_wrap=True)
+
+    def begin(self, run: str, requests: int) -> None:
+        """Add a line for a run."""
+        self._runs[run] = _Run(run, requests)
+
+    def advance(self, run: str, request: RequestResult) -> None:
+        """Count a request of it."""
+        line = self._runs[run]
+        line.requests.append(request)
+        done = len(line.requests)
+        if not self._console.is_terminal and done * 4 // line.total > (done - 1) * 4 // line.total:
+            self._print_plainly(line)
+
+    def end(self, run: str, result: RunResult) -> None:
+        """Stop its clock."""
+        self._runs[run].wall = result.wall_seconds
+
+    def _print_plainly(self, line: _Run) -> None:
+        count, gpu, cpu, recomputed, ttft, wall = line.cells()
+        tokens = f"tokens from GPU {gpu}, from CPU tier {cpu}, recomputed {recomputed}"
+        text = f"{_NAMES[line.name]}: {count} requests in {wall}, {tokens}, first token p50 {ttft}"
+        self._console.print(text, soft_wrap=True)
+
+    def _render(self) -> Table | Text:
+        return self._table() if self._runs else Text("loading the model …", style="dim")
+
+    def _table(self) -> Table:
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+        for heading in ("", ""):
+            table.add_column(heading)
+        for heading in ("requests", "GPU", "CPU tier", "recomputed", "TTFT p50", ""):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for line in self._runs.values():
+            bar = ProgressBar(total=line.total, completed=len(line.requests), width=14)
+            table.add_row(_NAMES[line.name], bar, *line.cells())
+        return table
+
+
+def print_result(console: Console, result: DemoResult) -> None:
+    """Print both runs side by side, and the verdict."""
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold")
+    for heading in ("", *_NAMES.values(), ""):
+        table.add_column(heading, justify="right" if table.columns else "left", no_wrap=True)
+    for row in summarize(result):
+        table.add_row(*(Text(cell) for cell in row))
+    console.print(table)
+    if result.difference is None:
+        tokens = f"all {result.on.generated_tokens:,} generated tokens are the same in both runs"
+        console.print(Text(f"✓ identical: {tokens}", style="bold green"), soft_wrap=True)
+        return
+    console.print(Text(f"✗ tokens differ, first in {result.difference}", style="bold red"), soft_wrap=True)
+    if (compute := result.config.get("engine", {}).get("compute_dtype")) != "float64":
+        console.print(
+            f"In {compute}, rounding depends on the batch; --compute-dtype float64 rules that out.", soft_wrap=True
+        )

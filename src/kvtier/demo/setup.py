@@ -1,0 +1,165 @@
+"""What the demo runs on: its settings, and the two engines made from them.
+
+Both engines have the same model, loaded once, and the same settings; nothing differs but the connector. Sizes that do not go
+together are refused before anything is allocated. One thread.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvtier.config import KVTierConfig, format_size
+from kvtier.demo.models import DEMO_MODEL
+from kvtier.demo.workload import Workload
+from kvtier.errors import ConfigError, OutsideError
+
+if TYPE_CHECKING:
+    from kvtier.engine import Engine, EngineConfig
+
+__all__ = ["DemoSettings", "describe", "open_engines", "token_bytes"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoSettings:
+    """What is run. `gpu_blocks` left out: half as many again as the conversations need that run at once."""
+
+    kvtier: KVTierConfig
+    model: Path | dict[str, Any] = field(default_factory=lambda: DEMO_MODEL)
+    """A Hugging Face folder, or the contents of a `config.json` for seeded random weights."""
+    workload: Workload = field(default_factory=Workload)
+    concurrency: int = 2
+    block_size: int = 16
+    gpu_blocks: int | None = None
+    max_num_batched_tokens: int = 512
+    device: str = "cpu"
+    dtype: str = "float32"
+    compute_dtype: str = "float64"
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "concurrency"):
+            if (value := getattr(self, name)) < 1:
+                raise ConfigError(name, f"expected a whole number of at least 1, got {value}")
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the engine's cache, the null block among them."""
+        if self.gpu_blocks is not None:
+            return self.gpu_blocks
+        return 1 + -(-3 * self.concurrency * self.workload.longest() // (2 * self.block_size))
+
+
+def open_engines(settings: DemoSettings, stack: ExitStack) -> tuple[Engine, Engine]:
+    """Return the engine with kvtier and the one without, which `stack` closes."""
+    import torch
+
+    config = _engine_config(settings)
+    _refuse_misfits(settings)
+    try:
+        return _make_engines(settings, config, stack)
+    except torch.OutOfMemoryError as error:
+        raise OutsideError(f"{settings.device}: {error}") from error
+
+
+def _make_engines(settings: DemoSettings, config: EngineConfig, stack: ExitStack) -> tuple[Engine, Engine]:
+    """Make the engine with kvtier first: it is the one that may be refused."""
+    from kvtier.engine import Engine
+
+    if isinstance(settings.model, Path):
+        on = Engine.from_folder(settings.model, config, settings.kvtier)
+    else:
+        on = Engine.from_config(settings.model, config, settings.kvtier, seed=settings.workload.seed)
+    stack.enter_context(on)
+    if on.max_model_len < (longest := settings.workload.longest()):
+        problem = f"expected room for the longest conversation ({longest} tokens), got {config.num_blocks} blocks"
+        raise ConfigError("num_blocks", f"{problem} of {config.block_size}")
+    return on, stack.enter_context(Engine(on.model, config))
+
+
+def _engine_config(settings: DemoSettings) -> EngineConfig:
+    from kvtier.engine import EngineConfig
+
+    return EngineConfig(
+        num_blocks=settings.num_blocks,
+        block_size=settings.block_size,
+        max_num_seqs=settings.concurrency,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        device=settings.device,
+        dtype=settings.dtype,
+        compute_dtype=settings.compute_dtype,
+        kv_events=False,
+    )
+
+
+def _refuse_misfits(settings: DemoSettings) -> None:
+    """Compare the sizes of the model, its cache, a chunk and the conversations before anything is allocated."""
+    import torch
+
+    from kvtier.engine.model_config import ModelConfig
+    from kvtier.engine.weights import load_config
+
+    source, longest = settings.model, settings.workload.longest()
+    model = load_config(source) if isinstance(source, Path) else ModelConfig.from_dict(source)
+    if model.max_position_embeddings < longest:
+        problem = f"expected conversations within the model's {model.max_position_embeddings} positions"
+        raise ConfigError("turns", f"{problem}, got up to {longest} tokens")
+    if (chunk := settings.kvtier.blocks_per_chunk * settings.block_size) > longest:
+        problem = f"expected chunks no longer than the longest conversation ({longest} tokens), got {chunk} tokens"
+        raise ConfigError("blocks_per_chunk", problem)
+    token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * getattr(torch, settings.dtype).itemsize
+    cache, memory = settings.num_blocks * settings.block_size * token, _physical_memory()
+    if settings.device == "cpu" and 2 * cache > memory:
+        problem = f"expected two caches that fit into {format_size(memory)} of memory, got {format_size(cache)} each"
+        raise ConfigError("num_blocks", problem)
+
+
+def _physical_memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def token_bytes(engine: Engine) -> int:
+    """Return the bytes of one token's KV in all layers."""
+    cache = engine.kv_caches.values()
+    return sum(tensor.nbytes for tensor in cache) // (engine.config.num_blocks * engine.config.block_size)
+
+
+def describe(settings: DemoSettings, engine: Engine) -> dict[str, Any]:
+    """Return the settings and the machine as plain values."""
+    import torch
+
+    from kvtier.engine.model_config import weight_shapes
+
+    model = engine.model.config
+    return {
+        "model": {
+            "source": str(settings.model) if isinstance(settings.model, Path) else "built-in, seeded random weights",
+            "family": model.family,
+            "parameters": sum(math.prod(shape) for shape in weight_shapes(model).values()),
+            "layers": model.num_layers,
+            "hidden_size": model.hidden_size,
+            "vocab_size": model.vocab_size,
+            "kv_bytes_per_token": token_bytes(engine),
+        },
+        "engine": {
+            "device": settings.device,
+            "dtype": settings.dtype,
+            "compute_dtype": settings.compute_dtype,
+            "gpu_blocks": settings.num_blocks,
+            "block_size": settings.block_size,
+            "max_num_batched_tokens": settings.max_num_batched_tokens,
+            "concurrency": settings.concurrency,
+        },
+        "kvtier": settings.kvtier.to_dict(),
+        "workload": asdict(settings.workload),
+        "machine": {
+            "system": f"{platform.system()} {platform.machine()}",
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+        },
+    }

@@ -1,0 +1,96 @@
+"""The demo's result in rows for people: what the terminal's table and the report's table both show.
+
+Pure; any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from kvtier.config import format_size
+from kvtier.demo.result import DemoResult, PoolUse, RunResult
+
+__all__ = ["MEANINGS", "Row", "format_ms", "summarize"]
+
+MEANINGS = {
+    "nothing": "All whole chunks were there; only the rest of the prompt, less than a chunk, was computed.",
+    "never stored": "The tokens are new: nobody had sent or generated them before.",
+    "evicted": "The CPU tier was full and the policy chose this chunk to leave.",
+    "refused": "The CPU tier had no place that could be freed when the chunk was offered.",
+    "still being written": "The chunk was on its way to the CPU tier and could not be read yet.",
+    "failed its check": "A transfer failed or came too late, so the tokens were computed again.",
+    "cleared by a reset": "The cache was emptied on request.",
+    "not worth loading": "Computing these tokens was expected to be faster than loading them.",
+}
+"""What each reason for a missing chunk says to a reader."""
+
+
+class Row(NamedTuple):
+    """One line of the table. `change` compares the run with kvtier to the one without."""
+
+    label: str
+    off: str
+    on: str
+    change: str = ""
+
+
+def format_ms(milliseconds: float) -> str:
+    """Write a time for people, to three digits: `0.85 ms`, `120 ms`, `1.50 s`."""
+    value, unit = (milliseconds / 1000, "s") if milliseconds >= 999.5 else (milliseconds, "ms")
+    digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
+    return f"{value:.{digits}f} {unit}"
+
+
+def summarize(result: DemoResult) -> Iterator[Row]:
+    """Yield the rows of the table."""
+    off, on = result.off, result.on
+    yield Row("requests", f"{len(off.requests):,}", f"{len(on.requests):,}")
+    yield Row("prompt tokens", f"{off.prompt_tokens:,}", f"{on.prompt_tokens:,}")
+    yield Row("  from the GPU cache", _share(off.from_gpu, off), _share(on.from_gpu, on))
+    yield Row("  from the CPU tier", "–", _share(sum(on.from_tiers.values()), on))
+    less = _less(off.recomputed, on.recomputed)
+    yield Row("  recomputed", _share(off.recomputed, off), _share(on.recomputed, on), less)
+    yield _time("time to first token, p50", off.ttft_ms(50), on.ttft_ms(50))
+    yield _time("time to first token, p99", off.ttft_ms(99), on.ttft_ms(99))
+    if any(request.turn > 1 for request in on.requests):
+        yield _time("  p50 after the first turn", off.ttft_ms(50, from_turn=2), on.ttft_ms(50, from_turn=2))
+    yield _rate("generated tokens/s", off.generated_per_second, on.generated_per_second)
+    yield _rate("  prompt tokens included", off.tokens_per_second, on.tokens_per_second)
+    yield _time("wall time", off.wall_seconds * 1000, on.wall_seconds * 1000)
+    yield _time("  processor time", off.cpu_seconds * 1000, on.cpu_seconds * 1000, "less", "more")
+    yield Row("preemptions", f"{off.preemptions:,}", f"{on.preemptions:,}")
+    if on.pool is not None:
+        yield Row("CPU tier in use", "–", _in_use(on.pool))
+        yield Row("  chunks evicted", "–", f"{on.pool.evicted:,}")
+    yield Row("same tokens", "", "identical" if result.identical else "DIFFERENT")
+
+
+def _share(tokens: int, run: RunResult) -> str:
+    return f"{tokens:,} ({tokens / run.prompt_tokens:.0%})" if run.prompt_tokens else f"{tokens:,}"
+
+
+def _less(off: float, on: float) -> str:
+    return f"{1 - on / off:.0%} less" if on < off else ""
+
+
+def _time(label: str, off: float, on: float, better: str = "sooner", worse: str = "later") -> Row:
+    change = _times(off, on, better) if on <= off else _times(on, off, worse)
+    return Row(label, format_ms(off), format_ms(on), change)
+
+
+def _rate(label: str, off: float, on: float) -> Row:
+    change = _times(on, off, "more") if on >= off else _times(off, on, "fewer")
+    return Row(label, _number(off), _number(on), change)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _times(more: float, less: float, word: str) -> str:
+    return f"{more / less:.3g}× {word}" if less and more / less >= 1.005 else ""
+
+
+def _in_use(pool: PoolUse) -> str:
+    return f"{format_size(pool.used * pool.row_bytes)} ({pool.used / pool.slots:.0%})"

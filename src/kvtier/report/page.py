@@ -1,0 +1,222 @@
+"""The page: the demo's numbers, its plots and how they were measured, in one HTML file.
+
+It needs nothing but itself: no script, no font, no link leaves the page. It is well-formed XML, follows the reader's light or
+dark mode, and fits a phone. Pure; any thread.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+from typing import Any
+
+from kvtier import __version__
+from kvtier.config import format_size
+from kvtier.demo.result import DemoResult
+from kvtier.demo.summary import MEANINGS, format_ms, summarize
+from kvtier.report.figures import Figure, figures
+from kvtier.report.style import STYLE
+
+__all__ = ["render_report"]
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8"/>
+<meta name="viewport" content="width=device-width, initial-scale=1"/>
+<meta name="color-scheme" content="light dark"/>
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+<main>
+{body}
+</main>
+<footer>kvtier {version} · this page is one file and loads nothing</footer>
+</body>
+</html>
+"""
+
+
+def render_report(result: DemoResult, *, command: Sequence[str] = ()) -> str:
+    """Return the page. `command` is what a reader types to repeat the run."""
+    body = [
+        _headline(result),
+        '<section class="plots">',
+        *(_figure(figure) for figure in figures(result)),
+        "</section>",
+        _section("Both runs side by side", _summary_table(result)),
+        _section("Why prompt tokens had to be computed", _why_table(result)),
+        _section("How this was measured", _method(result, command)),
+        f"<details><summary>Every request</summary>{_request_table(result)}</details>",
+    ]
+    title = escape(f"kvtier demo: {_verdict(result)}")
+    return _PAGE.format(title=title, style=STYLE, body="\n".join(body), version=escape(__version__))
+
+
+def _headline(result: DemoResult) -> str:
+    off, on = result.off, result.on
+    loaded = sum(on.from_tiers.values())
+    share = loaded / on.prompt_tokens if on.prompt_tokens else 0
+    tiles = (
+        ("time to first token, median", format_ms(off.ttft_ms(50)), format_ms(on.ttft_ms(50))),
+        ("time to first token, p99", format_ms(off.ttft_ms(99)), format_ms(on.ttft_ms(99))),
+        ("prompt tokens computed", f"{off.recomputed:,}", f"{on.recomputed:,}"),
+        ("whole run", f"{off.wall_seconds:.1f} s", f"{on.wall_seconds:.1f} s"),
+    )
+    return f"""<header>
+<p class="brand">kvtier demo</p>
+<h1>{_verdict(result)}</h1>
+{_badge(result)}
+<p class="lead">{len(on.requests)} requests with {on.prompt_tokens:,} prompt tokens, over a GPU cache too small for them:
+{loaded:,} tokens ({share:.0%}) came back from host memory instead of being computed again.</p>
+<div class="tiles">{"".join(_tile(*tile) for tile in tiles)}</div>
+</header>"""
+
+
+def _verdict(result: DemoResult) -> str:
+    speedup = result.ttft_speedup_p50
+    if not result.identical:
+        return "Tokens differ"
+    if speedup >= 1:
+        return f"First token {speedup:.3g}× sooner"
+    return f"First token {1 / speedup:.3g}× later" if speedup else "No first token"
+
+
+def _badge(result: DemoResult) -> str:
+    if result.difference is None:
+        tokens = f"all {result.on.generated_tokens:,} generated tokens are the same"
+        return f'<p class="badge good">✓ identical: {tokens}</p>'
+    return f'<p class="badge bad">✗ tokens differ: {escape(str(result.difference))}</p>'
+
+
+def _tile(label: str, off: str, on: str) -> str:
+    values = f'<span class="was">{off}</span> → <strong>{on}</strong>'
+    return f'<div class="tile"><p>{escape(label)}</p><p class="value">{values}</p></div>'
+
+
+def _figure(figure: Figure) -> str:
+    legend = "".join(f'<span><i class="swatch {css}"></i>{escape(words)}</span>' for css, words in figure.legend)
+    return f"""<figure>
+<figcaption><h2>{escape(figure.title)}</h2><p>{escape(figure.caption)}</p></figcaption>
+<p class="legend">{legend}</p>
+{figure.svg}
+</figure>"""
+
+
+def _section(title: str, content: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{content}</section>"
+
+
+def _summary_table(result: DemoResult) -> str:
+    rows = [(_indented(row.label), row.off, row.on, row.change) for row in summarize(result)]
+    return _table(("", "without kvtier", "with kvtier", ""), rows)
+
+
+def _indented(label: str) -> str:
+    return _Html(f'<span class="sub">{escape(label.strip())}</span>') if label.startswith(" ") else label
+
+
+def _why_table(result: DemoResult) -> str:
+    """Say, for the run with kvtier, why the first missing chunk of each request was missing."""
+    requests, tokens = Counter[str](), Counter[str]()
+    for request in result.on.requests:
+        reason = request.first_miss or "nothing"
+        requests[reason] += 1
+        tokens[reason] += request.recomputed
+    rows = [(_reason(reason), f"{count}", f"{tokens[reason]:,}") for reason, count in requests.most_common()]
+    intro = "<p>With kvtier, for each request: why the first chunk that could not be loaded was missing.</p>"
+    return intro + _table(("reason", "requests", "tokens computed"), rows)
+
+
+def _reason(reason: str) -> _Html:
+    return _Html(f'{escape(reason)}<br/><span class="soft">{escape(MEANINGS[reason])}</span>')
+
+
+def _method(result: DemoResult, command: Sequence[str]) -> str:
+    repeat = f"<p>Repeat it:</p><pre>{escape(shlex.join(command))}</pre>" if command else ""
+    return f"""<p>The same requests ran twice on one engine and one model: first without kvtier, then with it. Nothing else
+differs. Each prompt is everything said so far in its conversation, so all but its end had been computed before; what the GPU
+cache forgot is computed again in one run and loaded from host memory in the other. Answers are greedy. Activations are
+{escape(_precision(result.config))}</p>
+{repeat}
+{_table(("setting", "value"), _settings(result.config), css="words")}"""
+
+
+def _precision(config: dict[str, Any]) -> str:
+    compute = str(config.get("engine", {}).get("compute_dtype"))
+    if compute == "float64":
+        return (
+            "float64: rounding does not depend on which requests share a batch, so tokens can be compared one by one."
+        )
+    return f"{compute}: rounding depends on which requests share a batch, so single tokens may differ for that reason."
+
+
+def _settings(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what the runs were set to, one line for each part."""
+    for part, values in config.items():
+        yield part, " · ".join(f"{name}: {value}" for name, value in _flatten(values))
+
+
+def _flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in values.items():
+        words = prefix + name.replace("_", " ")
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{words} ")
+        elif name in ("capacity", "kv_bytes_per_token"):
+            yield words.replace("bytes ", ""), format_size(value)
+        elif name.endswith("_deadline"):
+            yield words, f"{value:g} s"
+        elif isinstance(value, bool):
+            yield words, "yes" if value else "no"
+        elif value not in (None, []):
+            yield words, f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _request_table(result: DemoResult) -> str:
+    rows = [
+        (
+            f"{number}",
+            f"{on.conversation}",
+            f"{on.turn}",
+            f"{on.prompt_tokens:,}",
+            f"{on.from_gpu:,}",
+            f"{sum(on.from_tiers.values()):,}",
+            f"{on.recomputed:,}",
+            format_ms(off.ttft * 1000),
+            format_ms(on.ttft * 1000),
+            on.first_miss or "",
+        )
+        for number, (off, on) in enumerate(zip(result.off.requests, result.on.requests, strict=True), 1)
+    ]
+    head = [
+        "#",
+        "conversation",
+        "turn",
+        "prompt",
+        "GPU",
+        "CPU tier",
+        "recomputed",
+        "first token off",
+        "on",
+        "first miss",
+    ]
+    return _table(head, rows, css="wide")
+
+
+class _Html(str):
+    """Text that is markup already."""
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], css: str = "") -> str:
+    """Return a table that scrolls sideways on its own where it is too wide."""
+    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
+    table = f'<table class="{css}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>'
+    return f'<div class="scroll">{table}</div>'
+
+
+def _cell(text: str) -> str:
+    return f"<td>{text if isinstance(text, _Html) else escape(text)}</td>"

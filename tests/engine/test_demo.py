@@ -1,0 +1,164 @@
+"""The demo itself, on real engines: same tokens, every token accounted for, and a wrong byte is noticed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from kvtier.cli import main
+from kvtier.demo import run as demo_run
+from kvtier.demo.models import QUICK_MODEL
+from kvtier.engine import ModelConfig, random_weights, save_model
+
+TINY = QUICK_MODEL | {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SMALL = ["demo", "--quick", "--conversations", "5", "--turns", "2", "--no-report", "--json", "-"]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def shared_pools() -> list[Path]:
+    return list(Path("/dev/shm").glob("kvtier-*"))
+
+
+def run_small(capsys: pytest.CaptureFixture[str], *options: str, code: int = 0) -> dict[str, Any]:
+    assert main([*SMALL, *options]) == code
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    expect_sums(result)
+    return result
+
+
+def expect_sums(result: dict[str, Any]) -> None:
+    """Every prompt token has exactly one source, in sum and for each request."""
+    for counts in (result, *result["per_request"]):
+        tiers = sum(counts["tokens_from_tiers"].values())
+        assert counts["tokens_from_gpu"] + tiers + counts["tokens_recomputed"] == counts["prompt_tokens"]
+    for name in ("prompt_tokens", "tokens_from_gpu", "tokens_recomputed"):
+        assert sum(each[name] for each in result["per_request"]) == result[name]
+
+
+def test_quick_as_a_process(here: Path) -> None:
+    before = shared_pools()
+    command = [sys.executable, "-m", "kvtier", "demo", "--quick", "--json", "-"]
+    done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    expect_sums(result)
+    assert result["identical"] is True
+    assert result["requests"] == len(result["per_request"]) == 24
+    assert result["tokens_from_tiers"]["cpu"] > 0.3 * result["prompt_tokens"]
+    assert result["recomputed"]["on"] == result["tokens_recomputed"] < result["recomputed"]["off"]
+    assert result["wall_seconds"]["on"] > 0
+    assert sum(result["why_missing"].values()) <= 24
+    assert set(result["ttft_ms"]["on"]) == {"p50", "p99"}
+    assert "with kvtier: 24/24 requests" in done.stderr
+    assert ElementTree.parse(here / "kvtier-report.html").getroot().tag == "html"
+    assert [path.name for path in here.iterdir()] == ["kvtier-report.html"]
+    assert shared_pools() == before
+
+
+def test_returning_conversations_are_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    """What is computed of a prompt that was all but there is its last message, and at most a block more."""
+    result = run_small(capsys, "--seed", "3")
+    returning = [each for each in result["per_request"] if each["turn"] > 1]
+    assert returning
+    assert all(each["tokens_recomputed"] <= 20 + 16 for each in returning)
+    assert all(each["first_miss"] in ("never stored", None) for each in result["per_request"])
+
+
+def test_a_wrong_byte_is_noticed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: with the pool scribbled over, loaded KV is wrong, tokens differ and the demo fails."""
+    ask = demo_run._People.ask
+
+    def scribble_then_ask(people: demo_run._People) -> None:
+        connector = people._engine.connector
+        if connector is not None and connector.connector_scheduler is not None:
+            connector.connector_scheduler.spec.open_pool().rows[:512] = 0x3F
+        ask(people)
+
+    monkeypatch.setattr(demo_run._People, "ask", scribble_then_ask)
+    result = run_small(capsys, code=1)
+    assert result["identical"] is False
+    assert result["first_difference"]["turn"] == 2
+
+
+def test_a_small_tier_evicts_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--cpu-capacity", "700KiB", "--policy", "arc"]) == 0
+    captured = capsys.readouterr()
+    result = json.loads(captured.out)
+    expect_sums(result)
+    assert result["why_missing"]["evicted"] > 0
+    assert result["pool"]["evicted"] > 0
+    assert "expect evictions" in captured.err
+
+
+def test_chunks_of_several_blocks(capsys: pytest.CaptureFixture[str]) -> None:
+    result = run_small(capsys, "--block-size", "8", "--chunk-blocks", "4", "--dtype", "bfloat16")
+    assert result["identical"]
+    assert result["tokens_from_tiers"]["cpu"] > 0
+    assert result["config"]["kvtier"]["blocks_per_chunk"] == 4
+    assert result["config"]["engine"]["dtype"] == "bfloat16"
+
+
+def test_a_model_folder(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_model(here / "model", TINY, random_weights(ModelConfig.from_dict(TINY), seed=4))
+    result = run_small(capsys, "--model", "model")
+    assert result["identical"]
+    assert result["config"]["model"]["source"] == "model"
+    assert result["config"]["model"]["vocab_size"] == 64
+
+
+def test_a_policy_from_this_folder(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (here / "demo_policy.py").write_text("from kvtier.policies import LRUPolicy\n\n\nclass Mine(LRUPolicy): ...\n")
+    assert run_small(capsys, "--policy", "demo_policy:Mine")["identical"]
+
+
+def test_the_same_seed_gives_the_same_demo(capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [run_small(capsys, "--seed", "7", "--concurrency", "1") for _ in range(2)]
+    counts = ("prompt_tokens", "tokens_from_gpu", "tokens_from_tiers", "tokens_recomputed", "why_missing")
+    assert [runs[0][name] for name in counts] == [runs[1][name] for name in counts]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--policy", "lruu"],
+            "--policy: expected one of arc, lru or 'package.module:Class', got 'lruu'; did you mean 'lru'?",
+        ),
+        (["--policy", "no.such:Thing"], "--policy: expected an importable 'package.module:Class', got 'no.such:Thing'"),
+        (["--cpu-capacity", "1KiB"], "--cpu-capacity: expected at least one row (32.0 KiB), got 1.0 KiB"),
+        (["--chunk-blocks", "500"], "--chunk-blocks: expected chunks no longer than the longest conversation"),
+        (["--gpu-blocks", "9"], "--gpu-blocks: expected room for the longest conversation"),
+        (["--gpu-blocks", "2"], "--gpu-blocks: expected a whole number of at least 3"),
+        (["--gpu-blocks", "999999999"], "--gpu-blocks: expected two caches that fit into"),
+        (["--turns", "3000"], "--turns: expected conversations within the model's 8192 positions"),
+        (["--dtype", "int4"], "--dtype: expected one of 'float32', 'float16', 'bfloat16', got 'int4'"),
+        (["--device", "tpu"], "--device: expected one of 'cpu', 'cuda', got 'tpu'"),
+        (["--model", "nowhere"], "nowhere: expected a model folder, there is none"),
+        (["--model", "."], "config.json: expected a JSON file, there is none; is this a Hugging Face model folder?"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    options: list[str], message: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = shared_pools()
+    assert main(["demo", "--quick", *options]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"kvtier: {message}")
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+    assert list(here.iterdir()) == []
+    assert shared_pools() == before

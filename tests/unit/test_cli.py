@@ -1,0 +1,279 @@
+"""The command line: exit codes, one line for each kind of bad input, and nothing left behind."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvtier
+from demo_kit import demo_result, with_wrong_token
+from kvtier.cli import checks, main
+from kvtier.errors import IntegrityError, PoolError
+
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from kvtier.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+def kvtier_command(
+    *arguments: str, cwd: Path, program: tuple[str, ...] = ("-m", "kvtier")
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *program, *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Run commands in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def no_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the demo end at once with a result."""
+    monkeypatch.setattr("kvtier.cli.demo._prepare_engine", lambda policy: None)
+    monkeypatch.setattr("kvtier.cli.demo.run_demo", lambda settings, watcher: demo_result())
+
+
+def one_line(text: str) -> str:
+    assert text.count("\n") == 1, text
+    assert text.startswith("kvtier")
+    return text
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"kvtier {kvtier.__version__}\n"
+
+
+def test_no_command_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "doctor" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["demo", "--polcy", "lru"], "kvtier demo: No such option: --polcy"),
+        (["demo", "--turns", "many"], "kvtier demo: Invalid value for '--turns'"),
+        (["frobnicate"], "kvtier: No such command 'frobnicate'"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert one_line(capsys.readouterr().err).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--cpu-capacity", "12XB"],
+            "--cpu-capacity: expected a size such as 8GiB, 500MB or a number of bytes, got '12XB'",
+        ),
+        (["--chunk-blocks", "0"], "--chunk-blocks: expected a whole number of at least 1, got 0"),
+        (["--turns", "0"], "--turns: expected a whole number of at least 1, got 0"),
+        (["--conversations", "-3"], "--conversations: expected a whole number of at least 1, got -3"),
+        (["--concurrency", "0"], "--concurrency: expected a whole number of at least 1, got 0"),
+        (["--block-size", "0"], "--block-size: expected a whole number of at least 1, got 0"),
+        (["--seed", "-1"], "--seed: expected a whole number from 0 to 2**63 - 1, got -1"),
+        (
+            ["--report", "no/such/folder.html"],
+            "--report: expected a file in a folder that exists, got 'no/such/folder.html'",
+        ),
+        (["--json", "."], "--json: expected a file in a folder that exists, got '.'"),
+    ],
+)
+def test_bad_input_is_refused_by_name(
+    arguments: list[str], message: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert one_line(captured.err) == f"kvtier: {message}\n"
+    assert captured.out == ""
+    assert list(here.iterdir()) == []
+
+
+def test_as_a_process(tmp_path: Path) -> None:
+    done = kvtier_command("demo", "--cpu-capacity", "12XB", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert one_line(done.stderr).startswith("kvtier: --cpu-capacity: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_torch_the_demo_says_what_to_install(tmp_path: Path) -> None:
+    done = kvtier_command("demo", cwd=tmp_path, program=("-c", WITHOUT_TORCH))
+    assert done.returncode == 2
+    assert one_line(done.stderr) == 'kvtier: kvtier demo needs torch, which is missing: pip install "kvtier[engine]"\n'
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (PoolError("pool: needs 9 GiB"), "kvtier: pool: needs 9 GiB\n"),
+        (IntegrityError("slot 3 is lost"), "kvtier: a bug in kvtier, please report it: slot 3 is lost\n"),
+        (MemoryError("112 GiB"), "kvtier: not enough memory: 112 GiB\n"),
+        (KeyboardInterrupt(), "kvtier: interrupted\n"),
+    ],
+)
+def test_failures_are_one_line_and_leave_nothing(
+    error: BaseException,
+    message: str,
+    here: Path,
+    no_demo: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr("kvtier.cli.demo.run_demo", fail)
+    code = main(["demo", "--json", "result.json"])
+    assert code == (130 if isinstance(error, KeyboardInterrupt) else 1)
+    assert one_line(capsys.readouterr().err) == message
+    assert list(here.iterdir()) == []
+
+
+def test_debug_shows_the_traceback(here: Path) -> None:
+    with pytest.raises(kvtier.errors.ConfigError):
+        main(["demo", "--debug", "--chunk-blocks", "0"])
+    with pytest.raises(kvtier.errors.ConfigError):
+        main(["--debug", "demo", "--chunk-blocks", "0"])
+
+
+def test_the_demo_ends_in_a_table_a_report_and_json(
+    here: Path, no_demo: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", "--json", "result.json", "--report", "page.html", "--seed", "5"]) == 0
+    out = capsys.readouterr().out
+    assert "8.75× sooner" in out
+    assert "✓ identical: all 72 generated tokens are the same in both runs" in out
+    assert json.loads((here / "result.json").read_text())["identical"] is True
+    assert "kvtier demo --json result.json --report page.html --seed 5" in (here / "page.html").read_text()
+    assert sorted(path.name for path in here.iterdir()) == ["page.html", "result.json"]
+
+
+def test_no_report_writes_none(here: Path, no_demo: None) -> None:
+    assert main(["demo", "--no-report"]) == 0
+    assert list(here.iterdir()) == []
+
+
+def test_json_on_stdout_is_alone_there(here: Path, no_demo: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--json", "-"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["requests"] == 24
+    assert "identical" in captured.err
+
+
+def test_a_difference_fails(
+    here: Path, no_demo: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kvtier.cli.demo.run_demo", lambda settings, watcher: with_wrong_token(demo_result()))
+    assert main(["demo"]) == 1
+    out = capsys.readouterr().out
+    assert "DIFFERENT" in out
+    assert (
+        "✗ tokens differ, first in conversation 4, turn 1, answer token 2: token 1 without kvtier, 4242 with it" in out
+    )
+    assert "✗ tokens differ" in (here / "kvtier-report.html").read_text()
+
+
+def test_a_file_that_cannot_be_written_is_said_in_one_line(
+    here: Path, no_demo: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", "--no-report", "--json", "/proc/kvtier.json"]) in (1, 2)
+    assert "/proc/kvtier.json" in one_line(capsys.readouterr().err)
+
+
+def test_a_pipe_is_written_to_and_not_replaced(here: Path, no_demo: None) -> None:
+    os.mkfifo("pipe")
+    reader = subprocess.Popen(["cat", "pipe"], stdout=subprocess.PIPE, text=True)
+    assert main(["demo", "--no-report", "--json", "pipe"]) == 0
+    assert json.loads(reader.communicate(timeout=20)[0])["identical"] is True
+    assert (here / "pipe").is_fifo()
+
+
+def test_a_link_keeps_leading_to_its_file(here: Path, no_demo: None) -> None:
+    (here / "link.json").symlink_to("real.json")
+    assert main(["demo", "--no-report", "--json", "link.json"]) == 0
+    assert (here / "link.json").is_symlink()
+    assert json.loads((here / "real.json").read_text())["identical"] is True
+
+
+# -- doctor ----------------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_works_without_torch(tmp_path: Path) -> None:
+    done = kvtier_command("doctor", "--json", cwd=tmp_path, program=("-c", WITHOUT_TORCH))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    by_name = {check["name"]: check for check in found["checks"]}
+    assert found["usable"] is True
+    assert found["kvtier_version"] == kvtier.__version__
+    assert by_name["torch"]["status"] == "missing"
+    assert by_name["torch"]["hint"] == 'pip install "kvtier[engine]"'
+    assert by_name["packages"]["status"] == "ok"
+
+
+def test_doctor_prints_a_line_for_each_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    for name in ("python", "packages", "torch", "vllm", "memory", "/dev/shm", "shared pools"):
+        assert name in out
+    assert "kvtier can run here." in out
+
+
+def test_doctor_fails_if_a_package_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = checks._version_of
+    monkeypatch.setattr(checks, "_version_of", lambda package: None if package == "xxhash" else found(package))
+    assert main(["doctor", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["usable"] is False
+    assert [check for check in report["checks"] if check["status"] == "fail"] == [
+        {"name": "packages", "status": "fail", "detail": "missing: xxhash", "hint": "pip install xxhash"}
+    ]
+
+
+@pytest.mark.parametrize(("installed", "status"), [("0.32.0", "ok"), ("0.31.2", "warn"), ("0.33.0", "warn")])
+def test_doctor_knows_which_vllm_fits(installed: str, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_version_of", lambda package: installed if package == "vllm" else None)
+    assert checks._check_vllm().status.value == status
+
+
+def test_doctor_and_the_integration_want_the_same_vllm() -> None:
+    source = (Path(kvtier.__file__).parent / "integrations" / "vllm.py").read_text()
+    assert 'at_least="{}", below="{}"'.format(*checks.VLLM_VERSIONS) in source
+
+
+def test_doctor_finds_pools_that_nobody_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_SHM", tmp_path)
+    left, held = tmp_path / "kvtier-left.pool", tmp_path / "kvtier-held.pool"
+    left.write_bytes(bytes(8192))
+    held.touch()
+    with held.open() as party:
+        fcntl.flock(party, fcntl.LOCK_SH)
+        found = checks._check_leftovers()
+        assert found == checks.Check("shared pools", checks.Status.WARN, "1 left behind (8.0 KiB)", f"rm {left}")
+        left.unlink()
+        assert checks._check_leftovers().detail == "1 starting up, none left behind"
+    assert held.exists()
+
+
+def test_doctor_warns_of_a_small_shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_COMFORTABLE", 1 << 62)
+    monkeypatch.setattr(checks, "_SHM", tmp_path)
+    assert checks._check_shm().status is checks.Status.WARN
+    assert "--shm-size" in checks._check_shm().hint
+    monkeypatch.setattr(checks, "_SHM", tmp_path / "none")
+    assert checks._check_shm().detail.startswith("not here")
+    assert checks._check_leftovers().detail.startswith("not looked for")
