@@ -1,0 +1,365 @@
+"""The contract of an offloading manager as tests: subclass `ManagerSuite`, say how to make yours, and let pytest collect it.
+
+    class TestMine(ManagerSuite):
+        def make(self, num_slots):
+            return MyManager(num_slots)
+
+Whom a manager evicts is its own business, as long as it may leave; everything else that `OffloadingManager` promises is tested, at
+last by random calls against a model of a dict and two lists.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import pytest
+
+from kvtier.errors import InputError
+from kvtier.keys import OffloadKey, make_offload_key
+from kvtier.offload import MissReason, OffloadingManager, ReqContext
+from kvtier.transfer.base import BlockIDsLoadStoreSpec, LoadStoreSpec
+
+__all__ = ["ManagerSuite"]
+
+
+def key(number: int) -> OffloadKey:
+    """Return the key of a chunk."""
+    return make_offload_key(b"%032d" % number, 0)
+
+
+def keys(*numbers: int) -> list[OffloadKey]:
+    """Return the keys of chunks."""
+    return [key(number) for number in numbers]
+
+
+def slots(spec: LoadStoreSpec) -> list[int]:
+    """Return the slots that a spec names."""
+    assert isinstance(spec, BlockIDsLoadStoreSpec)
+    return [int(slot) for slot in spec.block_ids]
+
+
+class ManagerSuite:
+    """Every manager of one tier passes this."""
+
+    context = ReqContext(req_id="request")
+
+    def make(self, num_slots: int) -> OffloadingManager:
+        """Return a fresh manager with room for `num_slots` chunks that stores whatever is offered."""
+        raise NotImplementedError
+
+    def store(self, manager: OffloadingManager, *numbers: int) -> list[int]:
+        """Store chunks and return their slots."""
+        output = manager.prepare_store(keys(*numbers), self.context)
+        assert output is not None
+        manager.complete_store(output.keys_to_store)
+        manager.check()
+        return slots(output.store_spec)
+
+    def held(self, manager: OffloadingManager, numbers: Iterable[int]) -> list[bool | None]:
+        """Look chunks up one by one, and hold the batch form to it."""
+        found = [manager.lookup(key(number), self.context) for number in numbers]
+        assert manager.lookup_many(keys(*numbers), self.context) == found
+        return found
+
+    # States
+
+    def test_absent_writing_ready(self) -> None:
+        manager = self.make(4)
+        assert self.held(manager, (1, 2)) == [False, False]
+        output = manager.prepare_store(keys(1, 2), self.context)
+        assert output is not None
+        assert output.keys_to_store == keys(1, 2)
+        assert output.evicted_keys == []
+        assert len(set(slots(output.store_spec))) == 2
+        assert self.held(manager, (1, 2)) == [None, None]
+        assert manager.explain(key(1)) is MissReason.WRITING
+        manager.complete_store(keys(1))
+        assert self.held(manager, (1, 2)) == [True, None]
+        assert manager.explain(key(1)) is None
+        manager.check()
+
+    def test_a_failed_store_frees_everything_and_announces_nothing(self) -> None:
+        manager = self.make(2)
+        assert manager.prepare_store(keys(1, 2), self.context) is not None
+        manager.complete_store(keys(1, 2), success=False)
+        manager.check()
+        assert self.held(manager, (1, 2)) == [False, False]
+        assert list(manager.take_events()) == []
+        assert len(self.store(manager, 3, 4)) == 2
+
+    def test_completing_what_is_not_being_written_changes_nothing(self) -> None:
+        manager = self.make(2)
+        self.store(manager, 1)
+        list(manager.take_events())
+        for success in (True, False):
+            manager.complete_store(keys(1, 7), success=success)
+        assert self.held(manager, (1, 7)) == [True, False]
+        assert list(manager.take_events()) == []
+        manager.check()
+
+    def test_loads_name_the_slots_in_order_and_pin(self) -> None:
+        manager = self.make(3)
+        stored = self.store(manager, 1, 2, 3)
+        spec = manager.prepare_load(keys(3, 1), self.context)
+        assert slots(spec) == [stored[2], stored[0]]
+        output = manager.prepare_store(keys(4, 5), self.context)
+        assert output is not None
+        assert output.keys_to_store == keys(4), "only one chunk could leave"
+        assert output.evicted_keys == keys(2)
+        manager.complete_load(keys(1, 3))
+        manager.check()
+
+    def test_every_pin_needs_its_own_end(self) -> None:
+        manager = self.make(1)
+        self.store(manager, 1)
+        manager.prepare_load(keys(1, 1), self.context)
+        manager.prepare_load(keys(1), self.context)
+        for _ in range(3):
+            assert manager.prepare_store(keys(2), self.context) is None
+            manager.complete_load(keys(1))
+        assert manager.prepare_store(keys(2), self.context) is not None
+        manager.check()
+
+    @pytest.mark.parametrize("wrong", [9, 2])
+    def test_loading_what_is_not_ready_is_refused_and_pins_nothing(self, wrong: int) -> None:
+        manager = self.make(2)
+        self.store(manager, 1)
+        assert manager.prepare_store(keys(2), self.context) is not None
+        with pytest.raises(InputError):
+            manager.prepare_load(keys(1, wrong), self.context)
+        manager.complete_store(keys(2), success=False)
+        assert len(self.store(manager, 3, 4)) == 2, "chunk 1 must not be pinned"
+
+    def test_ending_a_load_that_was_not_begun_is_refused(self) -> None:
+        manager = self.make(1)
+        self.store(manager, 1)
+        with pytest.raises(InputError):
+            manager.complete_load(keys(1))
+        manager.check()
+
+    # Offers
+
+    def test_duplicates_in_an_offer_are_one(self) -> None:
+        manager = self.make(4)
+        output = manager.prepare_store(keys(1, 2, 1, 1), self.context)
+        assert output is not None
+        assert output.keys_to_store == keys(1, 2)
+        assert len(slots(output.store_spec)) == 2
+        manager.complete_store(keys(1, 2, 1))
+        manager.check()
+
+    def test_what_is_there_is_left_out(self) -> None:
+        manager = self.make(4)
+        self.store(manager, 1)
+        assert manager.prepare_store(keys(2), self.context) is not None
+        output = manager.prepare_store(keys(1, 2, 3), self.context)
+        assert output is not None
+        assert output.keys_to_store == keys(3)
+        nothing = manager.prepare_store(keys(1, 2), self.context)
+        assert nothing is not None
+        assert nothing.keys_to_store == []
+
+    def test_a_partial_fit_takes_the_leading_part(self) -> None:
+        manager = self.make(3)
+        output = manager.prepare_store(keys(5, 4, 3, 2, 1), self.context)
+        assert output is not None
+        assert output.keys_to_store == keys(5, 4, 3)
+
+    def test_nobody_of_the_offer_leaves_for_it(self) -> None:
+        manager = self.make(3)
+        self.store(manager, 1, 2, 3)
+        output = manager.prepare_store(keys(1, 2, 3, 4), self.context)
+        assert output is None, "all who could leave are in the offer"
+        assert self.held(manager, (1, 2, 3)) == [True] * 3
+
+    def test_without_any_place_there_is_no_store(self) -> None:
+        manager = self.make(1)
+        assert manager.prepare_store(keys(1), self.context) is not None
+        assert manager.prepare_store(keys(2), self.context) is None
+        none = self.make(0)
+        assert none.prepare_store(keys(1), self.context) is None
+        assert self.held(none, (1,)) == [False]
+        none.check()
+
+    # Prefixes
+
+    def test_prefix_lookup(self) -> None:
+        manager = self.make(8)
+        self.store(manager, 1, 2, 4)
+        prefix = manager.lookup_prefix
+        assert prefix(keys(1, 2, 3, 4), self.context) == 2
+        assert prefix(keys(3, 1), self.context) == 0
+        assert prefix([], self.context) == 0
+        assert manager.prepare_store(keys(3), self.context) is not None
+        assert prefix(keys(1, 2, 3, 4), self.context) is None
+        assert prefix(keys(1, 2, 3, 4), self.context, wait=False) == 2
+        manager.complete_store(keys(3))
+        assert prefix(keys(1, 2, 3, 4), self.context) == 4
+
+    # Making absent
+
+    def test_reset_makes_everything_absent_and_says_so(self) -> None:
+        manager = self.make(4)
+        self.store(manager, 1, 2)
+        manager.prepare_load(keys(2), self.context)
+        assert manager.prepare_store(keys(3), self.context) is not None
+        manager.reset_cache()
+        manager.check()
+        assert self.held(manager, (1, 2, 3)) == [False] * 3
+        assert replayed(manager) == set()
+        again = manager.prepare_store(keys(1, 2, 3), self.context)
+        assert again is not None
+        assert again.keys_to_store == keys(1), "the places of 2 and 3 are still in use"
+        manager.complete_load(keys(2))
+        manager.complete_store(keys(3))
+        manager.check()
+        assert self.held(manager, (2, 3)) == [False, False]
+        assert len(self.store(manager, 2, 3)) == 2
+
+    def test_a_discarded_chunk_is_gone_once_unread(self) -> None:
+        manager = self.make(2)
+        self.store(manager, 1, 2)
+        manager.prepare_load(keys(1), self.context)
+        manager.discard(keys(1, 2, 9))
+        manager.check()
+        assert self.held(manager, (1, 2)) == [False, False]
+        assert manager.explain(key(1)) is MissReason.FAILED
+        manager.complete_load(keys(1))
+        assert len(self.store(manager, 5, 6)) == 2
+
+    def test_a_removal_is_announced_before_the_store_that_takes_its_place(self) -> None:
+        manager = self.make(1)
+        self.store(manager, 1)
+        self.store(manager, 2)
+        assert [(event.removed, event.keys) for event in manager.take_events()] == [
+            (False, keys(1)),
+            (True, keys(1)),
+            (False, keys(2)),
+        ]
+        assert list(manager.take_events()) == []
+
+    def test_it_remembers_why(self) -> None:
+        manager = self.make(1)
+        assert manager.explain(key(1)) is MissReason.NEVER_STORED
+        self.store(manager, 1)
+        self.store(manager, 2)
+        assert manager.explain(key(1)) is MissReason.EVICTED
+        manager.reset_cache()
+        assert manager.explain(key(2)) is MissReason.CLEARED
+
+    # Everything at once
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_random_calls_against_a_model(self, seed: int) -> None:
+        rng = random.Random(seed)
+        capacity = rng.choice((0, 1, 2, 5, 40))
+        manager, model = self.make(capacity), _Model(capacity)
+        for _ in range(150):
+            model.random_call(rng, manager)
+            manager.check()
+            numbers = range(_UNIVERSE)
+            assert self.held(manager, numbers) == [model.lookup(number) for number in numbers]
+        model.events(manager)
+
+
+_UNIVERSE = 60
+_RNG_CONTEXTS = [ReqContext(req_id=f"request {number}") for number in range(4)]
+
+
+def replayed(manager: OffloadingManager) -> set[OffloadKey]:
+    """Return what a listener believes to be held, from the events so far."""
+    held: set[OffloadKey] = set()
+    for event in manager.take_events():
+        if event.removed:
+            assert held >= set(event.keys), "a chunk was removed that was never stored"
+            held -= set(event.keys)
+        else:
+            assert held.isdisjoint(event.keys), "a chunk was stored twice"
+            held |= set(event.keys)
+    return held
+
+
+@dataclass
+class _Model:
+    """What a manager must hold: numbers of chunks that are ready, with their readers, being written, or doomed."""
+
+    capacity: int
+    readers: dict[int, int] = field(default_factory=dict)
+    writing: set[int] = field(default_factory=set)
+    doomed: Counter[int] = field(default_factory=Counter)
+    """With the ends that are still to come."""
+
+    def lookup(self, number: int) -> bool | None:
+        return None if number in self.writing else number in self.readers
+
+    def random_call(self, rng: random.Random, manager: OffloadingManager) -> None:
+        calls = (self._store, self._store, self._end_store, self._load, self._end_load, self._touch, self._drop)
+        rng.choice(calls)(rng, manager)
+
+    def _store(self, rng: random.Random, manager: OffloadingManager) -> None:
+        offer = [rng.randrange(_UNIVERSE) for _ in range(rng.randint(0, 12))]
+        wanted = [n for n in dict.fromkeys(offer) if self.lookup(n) is False and not self.doomed[n]]
+        free = self.capacity - len(self.readers) - len(self.writing) - sum(map(bool, self.doomed.values()))
+        may_leave = {n for n, readers in self.readers.items() if readers == 0 and n not in offer}
+        taken = wanted[: free + len(may_leave)]
+        output = manager.prepare_store(keys(*offer), rng.choice(_RNG_CONTEXTS))
+        if wanted and not taken:
+            assert output is None
+            return
+        assert output is not None
+        assert output.keys_to_store == keys(*taken)
+        evicted = {n for n in may_leave if key(n) in output.evicted_keys}
+        assert len(output.evicted_keys) == len(evicted) == max(0, len(taken) - free)
+        for number in evicted:
+            del self.readers[number]
+        self.writing |= set(taken)
+
+    def _end_store(self, rng: random.Random, manager: OffloadingManager) -> None:
+        over = rng.sample(sorted(self.writing), rng.randint(0, len(self.writing)))
+        failed = rng.random() < 0.3
+        manager.complete_store(set(keys(*over)), success=not failed)
+        self.writing -= set(over)
+        self.readers |= {} if failed else dict.fromkeys(over, 0)
+
+    def _load(self, rng: random.Random, manager: OffloadingManager) -> None:
+        chosen = rng.sample(sorted(self.readers), rng.randint(0, len(self.readers)))
+        spec = manager.prepare_load(keys(*chosen), rng.choice(_RNG_CONTEXTS))
+        assert len(set(slots(spec))) == len(chosen)
+        for number in chosen:
+            self.readers[number] += 1
+
+    def _end_load(self, rng: random.Random, manager: OffloadingManager) -> None:
+        read = [n for n, readers in self.readers.items() if readers]
+        over = rng.sample(read, rng.randint(0, len(read)))
+        doomed = [n for n, ends in self.doomed.items() if ends > 0]
+        over += rng.sample(doomed, rng.randint(0, len(doomed)))
+        manager.complete_load(keys(*over))
+        for number in over:
+            if number in self.readers:
+                self.readers[number] -= 1
+            else:
+                self.doomed[number] -= 1
+
+    def _touch(self, rng: random.Random, manager: OffloadingManager) -> None:
+        used = [rng.randrange(_UNIVERSE) for _ in range(rng.randint(0, 10))]
+        manager.touch(keys(*dict.fromkeys(used)), rng.choice(_RNG_CONTEXTS))
+
+    def _drop(self, rng: random.Random, manager: OffloadingManager) -> None:
+        """Reset or discard what is not being written, and end the doomed writes at once to keep the model small."""
+        if self.writing or rng.random() < 0.5:
+            return
+        gone = list(self.readers) if rng.random() < 0.3 else rng.sample(sorted(self.readers), len(self.readers) // 3)
+        if len(gone) == len(self.readers):
+            manager.reset_cache()
+        else:
+            manager.discard(keys(*gone))
+        for number in gone:
+            if readers := self.readers.pop(number):
+                self.doomed[number] = readers
+
+    def events(self, manager: OffloadingManager) -> None:
+        """Hold what a listener believes against what is held."""
+        assert replayed(manager) == set(keys(*self.readers))

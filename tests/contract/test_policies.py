@@ -1,0 +1,98 @@
+"""Every policy in the tree runs the suite, and so does one from outside it, to show that the contract can be met in a few lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier.keys import OffloadKey
+from kvtier.offload import CPUOffloadingManager, ReqContext
+from kvtier.policies import CachePolicy, Slots, make_policy, policy_names, register_policy
+from kvtier.policies.base import KeysOf
+from kvtier.testing.policy_suite import PolicySuite, key_of
+
+
+class FIFO(CachePolicy):
+    """First in, first out, in plain Python."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._order: list[int] = []
+
+    def insert(self, slots: Slots, keys: list[OffloadKey]) -> None:
+        self._order += reversed(slots.tolist())
+
+    def touch(self, slots: Slots, reused: npt.NDArray[np.bool_]) -> None:
+        pass
+
+    def evict(self, count: int, evictable: npt.NDArray[np.bool_], keys_of: KeysOf) -> Slots:
+        victims = np.array([slot for slot in self._order if evictable[slot]][:count], dtype=np.int64)
+        self.remove(victims)
+        return victims
+
+    def remove(self, slots: Slots) -> None:
+        gone = set(slots.tolist())
+        self._order = [slot for slot in self._order if slot not in gone]
+
+    def clear(self) -> None:
+        self._order.clear()
+
+    def ranked(self) -> Slots:
+        return np.array(self._order, dtype=np.int64)
+
+
+class TestLRU(PolicySuite):
+    def make(self, capacity: int) -> CachePolicy:
+        return make_policy("lru", capacity)
+
+
+class TestARC(PolicySuite):
+    def make(self, capacity: int) -> CachePolicy:
+        return make_policy("arc", capacity)
+
+
+class TestFIFO(PolicySuite):
+    def make(self, capacity: int) -> CachePolicy:
+        return make_policy(f"{__name__}:FIFO", capacity)
+
+
+class Wrong(FIFO):
+    """Evicts what it was told not to."""
+
+    def evict(self, count: int, evictable: npt.NDArray[np.bool_], keys_of: KeysOf) -> Slots:
+        return super().evict(count, np.ones_like(evictable), keys_of)
+
+
+def test_a_policy_that_evicts_what_is_in_use_is_named() -> None:
+    manager = CPUOffloadingManager(2, Wrong(2))
+    context = ReqContext(req_id="a")
+    keys = [key_of(slot) for slot in range(4)]
+    assert manager.prepare_store(keys[:2], context) is not None
+    with pytest.raises(ValueError, match="Wrong"):
+        manager.prepare_store(keys[2:], context)
+
+
+@pytest.fixture
+def registered() -> Iterator[str]:
+    register_policy("fifo-for-a-test", FIFO)
+    yield "fifo-for-a-test"
+    from kvtier import policies
+
+    policies._policies.pop("fifo-for-a-test", None)
+
+
+def test_policies_are_found_by_name(registered: str) -> None:
+    assert isinstance(make_policy(registered, 3), FIFO)
+    assert {"lru", "arc", registered} <= set(policy_names())
+
+
+@pytest.mark.parametrize("name", ["lur", "nowhere.at.all:Policy", "kvtier.errors:KVTierError", f"{__name__}:Nothing"])
+def test_an_unknown_policy_is_one_clear_line(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"^cpu\.policy: ") as caught:
+        make_policy(name, 3)
+    assert "\n" not in str(caught.value)
+    assert name != "lur" or "lru" in str(caught.value)
