@@ -148,6 +148,18 @@ def test_a_failed_load_is_not_offered_again_and_what_failed_is_stored_anew() -> 
     assert host.scheduler.get_num_new_matched_tokens(Request("c", PROMPT), 0) == (24, True)
 
 
+def test_of_a_chunk_that_came_short_only_the_missing_blocks_count_as_computed() -> None:
+    host = make_host(blocks_per_chunk=2)
+    host.cache(Request("a", PROMPT))
+    request = Request("b", PROMPT)
+    job, _ = load(host, request)
+    host.report(job, success=False, failed_blocks=(3,))
+    explanation = host.scheduler.explain("b")
+    assert explanation is not None
+    assert (explanation.from_tiers, explanation.recomputed) == ({"cpu": 20}, 6)
+    assert explanation.first_missing_token == 12
+
+
 def test_a_chunk_that_fails_twice_is_given_up_even_if_its_bytes_are_not_blamed() -> None:
     host = make_host()
     host.cache(Request("a", PROMPT))
@@ -194,6 +206,36 @@ def test_a_preempted_requests_blocks_are_fenced_until_its_stores_are_over() -> N
     assert meta.jobs_to_flush == {job}, "a block that the store still reads was handed on"
     host.report(job)
     assert host.scheduler.request_finished(request) == (False, None), "it holds no blocks any more"
+
+
+def test_blocks_given_to_a_request_that_was_never_asked_about_are_fenced_too() -> None:
+    host = make_host()
+    request = Request("a", PROMPT)
+    host.scheduler.get_num_new_matched_tokens(request, 0)
+    (ids,) = host.blocks(7)
+    job = host.run_new(request, (ids,)).store_jobs["a"]
+    assert host.run_new(Request("unknown", [1, 2]), ([ids[0]],), preempted_req_ids={"a"}).jobs_to_flush == {job}
+
+
+def test_blocks_that_a_finished_request_did_not_keep_are_fenced() -> None:
+    host = make_host()
+    request = Request("a", PROMPT)
+    host.scheduler.get_num_new_matched_tokens(request, 0)
+    (ids,) = host.blocks(7)
+    job = host.run_new(request, (ids,)).store_jobs["a"]
+    assert host.scheduler.request_finished(request) == (True, None), "an engine may free them all the same"
+    other = Request("b", list(range(50, 59)))
+    host.scheduler.get_num_new_matched_tokens(other, 0)
+    assert host.run_new(other, ([90, 91, ids[2]],)).jobs_to_flush == {job}
+
+
+def test_an_engine_may_say_how_much_it_can_use() -> None:
+    host = make_host()
+    host.cache(Request("a", PROMPT))
+    for limit, expected in ((None, 24), (25, 24), (23, 20), (4, 4), (3, 0), (0, 0)):
+        request = Request(f"b{limit}", PROMPT)
+        assert host.scheduler.get_num_new_matched_tokens(request, 0, limit) == (expected, expected > 0)
+    assert host.scheduler.get_num_new_matched_tokens(Request("c", PROMPT), 8, 15) == (12, True)
 
 
 def test_a_prefix_hit_on_a_fenced_block_needs_no_flush() -> None:

@@ -67,9 +67,11 @@ class OffloadingConnector:
 
     # The scheduler's side.
 
-    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: RequestView, num_computed_tokens: int, max_num_new_tokens: int | None = None
+    ) -> tuple[int | None, bool]:
         """Return how many tokens beyond the computed ones can be loaded, and whether that takes place asynchronously."""
-        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens, max_num_new_tokens)
 
     def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
         """Tell which blocks a request got; with external tokens, plan their load."""
@@ -144,6 +146,10 @@ class OffloadingConnector:
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Take the blocks whose load failed; their requests were named by the last `get_finished`."""
         return self._worker.get_block_ids_with_load_errors()
+
+    def take_failed_loads(self) -> set[ReqId]:
+        """Take the requests whose load failed, for engines that cannot make use of block ids."""
+        return self._worker.take_failed_loads()
 
     def take_reports(self) -> list[TransferReport]:
         """Take the results of jobs for the scheduler's side."""

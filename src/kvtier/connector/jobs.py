@@ -1,7 +1,8 @@
 """Jobs: one transfer each, planned here from a request's state, and followed until every rank has reported.
 
-A job knows its chunks (`keys`, in the order of the slots) and, for each block of its GPU end, which chunk it belongs to, so that
-a report of failed blocks becomes a set of failed chunks. Scheduler thread only.
+A job knows its chunks (`keys`, in the order of the slots) and can tell for each block of its GPU end which chunk it belongs to,
+so that a report of failed blocks becomes a set of failed chunks. What only a failure asks for is worked out when one comes, and
+planning costs a few slices. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -15,10 +16,7 @@ from kvtier.errors import InputError
 from kvtier.keys import OffloadKey
 from kvtier.transfer.base import NULL_BLOCK, BlockIDsLoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec, TransferResult
 
-__all__ = ["ChunkPlace", "Job", "LoadJob", "StoreJob", "plan_load", "plan_store", "reordered"]
-
-ChunkPlace = tuple[GroupState, int]
-"""A chunk of a request: its group, and its position there."""
+__all__ = ["Job", "LoadJob", "StoreJob", "plan_load", "plan_store", "reordered"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,8 +26,7 @@ class Job:
     req_id: ReqId
     keys: list[OffloadKey]
     gpu_end: GPULoadStoreSpec
-    key_of_block: list[int]
-    """For each block of the GPU end, the index of its chunk in `keys`."""
+    blocks_per_chunk: int
     num_bytes: int
     """Over all ranks."""
     ranks_left: int
@@ -39,6 +36,8 @@ class Job:
     """Indices into `keys` of chunks that did not arrive whole on some rank."""
     corrupt: set[int] = field(default_factory=set)
     """Those of them whose bytes are at fault."""
+    failed_blocks: set[int] = field(default_factory=set)
+    """Positions in the GPU end of blocks that did not arrive on some rank."""
     block_ids: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -49,9 +48,11 @@ class Job:
         self.ranks_left -= 1
         if result.success:
             return
-        positions = range(len(self.key_of_block)) if result.failed_blocks is None else result.failed_blocks
-        failed = {self.key_of_block[position] for position in positions}
+        key_of_block = self._keys_of_blocks()
+        positions = range(len(key_of_block)) if result.failed_blocks is None else result.failed_blocks
+        failed = {key_of_block[position] for position in positions}
         self.failed |= failed
+        self.failed_blocks.update(positions)
         if result.corrupt:
             self.corrupt |= failed
 
@@ -63,6 +64,16 @@ class Job:
         """Return the chunks that arrived whole on every rank that has reported."""
         return [key for index, key in enumerate(self.keys) if index not in self.failed] if self.failed else self.keys
 
+    def _keys_of_blocks(self) -> list[int]:
+        """For each block of the GPU end, return the index of its chunk in `keys`. Every group begins a new chunk."""
+        indices: list[int] = []
+        first_key, per_chunk = 0, self.blocks_per_chunk
+        for size, position in zip(self.gpu_end.group_sizes, self.gpu_end.block_indices or (), strict=True):
+            skipped = position % per_chunk
+            indices += [first_key + block // per_chunk for block in range(skipped, skipped + size)]
+            first_key = indices[-1] + 1 if indices else 0
+        return indices
+
 
 @dataclass(slots=True, kw_only=True)
 class LoadJob(Job):
@@ -70,19 +81,27 @@ class LoadJob(Job):
 
     local: int
     end: int
-    chunk_spans: list[tuple[int, int]]
-    """For each key, the tokens of its chunk that are loaded."""
+    block_sizes: tuple[int, ...]
+    """Tokens of a block, by group."""
 
     def first_failed_token(self) -> int:
-        """Return the first token whose chunk did not arrive."""
-        return min(self.chunk_spans[index][0] for index in self.failed)
+        """Return the first token whose block did not arrive."""
+        return min(start for start, _ in self._lost())
 
     def tokens_arrived(self, windowed: bool) -> int:
         """Count the tokens that need not be computed. With a windowed group a load is of use whole or not at all."""
         if self.failed and windowed:
             return 0
-        lost = {self.chunk_spans[index] for index in self.failed}
-        return self.end - self.local - sum(stop - start for start, stop in lost)
+        return self.end - self.local - sum(stop - start for start, stop in self._lost())
+
+    def _lost(self) -> set[tuple[int, int]]:
+        """Return the tokens `[start, stop)` of each block that did not arrive."""
+        spans: list[tuple[int, int]] = []
+        for count, first, size in zip(
+            self.gpu_end.group_sizes, self.gpu_end.block_indices or (), self.block_sizes, strict=True
+        ):
+            spans += [(at * size, min((at + 1) * size, self.end)) for at in range(first, first + count)]
+        return {spans[position] for position in self.failed_blocks}
 
 
 class StoreJob(Job):
@@ -96,15 +115,12 @@ class _GPUEnd:
         self._block_ids: list[int] = []
         self._sizes = [0] * num_groups
         self._indices = [0] * num_groups
-        self.key_of_block: list[int] = []
 
-    def add(self, group: int, position: int, block_ids: list[int], keys: list[int]) -> None:
-        """Append blocks of a group, the first of which is the request's `position`-th, and the key index of each."""
-        if self._sizes[group] == 0:
-            self._indices[group] = position
-        self._sizes[group] += len(block_ids)
+    def add(self, group: int, position: int, block_ids: list[int]) -> None:
+        """Append the blocks of a group, the first of which is the request's `position`-th."""
+        self._indices[group] = position
+        self._sizes[group] = len(block_ids)
         self._block_ids += block_ids
-        self.key_of_block += keys
 
     def spec(self) -> GPULoadStoreSpec:
         return GPULoadStoreSpec(self._block_ids, self._sizes, self._indices)
@@ -118,27 +134,23 @@ def plan_load(config: OffloadingConfig, state: RequestState, end: int) -> LoadJo
     """Plan the load of `[state.local, end)` into the blocks that the request holds."""
     gpu_end = _GPUEnd(len(state.groups))
     keys: list[OffloadKey] = []
-    spans: list[tuple[int, int]] = []
+    per_chunk = config.settings.blocks_per_chunk
     for group in state.groups:
-        per_chunk, size = group.geometry.blocks_per_chunk, group.geometry.chunk_size
         first, last = _blocks_to_load(group, state.local, end)
         if first == last:
             continue
-        chunks = range(first // per_chunk, -(-last // per_chunk))
-        chunk_of = [len(keys) + position // per_chunk - chunks.start for position in range(first, last)]
-        gpu_end.add(group.geometry.index, first, group.block_ids[first:last], chunk_of)
-        keys += group.keys[chunks.start : chunks.stop]
-        spans += [(max(chunk * size, state.local), min((chunk + 1) * size, end)) for chunk in chunks]
+        gpu_end.add(group.geometry.index, first, group.block_ids[first:last])
+        keys += group.keys[first // per_chunk : -(-last // per_chunk)]
     return LoadJob(
         req_id=state.view.request_id,
         keys=keys,
         gpu_end=gpu_end.spec(),
-        key_of_block=gpu_end.key_of_block,
+        blocks_per_chunk=per_chunk,
         num_bytes=gpu_end.num_bytes(config),
         ranks_left=config.world_size,
         local=state.local,
         end=end,
-        chunk_spans=spans,
+        block_sizes=tuple(group.geometry.block_size for group in state.groups),
     )
 
 
@@ -153,28 +165,29 @@ def _blocks_to_load(group: GroupState, local: int, end: int) -> tuple[int, int]:
     return first, last
 
 
-def plan_store(
-    config: OffloadingConfig, state: RequestState, keys: list[OffloadKey], places: list[ChunkPlace]
-) -> StoreJob:
-    """Plan the store of whole chunks, given group by group with the place of each."""
+def plan_store(config: OffloadingConfig, state: RequestState, chunks: list[dict[OffloadKey, int]]) -> StoreJob:
+    """Plan the store of whole chunks, given by group: the key of each and its position."""
     gpu_end = _GPUEnd(len(state.groups))
-    for index, (group, chunk) in enumerate(places):
-        blocks = group.chunk_blocks(chunk)
-        gpu_end.add(group.geometry.index, chunk * group.geometry.blocks_per_chunk, blocks, [index] * len(blocks))
+    per_chunk = config.settings.blocks_per_chunk
+    for group, places in zip(state.groups, chunks, strict=True):
+        if places:
+            positions = list(places.values())
+            gpu_end.add(group.geometry.index, positions[0] * per_chunk, group.blocks_of(positions))
     return StoreJob(
         req_id=state.view.request_id,
-        keys=keys,
+        keys=[key for places in chunks for key in places],
         gpu_end=gpu_end.spec(),
-        key_of_block=gpu_end.key_of_block,
+        blocks_per_chunk=per_chunk,
         num_bytes=gpu_end.num_bytes(config),
         ranks_left=config.world_size,
     )
 
 
-def reordered(spec: LoadStoreSpec, order: list[int]) -> LoadStoreSpec:
-    """Return the other end of a store with its places in the order of the blocks."""
-    if order == sorted(order):
+def reordered(spec: LoadStoreSpec, keys: list[OffloadKey], order: list[OffloadKey]) -> LoadStoreSpec:
+    """Return the other end of a store, whose places are those of `keys`, with its places in another order of the keys."""
+    if keys == order:
         return spec
     if not isinstance(spec, BlockIDsLoadStoreSpec):
         raise InputError(f"{type(spec).__name__}: expected a BlockIDsLoadStoreSpec where there are several groups")
-    return type(spec)(spec.block_ids[order])
+    place = {key: index for index, key in enumerate(keys)}
+    return type(spec)(spec.block_ids[[place[key] for key in order]])

@@ -22,11 +22,13 @@ from typing import Any
 
 from kvtier.connector.cost import CostModel
 from kvtier.connector.explain import Explainer, Explanation
-from kvtier.connector.jobs import ChunkPlace, LoadJob, StoreJob, plan_load, plan_store, reordered
+from kvtier.connector.jobs import LoadJob, StoreJob, plan_load, plan_store, reordered
 from kvtier.connector.lookup import Match, match_prefix
 from kvtier.connector.metadata import (
     BlockIds,
+    CachedRequest,
     KVConnectorOutput,
+    NewRequest,
     OffloadingConnectorMetadata,
     ReqId,
     RequestView,
@@ -88,10 +90,13 @@ class OffloadingConnectorScheduler:
 
     # -- asking ------------------------------------------------------------------------------------------------------------
 
-    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: RequestView, num_computed_tokens: int, max_num_new_tokens: int | None = None
+    ) -> tuple[int | None, bool]:
         """Return how many tokens beyond the computed ones can be loaded, and that loads are asynchronous.
 
-        `(None, False)`: ask again later. It pins nothing and may be called many times.
+        `(None, False)`: ask again later. It pins nothing and may be called many times. `max_num_new_tokens` is for an
+        engine that could not use more.
         """
         state = self._track(request)
         state.local = num_computed_tokens
@@ -99,7 +104,10 @@ class OffloadingConnectorScheduler:
             return None, False
         if not state.may_load:
             return 0, False
-        match = match_prefix(self._geometry, self.manager, state, request.num_tokens)
+        limit = request.num_tokens
+        if max_num_new_tokens is not None:
+            limit = min(limit, num_computed_tokens + max_num_new_tokens)
+        match = match_prefix(self._geometry, self.manager, state, limit)
         if self._should_wait(state, match):
             self.stats.waits += 1
             return None, False
@@ -182,37 +190,39 @@ class OffloadingConnectorScheduler:
     def build_connector_meta(self, step: StepView) -> OffloadingConnectorMetadata:
         """Give the workers this step's loads and stores, and what must be over before it runs."""
         self._step += 1
-        computed = self._update_blocks(step)
+        self._update_blocks(step)
         meta, self._planned = self._planned, OffloadingConnectorMetadata()
         meta.jobs_to_flush = self._fenced_jobs()
-        for job, spec in self._get_reqs_to_store(step, computed):
+        for job, spec in self._get_reqs_to_store(step):
             meta.reqs_to_store[job.req_id] = spec
             meta.store_jobs[job.req_id] = job.job_id
         self._allocated = set()
         self._step_started = self._clock(), sum(step.num_scheduled_tokens.values())
         return meta
 
-    def _update_blocks(self, step: StepView) -> dict[ReqId, int]:
-        """Follow which blocks each request holds; return the tokens that each has computed before this step."""
+    def _update_blocks(self, step: StepView) -> None:
+        """Follow which blocks each request holds."""
         fresh = {request.req_id: request.num_computed_tokens for request in step.new}
         computed = fresh | {request.req_id: request.num_computed_tokens for request in step.cached}
         for req_id in step.preempted_req_ids & self._requests.keys():
             self._on_preempted(self._requests[req_id])
         given = [
-            (self._requests[req_id], block_ids, preempted or req_id in fresh)
+            (req_id, block_ids, preempted or req_id in fresh)
             for req_id, block_ids, preempted in yield_req_data(step)
-            if req_id in self._requests
+            if block_ids
         ]
-        for state, block_ids, starts_over in given:
-            hit = computed[state.view.request_id] if starts_over else 0
-            for group, ids in zip(state.groups, block_ids, strict=False):
-                self._allocated.update(ids[hit // group.geometry.block_size :])
+        for req_id, block_ids, starts_over in given:  # also those of requests that were never asked about
+            hit = computed[req_id] if starts_over else 0
+            for geometry, ids in zip(self._geometry.groups, block_ids, strict=False):
+                self._allocated.update(ids[hit // geometry.block_size :])
         self._allocated.discard(NULL_BLOCK)
         self._forget_reused_blocks()
-        for state, block_ids, starts_over in given:
-            for group, ids in zip(state.groups, block_ids, strict=False):
-                group.block_ids = list(ids) if starts_over else group.block_ids + ids
-        return computed
+        for req_id, block_ids, starts_over in given:
+            state = self._requests.get(req_id)
+            for group, ids in zip(state.groups if state else (), block_ids, strict=False):
+                if starts_over:
+                    group.block_ids = []
+                group.block_ids += ids
 
     def _forget_reused_blocks(self) -> None:
         """Forget blocks that a window has left behind where another owner got them. Comes before new blocks are noted."""
@@ -224,11 +234,14 @@ class OffloadingConnectorScheduler:
     def _on_preempted(self, state: RequestState) -> None:
         """Let go of the blocks: from here on fences protect what running stores still read."""
         state.store_jobs.clear()
+        state.next_offer = 0
         state.may_load = True  # it has run since a load failed, so it cannot go round in circles
         for group in state.groups:
             group.block_ids = []
 
     def _fenced_jobs(self) -> set[int]:
+        if not self._allocated:
+            return set()
         jobs = {
             job.job_id
             for job in self._jobs.values()
@@ -239,54 +252,52 @@ class OffloadingConnectorScheduler:
 
     # -- storing -----------------------------------------------------------------------------------------------------------
 
-    def _get_reqs_to_store(self, step: StepView, computed: dict[ReqId, int]) -> Iterator[tuple[StoreJob, TransferSpec]]:
-        """Plan a store for each request whose chunks this step completes."""
-        for req_id, scheduled in step.num_scheduled_tokens.items():
-            state = self._requests.get(req_id)
-            if state is None or self._step < state.retry_store_at:
+    def _get_reqs_to_store(self, step: StepView) -> Iterator[tuple[StoreJob, TransferSpec]]:
+        """Plan a store for each request whose chunks this step completes. Most requests of most steps complete none."""
+        running: list[NewRequest | CachedRequest] = [*step.new, *step.cached]
+        for request in running:
+            state = self._requests.get(request.req_id)
+            available = request.num_computed_tokens + step.num_scheduled_tokens.get(request.req_id, 0)
+            if state is None or available < state.next_offer or self._step < state.retry_store_at:
                 continue
             state.extend_keys()
             self._explainer.note_run(state)
-            wanted = self._chunks_to_store(state, computed[req_id] + scheduled)
-            if wanted and (planned := self._plan_store(state, wanted)) is not None:
+            available = min(available, state.view.num_tokens)
+            state.next_offer = self._geometry.next_chunk_end(available)
+            wanted = self._chunks_to_store(state, available)
+            if any(wanted) and (planned := self._plan_store(state, wanted)) is not None:
                 yield planned
 
-    def _chunks_to_store(self, state: RequestState, available: int) -> dict[OffloadKey, ChunkPlace]:
-        """Return the complete chunks that were not offered before, from head to tail, with the place of each."""
-        limit = min(available, state.view.num_tokens)
+    def _chunks_to_store(self, state: RequestState, limit: int) -> list[dict[OffloadKey, int]]:
+        """Return for each group the chunks complete within `limit` tokens that were not offered before: key and position."""
         if self._settings.prompt_only:
             limit = min(limit, state.view.num_prompt_tokens)
-        placed = []
+        wanted = []
         for group in state.groups:
-            size, per_chunk = group.geometry.chunk_size, group.geometry.blocks_per_chunk
-            stop = min(limit // size, len(group.keys), len(group.block_ids) // per_chunk)
-            placed += [
-                ((chunk + 1) * size, group.geometry.index, chunk)
-                for chunk in range(group.next_store, stop)
-                if group.geometry.window is None or NULL_BLOCK not in group.chunk_blocks(chunk)
-            ]
-        if len(state.groups) > 1:
-            placed.sort()
-        return {state.groups[g].keys[chunk]: (state.groups[g], chunk) for _, g, chunk in placed}
+            start, stop = group.next_store, group.num_complete(limit)
+            chunks = dict(zip(group.keys[start:stop], range(start, stop), strict=True))
+            if group.geometry.window is not None:
+                chunks = {key: at for key, at in chunks.items() if NULL_BLOCK not in group.chunk_blocks(at)}
+            wanted.append(chunks)
+        return wanted
 
     def _plan_store(
-        self, state: RequestState, wanted: dict[OffloadKey, ChunkPlace]
+        self, state: RequestState, wanted: list[dict[OffloadKey, int]]
     ) -> tuple[StoreJob, TransferSpec] | None:
-        output = self.manager.prepare_store(list(wanted), state.context)
+        output = self.manager.prepare_store(state.head_to_tail(wanted), state.context)
         if output is None:
-            state.retry_store_at = self._step + _STORE_RETRY_STEPS
+            state.retry_store_at, state.next_offer = self._step + _STORE_RETRY_STEPS, 0
             return None
-        for group, chunk in wanted.values():
-            group.next_store = max(group.next_store, chunk + 1)
+        for group, chunks in zip(state.groups, wanted, strict=True):
+            if chunks:
+                group.next_store = max(chunks.values()) + 1
         if not output.keys_to_store:
             return None
-        taken = output.keys_to_store
-        order = sorted(range(len(taken)), key=lambda index: wanted[taken[index]][0].geometry.index)
-        keys = [taken[index] for index in order]
-        job = plan_store(self.spec.config, state, keys, [wanted[key] for key in keys])
+        taken = [{key: chunks[key] for key in output.keys_to_store if key in chunks} for chunks in wanted]
+        job = plan_store(self.spec.config, state, taken)
         self._start_job(job)
         state.store_jobs.add(job.job_id)
-        return job, (job.gpu_end, reordered(output.store_spec, order))
+        return job, (job.gpu_end, reordered(output.store_spec, output.keys_to_store, job.keys))
 
     # -- completing --------------------------------------------------------------------------------------------------------
 
@@ -329,7 +340,7 @@ class OffloadingConnectorScheduler:
         state.load_job = None
         self._explainer.note_load(state, job, windowed=bool(self._geometry.windowed))
         if job.failed:
-            state.may_load = False
+            state.may_load, state.next_offer = False, 0
             for group in state.groups:
                 group.next_store = min(group.next_store, job.local // group.geometry.chunk_size)
         self._drop_if_done(state)
@@ -392,6 +403,7 @@ class OffloadingConnectorScheduler:
         self.manager.reset_cache()
         self._strikes.clear()
         for state in self._requests.values():
+            state.next_offer = 0
             for group in state.groups:
                 if group.geometry.window is None:  # of a window only what is to come is sure to be its own still
                     group.next_store = 0
@@ -402,7 +414,10 @@ class OffloadingConnectorScheduler:
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Take the changes of the tiers since the last call, one event for each group of a change."""
         for event in self.manager.take_events():
-            keys = sorted(event.keys, key=get_offload_group_idx) if len(self._geometry.groups) > 1 else event.keys
+            if len(self._geometry.groups) == 1:
+                yield _kv_event([get_offload_block_hash(key) for key in event.keys], 0, event.medium, event.removed)
+                continue
+            keys = sorted(event.keys, key=get_offload_group_idx)
             for group, members in groupby(keys, key=get_offload_group_idx):
                 yield _kv_event([get_offload_block_hash(key) for key in members], group, event.medium, event.removed)
 

@@ -17,7 +17,7 @@ from math import lcm
 
 from kvtier.config import OffloadingConfig
 from kvtier.connector.metadata import RequestView
-from kvtier.keys import OffloadKey, make_offload_key
+from kvtier.keys import OffloadKey, make_offload_keys
 from kvtier.offload.base import ReqContext
 from kvtier.transfer.base import NULL_BLOCK
 
@@ -64,6 +64,10 @@ class Geometry:
         self.alignment = lcm(*(group.chunk_size for group in self.groups))
         self._block_bytes = tuple(group.bytes_per_block * config.world_size for group in config.groups)
 
+    def next_chunk_end(self, num_tokens: int) -> int:
+        """Return the least number of tokens, above this one, that completes a chunk."""
+        return min((num_tokens // group.chunk_size + 1) * group.chunk_size for group in self.groups)
+
     def load_bytes(self, local: int, end: int) -> int:
         """Estimate the bytes of all ranks that a load of `[local, end)` moves."""
         return sum(
@@ -87,15 +91,25 @@ class GroupState:
     def extend_keys(self, hashes: Sequence[bytes]) -> None:
         """Add the keys of chunks that the hashes have completed: a chunk is named by the hash of its last block."""
         step = self.geometry.hashes_per_chunk
-        self.keys += [
-            make_offload_key(hashes[end - 1], self.geometry.index)
-            for end in range((len(self.keys) + 1) * step, len(hashes) + 1, step)
-        ]
+        last = (len(self.keys) + 1) * step - 1
+        if last < len(hashes):
+            self.keys += make_offload_keys(hashes[last::step], self.geometry.index)
+
+    def num_complete(self, num_tokens: int) -> int:
+        """Count the leading chunks whose tokens are among the first `num_tokens`, and which have a key and blocks."""
+        blocks = len(self.block_ids) // self.geometry.blocks_per_chunk
+        return min(num_tokens // self.geometry.chunk_size, len(self.keys), blocks)
 
     def chunk_blocks(self, chunk: int) -> list[int]:
         """Return the block ids of a chunk; fewer than a chunk's if they have not all been given yet."""
         start = chunk * self.geometry.blocks_per_chunk
         return self.block_ids[start : start + self.geometry.blocks_per_chunk]
+
+    def blocks_of(self, chunks: list[int]) -> list[int]:
+        """Return the block ids of chunks, one after the other."""
+        if self.geometry.blocks_per_chunk == 1:
+            return [self.block_ids[chunk] for chunk in chunks]
+        return [block_id for chunk in chunks for block_id in self.chunk_blocks(chunk)]
 
     def forget_reused(self, allocated: set[int]) -> None:
         """Drop blocks not yet stored that a window left behind and that someone else got in this step."""
@@ -119,6 +133,8 @@ class RequestState:
     may_load: bool = True
     """False once a load has failed: what failed is computed, and nothing is asked for again."""
     waiting_since: float | None = None
+    next_offer: int = 0
+    """All chunks that are complete with fewer computed tokens than this have been offered for storing."""
     retry_store_at: int = 0
     finished: bool = False
     explained: bool = False
@@ -133,9 +149,15 @@ class RequestState:
         """Return the keys of all groups from the head of the prefix to its tail."""
         if len(self.groups) == 1:
             return self.groups[0].keys
+        return self.head_to_tail([dict(zip(group.keys, range(len(group.keys)), strict=True)) for group in self.groups])
+
+    def head_to_tail(self, chunks: list[dict[OffloadKey, int]]) -> list[OffloadKey]:
+        """Return the keys of chunks, given by group with their positions, from the head of the prefix to its tail."""
+        if len(chunks) == 1:
+            return list(chunks[0])
         placed = [
-            ((chunk + 1) * group.geometry.chunk_size, group.geometry.index, key)
-            for group in self.groups
-            for chunk, key in enumerate(group.keys)
+            ((position + 1) * group.geometry.chunk_size, group.geometry.index, key)
+            for group, places in zip(self.groups, chunks, strict=True)
+            for key, position in places.items()
         ]
         return [key for _, _, key in sorted(placed)]

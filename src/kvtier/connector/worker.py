@@ -47,6 +47,7 @@ class OffloadingConnectorWorker:
         self._held: set[ReqId] = set()
         self._reports: list[TransferReport] = []
         self._invalid_block_ids: set[int] = set()
+        self._failed_loads: set[ReqId] = set()
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Learn where the engine keeps its KV, by layer name, and make the handlers."""
@@ -58,6 +59,8 @@ class OffloadingConnectorWorker:
 
     def handle_preemptions(self, metadata: OffloadingConnectorMetadata) -> None:
         """Make sure that no running store reads a block which this step hands to someone else."""
+        if not metadata.jobs_to_flush:
+            return
         for handler in set(self._handlers.values()):
             jobs = {
                 job for job in metadata.jobs_to_flush if job in self._stores and self._stores[job].handler is handler
@@ -99,6 +102,11 @@ class OffloadingConnectorWorker:
         taken, self._invalid_block_ids = self._invalid_block_ids, set()
         return taken
 
+    def take_failed_loads(self) -> set[ReqId]:
+        """Take the requests whose load failed, for engines that cannot make use of block ids."""
+        taken, self._failed_loads = self._failed_loads, set()
+        return taken
+
     def take_reports(self) -> list[TransferReport]:
         """Take the results for the scheduler's side."""
         taken, self._reports = self._reports, []
@@ -134,6 +142,8 @@ class OffloadingConnectorWorker:
             self._refused.append(TransferResult(job_id, success=False))
 
     def _take_results(self) -> list[TransferResult]:
+        if not self._loads and not self._stores:
+            return []  # as in most steps: every job is noted here until its result is taken
         results, self._refused = self._refused, []
         for handler in set(self._handlers.values()):
             results += handler.get_finished()
@@ -142,6 +152,7 @@ class OffloadingConnectorWorker:
     def _note_missing_blocks(self, load: _Running, result: TransferResult) -> None:
         if result.success:
             return
+        self._failed_loads.add(load.req_id)
         destination = load.spec[1]
         assert isinstance(destination, GPULoadStoreSpec)
         ids = destination.block_ids.tolist()
