@@ -11,18 +11,18 @@ Implement the abstract methods in any package, register the class with `kvtier.p
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.keys import OffloadKey
 
-__all__ = ["CachePolicy", "Keys", "Slots"]
+__all__ = ["CachePolicy", "KeysOf", "Slots"]
 
 Slots = npt.NDArray[np.int64]
-Keys = npt.NDArray[np.object_]
-"""`keys[slot]` is the `OffloadKey` that a slot holds, or `None`."""
+KeysOf = Callable[[Slots], list[OffloadKey]]
+"""Names the chunks that slots hold."""
 
 
 class CachePolicy(ABC):
@@ -32,7 +32,7 @@ class CachePolicy(ABC):
         self.capacity = capacity
 
     @abstractmethod
-    def insert(self, slots: Slots, keys: Sequence[OffloadKey]) -> None:
+    def insert(self, slots: Slots, keys: list[OffloadKey]) -> None:
         """Add new chunks, ordered head to tail of a prefix: the tail must leave before the head.
 
         The slots are distinct and not ranked yet. `keys` lets a policy recognise a chunk that it evicted before.
@@ -47,10 +47,10 @@ class CachePolicy(ABC):
         """
 
     @abstractmethod
-    def evict(self, count: int, evictable: npt.NDArray[np.bool_], keys: Keys) -> Slots:
+    def evict(self, count: int, evictable: npt.NDArray[np.bool_], keys_of: KeysOf) -> Slots:
         """Unrank and return up to `count` slots, worst first, all of them with `evictable[slot]`.
 
-        Returns fewer only if fewer ranked slots are evictable. Neither array may be changed or kept.
+        Returns fewer only if fewer ranked slots are evictable. A policy that remembers whom it evicted asks `keys_of`.
         """
 
     @abstractmethod

@@ -1,0 +1,79 @@
+"""What a manager remembers of chunks that it does not hold: how often they were offered, and why they are absent.
+
+Bounded: of each kind, the newest `limit` keys are remembered. Called on the scheduler thread only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from itertools import islice
+from typing import TypeVar
+
+from kvtier.keys import OffloadKey
+from kvtier.offload.base import MissReason
+
+__all__ = ["AbsentKeys"]
+
+
+V = TypeVar("V")
+
+
+class _RecentKeys(dict[OffloadKey, V]):
+    """The `limit` keys that were added last, each with a value.
+
+    Trimmed in batches, so that it may hold an eighth more for a while: taking the first key out of a dict again and again
+    would walk over ever more holes.
+    """
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self._limit = limit
+
+    def trim(self) -> None:
+        """Forget the oldest keys if there are too many."""
+        excess = len(self) - self._limit
+        if excess > self._limit // 8:
+            for key in list(islice(self, excess)):
+                del self[key]
+
+
+class AbsentKeys:
+    """Remembers absent keys."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._offers: _RecentKeys[int] = _RecentKeys(limit)
+        self._reasons: _RecentKeys[MissReason] = _RecentKeys(limit)
+        # Filed when someone asks: chunks leave by the thousand and few are asked about.
+        self._unfiled: deque[tuple[tuple[OffloadKey, ...], MissReason]] = deque()
+        self._num_unfiled = 0
+
+    def count_offers(self, keys: Iterable[OffloadKey]) -> dict[OffloadKey, int]:
+        """Count one more offer of each key and return their counts."""
+        counts = {key: self._offers.pop(key, 0) + 1 for key in keys}
+        self._offers.update(counts)
+        self._offers.trim()
+        return counts
+
+    def forget_offers(self) -> None:
+        """Start counting anew."""
+        self._offers.clear()
+
+    def note(self, keys: Iterable[OffloadKey], reason: MissReason) -> None:
+        """Remember why these keys are absent from now on."""
+        self._unfiled.append((tuple(keys), reason))
+        self._num_unfiled += len(self._unfiled[-1][0])
+        while self._num_unfiled - len(self._unfiled[0][0]) >= self._limit:
+            self._num_unfiled -= len(self._unfiled.popleft()[0])
+            if not self._unfiled:
+                break
+
+    def reason(self, key: OffloadKey) -> MissReason:
+        """Say why an absent key is absent, as far as is remembered."""
+        for keys, reason in self._unfiled:
+            self._reasons.update(dict.fromkeys(keys, reason))
+            self._reasons.trim()
+        self._unfiled.clear()
+        self._num_unfiled = 0
+        return self._reasons.get(key, MissReason.NEVER_STORED)

@@ -1,0 +1,67 @@
+"""Policies: who leaves a full tier, by name.
+
+`lru` and `arc` are ours. Any other `CachePolicy` is named by its import path, `"package.module:Class"`, or by a name that its
+package gave to `register_policy`. `kvtier.testing.PolicySuite` says whether a policy keeps the contract.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from importlib import import_module
+
+from kvtier.errors import ConfigError, InputError
+from kvtier.policies.arc import ARCPolicy
+from kvtier.policies.base import CachePolicy, KeysOf, Slots
+from kvtier.policies.lru import LRUPolicy
+
+__all__ = [
+    "ARCPolicy",
+    "CachePolicy",
+    "KeysOf",
+    "LRUPolicy",
+    "Slots",
+    "make_policy",
+    "policy_names",
+    "register_policy",
+]
+
+_FIELD = "cpu.policy"
+_policies: dict[str, type[CachePolicy] | str] = {"lru": LRUPolicy, "arc": ARCPolicy}
+
+
+def register_policy(name: str, policy: type[CachePolicy] | str) -> None:
+    """Give a name to a policy class, or to the import path of one, which is then imported when it is first made."""
+    if ":" in name:
+        raise InputError(f"policy name: expected no colon, which stands in import paths, got {name!r}")
+    if _policies.setdefault(name, policy) != policy:
+        raise InputError(f"policy {name!r} is already registered as {_policies[name]!r}; choose another name")
+
+
+def policy_names() -> list[str]:
+    """Return the registered names, sorted."""
+    return sorted(_policies)
+
+
+def make_policy(name: str, capacity: int) -> CachePolicy:
+    """Make the policy of this name or import path for a tier of `capacity` slots."""
+    policy = name if ":" in name else _policies.get(name)
+    if policy is None:
+        raise ConfigError(_FIELD, _unknown(name))
+    return (_import(policy) if isinstance(policy, str) else policy)(capacity)
+
+
+def _unknown(name: str) -> str:
+    close = get_close_matches(name, policy_names(), n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"expected one of {', '.join(policy_names())} or 'package.module:Class', got {name!r}{hint}"
+
+
+def _import(path: str) -> type[CachePolicy]:
+    module, _, name = path.partition(":")
+    try:
+        policy = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(_FIELD, f"expected an importable 'package.module:Class', got {path!r} ({error})") from error
+    if not (isinstance(policy, type) and issubclass(policy, CachePolicy)):
+        raise ConfigError(_FIELD, f"expected a subclass of kvtier.policies.CachePolicy at {path!r}, found {policy!r}")
+    return policy

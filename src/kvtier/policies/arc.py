@@ -1,0 +1,96 @@
+"""ARC (Megiddo and Modha, 2003): a cache that learns how much to trust recency and how much frequency.
+
+Chunks used by one request are in T1, chunks used by several in T2, each in order of use. B1 and B2 remember the keys that
+were evicted from them. A chunk that comes back too late was wanted: found in B1 it says that T1 was too small, found in B2
+that T2 was, and `target`, the size that T1 should have, moves accordingly.
+
+Batches are decided at once: `evict` takes what T1 has beyond its target, then from T2, then from T1 again; the keys of one
+`insert` move the target together, by the sizes that B1 and B2 have before it. B1 and B2 hold up to `capacity` keys each.
+
+A key that comes back enters T2, as in the paper; vLLM's ARC puts it into T1. On Mooncake's conversation trace (512 tokens a
+chunk) the paper's choice finds 22.4 % of all chunks in 10,000 slots and 10.1 % in 3,000, the other 20.7 % and 6.1 %, and LRU
+21.1 % and 6.5 %; with 30,000 slots and more LRU is ahead of both. Called on the scheduler thread only.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.errors import IntegrityError
+from kvtier.keys import OffloadKey
+from kvtier.policies.base import CachePolicy, KeysOf, Slots
+from kvtier.policies.slots import ABSENT, GhostLists, RecencyList
+
+__all__ = ["ARCPolicy"]
+
+_T1, _T2 = 0, 1
+
+
+class ARCPolicy(CachePolicy):
+    """Ranks slots by use, those used by one request apart from those used by several."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._t1, self._t2 = self._lists = RecencyList(capacity), RecencyList(capacity)
+        self._ghosts = GhostLists(capacity)
+        self.target = 0.0
+        """The size that T1 should have."""
+
+    def insert(self, slots: Slots, keys: list[OffloadKey]) -> None:
+        sizes = self._ghosts.sizes()
+        lists = self._ghosts.recall(keys)
+        if lists is not None:
+            self._learn(np.bincount(lists + 1, minlength=3).tolist()[1:], sizes)
+            self._t2.use(slots[lists != ABSENT])
+            slots = slots[lists == ABSENT]
+        self._t1.use(slots)
+
+    def touch(self, slots: Slots, reused: npt.NDArray[np.bool_]) -> None:
+        self._t1.drop(slots[reused])
+        once = self._t1.holds(slots)
+        self._t1.use(slots[once])
+        self._t2.use(slots[~once])
+
+    def evict(self, count: int, evictable: npt.NDArray[np.bool_], keys_of: KeysOf) -> Slots:
+        surplus = self._take(_T1, min(count, self._surplus()), evictable, keys_of)
+        if len(surplus) == count:
+            return surplus
+        often = self._take(_T2, count - len(surplus), evictable, keys_of)
+        rest = self._take(_T1, count - len(surplus) - len(often), evictable, keys_of)
+        return np.concatenate((surplus, often, rest))
+
+    def remove(self, slots: Slots) -> None:
+        self._t1.drop(slots)
+        self._t2.drop(slots)
+
+    def clear(self) -> None:
+        self._t1.clear()
+        self._t2.clear()
+        self._ghosts.clear()
+        self.target = 0.0
+
+    def ranked(self) -> Slots:
+        once, surplus = self._t1.slots(), self._surplus()
+        return np.concatenate((once[:surplus], self._t2.slots(), once[surplus:]))
+
+    def check(self) -> None:
+        if np.intersect1d(self._t1.slots(), self._t2.slots()).size:
+            raise IntegrityError("arc: a slot is both in T1 and in T2")
+        if not 0 <= self.target <= self.capacity:
+            raise IntegrityError(f"arc: expected a target of 0 to {self.capacity}, found {self.target}")
+
+    def _take(self, which: int, count: int, evictable: npt.NDArray[np.bool_], keys_of: KeysOf) -> Slots:
+        slots = self._lists[which].take(count, evictable)
+        self._ghosts.remember(which, keys_of(slots))
+        return slots
+
+    def _learn(self, returned: list[int], sizes: tuple[int, int]) -> None:
+        """Move the target, by how many keys came back from B1 and B2 and how large those were."""
+        size1, size2 = (max(1, size) for size in sizes)
+        more, less = returned[_T1] * max(1.0, size2 / size1), returned[_T2] * max(1.0, size1 / size2)
+        self.target = min(max(self.target + more - less, 0.0), float(self.capacity))
+
+    def _surplus(self) -> int:
+        """Count the slots that T1 gives before T2 has to."""
+        return max(0, len(self._t1) - int(self.target) + 1)

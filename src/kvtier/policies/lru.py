@@ -1,0 +1,42 @@
+"""Least recently used: the chunk that was not used for longest leaves first.
+
+Being stored and being touched are uses; being read is not, so that the time a transfer takes does not matter.
+Called on the scheduler thread only.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.keys import OffloadKey
+from kvtier.policies.base import CachePolicy, KeysOf, Slots
+from kvtier.policies.slots import RecencyList
+
+__all__ = ["LRUPolicy"]
+
+
+class LRUPolicy(CachePolicy):
+    """Ranks slots by their last use."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._recency = RecencyList(capacity)
+
+    def insert(self, slots: Slots, keys: list[OffloadKey]) -> None:
+        self._recency.use(slots)
+
+    def touch(self, slots: Slots, reused: npt.NDArray[np.bool_]) -> None:
+        self._recency.use(slots)
+
+    def evict(self, count: int, evictable: npt.NDArray[np.bool_], keys_of: KeysOf) -> Slots:
+        return self._recency.take(count, evictable)
+
+    def remove(self, slots: Slots) -> None:
+        self._recency.drop(slots)
+
+    def clear(self) -> None:
+        self._recency.clear()
+
+    def ranked(self) -> Slots:
+        return self._recency.slots()
