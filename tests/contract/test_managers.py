@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from tests.contract.test_policies import FIFO
+
 from kvtier.offload import CPUOffloadingManager, OffloadingManager
 from kvtier.testing.manager_suite import ManagerSuite
-from tests.contract.test_policies import FIFO
 
 
 class TestCPUWithLRU(ManagerSuite):

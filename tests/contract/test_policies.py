@@ -1,4 +1,4 @@
-"""Every policy in the tree runs the suite, and so does one from outside it, to show that the contract can be met in a few lines."""
+"""Every policy in the tree runs the suite, and so does one from outside it: the contract can be met in a few lines."""
 
 from __future__ import annotations
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.engine.harness import Paged, prompt, tiny
 from torch import Tensor
 
-from harness import Paged, prompt, tiny
 from kvtier.engine.model import Decoder, ModelConfig, split_kv
 from kvtier.engine.weights import load_weights, random_weights, save_model
 from kvtier.errors import InputError, ModelError

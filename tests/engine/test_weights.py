@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.engine.harness import Paged, prompt, tiny
 from torch import Tensor
 
-from harness import Paged, prompt, tiny
 from kvtier.engine.model import ModelConfig, weight_shapes
 from kvtier.engine.weights import load_config, load_weights, random_weights, save_model
 from kvtier.errors import ModelError

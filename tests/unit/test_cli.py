@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.unit.demo_kit import demo_result, with_wrong_token
 
 import kvtier
-from demo_kit import demo_result, with_wrong_token
 from kvtier.cli import checks, main
 from kvtier.errors import IntegrityError, PoolError
 

@@ -6,8 +6,8 @@ import json
 from dataclasses import replace
 
 import pytest
+from tests.unit.demo_kit import demo_result, run, with_wrong_token
 
-from demo_kit import demo_result, run, with_wrong_token
 from kvtier.demo.result import DemoResult, Difference, percentile
 from kvtier.demo.summary import MEANINGS, format_ms, summarize
 from kvtier.offload.base import MissReason

@@ -132,6 +132,7 @@ class TestReasons:
             store(manager, number)
             if ask_often:
                 manager.explain(keys(number)[0])
+        assert len(manager._absent._unfiled) <= 8
         reasons = [manager.explain(key) for key in keys(*range(100))]
         assert reasons[:85] == [MissReason.NEVER_STORED] * 85
         assert reasons[-9:] == [MissReason.EVICTED] * 8 + [None]
@@ -304,6 +305,15 @@ def test_stats_add_up() -> None:
     stats = manager.stats()
     assert (stats.slots, stats.free, stats.ready, stats.reading, stats.writing, stats.doomed) == (4, 0, 3, 2, 1, 0)
     assert (stats.stored, stats.evicted, stats.refused) == (5, 2, 0)
+
+
+def test_what_is_returned_is_not_what_is_announced() -> None:
+    manager = CPUOffloadingManager(1)
+    store(manager, 1)
+    output = manager.prepare_store(keys(2), A)
+    assert output is not None
+    output.evicted_keys.clear()
+    assert [event.keys for event in manager.take_events()] == [keys(1), keys(1)]
 
 
 def test_events_are_drained_even_if_nobody_looks_at_them() -> None:

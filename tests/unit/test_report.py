@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.unit.demo_kit import demo_result, with_wrong_token
 
-from demo_kit import demo_result, with_wrong_token
 from kvtier.demo.result import DemoResult
 from kvtier.report import render_report
 from kvtier.report.plots import HEIGHT, WIDTH, Linear, Log, Plot

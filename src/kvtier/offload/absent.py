@@ -1,6 +1,6 @@
 """What a manager remembers of chunks that it does not hold: how often they were offered, and why they are absent.
 
-Bounded: of each kind, the newest `limit` keys are remembered. Called on the scheduler thread only.
+Bounded: of each kind, the newest `limit` keys are remembered, or an eighth more. Called on the scheduler thread only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from kvtier.keys import OffloadKey
 from kvtier.offload.base import MissReason
 
 __all__ = ["AbsentKeys"]
-
 
 V = TypeVar("V")
 
@@ -60,17 +59,17 @@ class AbsentKeys:
         """Start counting anew."""
         self._offers.clear()
 
-    def note(self, keys: Iterable[OffloadKey], reason: MissReason) -> None:
+    def note(self, keys: list[OffloadKey], reason: MissReason) -> None:
         """Remember why these keys are absent from now on."""
+        if not keys:
+            return
         self._unfiled.append((tuple(keys), reason))
-        self._num_unfiled += len(self._unfiled[-1][0])
-        while self._num_unfiled - len(self._unfiled[0][0]) >= self._limit:
+        self._num_unfiled += len(keys)
+        while self._unfiled and self._num_unfiled - len(self._unfiled[0][0]) >= self._limit:
             self._num_unfiled -= len(self._unfiled.popleft()[0])
-            if not self._unfiled:
-                break
 
     def reason(self, key: OffloadKey) -> MissReason:
-        """Say why an absent key is absent, as far as is remembered."""
+        """Say why an absent key is absent, as far as is remembered. The last reason counts, the first one's age."""
         for keys, reason in self._unfiled:
             self._reasons.update(dict.fromkeys(keys, reason))
             self._reasons.trim()

@@ -4,14 +4,13 @@
         def make(self, num_slots):
             return MyManager(num_slots)
 
-Whom a manager evicts is its own business, as long as it may leave; everything else that `OffloadingManager` promises is tested, at
-last by random calls against a model of a dict and two lists.
+Whom a manager evicts is its own business, as long as it may leave; everything else that `OffloadingManager` promises is tested,
+at last by random calls against a model of a few sets.
 """
 
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -284,13 +283,13 @@ def replayed(manager: OffloadingManager) -> set[OffloadKey]:
 
 @dataclass
 class _Model:
-    """What a manager must hold: numbers of chunks that are ready, with their readers, being written, or doomed."""
+    """What a manager must hold: numbers of chunks that are ready, with their readers, being written, or doomed by either."""
 
     capacity: int
     readers: dict[int, int] = field(default_factory=dict)
     writing: set[int] = field(default_factory=set)
-    doomed: Counter[int] = field(default_factory=Counter)
-    """With the ends that are still to come."""
+    doomed_readers: dict[int, int] = field(default_factory=dict)
+    doomed_writing: set[int] = field(default_factory=set)
 
     def lookup(self, number: int) -> bool | None:
         return None if number in self.writing else number in self.readers
@@ -301,8 +300,9 @@ class _Model:
 
     def _store(self, rng: random.Random, manager: OffloadingManager) -> None:
         offer = [rng.randrange(_UNIVERSE) for _ in range(rng.randint(0, 12))]
-        wanted = [n for n in dict.fromkeys(offer) if self.lookup(n) is False and not self.doomed[n]]
-        free = self.capacity - len(self.readers) - len(self.writing) - sum(map(bool, self.doomed.values()))
+        used = [*self.readers, *self.writing, *self.doomed_readers, *self.doomed_writing]
+        free = self.capacity - len(used)
+        wanted = [n for n in dict.fromkeys(offer) if n not in used]
         may_leave = {n for n, readers in self.readers.items() if readers == 0 and n not in offer}
         taken = wanted[: free + len(may_leave)]
         output = manager.prepare_store(keys(*offer), rng.choice(_RNG_CONTEXTS))
@@ -318,47 +318,48 @@ class _Model:
         self.writing |= set(taken)
 
     def _end_store(self, rng: random.Random, manager: OffloadingManager) -> None:
-        over = rng.sample(sorted(self.writing), rng.randint(0, len(self.writing)))
+        written = sorted(self.writing | self.doomed_writing)
+        over = set(rng.sample(written, rng.randint(0, len(written))))
         failed = rng.random() < 0.3
-        manager.complete_store(set(keys(*over)), success=not failed)
-        self.writing -= set(over)
-        self.readers |= {} if failed else dict.fromkeys(over, 0)
+        manager.complete_store(set(keys(*over, _UNIVERSE)), success=not failed)
+        self.readers |= {} if failed else dict.fromkeys(over & self.writing, 0)
+        self.writing -= over
+        self.doomed_writing -= over
 
     def _load(self, rng: random.Random, manager: OffloadingManager) -> None:
-        chosen = rng.sample(sorted(self.readers), rng.randint(0, len(self.readers)))
+        chosen = rng.choices(sorted(self.readers), k=rng.randint(0, 8)) if self.readers else []
         spec = manager.prepare_load(keys(*chosen), rng.choice(_RNG_CONTEXTS))
-        assert len(set(slots(spec))) == len(chosen)
+        assert len(slots(spec)) == len(chosen)
+        assert len(set(slots(spec))) == len(set(chosen))
         for number in chosen:
             self.readers[number] += 1
 
     def _end_load(self, rng: random.Random, manager: OffloadingManager) -> None:
-        read = [n for n, readers in self.readers.items() if readers]
+        read = [
+            n for held in (self.readers, self.doomed_readers) for n, readers in held.items() for _ in range(readers)
+        ]
         over = rng.sample(read, rng.randint(0, len(read)))
-        doomed = [n for n, ends in self.doomed.items() if ends > 0]
-        over += rng.sample(doomed, rng.randint(0, len(doomed)))
         manager.complete_load(keys(*over))
         for number in over:
-            if number in self.readers:
-                self.readers[number] -= 1
-            else:
-                self.doomed[number] -= 1
+            (self.readers if number in self.readers else self.doomed_readers)[number] -= 1
+        self.doomed_readers = {n: readers for n, readers in self.doomed_readers.items() if readers}
 
     def _touch(self, rng: random.Random, manager: OffloadingManager) -> None:
         used = [rng.randrange(_UNIVERSE) for _ in range(rng.randint(0, 10))]
-        manager.touch(keys(*dict.fromkeys(used)), rng.choice(_RNG_CONTEXTS))
+        manager.touch(keys(*used), rng.choice(_RNG_CONTEXTS))
 
     def _drop(self, rng: random.Random, manager: OffloadingManager) -> None:
-        """Reset or discard what is not being written, and end the doomed writes at once to keep the model small."""
-        if self.writing or rng.random() < 0.5:
-            return
-        gone = list(self.readers) if rng.random() < 0.3 else rng.sample(sorted(self.readers), len(self.readers) // 3)
-        if len(gone) == len(self.readers):
+        """Discard some chunks, held or not, or rarely reset everything."""
+        gone = set(rng.sample(range(_UNIVERSE), 6))
+        if rng.random() < 0.2:
+            gone = set(range(_UNIVERSE))
             manager.reset_cache()
         else:
             manager.discard(keys(*gone))
-        for number in gone:
-            if readers := self.readers.pop(number):
-                self.doomed[number] = readers
+        self.doomed_readers |= {n: readers for n, readers in self.readers.items() if readers and n in gone}
+        self.doomed_writing |= self.writing & gone
+        self.readers = {n: readers for n, readers in self.readers.items() if n not in gone}
+        self.writing -= gone
 
     def events(self, manager: OffloadingManager) -> None:
         """Hold what a listener believes against what is held."""

@@ -4,8 +4,8 @@
         def make(self, capacity):
             return MyPolicy(capacity)
 
-What is asked of every policy: it ranks exactly what it was told, evicts only what may leave and as much as it can, worst first, and
-lets the tail of a prefix leave before its head. How it weighs recency against frequency is its own business and not tested here.
+What is asked of every policy: it ranks exactly what it was told, evicts only what may leave and as much as it can, worst first,
+and lets the tail of a prefix leave before its head. How it weighs recency against frequency is its own business and not tested.
 """
 
 from __future__ import annotations

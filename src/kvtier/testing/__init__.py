@@ -1,0 +1,32 @@
+"""What we test with, for others to use: contract suites, faults, caches of every layout, a toy model.
+
+The suites are classes for pytest. Subclass one in your own tests, say how to make your policy, manager or handlers, and every
+promise of the contract is tested:
+
+    from kvtier.testing import PolicySuite
+
+    class TestMine(PolicySuite):
+        def make(self, capacity):
+            return MyPolicy(capacity)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvtier.testing.handler_suite import HandlerSuite
+    from kvtier.testing.manager_suite import ManagerSuite
+    from kvtier.testing.policy_suite import PolicySuite
+
+__all__ = ["HandlerSuite", "ManagerSuite", "PolicySuite"]
+
+_HOMES = {"HandlerSuite": "handler_suite", "ManagerSuite": "manager_suite", "PolicySuite": "policy_suite"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a suite when it is asked for: one needs pytest, another torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
