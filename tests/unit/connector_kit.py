@@ -91,6 +91,7 @@ def make_config(
         hash_block_size=BLOCK,
         world_size=world_size,
         engine_id="test",
+        enable_kv_cache_events=True,
     )
 
 

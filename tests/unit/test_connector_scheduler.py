@@ -334,6 +334,13 @@ def test_reset_while_jobs_run_frees_everything_in_the_end() -> None:
     assert not list(host.scheduler.take_events())
 
 
+def test_events_that_nobody_wants_do_not_pile_up() -> None:
+    host = make_host()
+    object.__setattr__(host.scheduler.spec.config, "enable_kv_cache_events", False)
+    host.cache(Request("a", PROMPT))
+    assert not list(host.scheduler.manager.take_events())
+
+
 def test_a_full_pool_takes_the_leading_part_and_refusals_are_retried() -> None:
     host = make_host(num_slots=4)
     request = Request("a", PROMPT)

@@ -120,6 +120,8 @@ def test_a_job_that_no_handler_takes_is_reported_as_failed(config: OffloadingCon
     output = rank.step(metadata)
     assert output.finished_recving == {"a"}
     assert output.invalid_block_ids == {5}
+    assert rank.worker.take_failed_loads() == {"a"}
+    assert rank.worker.take_failed_loads() == set()
     assert [(report.result.job_id, report.result.success) for report in output.reports] == [(7, False)]
     rank.close()
 

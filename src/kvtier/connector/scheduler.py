@@ -309,6 +309,8 @@ class OffloadingConnectorScheduler:
             self._step_started = None
         for report in connector_output.reports:
             self._take_report(report)
+        if not self.spec.config.enable_kv_cache_events:
+            self.manager.take_events()  # nobody will, and they must not pile up
 
     def _take_report(self, report: TransferReport) -> None:
         job = self._jobs.get(report.result.job_id)
