@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "config": {"errors"},
     "keys": {"errors", "_chain"},
-    "policies": BASE,
+    "policies": BASE | {"_slots"},
     "pool": BASE,
     "events": {"errors", "keys"},
     "index": {"events"},
@@ -37,10 +37,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations": BELOW_ENGINE,
 }
 """What each part of kvtier may import from the others, lazily or not. Below are those that may import anything."""
-ON_TOP = {"cli", "demo", "metrics", "planner", "plots", "report", "testing"}
+ON_TOP = {"__main__", "cli", "demo", "metrics", "planner", "report", "testing"}
 
 NEED_TORCH = (
     "kvtier.engine",
+    "kvtier.integrations.vllm",
     "kvtier.transfer.cuda",
     "kvtier.transfer.host",
     "kvtier.transfer.layout",

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from kvtier.engine.model_config import ModelConfig, RopeConfig, weight_shapes
 from kvtier.errors import InputError, ModelError
@@ -76,7 +77,8 @@ def split_kv(cache: Tensor) -> tuple[Tensor, Tensor]:
 class _Span(NamedTuple):
     """Sequences that attend in one call: N of them with R rows each, over L keys, padded to the longest.
 
-    `rows` [N, R] are rows of the batch, `keys` [N * L] rows of `_Pages`, `mask` [N, 1, R, L] is what each row may see.
+    `rows` [N, R] are rows of the batch, `keys` [N * L] rows of `_Pages`, `mask` [N, 1, R, L] is what each row may see: on a GPU
+    in half precision only a description of it for one sequence without a window, so that a fused kernel can be used.
     """
 
     rows: Tensor
@@ -84,7 +86,9 @@ class _Span(NamedTuple):
     mask: Tensor
 
 
-def _plan(batch: Batch, group: int, window: int | None, block_size: int, stride: int) -> list[_Span]:
+def _plan(
+    batch: Batch, group: int, window: int | None, block_size: int, stride: int, dtype: torch.dtype
+) -> list[_Span]:
     """Gather sequences into spans: of as many rows, and of key counts within a factor of two, which bounds padding."""
 
     def shape(sequence: SequenceSlice) -> tuple[int, int]:
@@ -92,10 +96,12 @@ def _plan(batch: Batch, group: int, window: int | None, block_size: int, stride:
         return sequence.end - sequence.start, length.bit_length()
 
     alike = groupby(sorted(batch.sequences, key=shape), key=shape)
-    return [_span(list(some), group, window, block_size, stride) for _, some in alike]
+    return [_span(list(some), group, window, block_size, stride, dtype) for _, some in alike]
 
 
-def _span(sequences: list[SequenceSlice], group: int, window: int | None, block_size: int, stride: int) -> _Span:
+def _span(
+    sequences: list[SequenceSlice], group: int, window: int | None, block_size: int, stride: int, dtype: torch.dtype
+) -> _Span:
     #  0 ........ first .............. end - R ..... end        keys in [first, first + L), queries in [end - R, end)
     device = sequences[0].block_tables[group].device
     num_rows = sequences[0].end - sequences[0].start
@@ -107,13 +113,16 @@ def _span(sequences: list[SequenceSlice], group: int, window: int | None, block_
     each_row = torch.arange(num_rows, device=device)
     keys = first + torch.arange(num_keys, device=device)
     queries = end - num_rows + each_row
-    mask = keys[:, None] <= queries[:, :, None]
-    if window is not None:
-        mask &= keys[:, None] > queries[:, :, None] - window
+    if len(sequences) == 1 and window is None and device.type == "cuda" and dtype.itemsize == 2:
+        mask: Tensor = causal_lower_right(num_rows, num_keys)
+    else:
+        mask = (keys[:, None] <= queries[:, :, None])[:, None]
+        if window is not None:
+            mask &= (keys[:, None] > queries[:, :, None] - window)[:, None]
     # Padding repeats the sequence's own last token: masked, and as finite as the rest of it.
     keys = keys.minimum(end - 1)
     blocks = torch.stack([s.block_tables[group][row] for s, row in zip(sequences, keys // block_size, strict=True)])
-    return _Span(start + each_row, (blocks * stride + keys % block_size).flatten(), mask[:, None])
+    return _Span(start + each_row, (blocks * stride + keys % block_size).flatten(), mask)
 
 
 class _Pages:
@@ -265,7 +274,9 @@ class Decoder:
             if (key := (group, window, k.stride)) not in steps:
                 slots = batch.slots[group]
                 writes = slots // block_size * k.stride + slots % block_size
-                steps[key] = _Step(cos, sin, writes, _plan(batch, group, window, block_size, k.stride))
+                steps[key] = _Step(
+                    cos, sin, writes, _plan(batch, group, window, block_size, k.stride, self.compute_dtype)
+                )
             x = layer(x, k, v, steps[key])
         return x
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from kvtier.offload.base import OffloadingSpec
@@ -62,14 +64,27 @@ class CPUOffloadingSpec(OffloadingSpec):
     def get_handlers(
         self, kv_caches: CanonicalKVCaches
     ) -> Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]]:
-        """Yield the handler of stores and the handler of loads."""
+        """Yield the handler of stores and the handler of loads, for the device that the caches are on."""
+        settings = self.config.settings
+        store, load = self._make_handlers(kv_caches)
+        yield GPULoadStoreSpec, CPULoadStoreSpec, store(settings.store_deadline, clock=self._clock)
+        yield CPULoadStoreSpec, GPULoadStoreSpec, load(settings.load_deadline, clock=self._clock)
+
+    def _make_handlers(
+        self, kv_caches: CanonicalKVCaches
+    ) -> tuple[Callable[..., OffloadingHandler], Callable[..., OffloadingHandler]]:
+        """Return what makes the two handlers, over one view of the memories."""
+        pool = self.open_pool()
+        if kv_caches.tensors[0].tensor.is_cuda and find_spec("triton") is not None:
+            from kvtier.transfer.cuda import CudaLoadHandler, CudaMemory, CudaStoreHandler
+
+            memory = CudaMemory(kv_caches, pool, self.config)
+            return partial(CudaStoreHandler, memory), partial(CudaLoadHandler, memory)
         from kvtier.transfer.host import HostLoadHandler, HostStoreHandler
         from kvtier.transfer.spans import Spans
 
-        settings = self.config.settings
-        spans = Spans(kv_caches, self.open_pool(), self.config)
-        yield GPULoadStoreSpec, CPULoadStoreSpec, HostStoreHandler(spans, settings.store_deadline, clock=self._clock)
-        yield CPULoadStoreSpec, GPULoadStoreSpec, HostLoadHandler(spans, settings.load_deadline, clock=self._clock)
+        spans = Spans(kv_caches, pool, self.config)
+        return partial(HostStoreHandler, spans), partial(HostLoadHandler, spans)
 
     def shutdown(self) -> None:
         """Give up the mapping of the pool. Idempotent."""

@@ -68,32 +68,44 @@ class Plan:
 
 def pair_blocks(gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, geometry: Geometry) -> Plan:
     """Check the ends of a job against each other and the geometry, and pair them."""
-    per_chunk = geometry.blocks_per_chunk
-    sizes, skipped = _read_groups(gpu, geometry)
-    slots_taken = -(-(sizes + skipped) // per_chunk) * (sizes > 0)
-    if slots_taken.sum() != len(cpu.block_ids):
+    skipped, taken = _read_groups(gpu, geometry)
+    if sum(taken) != len(cpu.block_ids):
         wants = f"{len(gpu.block_ids)} blocks in groups of {gpu.group_sizes}, first indices {gpu.block_indices}"
-        raise InputError(f"expected {slots_taken.sum()} slots for {wants}, got {len(cpu.block_ids)}")
+        raise InputError(f"expected {sum(taken)} slots for {wants}, got {len(cpu.block_ids)}")
     _check_range("block ids", gpu.block_ids, geometry.num_blocks)
     _check_range("slots", cpu.block_ids, geometry.num_slots)
-    positions = np.flatnonzero(gpu.block_ids != NULL_BLOCK)
-    groups = np.repeat(np.arange(len(sizes)), sizes)[positions]
-    first_block, first_slot = np.cumsum(sizes) - sizes, np.cumsum(slots_taken) - slots_taken
-    in_group = positions - first_block[groups] + skipped[groups]
-    slots = cpu.block_ids[first_slot[groups] + in_group // per_chunk]
-    return Plan(positions, groups, gpu.block_ids[positions], slots, in_group % per_chunk)
+    # places in all of the job's slots, as if their blocks were numbered through
+    per_chunk = geometry.blocks_per_chunk
+    firsts = [sum(taken[:group]) * per_chunk + skip for group, skip in enumerate(skipped)]
+    sizes = gpu.group_sizes
+    places = _join([np.arange(first, first + size) for first, size in zip(firsts, sizes, strict=True)])
+    groups = _join([np.full(size, group) for group, size in enumerate(sizes)])
+    there = gpu.block_ids != NULL_BLOCK
+    positions = np.arange(len(places))
+    if not there.all():
+        positions, places, groups = positions[there], places[there], groups[there]
+    if per_chunk == 1:
+        return Plan(positions, groups, gpu.block_ids[positions], cpu.block_ids[places], np.zeros_like(places))
+    slots, indices = np.divmod(places, per_chunk)
+    return Plan(positions, groups, gpu.block_ids[positions], cpu.block_ids[slots], indices)
 
 
-def _read_groups(gpu: GPULoadStoreSpec, geometry: Geometry) -> tuple[Ints, Ints]:
-    """Return each group's number of blocks, and how many leading blocks of its first slot are skipped."""
-    sizes = np.asarray(gpu.group_sizes, dtype=np.int64)
-    indices = np.asarray(gpu.block_indices or [0] * len(sizes), dtype=np.int64)
+def _read_groups(gpu: GPULoadStoreSpec, geometry: Geometry) -> tuple[list[int], list[int]]:
+    """Return for each group how many leading blocks of its first slot are skipped, and how many slots it takes."""
+    sizes, per_chunk = gpu.group_sizes, geometry.blocks_per_chunk
+    indices = gpu.block_indices or (0,) * len(sizes)
     if len(sizes) != geometry.num_groups:
         raise InputError(f"group_sizes: expected one per group ({geometry.num_groups}), got {gpu.group_sizes}")
-    if (sizes < 0).any() or (indices < 0).any():
+    if min(sizes) < 0 or min(indices) < 0:
         got = f"{gpu.group_sizes}, {gpu.block_indices}"
         raise InputError(f"expected no negative group_sizes or block_indices, got {got}")
-    return sizes, indices % geometry.blocks_per_chunk
+    skipped = [index % per_chunk for index in indices]
+    taken = [-(-(size + skip) // per_chunk) if size else 0 for size, skip in zip(sizes, skipped, strict=True)]
+    return skipped, taken
+
+
+def _join(arrays: list[Ints]) -> Ints:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def _check_range(what: str, ids: Ints, limit: int) -> None:

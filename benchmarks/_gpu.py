@@ -1,0 +1,193 @@
+"""What the benchmarks of CUDA transfers share: caches and handlers of a shape, the bare copies beside them, and a stopwatch."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kvtier.config import CPUConfig, GroupConfig, KVTierConfig, OffloadingConfig
+from kvtier.pool import Pool
+from kvtier.transfer.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
+    OffloadingHandler,
+)
+from kvtier.transfer.cuda import CudaLoadHandler, CudaMemory, CudaStoreHandler, driver, kernels
+from kvtier.transfer.cuda.memory import DIRECT_BYTES
+from kvtier.transfer.cuda.pieces import Ints, Part, Piece
+
+WAYS = ("store", "load")
+DEVICE = torch.device("cuda")
+
+
+def new_stream() -> torch.cuda.Stream:
+    """Return a stream."""
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
+def new_timer() -> torch.cuda.Event:
+    """Return an event that knows the device's time."""
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def is_over(event: torch.cuda.Event) -> bool:
+    """Say whether what was before an event has been done."""
+    return bool(event.query())  # type: ignore[no-untyped-call]
+
+
+class Timing(NamedTuple):
+    """Seconds that a caller waits, and seconds that the device works."""
+
+    wall: float
+    device: float
+
+
+class Rig:
+    """A cache of `refs` tensors with pages of `page` bytes, a pool with room for a job, and a pair of handlers over both."""
+
+    def __init__(
+        self, page: int, refs: int, job_bytes: int, *, pool_jobs: int = 1, direct_bytes: int = DIRECT_BYTES
+    ) -> None:
+        self.block_bytes = page * refs
+        self.blocks = max(1, job_bytes // self.block_bytes)
+        num_blocks = 1 + 2 * self.blocks
+        tensors = [torch.empty((num_blocks, page), dtype=torch.int8, device=DEVICE) for _ in range(refs)]
+        for tensor in tensors:
+            tensor.random_(-128, 128)
+        caches = CanonicalKVCaches(
+            [CanonicalKVCacheTensor(tensor, page) for tensor in tensors],
+            [[CanonicalKVCacheRef(index, page) for index in range(refs)]],
+        )
+        group = GroupConfig(block_size=16, bytes_per_block=self.block_bytes, layer_names=("all",))
+        capacity = (2 * pool_jobs * self.blocks) * max(self.block_bytes, 4096)
+        settings = KVTierConfig(cpu=CPUConfig(capacity=capacity), store_deadline=600, load_deadline=600)
+        config = OffloadingConfig(settings=settings, groups=(group,), hash_block_size=16, engine_id="benchmark")
+        self.pool = Pool.open("benchmark", config.num_slots, config.row_bytes)
+        self.memory = CudaMemory(caches, self.pool, config, direct_bytes=direct_bytes)
+        self.handlers: dict[str, OffloadingHandler] = {
+            "store": CudaStoreHandler(self.memory, 600),
+            "load": CudaLoadHandler(self.memory, 600),
+        }
+        self.rng = np.random.default_rng(0)
+        self._job = 0
+
+    @property
+    def job_bytes(self) -> int:
+        """The bytes of a job of all `blocks`."""
+        return self.blocks * self.block_bytes
+
+    def ends(self, blocks: int, *, scattered: bool) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec]:
+        """Draw scattered blocks, and slots side by side or scattered too."""
+        ids = 1 + self.rng.permutation(2 * self.blocks)[:blocks]
+        slots = self.rng.permutation(self.pool.num_slots)[:blocks] if scattered else np.arange(blocks)
+        return GPULoadStoreSpec(ids), CPULoadStoreSpec(slots)
+
+    def start(self, way: str, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec) -> int:
+        """Start a job and return its id."""
+        self._job += 1
+        spec = (gpu, cpu) if way == "store" else (cpu, gpu)
+        if not self.handlers[way].transfer_async(self._job, spec):
+            raise RuntimeError(f"the {way} was refused")
+        return self._job
+
+    def finish(self, way: str, job: int) -> float:
+        """Wait for a job and return the device's seconds."""
+        self.handlers[way].wait({job})
+        (result,) = self.handlers[way].get_finished()
+        if not result.success or result.transfer_time is None:
+            raise RuntimeError(f"the {way} failed: {result}")
+        return result.transfer_time
+
+    def run(self, way: str, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec) -> Timing:
+        """Run one job and time it."""
+        begin = time.perf_counter()
+        device = self.finish(way, self.start(way, gpu, cpu))
+        return Timing(time.perf_counter() - begin, device)
+
+    def run_new(self, way: str, blocks: int, *, scattered: bool) -> Timing:
+        """Run one job with ends of its own and time it."""
+        return self.run(way, *self.ends(blocks, scattered=scattered))
+
+    def close(self) -> None:
+        """Release everything."""
+        for handler in self.handlers.values():
+            handler.shutdown()
+        self.pool.close()
+        torch.cuda.empty_cache()
+
+
+class BareCopies:
+    """Copies of the bytes of a rig's job without a handler: one large one, one DMA for each page, and a kernel on some SMs."""
+
+    def __init__(self, rig: Rig, blocks: int) -> None:
+        self._rig, self._count = rig, blocks
+        self._bytes = blocks * rig.block_bytes
+        self.stream = new_stream()
+        self._buffer = torch.empty(self._bytes, dtype=torch.int8, device=DEVICE)
+        pages = [part.pages for part in rig.memory.parts[0]]
+        base, stride, size, offset = (np.concatenate(column) for column in zip(*pages, strict=True))
+        self._part = Part(type(pages[0])(base, stride, size, offset), 0, rig.block_bytes, True)
+        self._pool = torch.from_numpy(rig.pool.rows.reshape(-1).view(np.int8))
+        self.set_blocks(1 + rig.rng.permutation(2 * rig.blocks)[:blocks])
+
+    def set_blocks(self, ids: Ints) -> None:
+        """Say which blocks to copy, to or from the first slots."""
+        self._ids = torch.from_numpy(ids).pin_memory()
+        places = self._rig.pool.rows.ctypes.data + np.arange(self._count) * self._rig.pool.row_bytes
+        piece = Piece(self._part, 0, self._count, self._count)
+        self._ranges = self._rig.memory.pool_map.direct_ranges(piece, places, ids)
+
+    def large(self, way: str) -> None:
+        """Enqueue one copy of the same bytes. Pinned memory has seams, and a copy may not cross them."""
+        seam, host = self._rig.memory.pinning.seam, self._rig.memory.pinning.address
+        for at in range(0, self._bytes, seam):
+            ends = (host + at, self._buffer.data_ptr() + at)
+            dst, src = ends if way == "store" else ends[::-1]
+            driver.copy_range(dst, src, min(seam, self._bytes - at), self.stream.cuda_stream)
+
+    def batched(self, way: str) -> None:
+        """Enqueue one DMA for each page."""
+        device, host, size = self._ranges
+        dst, src = (host, device) if way == "store" else (device, host)
+        driver.copy_ranges(dst, src, size, self.stream.cuda_stream)
+
+    def kernel(self, way: str, programs: int = 12) -> Callable[[], None]:
+        """Return what enqueues a kernel that copies pages to or from the pool itself, on `programs` SMs."""
+        was = kernels.PROGRAMS, kernels.WARPS
+        kernels.PROGRAMS, kernels.WARPS = programs, 32
+        try:
+            copy = kernels.PageCopy(self._part, DEVICE, gather=way == "store")
+        finally:
+            kernels.PROGRAMS, kernels.WARPS = was
+
+        def enqueue() -> None:
+            kernels.PROGRAMS = programs
+            copy(self._ids, self._count, self._pool, self.stream.cuda_stream)
+            kernels.PROGRAMS = was[0]
+
+        return enqueue
+
+    def run(self, enqueue: Callable[[], None]) -> Timing:
+        """Run what was enqueued and time it."""
+        begin, end = new_timer(), new_timer()
+        start = time.perf_counter()
+        begin.record(self.stream)
+        enqueue()
+        end.record(self.stream)
+        end.synchronize()
+        return Timing(time.perf_counter() - start, begin.elapsed_time(end) / 1000)
+
+
+def median(run: Callable[[], Timing], repetitions: int) -> Timing:
+    """Repeat, after two runs that do not count, and return the median of each time."""
+    run(), run()
+    timings = [run() for _ in range(repetitions)]
+    return Timing(*(statistics.median(column) for column in zip(*timings, strict=True)))

@@ -1,0 +1,14 @@
+"""Transfers of an engine on a CUDA device: staged through device memory, whole rows over the bus. Needs torch and Triton.
+
+`handlers` keeps the contract of `OffloadingHandler` and says in which order memory is touched; `memory` is what they move
+bytes between; `lanes` has the streams and buffers; `kernels` the gather and the scatter; `pieces` the arithmetic; `pinning`
+the pool's memory; `driver` the calls that torch lacks. All of it imports without a device, and all but `kernels` without
+Triton.
+"""
+
+from __future__ import annotations
+
+from kvtier.transfer.cuda.handlers import CudaHandler, CudaLoadHandler, CudaStoreHandler
+from kvtier.transfer.cuda.memory import STAGING_BYTES, CudaMemory
+
+__all__ = ["STAGING_BYTES", "CudaHandler", "CudaLoadHandler", "CudaMemory", "CudaStoreHandler"]

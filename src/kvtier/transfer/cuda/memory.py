@@ -1,0 +1,63 @@
+"""The two memories between which handlers move bytes: the engine's pages on a device, and the pool, pinned.
+
+Immutable once made and shared by the handlers of both directions; any thread may read it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvtier.config import OffloadingConfig
+from kvtier.errors import LayoutError
+from kvtier.pool import Pool
+from kvtier.transfer.base import CanonicalKVCaches
+from kvtier.transfer.cuda.pieces import PoolMap, find_pages, split_pages
+from kvtier.transfer.cuda.pinning import Pinning
+from kvtier.transfer.plan import Geometry
+
+__all__ = ["BUFFERS", "DIRECT_BYTES", "STAGING_BYTES", "CudaMemory"]
+
+STAGING_BYTES = 256 << 20
+"""Device memory for the buffers of both directions together."""
+BUFFERS = 4
+"""How many each direction has."""
+DIRECT_BYTES = 2 << 20
+"""From this page size on pages are copied as they are.
+
+On an H200, jobs of 256 MiB, as parts of one large copy: pages of 512 KiB 0.95 as they are and 0.98 staged, 1 MiB 0.97 and
+0.98, 2 MiB 0.99 as they are, with no kernel and no buffer (`benchmarks/gpu_transfer.py`).
+"""
+_PAGEABLE_BYTES = 1 << 20  # copies of pageable memory wait, and a lock is held meanwhile
+
+
+class CudaMemory:
+    """What both handlers of a device share: where pages and rows are, and the pinned pool."""
+
+    def __init__(
+        self,
+        kv_caches: CanonicalKVCaches,
+        pool: Pool,
+        config: OffloadingConfig,
+        *,
+        staging_bytes: int = STAGING_BYTES,
+        direct_bytes: int = DIRECT_BYTES,
+        pinning: Pinning | None = None,
+    ) -> None:
+        groups = range(len(config.groups))
+        expected = [group.bytes_per_block for group in config.groups]
+        found = [kv_caches.block_bytes(group) for group in range(len(kv_caches.group_data_refs))]
+        if found != expected:
+            raise LayoutError(f"expected groups with blocks of {expected} bytes, got {found}")
+        first = kv_caches.tensors[0].tensor
+        self.kv_caches = kv_caches  # the addresses in `parts` are good while these live
+        self.device = first.device
+        self.pool = pool
+        self.pinning = pinning or Pinning(pool, lambda: torch.cuda.set_device(self.device))
+        self.staging_bytes = staging_bytes
+        self.piece_bytes = staging_bytes // 2 // BUFFERS
+        if not self.pinning.pinned:
+            self.piece_bytes = min(self.piece_bytes, _PAGEABLE_BYTES)
+        direct_bytes = min(direct_bytes, self.piece_bytes)
+        self.parts = [split_pages(find_pages(kv_caches, group), self.piece_bytes, direct_bytes) for group in groups]
+        self.geometry = Geometry(len(groups), len(first), pool.num_slots, config.settings.blocks_per_chunk)
+        self.pool_map = PoolMap(self.pinning.address, pool.row_bytes, self.pinning.seam, config)
