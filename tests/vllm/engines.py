@@ -1,0 +1,178 @@
+"""vLLM engines for tests: in this process, on the CPU, small enough to overflow at once.
+
+vLLM is imported when an engine is made, not before: without vLLM the tests are skipped and not broken.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.vllm.models import VOCAB
+
+from kvtier.connector.jobs import LoadJob
+
+BLOCK = 32
+"""Tokens of a block: the least that vLLM's CPU backend takes."""
+
+Prompt = list[int]
+
+
+@dataclass(frozen=True)
+class Output:
+    """What became of a prompt."""
+
+    tokens: list[int]
+    cached: int
+    """Prompt tokens that were not computed."""
+
+
+def make_prompt(seed: int, length: int) -> Prompt:
+    """Return random tokens."""
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+class Engine:
+    """A vLLM engine in this process."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self.core = llm.llm_engine.engine_core.engine_core
+
+    @property
+    def connector(self) -> Any:
+        """The scheduler's half of the connector, if there is one."""
+        return self.core.scheduler.connector
+
+    @property
+    def stats(self) -> Any:
+        """What kvtier has counted."""
+        return self.connector._connector.connector_scheduler.stats
+
+    @property
+    def worker(self) -> Any:
+        """The worker's half of the connector."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group()
+
+    def generate(
+        self, prompts: Sequence[Prompt], max_tokens: int = 8, salts: Sequence[str | None] = ()
+    ) -> list[Output]:
+        """Run prompts to their end, greedily."""
+        salts = [*salts, *[None] * (len(prompts) - len(salts))]
+        inputs = [_token_prompt(prompt, salt) for prompt, salt in zip(prompts, salts, strict=True)]
+        done = self.llm.generate(inputs, self.params(max_tokens), use_tqdm=False)
+        return [Output(list(each.outputs[0].token_ids), each.num_cached_tokens) for each in done]
+
+    def logprobs(self, prompt: Prompt, max_tokens: int = 3) -> list[float]:
+        """Return how likely the tokens were that follow: a finer sieve than the tokens themselves."""
+        params = self.params(max_tokens, logprobs=0)
+        (done,) = self.llm.generate([_token_prompt(prompt, None)], params, use_tqdm=False)
+        return [next(iter(each.values())).logprob for each in done.outputs[0].logprobs]
+
+    def params(self, max_tokens: int, **more: Any) -> Any:
+        """Return greedy sampling that does not stop early."""
+        from vllm import SamplingParams
+
+        return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, **more)
+
+    def add(self, request_id: str, prompt: Prompt, max_tokens: int = 8) -> None:
+        """Queue a prompt."""
+        self.llm.llm_engine.add_request(request_id, _token_prompt(prompt, None), self.params(max_tokens))
+
+    def step(self) -> dict[str, list[int]]:
+        """Run one step and return the tokens of requests that are over."""
+        outputs = self.llm.llm_engine.step()
+        return {each.request_id: list(each.outputs[0].token_ids) for each in outputs if each.finished}
+
+    def run(self) -> dict[str, list[int]]:
+        """Step until all requests are over."""
+        done: dict[str, list[int]] = {}
+        while self.llm.llm_engine.has_unfinished_requests():
+            done |= self.step()
+        return done
+
+    def settle(self) -> None:
+        """Step until all transfers are over, and check every invariant."""
+        while self.core.scheduler.has_requests():
+            self.step()
+        if self.connector is not None:
+            self.connector._connector.connector_scheduler.check()
+        assert (
+            self.free_blocks == self.core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
+        )  # but the null block
+
+    def forget(self, tiers_too: bool = False) -> None:
+        """Empty vLLM's own cache, and if asked kvtier's."""
+        self.settle()
+        assert self.llm.reset_prefix_cache(reset_connector=tiers_too)
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that no request holds."""
+        return int(self.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    @property
+    def loading(self) -> int:
+        """Loads on their way."""
+        jobs = self.connector._connector.connector_scheduler._jobs.values()
+        return sum(isinstance(job, LoadJob) for job in jobs)
+
+    def count_preemptions(self) -> int:
+        """Return the preemptions so far."""
+        return next(metric.value for metric in self.llm.get_metrics() if metric.name == "vllm:num_preemptions")
+
+
+def _token_prompt(prompt: Prompt, salt: str | None) -> dict[str, Any]:
+    return {"prompt_token_ids": prompt} | ({} if salt is None else {"cache_salt": salt})
+
+
+@contextmanager
+def vllm_engine(
+    model: Path,
+    kvtier: dict[str, Any] | None = None,
+    *,
+    connector: tuple[str, str] = ("kvtier.integrations.vllm", "KVTierConnector"),
+    num_blocks: int = 24,
+    **options: Any,
+) -> Iterator[Engine]:
+    """Run an engine with a cache of `num_blocks` blocks, without kvtier or with these settings of it."""
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    gc.freeze()  # vLLM collects garbage nine times an engine, and what was imported is never garbage
+    if kvtier is not None:
+        module, name = connector
+        settings = {"cpu": {"capacity": "16MiB"}, "load_if_faster": False} | kvtier
+        options["kv_transfer_config"] = KVTransferConfig(
+            kv_connector=name, kv_connector_module_path=module, kv_role="kv_both", kv_connector_extra_config=settings
+        )
+    defaults = {
+        "dtype": "float32",
+        "max_model_len": 352,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 128,
+        "enforce_eager": True,
+        "block_size": BLOCK,
+        "kv_cache_memory_bytes": 64 << 20,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": False,
+        "seed": 0,
+    }
+    llm = LLM(model=str(model), num_gpu_blocks_override=num_blocks, **(defaults | options))
+    engine = Engine(llm)
+    try:
+        yield engine
+        engine.settle()
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm, engine
+        cleanup_dist_env_and_memory()

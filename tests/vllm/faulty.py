@@ -1,0 +1,28 @@
+"""A connector whose transfers go wrong as planned. vLLM imports it by name."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from kvtier.config import OffloadingConfig
+from kvtier.integrations.vllm import KVTierConnector
+from kvtier.offload import GPULoadStoreSpec, OffloadingSpec, TransferType
+from kvtier.testing.faults import Fault, FaultPlan, with_faults
+
+__all__ = ["FaultyConnector", "HangingLoads"]
+
+
+class FaultyConnector(KVTierConnector):
+    """kvtier with faults."""
+
+    plan: ClassVar[FaultPlan]
+
+    def make_spec(self, config: OffloadingConfig) -> OffloadingSpec:
+        return with_faults(super().make_spec(config), self.plan)
+
+
+class HangingLoads(FaultPlan):
+    """All stores arrive and no load does, until its deadline."""
+
+    def choose(self, transfer_type: TransferType, job_id: int) -> tuple[Fault | None, float]:
+        return (Fault.HANG if transfer_type[1] == GPULoadStoreSpec.medium() else None), 0.0

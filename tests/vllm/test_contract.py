@@ -1,0 +1,164 @@
+"""What kvtier relies on in vLLM is there, and what it does not know of is noticed."""
+
+from __future__ import annotations
+
+import inspect
+import runpy
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.vllm.engines import BLOCK, make_prompt, vllm_engine
+
+from kvtier.errors import InputError
+
+LEFT_ALONE = {
+    "bind_gpu_block_pool": "the cache manager is bound",
+    "bind_kv_cache_manager": "keeps it for us",
+    "finish_forward": "stores are fenced",
+    "get_external_cache_hit_sources": "there is one source: _cache_hit_source",
+    "get_finished_count": "every rank reports",
+    "get_handshake_metadata": "nothing to shake hands with",
+    "get_kv_connector_kv_cache_events": "events come from the scheduler's side",
+    "get_loaded_kv_cache_group_ids": "all prefix-cacheable groups: kvtier refuses others",
+    "get_mem_pool_context": "vLLM's own memory will do",
+    "has_connector_metadata": "about what bind_connector_metadata keeps",
+    "has_pending_block_frees": "no blocks are held",
+    "on_new_request": "a request is known from the first question about it",
+    "register_finished_partial_tail": "recurrent models only",
+    "requires_piecewise_for_cudagraph": "nothing is done layer by layer",
+    "reset_capture_state": "nothing is captured",
+    "role": "as given",
+    "set_host_xfer_buffer_ops": "copies are our own",
+    "set_xfer_handshake_metadata": "no handshake",
+    "set_xfer_handshake_metadata_pp_aware": "no handshake",
+    "supports_divergent_local_hybrid_hits": "recurrent models only",
+}
+
+
+def hooks(cls: type) -> set[str]:
+    return {name for name in vars(cls) if not name.startswith("_")} - {"__module__"}
+
+
+def test_every_hook_is_used_or_left_alone_on_purpose() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+
+    from kvtier.integrations.vllm import KVTierConnector
+
+    theirs = hooks(KVConnectorBase_V1) | hooks(SupportsHMA)
+    assert theirs - hooks(KVTierConnector) == LEFT_ALONE.keys()
+
+
+def test_parameters_are_those_of_the_base_class() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+
+    from kvtier.integrations.vllm import KVTierConnector
+
+    for base in (KVConnectorBase_V1, SupportsHMA):
+        for name in hooks(base) & hooks(KVTierConnector):
+            theirs, ours = getattr(base, name), getattr(KVTierConnector, name)
+            if callable(theirs):
+                assert list(inspect.signature(ours).parameters) == list(inspect.signature(theirs).parameters), name
+
+
+def test_fields_that_are_read_are_there() -> None:
+    from vllm.distributed import kv_events
+    from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from kvtier.events import AllBlocksCleared, BlockRemoved, BlockStored
+
+    def has(cls: type, *names: str) -> bool:
+        return set(names) <= {field.name for field in fields(cls)}
+
+    assert has(NewRequestData, "req_id", "block_ids", "num_computed_tokens")
+    assert has(CachedRequestData, "req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens")
+    assert has(SchedulerOutput, "num_scheduled_tokens", "preempted_req_ids", "finished_req_ids")
+    assert has(KVConnectorOutput, "kv_connector_worker_meta", "failed_recving", "invalid_block_ids")
+    assert isinstance(Request.num_tokens, property)
+    for ours in (AllBlocksCleared, BlockRemoved, BlockStored):
+        assert getattr(kv_events, ours.__name__).__struct_fields__ == ours.__struct_fields__
+
+
+@pytest.mark.parametrize("version", ["0.31.3", "0.33.0", "1.0", "dev"])
+def test_another_version_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    import vllm
+
+    monkeypatch.setattr(vllm, "__version__", version)
+    with pytest.raises(InputError, match=rf"vllm >=0\.32,<0\.33, but vllm {version} is installed") as caught:
+        runpy.run_module("kvtier.integrations.vllm")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"cpu": {"capacity": "1kB"}}, r"cpu\.capacity: expected at least one row"),
+        ({"cpu": {"capcity": "1GiB"}}, r"cpu\.capcity: no such setting; did you mean cpu\.capacity"),
+    ],
+)
+def test_a_bad_setting_stops_the_start_in_one_line(llama: Path, settings: dict[str, object], message: str) -> None:
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    with pytest.raises(InputError, match=message), vllm_engine(llama, settings):
+        pass
+    cleanup_dist_env_and_memory()
+
+
+def test_what_is_said_and_counted(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    import logging
+
+    logger = logging.getLogger("vllm.kvtier")
+    logger.addHandler(caplog.handler)
+    logger.setLevel(logging.INFO)
+    with vllm_engine(llama, {"cpu": {"capacity": "4MiB"}}) as engine:
+        prompt = make_prompt(0, 100)
+        engine.generate([prompt])
+        engine.forget()
+        engine.generate([prompt])
+        engine.settle()
+        found = {metric.name: metric.value for metric in engine.llm.get_metrics() if hasattr(metric, "value")}
+        config = engine.connector._connector.connector_scheduler.spec.config
+    logger.removeHandler(caplog.handler)
+    assert "4.0 MiB of host memory keep 85 chunks of 32 tokens (48.0 KiB each); policy lru" in caplog.text
+    assert "kv_load_failure_policy is now 'recompute'" in caplog.text
+    assert found["vllm:kvtier_loads"] == 1
+    assert found["vllm:kvtier_load_bytes"] == 3 * 48 * 1024
+    assert found["vllm:kvtier_store_bytes"] == 3 * 48 * 1024
+    assert found["vllm:external_prefix_cache_hits"] == 96
+    assert len(config.namespace) == 64
+
+
+def test_the_namespace_tells_models_and_settings_apart(llama: Path, hybrid: Path) -> None:
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    from kvtier.integrations.vllm import describe_engine
+
+    with vllm_engine(llama, {}) as engine:
+        cache = engine.connector._kv_cache_config
+
+    def namespace(model: Path = llama, **options: Any) -> str:
+        transfer = KVTransferConfig(
+            kv_connector="KVTierConnector",
+            kv_connector_module_path="kvtier.integrations.vllm",
+            kv_role="kv_both",
+            kv_connector_extra_config={"cpu": {"capacity": "1MiB"}},
+        )
+        defaults = {"dtype": "float32", "block_size": BLOCK, "skip_tokenizer_init": True}
+        args = EngineArgs(model=str(model), kv_transfer_config=transfer, **(defaults | options))
+        return describe_engine(args.create_engine_config(), cache).namespace
+
+    different = [
+        namespace(),
+        namespace(hybrid),
+        namespace(dtype="bfloat16"),
+        namespace(prefix_caching_hash_algo="sha256_cbor"),
+        namespace(load_format="dummy"),
+        namespace(hf_overrides={"rope_theta": 5000.0}),
+        namespace(tensor_parallel_size=2),
+    ]
+    assert len(set(different)) == len(different)
+    assert namespace(max_num_seqs=4, num_gpu_blocks_override=30) == namespace()

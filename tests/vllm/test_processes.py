@@ -1,0 +1,74 @@
+"""vLLM in its own processes: scheduler and workers apart, one pool between ranks, and nothing left behind by SIGKILL."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+TURNS = Path(__file__).with_name("turns.py")
+EXAMPLE = Path(__file__).parents[2] / "examples" / "vllm_offline.py"
+
+
+@contextmanager
+def running(*command: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a program in a session of its own, and in the end kill all its processes without a warning."""
+    env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen([sys.executable, *command], env=env, start_new_session=True, **options) as process:
+        try:
+            yield process
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def shared_memory(group: int) -> set[str]:
+    """Return the files in /dev/shm that the processes of a group have mapped, with a mark on those without a name."""
+    mapped: set[str] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if os.getpgid(int(process.name)) == group:
+                lines = (process / "maps").read_text().splitlines()
+                mapped |= {line[line.index("/dev/shm/") :] for line in lines if "/dev/shm/" in line}
+    return mapped
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+def test_same_tokens_and_nothing_left_behind(llama: Path, tensor_parallel_size: int) -> None:
+    with running(str(TURNS), str(llama), str(tensor_parallel_size)) as process:
+        assert process.stdout is not None
+        line = next(line for line in process.stdout if line.startswith('{"computed"'))
+        mapped = shared_memory(process.pid)
+    result = json.loads(line)
+    tokens, cached = zip(*result["loaded"], strict=True)
+    assert list(tokens) == [tokens for tokens, _ in result["computed"]]
+    assert [cached for _, cached in result["computed"]] == [0] * 4
+    assert list(cached) == [32, 96, 128, 160]
+    pools = [name for name in mapped if "kvtier" in name]
+    assert len(pools) == (tensor_parallel_size > 1), "one process with nobody to share needs no name"
+    assert all(name.endswith("(deleted)") for name in pools)
+    for name in mapped:
+        Path(name).unlink(missing_ok=True)  # vLLM's own: it leaves them behind
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_the_example_runs(llama: Path) -> None:
+    env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    options = ["--max-model-len", "512", "--documents", "12", "--lines", "50", "--kv-cache", "2MiB", "--enforce-eager"]
+    command = [sys.executable, str(EXAMPLE), "--model", str(llama), "--capacity", "64MiB", *options]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=200)
+    assert done.returncode == 0, done.stderr
+    first, second = re.findall(r"of ([\d,]+) prompt tokens ([\d,]+) came back from kvtier", done.stdout)
+    assert first[1] == "0"
+    assert second[1] != "0"
