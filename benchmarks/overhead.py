@@ -1,0 +1,205 @@
+"""Claim: with nothing to reuse, an engine with kvtier is at least 0.97 times as fast as one without.
+
+The worst case for kvtier: all prompts differ, so that every block is hashed, looked up in vain, stored, and evicted again by the
+next ones. Two engines share one model and run the same requests in turns, off on, on off, …, for as long as `--seconds` allows.
+A run ends when its last store has. Each pair of neighbouring runs gives a ratio; the median of many short pairs stands even on
+a machine that does other things, and its 95 % interval says how well. The CPU time of the process, all its threads counted,
+tells the same story without the neighbours. `--control` leaves kvtier out of both engines: what is then measured is
+the measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from _common import (
+    SCHEDULER_CALLS,
+    WORKER_CALLS,
+    Seconds,
+    Stopwatch,
+    make_model,
+    make_parser,
+    open_console,
+    random_prompt,
+    spread,
+    write_json,
+)
+from rich.console import Console
+from rich.table import Table
+
+from kvtier.config import KVTierConfig
+from kvtier.engine import Engine, EngineConfig, SamplingParams
+from kvtier.errors import IntegrityError
+from kvtier.offload import CPUOffloadingManager
+
+TARGET = 0.97
+LENGTHS = (256, 512, 320, 448)
+"""Of the prompts of a run. The same in every run, so that every run has the same steps."""
+ANSWER = 32
+NUM_TOKENS = sum(LENGTHS) + len(LENGTHS) * ANSWER
+POOL = "8MiB"
+"""Room for 1,024 tokens, fewer than a run has: every run evicts."""
+SIDES = {"scheduler's side": SCHEDULER_CALLS, "worker's side": WORKER_CALLS}
+MIN_PAIRS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one run of one engine took, in seconds."""
+
+    wall: float
+    cpu: float
+    own_cpu: float
+    """The part of it that the engine's thread took, which calls the connector; the rest are threads that copy."""
+    steps: int
+    calls: Seconds
+    tokens: list[list[int]]
+
+
+def run(engine: Engine, stopwatch: Stopwatch, seed: int) -> Run:
+    """Run prompts that the engine has not seen, and wait for the last store."""
+    source = random.Random(seed)
+    prompts = [random_prompt(source, length) for length in LENGTHS]
+    steps = 0
+    tokens: dict[str, list[int]] = {}
+    gc.collect()
+    stopwatch.take()
+    wall, cpu, own_cpu = time.perf_counter(), time.process_time(), time.thread_time()
+    ids = [engine.add_request(prompt, SamplingParams(max_tokens=ANSWER, ignore_eos=True)) for prompt in prompts]
+    while engine.has_unfinished():
+        tokens |= {output.request_id: output.token_ids for output in engine.step()}
+        engine.take_events()
+        steps += 1
+    engine.drain()
+    engine.take_events()
+    return Run(
+        time.perf_counter() - wall,
+        time.process_time() - cpu,
+        time.thread_time() - own_cpu,
+        steps,
+        stopwatch.take(),
+        [tokens[request_id] for request_id in ids],
+    )
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run both engines in turns and return the numbers."""
+    config = EngineConfig(num_blocks=160, max_num_seqs=len(LENGTHS), compute_dtype=arguments.compute_dtype)
+    model, stopwatch = make_model(config), Stopwatch()
+    settings = None if arguments.control else KVTierConfig.from_dict({"cpu": {"capacity": POOL}})
+    with ExitStack() as stack:
+        off = stack.enter_context(Engine(model, config))
+        on = stack.enter_context(Engine(model, config, settings))
+        stopwatch.watch_connector(on)
+        pairs = run_pairs(off, on, stopwatch, arguments)
+        on.check()
+        return compare(pairs) | ({} if arguments.control else account(pairs, on, arguments.threads))
+
+
+def run_pairs(off: Engine, on: Engine, stopwatch: Stopwatch, arguments: argparse.Namespace) -> list[tuple[Run, Run]]:
+    """Run off and on in turns. The first pair warms up and does not count."""
+    pairs: list[tuple[Run, Run]] = []
+    until = time.perf_counter() + arguments.seconds
+    while len(pairs) <= MIN_PAIRS or time.perf_counter() < until:
+        seed, on_first = len(pairs), len(pairs) % 2
+        first, second = (run(engine, stopwatch, seed) for engine in ((on, off) if on_first else (off, on)))
+        pairs.append((second, first) if on_first else (first, second))
+        if arguments.compute_dtype == "float64" and first.tokens != second.tokens:
+            raise IntegrityError(f"run {seed}: the tokens with kvtier are not those without")
+    return pairs[1:]
+
+
+def compare(pairs: list[tuple[Run, Run]]) -> dict[str, Any]:
+    """Return how fast both engines were, and the ratios of the pairs."""
+    wall, cpu = spread([off.wall / on.wall for off, on in pairs]), spread([off.cpu / on.cpu for off, on in pairs])
+    result = {"target": TARGET, "ratio": wall["median"], "wall_ratio": wall, "cpu_ratio": cpu}
+    result |= {"pairs": len(pairs), "tokens_per_run": NUM_TOKENS, "steps_per_run": pairs[0][1].steps}
+    for name, runs in zip(("off", "on"), zip(*pairs, strict=True), strict=True):
+        result[name] = {
+            "tokens_per_second": NUM_TOKENS / median(run.wall for run in runs),
+            "tokens_per_cpu_second": NUM_TOKENS / median(run.cpu for run in runs),
+        }
+    return result
+
+
+def account(pairs: list[tuple[Run, Run]], engine: Engine, threads: int) -> dict[str, Any]:
+    """Return what kvtier did for its part of a step: which calls took how long, and how much was stored."""
+    runs = [on for _, on in pairs]
+
+    def per_step(*names: str) -> float:
+        return median(sum(run.calls[name] for name in names) / run.steps for run in runs) * 1e6
+
+    spent = {side: per_step(*names) for side, names in SIDES.items()}
+    if threads == 1:  # with more, what they burn while they wait drowns what copying takes
+        spent["copy threads"] = median((run.cpu - run.own_cpu) / run.steps for run in runs) * 1e6
+    assert engine.connector is not None
+    scheduler = engine.connector.connector_scheduler
+    assert scheduler is not None
+    assert isinstance(scheduler.manager, CPUOffloadingManager)
+    num_runs = len(pairs) + 1
+    return {
+        "step_us": median(run.wall / run.steps for run in runs) * 1e6,
+        "us_per_step": spent,
+        "call_us_per_step": {name: per_step(name) for names in SIDES.values() for name in names},
+        "stored_bytes_per_run": scheduler.stats.store_bytes // num_runs,
+        "stores_per_run": scheduler.stats.stores / num_runs,
+        "stores_failed": scheduler.stats.stores_failed,
+        "evicted_chunks_per_run": scheduler.manager.stats().evicted / num_runs,
+    }
+
+
+def show(console: Console, result: dict[str, Any], arguments: argparse.Namespace) -> None:
+    """Print the numbers."""
+    console.print(
+        f"{result['pairs']} pairs of runs of {len(LENGTHS)} requests, {result['tokens_per_run']} tokens and "
+        f"{result['steps_per_run']} steps; {arguments.compute_dtype}, torch threads: {arguments.threads}"
+    )
+    table = Table("", "off", "on", "on / off", "95 % interval", "quartiles")
+    for name, rate, ratio in (
+        ("tokens/s", "tokens_per_second", result["wall_ratio"]),
+        ("tokens/CPU s", "tokens_per_cpu_second", result["cpu_ratio"]),
+    ):
+        ranges = (
+            f"{ratio[low]:.3f} – {ratio[high]:.3f}" for low, high in (("low", "high"), ("quartile_1", "quartile_3"))
+        )
+        rates = (f"{result[run][rate]:.0f}" for run in ("off", "on"))
+        table.add_row(name, *rates, f"{ratio['median']:.3f}", *ranges)
+    console.print(table)
+    if arguments.control:
+        console.print("Both without kvtier: what differs from 1 is the error of this benchmark")
+        return
+    spent = (f"{who} {us:.0f} µs ({us / result['step_us']:.2%})" for who, us in result["us_per_step"].items())
+    console.print(f"Of a step's {result['step_us']:.0f} µs: {', '.join(spent)}")
+    stored, evicted = result["stored_bytes_per_run"] / 2**20, result["evicted_chunks_per_run"]
+    console.print(
+        f"A run stores {stored:.1f} MiB in {result['stores_per_run']:.0f} jobs and evicts {evicted:.0f} chunks"
+    )
+    console.print(f"With kvtier: {result['ratio']:.3f} of the speed without; the claim is {TARGET:g}")
+
+
+def main() -> int:
+    parser = make_parser(__doc__)
+    parser.add_argument(
+        "--compute-dtype", choices=("float32", "float64"), default="float32", help="float64: compare tokens"
+    )
+    parser.add_argument("--seconds", type=float, default=60, help="how long to go on making pairs")
+    parser.add_argument("--control", action="store_true", help="measure an engine without kvtier against itself")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    result = measure(arguments)
+    show(open_console(arguments), result, arguments)
+    write_json(arguments, result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

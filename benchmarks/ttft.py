@@ -1,0 +1,209 @@
+"""Claim: a prompt whose KV is in the CPU tier has its first token many times sooner than one that is computed.
+
+For each prompt length, in turns: a prompt that nobody has seen (recompute), the same prompt after the engine has forgotten it
+so that only the CPU tier has it (load), and a bare memcpy of as many bytes between memory that no cache holds. Medians over
+many prompts; one request at a time, so that nothing hides a load. Where the time of a loaded prompt goes: asking, and planning
+the load (ask, plan); the load job, from its start until a worker knows that it is over (job), and telling so (end); the
+pass over the last token, which is always computed (token); and the rest of the engine's two steps. A pass in float64 first
+shows that computed and loaded KV give the same tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from _common import Seconds, Stopwatch, make_model, make_parser, open_console, random_prompt, write_json
+from rich.console import Console
+from rich.table import Table
+
+from kvtier.config import KVTierConfig
+from kvtier.engine import Engine, EngineConfig, SamplingParams
+from kvtier.errors import IntegrityError
+
+LENGTHS = (256, 1024, 2048)
+ANSWER = 4
+MIN_ROUNDS = 5
+COLD_BYTES = 128 << 20
+"""Memory that a memcpy goes through in turns: more than caches hold."""
+PARTS: dict[str, tuple[str, ...]] = {
+    "ask": ("get_num_new_matched_tokens",),
+    "plan": ("update_state_after_alloc", "build_connector_meta"),
+    "job": ("start_load_kv", "wait_for_transfers"),
+    "end": ("get_finished", "take_reports", "update_connector_output"),
+    "token": ("forward",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """How long one first token took, and which calls of that."""
+
+    seconds: float
+    calls: Seconds
+    tokens: list[int]
+    from_tier: int
+
+
+class Round(NamedTuple):
+    """One prompt, both ways, and a copy of as many bytes."""
+
+    computed: FirstToken
+    loaded: FirstToken
+    memcpy: float
+
+
+def first_token(engine: Engine, stopwatch: Stopwatch, prompt: list[int]) -> FirstToken:
+    """Run a prompt; the engine has nothing else to do, before and after."""
+    stopwatch.take()
+    engine.add_request(prompt, SamplingParams(max_tokens=ANSWER, ignore_eos=True))
+    while not (outputs := engine.step()):
+        pass
+    calls = stopwatch.take()
+    while not outputs[0].finished:
+        outputs = engine.step()
+    engine.drain()
+    engine.take_events()
+    (output,) = outputs
+    assert output.source is not None
+    assert output.ttft is not None
+    return FirstToken(output.ttft, calls, output.token_ids, output.source.tiers.get("cpu", 0))
+
+
+def compute_and_load(engine: Engine, stopwatch: Stopwatch, prompt: list[int]) -> tuple[FirstToken, FirstToken]:
+    """Have a prompt computed, let the engine forget it, and have it loaded."""
+    computed = first_token(engine, stopwatch, prompt)
+    engine.reset_prefix_cache()
+    loaded = first_token(engine, stopwatch, prompt)
+    expected, got = (0, len(prompt) - 1), (computed.from_tier, loaded.from_tier)
+    if got != expected:
+        raise IntegrityError(f"expected {expected} tokens from the CPU tier, got {got}")
+    return computed, loaded
+
+
+def memcpy_seconds(memory: npt.NDArray[np.uint8], size: int) -> Iterator[float]:
+    """Yield how long a bare copy of `size` bytes takes, each time between other parts of the memory."""
+    source, target = memory
+    while True:
+        for offset in range(0, COLD_BYTES - size + 1, size):
+            start = time.perf_counter()
+            target[offset : offset + size] = source[offset : offset + size]
+            yield time.perf_counter() - start
+
+
+def make_engine(compute_dtype: str, lengths: Sequence[int], stopwatch: Stopwatch) -> Engine:
+    """Return an engine that holds one prompt, with a CPU tier that holds several, and all its calls watched."""
+    config = EngineConfig(num_blocks=2 + (max(lengths) + ANSWER) // 16, compute_dtype=compute_dtype)
+    model = make_model(config)
+    stopwatch.watch(model, ["forward"])
+    engine = Engine(model, config, KVTierConfig.from_dict({"cpu": {"capacity": "64MiB"}}))
+    stopwatch.watch_connector(engine)
+    return engine
+
+
+def check_tokens(lengths: Sequence[int]) -> None:
+    """Compare tokens where they do not depend on how a prompt is cut into steps: in float64."""
+    stopwatch = Stopwatch()
+    with make_engine("float64", lengths, stopwatch) as engine:
+        for length in lengths:
+            computed, loaded = compute_and_load(engine, stopwatch, random_prompt(random.Random(length), length))
+            if computed.tokens != loaded.tokens:
+                raise IntegrityError(f"{length} tokens: computed KV gives {computed.tokens}, loaded {loaded.tokens}")
+
+
+def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Go through all lengths again and again, for a while; return the numbers of each."""
+    stopwatch, source = Stopwatch(), random.Random(0)
+    with make_engine("float32", arguments.lengths, stopwatch) as engine:
+        compute_and_load(engine, stopwatch, random_prompt(source, min(arguments.lengths)))
+        memory = np.ones((2, COLD_BYTES), np.uint8)
+        copies = {length: memcpy_seconds(memory, length * token_bytes(engine)) for length in arguments.lengths}
+        rounds: dict[int, list[Round]] = {length: [] for length in arguments.lengths}
+        until = time.perf_counter() + arguments.seconds
+        while time.perf_counter() < until or len(rounds[arguments.lengths[0]]) < MIN_ROUNDS:
+            for length in arguments.lengths:
+                tokens = compute_and_load(engine, stopwatch, random_prompt(source, length))
+                rounds[length].append(Round(*tokens, next(copies[length])))
+        return [summarize(length, length * token_bytes(engine), rounds[length]) for length in arguments.lengths]
+
+
+def token_bytes(engine: Engine) -> int:
+    """Return the bytes of one token's KV."""
+    cache = sum(tensor.nbytes for tensor in engine.kv_caches.values())
+    return cache // (engine.config.num_blocks * engine.config.block_size)
+
+
+def summarize(length: int, size: int, rounds: list[Round]) -> dict[str, Any]:
+    """Return medians in milliseconds, and their ratios."""
+    recompute, load = (median(getattr(each, way).seconds for each in rounds) * 1e3 for way in ("computed", "loaded"))
+    memcpy = median(each.memcpy for each in rounds) * 1e3
+    divided = [divide(each.loaded) for each in rounds]
+    parts = {part: median(each[part] for each in divided) * 1e3 for part in divided[0]}
+    return {
+        "prompt_tokens": length,
+        "bytes": size,
+        "rounds": len(rounds),
+        "recompute_ms": recompute,
+        "load_ms": load,
+        "memcpy_ms": memcpy,
+        "speedup": recompute / load,
+        "load_over_memcpy": load / memcpy,
+        "job_over_memcpy": parts["job"] / memcpy,
+        "memcpy_gbps": size / memcpy / 1e6,
+        "job_gbps": size / parts["job"] / 1e6,
+        "parts_ms": parts,
+    }
+
+
+def divide(token: FirstToken) -> dict[str, float]:
+    """Return what the time of a first token consists of."""
+    parts = {part: sum(token.calls[name] for name in names) for part, names in PARTS.items()}
+    return parts | {"rest": token.seconds - sum(parts.values())}
+
+
+def show(console: Console, results: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
+    """Print the numbers."""
+    console.print(f"Time to first token in ms, medians; float32, torch threads: {arguments.threads}")
+    table = Table("prompt", "KV MiB", "recompute", "load", "speedup", "memcpy", "load / memcpy")
+    for each in results:
+        times = (f"{each[f'{way}_ms']:.2f}" for way in ("recompute", "load"))
+        ratios = f"{each['speedup']:.1f}", f"{each['memcpy_ms']:.2f}", f"{each['load_over_memcpy']:.1f}"
+        table.add_row(str(each["prompt_tokens"]), f"{each['bytes'] / 2**20:.0f}", *times, *ratios)
+    console.print(table)
+    console.print("Where the time of a loaded prompt goes; and the job beside the memcpy, in GB/s")
+    table = Table("prompt", *results[0]["parts_ms"], "job", "memcpy", "ratio")
+    for each in results:
+        rates = (f"{each[f'{way}_gbps']:.1f}" for way in ("job", "memcpy"))
+        parts = (f"{ms:.2f}" for ms in each["parts_ms"].values())
+        table.add_row(str(each["prompt_tokens"]), *parts, *rates, f"{1 / each['job_over_memcpy']:.2f}")
+    console.print(table)
+
+
+def main() -> int:
+    parser = make_parser(__doc__)
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=LENGTHS, help="of prompts, in tokens: whole blocks of 16"
+    )
+    parser.add_argument("--seconds", type=float, default=45, help="how long to go on repeating")
+    arguments = parser.parse_args()
+    if any(length < 16 or length % 16 for length in arguments.lengths):
+        parser.error(f"--lengths: expected multiples of 16, which can be cached whole, got {arguments.lengths}")
+    torch.set_num_threads(arguments.threads)
+    check_tokens(arguments.lengths)
+    results = measure(arguments)
+    show(open_console(arguments), results, arguments)
+    write_json(arguments, {"same_tokens": True, "lengths": results})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
