@@ -36,7 +36,7 @@ test: $(DEV) ## Run all tests. ARGS='-k keys' selects some.
 	$(BIN)/python -m pytest $(ARGS)
 
 test-vllm: $(VLLM) ## Run the tests inside vLLM's CPU build. ARGS as above.
-	$(PEER)/python -m pytest tests/vllm $(ARGS)
+	$(PEER)/python -m pytest --timeout 300 tests/vllm $(ARGS)
 
 check: $(DEV) ## Lint, format and type-check without changing anything.
 	$(BIN)/ruff check .
