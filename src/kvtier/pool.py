@@ -34,7 +34,7 @@ import numpy.typing as npt
 from kvtier.config import format_size
 from kvtier.errors import InputError, IntegrityError, PoolError
 
-__all__ = ["Pool"]
+__all__ = ["Pool", "expect_memory"]
 
 _HEADER_BYTES = 4096
 _FORMAT = struct.Struct("<8sQQQQ")
@@ -141,8 +141,13 @@ class Pool:
             raise IntegrityError(f"pool: {self._path} is gone with {found.attached} of {found.parties} attached")
 
 
+def expect_memory(needed: int) -> None:
+    """Raise `PoolError` if this machine cannot give that many bytes now."""
+    _expect_free(needed, _free_memory(), "of memory is available", "lower cpu.capacity")
+
+
 def _map_private(header: _Header) -> mmap.mmap:
-    _expect_free(header.region_bytes, _free_memory(), "of memory is available", "lower cpu.capacity")
+    expect_memory(header.region_bytes)
     try:
         region = mmap.mmap(-1, header.region_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
@@ -247,7 +252,7 @@ def _expect_room(directory: Path, needed: int) -> None:
     stat = os.statvfs(directory)
     remedy = f"lower cpu.capacity or enlarge {directory} (docker run --shm-size, mount -o remount,size=...)"
     _expect_free(needed, stat.f_bavail * stat.f_frsize, f"is free in {directory}", remedy)
-    _expect_free(needed, _free_memory(), "of memory is available", "lower cpu.capacity")
+    expect_memory(needed)
 
 
 def _expect_free(needed: int, free: int | None, where: str, remedy: str) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import kvtier.offload
 import kvtier.pool
-from kvtier.errors import ConfigError, LayoutError
+from kvtier.errors import ConfigError, LayoutError, PoolError
 from kvtier.offload import (
     CPULoadStoreSpec,
     CPUOffloadingManager,
@@ -163,3 +164,11 @@ def test_the_package_offers_what_it_lists() -> None:
 def test_managing_needs_no_torch() -> None:
     script = "import sys; import kvtier.offload, kvtier.transfer, kvtier.pool; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parent)
+
+
+def test_a_capacity_beyond_the_machine_is_refused_before_books_are_made_for_it() -> None:
+    caches = make_caches("kv_first")
+    config = make_config(caches)
+    config = replace(config, settings=replace(config.settings, cpu=replace(config.settings.cpu, capacity=1 << 60)))
+    with pytest.raises(PoolError, match=r"needs 1024\.0 PiB, but only .* of memory is available; lower cpu\.capacity"):
+        CPUOffloadingSpec(config).get_manager()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.offload.base import OffloadingSpec
 from kvtier.offload.manager import CPUOffloadingManager
-from kvtier.pool import Pool
+from kvtier.pool import Pool, expect_memory
 from kvtier.transfer.base import (
     CanonicalKVCaches,
     CPULoadStoreSpec,
@@ -49,6 +49,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         """Return the manager, the same every time."""
         if self._manager is None:
             settings = self.config.settings
+            expect_memory(self.config.num_slots * self.config.row_bytes)  # before books are made for it
             self._manager = CPUOffloadingManager(
                 self.config.num_slots, settings.cpu.policy, store_threshold=settings.store_threshold
             )
