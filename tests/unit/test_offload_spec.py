@@ -170,5 +170,5 @@ def test_a_capacity_beyond_the_machine_is_refused_before_books_are_made_for_it()
     caches = make_caches("kv_first")
     config = make_config(caches)
     config = replace(config, settings=replace(config.settings, cpu=replace(config.settings.cpu, capacity=1 << 60)))
-    with pytest.raises(PoolError, match=r"needs 1024\.0 PiB, but only .* of memory is available; lower cpu\.capacity"):
+    with pytest.raises(PoolError, match=r"needs 1\.0 EiB, but only .* of memory is available; lower cpu\.capacity"):
         CPUOffloadingSpec(config).get_manager()
