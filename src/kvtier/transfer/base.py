@@ -1,6 +1,6 @@
 """What a transfer is: the two ends of a job, the engine's caches in canonical form, and the handler that moves bytes.
 
-These are the names of seed 002 that need no manager. A *spec* says where bytes are at one end; a job is a pair
+What an offloading contract needs besides a manager. A *spec* says where bytes are at one end; a job is a pair
 `(src, dst)` of specs with an id and one `TransferResult`. No class here imports torch: tensors only pass through.
 
 Threads: a handler's methods are called by one thread, the worker's. What a handler does in the background is its own.
