@@ -37,7 +37,7 @@ def test_the_workloads_exercised_what_they_claim(totals: Outcome) -> None:
     if totals.stats.stores == 0:
         pytest.skip("runs after test_same_tokens in the same session only")
     drawn = [draw(seed) for seed in SEEDS]
-    assert totals.from_tiers > 5_000
+    assert totals.from_tiers > 3_000
     assert totals.preemptions > 50
     assert len(totals.aborted) > 50
     assert {w.settings["blocks_per_chunk"] for w in drawn} == {1, 2, 4}

@@ -16,7 +16,7 @@ from kvtier.offload import CPUOffloadingSpec, OffloadingSpec
 from kvtier.testing.faults import Fault, FaultPlan, with_faults
 
 RATES = (0.01, 0.03, 0.1, 0.3)
-SEEDS = range(1000, 1030)
+SEEDS = range(1000, 1040)
 
 
 def run_with_faults(workload: Workload, plan: FaultPlan) -> Outcome:
@@ -44,7 +44,7 @@ def test_same_tokens_whatever_fails(rate: float) -> None:
     assert loaded > 0
     if rate >= 0.1:
         assert injected.keys() == {Fault.REFUSE, Fault.FAIL, Fault.HANG, Fault.SHORT}
-        assert failed_loads >= 3, "loads must have failed for this to show anything"
+        assert failed_loads >= 10 * rate, "loads must have failed for this to show anything"
 
 
 @pytest.mark.parametrize("kind", [Fault.REFUSE, Fault.FAIL, Fault.HANG, Fault.SHORT], ids=lambda kind: kind.name)
