@@ -57,6 +57,7 @@ def test_the_tier_gives_the_same_tokens(kv_layout: str, blocks_per_chunk: int) -
 
 @pytest.mark.parametrize(("start", "end"), [(0, 100), (37, 100), (99, 100)])
 def test_a_fused_kernel_sees_what_the_mask_allows(monkeypatch: pytest.MonkeyPatch, start: int, end: int) -> None:
+    torch.manual_seed(start)
     config = ModelConfig.from_dict(QUICK_MODEL | {"head_dim": 64})
     decoder = Decoder(config, random_weights(config), device="cuda", dtype=torch.bfloat16)
     page = (8, 2, 16, config.num_kv_heads, config.head_dim)
@@ -72,4 +73,5 @@ def test_a_fused_kernel_sees_what_the_mask_allows(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(model, "causal_lower_right", mask)
     masked = decoder.forward(batch, caches, groups, 16)
-    torch.testing.assert_close(fused, masked, atol=0.1, rtol=0.05)
+    # Measured over 90 caches: at most 0.027 from rounding in bfloat16, at least 0.16 from a mask that is off by one.
+    assert (fused - masked).norm() < 0.06 * masked.norm()
