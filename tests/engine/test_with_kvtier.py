@@ -14,7 +14,7 @@ from kvtier.config import KVTierConfig
 from kvtier.engine import Engine, EngineConfig, SamplingParams
 from kvtier.errors import ConfigError, LayoutError
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored
-from kvtier.offload import CPUOffloadingManager, CPUOffloadingSpec, MissReason
+from kvtier.offload import CPULoadStoreSpec, CPUOffloadingManager, CPUOffloadingSpec, GPULoadStoreSpec, MissReason
 from kvtier.testing.faults import FaultPlan, with_faults
 from kvtier.testing.toy_model import ToyModel
 
@@ -219,5 +219,10 @@ def test_a_connector_that_cannot_be_made_is_closed() -> None:
 def test_close_is_idempotent() -> None:
     engine = engine_with()
     ask(engine, tokens(9), "r")
-    engine.close()
-    engine.close()
+    assert engine.worker is not None
+    assert engine.worker.connector_worker is not None
+    handlers = list(engine.worker.connector_worker._handlers.values())
+    assert handlers
+    for _ in range(2):
+        engine.close()
+        assert not handlers[0].transfer_async(99, (GPULoadStoreSpec([1]), CPULoadStoreSpec([0])))

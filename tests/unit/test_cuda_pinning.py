@@ -96,6 +96,7 @@ def test_memory_stays_mapped_while_it_is_pinned() -> None:
     rows = pool.rows
     pool.close()
     rows[0] = 7
+    assert (rows[0] == 7).all()
     pinned.release()
 
 
