@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -13,6 +15,9 @@ from kvtier.events import (
     EventBatch,
     KVCacheEvent,
     KVEventBatch,
+    Mark,
+    TierCleared,
+    blocks_of,
 )
 
 # Bytes that vLLM 0.32 wrote for these values.
@@ -122,6 +127,59 @@ def test_decoded_events_hash_like_the_originals() -> None:
     decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(KVEventBatch(0.0, [event])), type=KVEventBatch).events[0]
     assert decoded == event
     assert hash(decoded) == hash(event)
+
+
+def test_whatever_extra_keys_hold_can_be_hashed() -> None:
+    event = stored(extra_keys=[({"a": [1, {"b": 2}]},)])
+    assert hash(event) == hash(stored(extra_keys=[({"a": [1, {"b": 2}]},)]))
+    assert hash(event) != hash(stored(extra_keys=[({"a": [1, {"b": 3}]},)]))
+
+
+def test_marks_and_tier_clears_compare_and_hash() -> None:
+    assert (
+        len({Mark(1, 2, 3), Mark(1, 2, 3), Mark(1, 2, 4), TierCleared("CPU"), TierCleared("CPU"), TierCleared("GPU")})
+        == 4
+    )
+
+
+def test_a_tier_clear_does_not_travel() -> None:
+    raw = msgspec.msgpack.encode([0.0, [TierCleared("CPU")], 0])
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(raw, type=KVEventBatch)
+
+
+FOUR = stored(
+    block_hashes=[1, 2, 3, 4],
+    parent_block_hash=9,
+    token_ids=list(range(8)),
+    extra_keys=[("a",), None, None, ("b",)],
+    group_idx=3,
+)
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "parent", "tokens", "extra"),
+    [
+        (0, 4, 9, [0, 1, 2, 3, 4, 5, 6, 7], [("a",), None, None, ("b",)]),
+        (0, 1, 9, [0, 1], [("a",)]),
+        (1, 3, 1, [2, 3, 4, 5], [None, None]),
+        (3, 4, 3, [6, 7], [("b",)]),
+        (2, 2, 2, [], []),
+    ],
+)
+def test_blocks_of_an_event(start: int, stop: int, parent: int, tokens: list[int], extra: list[Any]) -> None:
+    part = blocks_of(FOUR, start, stop)
+    assert part == stored(
+        block_hashes=[1, 2, 3, 4][start:stop], parent_block_hash=parent, token_ids=tokens, extra_keys=extra, group_idx=3
+    )
+
+
+def test_tokens_that_do_not_divide_belong_to_no_block() -> None:
+    """A publisher that skips blocks of a window sends more tokens than its hashes have."""
+    part = blocks_of(stored(block_hashes=[1, 2], token_ids=[5, 6, 7, 8, 9, 10]), 1, 2)
+    assert (part.block_hashes, part.parent_block_hash, part.token_ids, part.block_size) == ([2], 1, [], 0)
+    placeholder = blocks_of(stored(block_hashes=[1, 2], token_ids=[], block_size=0), 0, 1)
+    assert (placeholder.token_ids, placeholder.block_size) == ([], 0)
 
 
 def test_events_do_not_change() -> None:

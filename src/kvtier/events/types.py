@@ -22,6 +22,9 @@ __all__ = [
     "ExternalBlockHash",
     "KVCacheEvent",
     "KVEventBatch",
+    "Mark",
+    "TierCleared",
+    "blocks_of",
 ]
 
 MEDIUM_GPU = "GPU"
@@ -40,7 +43,11 @@ class KVCacheEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True, froze
 
 
 def _freeze(value: Any) -> Any:
-    """Return lists as tuples, all the way down, so that they can be hashed."""
+    """Return a value as one that can be hashed, all the way down: extra keys may hold anything that msgpack can."""
+    if isinstance(value, dict):
+        return frozenset((key, _freeze(each)) for key, each in value.items())
+    if isinstance(value, msgspec.msgpack.Ext):
+        return value.code, bytes(value.data)
     return tuple(map(_freeze, value)) if isinstance(value, (list, tuple)) else value
 
 
@@ -82,6 +89,26 @@ class AllBlocksCleared(KVCacheEvent, frozen=True):
     """The publisher's cache is empty."""
 
 
+class TierCleared(KVCacheEvent, frozen=True):
+    """One medium of the publisher's cache is empty; the others keep what they hold.
+
+    It never travels: old consumers do not know it. The publisher sends the removals that it stands for.
+    """
+
+    medium: str
+
+
+class Mark(msgspec.Struct, frozen=True, gc=False):
+    """What a publisher says of itself at a batch: who it is, and what is held once that batch is applied.
+
+    `epoch` is drawn at every start. `blocks` counts what is held, `digest` sums it up (see `kvtier.events.wire`).
+    """
+
+    epoch: int
+    blocks: int
+    digest: int
+
+
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """The events published under one sequence number; `ts` is their time in Unix seconds."""
 
@@ -94,3 +121,21 @@ class KVEventBatch(EventBatch):
     """A batch of KV cache events."""
 
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+
+
+def blocks_of(event: BlockStored, start: int, stop: int) -> BlockStored:
+    """Return the part of `event` that speaks of its blocks `[start, stop)`, with the parent and the tokens that they have.
+
+    Tokens that do not divide into the event's blocks belong to no block: the part then has none, and a block size of 0.
+    """
+    hashes, size = event.block_hashes, event.block_size
+    described = len(event.token_ids) == len(hashes) * size
+    extra = event.extra_keys
+    return msgspec.structs.replace(
+        event,
+        block_hashes=hashes[start:stop],
+        parent_block_hash=hashes[start - 1] if start else event.parent_block_hash,
+        token_ids=event.token_ids[start * size : stop * size] if described else [],
+        block_size=size if described else 0,
+        extra_keys=extra[start:stop] if extra is not None and len(extra) == len(hashes) else extra,
+    )

@@ -1,0 +1,166 @@
+"""The structs that events are read as before they are public ones: one per encoding, with and without tokens.
+
+The public events have the fields of the newest vLLM and demand them. Older versions and other engines send fewer, arrays
+besides maps, and SGLang's arrays differ behind the medium; the structs here read all of that and become public events.
+Nothing here keeps state: any thread may use it. `kvtier.events.wire` is what to call.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, Generic, TypeVar, cast
+
+import msgspec
+
+from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored, ExternalBlockHash, Mark
+
+__all__ = ["CARRIERS", "EACH", "MARK_KEY", "OUTER", "WHOLE", "Encoding", "Event", "Outer", "Reader", "encoding_of"]
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+MARK_KEY = "kvtier"
+
+_T = TypeVar("_T")
+_MAP_HEADS = frozenset((*range(0x80, 0x90), 0xDE, 0xDF))
+_LACKING = {"token_ids": [], "block_size": 0}  # what a field is when the sender has none; the others are None
+_TO_MEDIUM = {BlockStored: 6, BlockRemoved: 2, AllBlocksCleared: 0}  # fields that all publishers of arrays agree on
+
+
+class Encoding(StrEnum):
+    """How an event travels."""
+
+    MAP = "map"
+    ARRAY = "array"
+
+
+def encoding_of(raw: bytes) -> Encoding:
+    """Return how an encoded event travels."""
+    return Encoding.MAP if raw[0] in _MAP_HEADS else Encoding.ARRAY
+
+
+class _Shape(msgspec.Struct, gc=False):
+    """A public event's fields in their order, none required but the hashes."""
+
+    def public(self) -> Event:
+        """Return the public event."""
+        return self.kind(*msgspec.structs.astuple(self))  # type: ignore[attr-defined, no-any-return]
+
+
+class _Tokenless(_Shape):
+    """A stored event with its tokens unread."""
+
+    def public(self) -> Event:
+        values: Any = msgspec.structs.astuple(self)
+        return BlockStored(values[0], values[1], [], *values[3:])
+
+
+class _Core(_Tokenless):
+    """A stored event up to its medium, its tokens unread: what SGLang's arrays share with vLLM's."""
+
+    def public(self) -> Event:
+        values: Any = msgspec.structs.astuple(self)
+        return BlockStored(values[0], values[1], [], values[3], values[4], values[5], None)
+
+
+def _shape(kind: type[Event], form: Encoding, stored: type[_Shape]) -> type[_Shape]:
+    """Return the struct that `kind` is read as, stored events in the manner of `stored`."""
+    fields: list[Any] = [("block_hashes", list[ExternalBlockHash])] if kind is not AllBlocksCleared else []
+    for field in msgspec.structs.fields(kind)[1:]:
+        unread = field.name == "token_ids" and issubclass(stored, _Tokenless)
+        fields.append((field.name, msgspec.Raw if unread else field.type, _LACKING.get(field.name)))
+    made = msgspec.defstruct(
+        kind.__name__,
+        fields[: _TO_MEDIUM[kind]] if stored is _Core else fields,
+        bases=(stored if kind is BlockStored else _Shape,),
+        namespace={"kind": kind},
+        tag=kind.__name__,
+        array_like=form is Encoding.ARRAY,
+        gc=False,
+    )
+    return cast(type[_Shape], made)
+
+
+class Outer(msgspec.Struct, Generic[_T], array_like=True, gc=False):
+    """A batch of anything; what follows the rank is not read."""
+
+    ts: float
+    events: list[_T]
+    data_parallel_rank: int | None = None
+
+
+class Reader:
+    """Reads events, or whole batches of them, as the given structs."""
+
+    def __init__(
+        self, stored: type[msgspec.Struct], removed: type[msgspec.Struct], cleared: type[msgspec.Struct]
+    ) -> None:
+        """Read as these; those that are public events already stay what they are."""
+        union: Any = stored | removed | cleared
+        self._event = msgspec.msgpack.Decoder(union).decode
+        self._batch = msgspec.msgpack.Decoder(Outer[union]).decode
+        self._shapes = {each for each in (stored, removed, cleared) if issubclass(each, _Shape)}
+
+    def event(self, raw: bytes) -> Event:
+        """Read one event."""
+        event = self._event(raw)
+        return event.public() if type(event) in self._shapes else event  # type: ignore[no-any-return]
+
+    def batch(self, payload: bytes) -> Outer[Event]:
+        """Read a batch, every event of it."""
+        batch = self._batch(payload)
+        shapes = self._shapes
+        if shapes:
+            batch.events = [event.public() if type(event) in shapes else event for event in batch.events]
+        return batch
+
+
+def _reader(form: Encoding, stored: type[_Shape]) -> Reader:
+    """Return the reader of one encoding that demands no field."""
+    return Reader(*(_shape(kind, form, stored) for kind in (BlockStored, BlockRemoved, AllBlocksCleared)))
+
+
+class _MapCarrier(msgspec.Struct, tag="BlockRemoved", gc=False):
+    """The event that a mark rides in, as a map."""
+
+    block_hashes: list[Any]
+    mark: Mark = msgspec.field(name=MARK_KEY)
+
+
+class _ArrayCarrier(msgspec.Struct, tag="BlockRemoved", array_like=True, gc=False):
+    """The event that a mark rides in, as an array: the mark is behind every field that a removal ever had."""
+
+    block_hashes: list[Any]
+    medium: Any
+    group_idx: Any
+    locality: Any
+    ownership: Any
+    slot: dict[str, Mark]
+
+    @property
+    def mark(self) -> Mark | None:
+        return self.slot.get(MARK_KEY)
+
+
+_MAP = {tokens: _reader(Encoding.MAP, _Shape if tokens else _Tokenless) for tokens in (True, False)}
+_ARRAY = {tokens: _reader(Encoding.ARRAY, _Shape if tokens else _Tokenless) for tokens in (True, False)}
+_CORE = _reader(Encoding.ARRAY, _Core)
+
+OUTER = msgspec.msgpack.Decoder(Outer[msgspec.Raw])
+
+WHOLE = {
+    True: (Reader(BlockStored, BlockRemoved, AllBlocksCleared), _ARRAY[True]),
+    False: (Reader(_shape(BlockStored, Encoding.MAP, _Tokenless), BlockRemoved, AllBlocksCleared), _ARRAY[False]),
+}
+"""What reads a whole batch at once, with or without tokens, to be tried in turn."""
+
+EACH = {
+    (Encoding.MAP, True): (_MAP[True], _MAP[False]),
+    (Encoding.MAP, False): (_MAP[False],),
+    (Encoding.ARRAY, True): (_ARRAY[True], _CORE),
+    (Encoding.ARRAY, False): (_ARRAY[False], _CORE),
+}
+"""What reads one event of an encoding, with or without tokens, to be tried in turn. Tokens that are no numbers are left out."""
+
+CARRIERS: dict[Encoding, msgspec.msgpack.Decoder[Any]] = {
+    Encoding.MAP: msgspec.msgpack.Decoder(_MapCarrier),
+    Encoding.ARRAY: msgspec.msgpack.Decoder(_ArrayCarrier),
+}

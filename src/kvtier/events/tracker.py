@@ -1,0 +1,262 @@
+"""`OffloadingEventsTracker`: makes what the tiers announce describe itself.
+
+A tier knows a chunk by its key alone. Who routes requests needs its blocks: their hashes, tokens, parent and extra keys. The
+tracker notes these when a store is planned, while the request is there to be asked, and keeps them, packed, as long as some
+medium holds the chunk. Then
+
+- a stored chunk is announced with all its blocks; consecutive chunks of one change travel in one event;
+- a removed chunk is announced with the same hashes. Two chunks may have blocks in common, so a consumer counts;
+- a chunk that is not described (of a sliding window, or not recorded) is a placeholder: its key's hash, no tokens, block size 0.
+
+What is kept is bounded by what is being stored or is held: a store that came to nothing is dropped (`drop`), and what no medium
+holds is forgotten. Hashes leave as the engine has them. Scheduler thread only.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from kvtier.errors import IntegrityError
+from kvtier.events.types import BlockRemoved, BlockStored, ExternalBlockHash, KVCacheEvent
+from kvtier.keys import OffloadKey, get_offload_block_hash, get_offload_group_idx
+
+__all__ = ["ChunkGroup", "Describe", "Description", "OffloadingEventsTracker", "TierEvent"]
+
+_FULL_ATTENTION = "full_attention"
+_TOKEN_TYPE = "i"
+
+
+class Description(NamedTuple):
+    """What a request says of some of its consecutive blocks; `extra_keys` has an entry for each, or is `None`."""
+
+    token_ids: Sequence[int]
+    lora_id: int | None = None
+    lora_name: str | None = None
+    extra_keys: Sequence[tuple[Any, ...] | None] | None = None
+
+
+Describe = Callable[[Any, int, int, int], Description]
+"""Called with a request, the range `[start, stop)` of its tokens and the block size."""
+
+
+class _Request(Protocol):
+    @property
+    def block_hashes(self) -> Sequence[bytes]: ...
+
+
+class ChunkGroup(Protocol):
+    """The chunks of one KV cache group: how tokens and hashes fall into them."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def blocks_per_chunk(self) -> int: ...
+    @property
+    def hashes_per_chunk(self) -> int: ...
+    @property
+    def window(self) -> int | None: ...
+
+
+class TierEvent(Protocol):
+    """What a tier announces: chunks that a medium holds from now on or, `removed`, no more."""
+
+    @property
+    def keys(self) -> list[OffloadKey]: ...
+    @property
+    def medium(self) -> str: ...
+    @property
+    def removed(self) -> bool: ...
+
+
+class _Chunk(msgspec.Struct, gc=False):
+    """What a chunk holds; undescribed, its key's hash and a block size of 0.
+
+    There may be a million, so tokens are packed and the garbage collector need not look.
+    """
+
+    hashes: tuple[bytes, ...]
+    parent: bytes | None
+    tokens: bytes
+    block_size: int
+    group: int
+    lora_id: int | None
+    lora_name: str | None
+    extra_keys: tuple[tuple[Any, ...] | None, ...] | None
+    media: tuple[str, ...] = ()
+    """Those that hold the chunk and were announced so with these hashes."""
+
+
+class OffloadingEventsTracker:
+    """Knows the blocks of every chunk that is being stored or is held."""
+
+    def __init__(self, describe: Describe | None = None) -> None:
+        """Ask requests through `describe`; without it the tracker keeps nothing and all events are placeholders."""
+        self.enabled = describe is not None
+        self._describe = describe
+        self._planned: dict[OffloadKey, _Chunk] = {}
+        self._held: dict[OffloadKey, _Chunk] = {}
+
+    def __len__(self) -> int:
+        """Return how many chunks are described."""
+        return len(self._planned) + len(self._held)
+
+    # -- noting ------------------------------------------------------------------------------------------------------------
+
+    def record_store(
+        self, req: _Request, group_config: ChunkGroup, offload_block_idx: int, offload_key: OffloadKey
+    ) -> None:
+        """Note what a chunk holds whose store is planned: the request's `offload_block_idx`-th chunk in its group."""
+        if self._describe is not None and group_config.window is None:
+            self._planned[offload_key] = _chunk_of(self._describe, req, group_config, offload_block_idx)
+
+    def drop(self, keys: Iterable[OffloadKey]) -> None:
+        """Forget those of these chunks whose store came to nothing: it is over, and they have not been announced."""
+        for key in keys:
+            self._planned.pop(key, None)
+
+    def reset(self) -> None:
+        """Forget everything: what the tiers announce from here on was recorded after this call, or is a placeholder.
+
+        For tiers that forget without a word. Removals that are still to be translated would lose their blocks.
+        """
+        self._planned.clear()
+        self._held.clear()
+
+    # -- translating -------------------------------------------------------------------------------------------------------
+
+    def take_events(self, events: Iterable[TierEvent]) -> list[KVCacheEvent]:
+        """Translate what the tiers announce, in order."""
+        told: list[KVCacheEvent] = []
+        removed: list[OffloadKey] = []
+        for event in events:
+            if event.removed:
+                told += self._removed(event)
+                removed += event.keys
+            else:
+                told += _announce((self._settle(key, event.medium) for key in event.keys), event.medium)
+        if self._held:
+            for key in removed:  # only now: a chunk that left one medium may have come to another since
+                if key in self._held and not self._held[key].media:
+                    del self._held[key]
+        return told
+
+    def retell(self) -> list[KVCacheEvent]:
+        """Announce afresh every chunk that is held, parents first. For when listeners were told to forget too much."""
+        told: list[KVCacheEvent] = []
+        for medium in sorted({medium for chunk in self._held.values() for medium in chunk.media}):
+            held = (chunk for chunk in self._held.values() if medium in chunk.media)
+            told += _announce(_parents_first(held), medium)
+        return told
+
+    def _settle(self, key: OffloadKey, medium: str) -> _Chunk:
+        """Return what is known of a chunk that `medium` holds now, and keep it."""
+        planned, chunk = self._planned.pop(key, None), self._held.get(key)
+        if chunk is None or chunk.block_size == 0:  # a description that another medium relies on stays
+            chunk = planned or chunk or _undescribed(key)
+        if self.enabled:
+            self._held[key] = chunk
+            if medium not in chunk.media:
+                chunk.media += (medium,)
+        return chunk
+
+    def _removed(self, event: TierEvent) -> Iterator[BlockRemoved]:
+        by_group: dict[int, list[ExternalBlockHash]] = {}
+        for key in event.keys:
+            hashes = by_group.setdefault(get_offload_group_idx(key), [])
+            chunk = self._held.get(key) if self._held else None
+            if chunk is None or event.medium not in chunk.media:
+                hashes.append(get_offload_block_hash(key))
+            else:
+                hashes += chunk.hashes
+                chunk.media = tuple(medium for medium in chunk.media if medium != event.medium)
+        for group, hashes in by_group.items():
+            yield BlockRemoved(hashes, event.medium, group_idx=group)
+
+    def check(self) -> None:
+        """Raise `IntegrityError` if something is kept that no medium holds, or is named by another chunk's key."""
+        if not self.enabled and len(self):
+            raise IntegrityError(f"events tracker: it is off and yet keeps {len(self)} chunks")
+        for key, chunk in (*self._planned.items(), *self._held.items()):
+            if chunk.hashes[-1] != get_offload_block_hash(key) or chunk.group != get_offload_group_idx(key):
+                raise IntegrityError(f"events tracker: chunk {key.hex()} is described as another one")
+        for key, chunk in self._held.items():
+            if not chunk.media:
+                raise IntegrityError(f"events tracker: chunk {key.hex()} is kept and no medium holds it")
+
+
+def _chunk_of(describe: Describe, req: _Request, group: ChunkGroup, index: int) -> _Chunk:
+    """Describe a request's `index`-th chunk."""
+    per_chunk, size = group.hashes_per_chunk, group.block_size * group.blocks_per_chunk
+    per_block = per_chunk // group.blocks_per_chunk  # a block is named by the last of its hashes
+    first, hashes = index * per_chunk, req.block_hashes
+    told = describe(req, index * size, (index + 1) * size, group.block_size)
+    extra = told.extra_keys
+    return _Chunk(
+        hashes=tuple(hashes[first + per_block - 1 : first + per_chunk : per_block]),
+        parent=hashes[first - 1] if first else None,
+        tokens=array(_TOKEN_TYPE, told.token_ids).tobytes(),
+        block_size=group.block_size,
+        group=group.index,
+        lora_id=told.lora_id,
+        lora_name=told.lora_name,
+        extra_keys=tuple(extra) if extra is not None and any(extra) else None,
+    )
+
+
+def _undescribed(key: OffloadKey) -> _Chunk:
+    """Return a chunk of which nothing but the key is known."""
+    return _Chunk((get_offload_block_hash(key),), None, b"", 0, get_offload_group_idx(key), None, None, None)
+
+
+def _parents_first(chunks: Iterable[_Chunk]) -> Iterator[_Chunk]:
+    left = {(chunk.group, chunk.hashes[-1]): chunk for chunk in chunks}
+    while left:
+        line = [left.pop(next(iter(left)))]
+        while (parent := left.pop((line[-1].group, line[-1].parent or b""), None)) is not None:
+            line.append(parent)
+        yield from reversed(line)
+
+
+def _announce(chunks: Iterable[_Chunk], medium: str) -> Iterator[BlockStored]:
+    """Announce chunks as stored, those that follow one another together."""
+    run: list[_Chunk] = []
+    for chunk in chunks:
+        if run and not _follows(chunk, run[-1]):
+            yield _stored(run, medium)
+            run = []
+        run.append(chunk)
+    if run:
+        yield _stored(run, medium)
+
+
+def _follows(chunk: _Chunk, other: _Chunk) -> bool:
+    same_kind = (chunk.group, chunk.block_size) == (other.group, other.block_size)
+    return chunk.parent == other.hashes[-1] and same_kind
+
+
+def _stored(run: list[_Chunk], medium: str) -> BlockStored:
+    """Announce chunks, each of which follows the one before."""
+    first, tokens = run[0], array(_TOKEN_TYPE)
+    for chunk in run:
+        tokens.frombytes(chunk.tokens)
+    extra = None
+    if any(chunk.extra_keys is not None for chunk in run):
+        extra = [keys for chunk in run for keys in chunk.extra_keys or (None,) * len(chunk.hashes)]
+    return BlockStored(
+        block_hashes=[block_hash for chunk in run for block_hash in chunk.hashes],
+        parent_block_hash=first.parent,
+        token_ids=tokens.tolist(),
+        block_size=first.block_size,
+        lora_id=first.lora_id,
+        medium=medium,
+        lora_name=first.lora_name,
+        extra_keys=extra,
+        group_idx=first.group,
+        kv_cache_spec_kind=_FULL_ATTENTION if first.block_size else None,
+    )

@@ -1,0 +1,265 @@
+"""Bytes of the event stream: batches out, batches in, and the digest that both ends compare.
+
+A batch is the msgpack array `[ts, events, data_parallel_rank]`. An event travels as a map (vLLM 0.24 and later) or as an
+array with the fields of a chosen earlier version. Encoding gives vLLM's bytes exactly. Decoding is per event: an event
+that cannot be read is counted and skipped, the rest of the batch lives; unknown fields are ignored.
+
+A mark rides in an event that no consumer minds: a `BlockRemoved` of no blocks of the CPU (Dynamo logs one of an empty GPU),
+with one more field, `kvtier`. The digest of a set of blocks is the sum modulo 2^64, over all of them, of the hash's low 64
+bits times an odd weight of its place (medium, group, ownership, locality). Hashes are uniform already, so a plain sum tells
+sets apart as well as any mix, needs no memory of the set, and takes a removal back. Any thread may call any function here.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from operator import attrgetter
+from typing import NamedTuple, Protocol
+
+import msgspec
+import xxhash
+
+from kvtier.events.shapes import CARRIERS, EACH, MARK_KEY, OUTER, WHOLE, Encoding, Event, encoding_of
+from kvtier.events.types import (
+    MEDIUM_CPU,
+    MEDIUM_GPU,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    ExternalBlockHash,
+    KVCacheEvent,
+    Mark,
+)
+
+__all__ = [
+    "Batch",
+    "Change",
+    "DecodedBatch",
+    "Encoding",
+    "EventEncoder",
+    "Place",
+    "array_fields",
+    "change_of",
+    "decode_batch",
+    "frame_batch",
+    "hash_sum",
+    "place_of",
+    "place_weight",
+    "to_u64",
+]
+
+U64 = (1 << 64) - 1
+_MARK_BYTES = msgspec.msgpack.encode(MARK_KEY)
+_SHORT_HEAD = struct.Struct(">BBdB").pack
+_MIDDLE_HEAD = struct.Struct(">BBdBH").pack
+_LONG_HEAD = struct.Struct(">BBdBI").pack
+
+# From which vLLM version on the event has how many fields.
+_STORED_FIELDS = (
+    ("0.8", 5),
+    ("0.10.2", 6),
+    ("0.14", 7),
+    ("0.17", 8),
+    ("0.20", 9),
+    ("0.22", 11),
+    ("0.26", 12),
+    ("0.32", 14),
+)
+_REMOVED_FIELDS = (("0.8", 1), ("0.10.2", 2), ("0.20", 3), ("0.26", 4), ("0.32", 5))
+
+
+# -- what a batch changes ------------------------------------------------------------------------------------------------
+
+Place = tuple[str, int, str, str]
+"""Where a block is held: medium, group, ownership, locality; what an event leaves out has its default here."""
+
+
+class Change(NamedTuple):
+    """What a batch does to the set of held blocks: whether it empties it, then how it moves its size and its digest."""
+
+    cleared: bool
+    blocks: int
+    digest: int
+
+
+_SIGN: dict[type[KVCacheEvent], int] = {BlockStored: 1, BlockRemoved: -1}
+_where = attrgetter("medium", "group_idx", "ownership", "locality")
+
+
+def place_of(event: BlockStored | BlockRemoved) -> Place:
+    """Return where the event's blocks are."""
+    return _place(*_where(event))
+
+
+def _place(medium: str | None, group: int | None, ownership: str | None, locality: str | None) -> Place:
+    return medium or MEDIUM_GPU, group or 0, ownership or "", locality or ""
+
+
+@lru_cache(maxsize=4096)
+def place_weight(place: Place) -> int:
+    """Return the odd number that the place's hashes are multiplied by in the digest."""
+    return xxhash.xxh3_64_intdigest("\0".join(map(str, place)).encode()) | 1
+
+
+def to_u64(block_hash: ExternalBlockHash) -> int:
+    """Return the hash's low 64 bits; all forms of one hash give the same."""
+    return int.from_bytes(block_hash[-8:], "big") if isinstance(block_hash, bytes) else block_hash & U64
+
+
+def hash_sum(hashes: Sequence[ExternalBlockHash]) -> int:
+    """Return the sum of the hashes' low 64 bits, not yet reduced: right modulo 2^64, negative forms included."""
+    try:
+        return sum(hashes)  # type: ignore[arg-type]
+    except TypeError:
+        return sum(map(to_u64, hashes))
+
+
+def change_of(events: Iterable[KVCacheEvent]) -> Change:
+    """Return what the events do together, each stored block counted as new and each removed one as held."""
+    cleared, blocks = False, 0
+    sums: dict[tuple[str | None, int | None, str | None, str | None], int] = {}
+    for event in events:
+        sign = _SIGN.get(type(event))
+        if sign is not None:
+            hashes, where = event.block_hashes, _where(event)  # type: ignore[attr-defined]
+            blocks += sign * len(hashes)
+            sums[where] = sums.get(where, 0) + sign * hash_sum(hashes)
+        elif isinstance(event, AllBlocksCleared):
+            cleared, blocks = True, 0
+            sums.clear()
+    return Change(cleared, blocks, sum(total * place_weight(_place(*where)) for where, total in sums.items()) & U64)
+
+
+# -- out ------------------------------------------------------------------------------------------------------------------
+
+
+def array_fields(version: str) -> tuple[int, int]:
+    """Return how many fields `BlockStored` and `BlockRemoved` have in that vLLM version, the tag not counted."""
+    wanted = _version(version)
+    if wanted < _version(_STORED_FIELDS[0][0]):
+        raise ValueError(f"vLLM {version} has no KV events: expected {_STORED_FIELDS[0][0]} or later")
+    counts = [[n for since, n in table if _version(since) <= wanted][-1] for table in (_STORED_FIELDS, _REMOVED_FIELDS)]
+    return counts[0], counts[1]
+
+
+def _version(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split("."))
+    except ValueError:
+        raise ValueError(f"not a vLLM version: {text!r} (expected numbers and dots, like 0.23 or 0.10.2)") from None
+
+
+class EventEncoder:
+    """Turns events and marks into bytes, in one encoding. Not for several threads at once."""
+
+    def __init__(self, encoding: Encoding | str = Encoding.MAP, version: str = "0.32") -> None:
+        """Encode as `encoding`; `version` is the vLLM version whose field counts arrays have."""
+        self.encoding = Encoding(encoding)
+        self._stored, self._removed = array_fields(version)
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    def event(self, event: KVCacheEvent) -> bytes:
+        """Return one event's bytes. An event that cannot be encoded raises `TypeError`, `ValueError` or `OverflowError`."""
+        if self.encoding is Encoding.MAP:
+            return self._encode(event)
+        fields = self._stored if isinstance(event, BlockStored) else self._removed
+        return self._encode((type(event).__name__, *msgspec.structs.astuple(event)[:fields]))
+
+    def mark(self, mark: Mark) -> bytes:
+        """Return the bytes of the event that carries a mark."""
+        if self.encoding is Encoding.MAP:
+            return self._encode({"type": "BlockRemoved", "block_hashes": [], "medium": MEDIUM_CPU, MARK_KEY: mark})
+        return self._encode(("BlockRemoved", [], MEDIUM_CPU, None, None, None, {MARK_KEY: mark}))
+
+
+def frame_batch(ts: float, events: Sequence[bytes], rank: int | None) -> bytes:
+    """Return the batch made of encoded events."""
+    count = len(events)
+    if count < 16:
+        head = _SHORT_HEAD(0x93, 0xCB, ts, 0x90 | count)
+    elif count < 1 << 16:
+        head = _MIDDLE_HEAD(0x93, 0xCB, ts, 0xDC, count)
+    else:
+        head = _LONG_HEAD(0x93, 0xCB, ts, 0xDD, count)
+    return b"".join((head, *events, msgspec.msgpack.encode(rank)))
+
+
+# -- in -------------------------------------------------------------------------------------------------------------------
+
+
+class Batch(Protocol):
+    """What a follower of the stream must know of a batch, however it was decoded."""
+
+    mark: Mark | None
+
+    def change(self) -> Change:
+        """Return what the batch does to the set of held blocks."""
+
+
+class DecodedBatch(msgspec.Struct, gc=False):
+    """A batch as received: the events that could be read, and how many could not."""
+
+    ts: float
+    events: list[Event]
+    data_parallel_rank: int | None = None
+    mark: Mark | None = None
+    skipped: int = 0
+
+    def change(self) -> Change:
+        """Return what the batch does to the set of held blocks."""
+        return change_of(self.events)
+
+
+def decode_batch(payload: bytes, tokens: bool = True) -> DecodedBatch:
+    """Read a batch in either encoding. Without `tokens` every `token_ids` comes out empty: long events read twice as fast.
+
+    Raises `ValueError` where the payload is not a batch at all.
+    """
+    if _MARK_BYTES not in payload:
+        for reader in WHOLE[tokens]:
+            try:
+                batch = reader.batch(payload)
+            except (ValueError, RecursionError):
+                continue
+            return DecodedBatch(batch.ts, batch.events, batch.data_parallel_rank)
+    return _decode_each(payload, tokens)
+
+
+def _decode_each(payload: bytes, tokens: bool) -> DecodedBatch:
+    """Read a batch event by event, so that one that cannot be read costs nothing but itself."""
+    try:
+        outer = OUTER.decode(payload)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not an event batch: {error} (in {len(payload)} bytes)") from None
+    batch = DecodedBatch(outer.ts, [], outer.data_parallel_rank)
+    for raw in map(bytes, outer.events):
+        mark = _decode_mark(raw) if _MARK_BYTES in raw else None
+        event = _decode_event(raw, tokens) if mark is None else None
+        if mark is not None:
+            batch.mark = mark
+        elif event is not None:
+            batch.events.append(event)
+        else:
+            batch.skipped += 1
+    return batch
+
+
+def _decode_event(raw: bytes, tokens: bool) -> Event | None:
+    """Read one event, or at least which blocks it is about and where they are; return `None` where even that fails."""
+    for reader in EACH[encoding_of(raw), tokens]:
+        try:
+            return reader.event(raw)
+        except (ValueError, RecursionError):
+            continue
+    return None
+
+
+def _decode_mark(raw: bytes) -> Mark | None:
+    """Return the mark that the event carries, if it is an event of no blocks that carries one."""
+    try:
+        carrier = CARRIERS[encoding_of(raw)].decode(raw)
+    except (ValueError, RecursionError):
+        return None
+    return None if carrier.block_hashes else carrier.mark

@@ -1,0 +1,349 @@
+"""The tracker: chunks announced as blocks, removed as the same blocks, and nothing kept of what is not held."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import pytest
+from tests.unit.connector_kit import BLOCK, Host, Request, make_host
+
+from kvtier.errors import IntegrityError
+from kvtier.events import BlockRemoved, BlockStored, Description, KVCacheEvent, OffloadingEventsTracker
+from kvtier.keys import OffloadKey, get_offload_block_hash, hash_blocks, make_offload_key
+from kvtier.offload import CPUOffloadingManager, OffloadingEvent
+
+
+@dataclass(frozen=True)
+class Group:
+    """Chunks of two blocks of four tokens; two hashes name a block's halves."""
+
+    index: int = 0
+    block_size: int = 4
+    blocks_per_chunk: int = 2
+    hashes_per_chunk: int = 4
+    window: int | None = None
+
+
+class Prompt:
+    """A request with a hash for every two tokens."""
+
+    def __init__(
+        self, num_tokens: int = 32, extra: dict[int, tuple[Any, ...]] | None = None, lora: str | None = None
+    ) -> None:
+        self.tokens = list(range(num_tokens))
+        self.block_hashes = hash_blocks(self.tokens, 2)
+        self.extra, self.lora = extra or {}, lora
+
+    def describe(self, start: int, stop: int, block_size: int) -> Description:
+        extra = [self.extra.get(block) for block in range(start // block_size, stop // block_size)]
+        return Description(self.tokens[start:stop], 7 if self.lora else None, self.lora, extra)
+
+    def key(self, chunk: int, group: int = 0) -> OffloadKey:
+        return make_offload_key(self.block_hashes[chunk * 4 + 3], group)
+
+
+def make(prompt: Prompt, *chunks: int, group: Group | None = None) -> OffloadingEventsTracker:
+    """Return a tracker with these chunks planned."""
+    tracker, group = OffloadingEventsTracker(Prompt.describe), group or Group()
+    for chunk in chunks:
+        tracker.record_store(prompt, group, chunk, prompt.key(chunk, group.index))
+    return tracker
+
+
+def told(tracker: OffloadingEventsTracker, removed: bool, *keys: OffloadKey, medium: str = "CPU") -> list[KVCacheEvent]:
+    events = tracker.take_events([OffloadingEvent(list(keys), medium, removed)])
+    tracker.check()
+    return events
+
+
+def block(prompt: Prompt, index: int) -> bytes:
+    """Return the hash that names a block: the last of its two."""
+    return prompt.block_hashes[index * 2 + 1]
+
+
+def test_a_chunk_is_announced_as_its_blocks() -> None:
+    prompt = Prompt(extra={2: ("salt",)}, lora="adapter")
+    tracker = make(prompt, 1)
+    assert told(tracker, False, prompt.key(1)) == [
+        BlockStored(
+            block_hashes=[block(prompt, 2), block(prompt, 3)],
+            parent_block_hash=block(prompt, 1),
+            token_ids=list(range(8, 16)),
+            block_size=4,
+            lora_id=7,
+            medium="CPU",
+            lora_name="adapter",
+            extra_keys=[("salt",), None],
+            group_idx=0,
+            kv_cache_spec_kind="full_attention",
+        )
+    ]
+    assert told(tracker, True, prompt.key(1)) == [
+        BlockRemoved([block(prompt, 2), block(prompt, 3)], "CPU", group_idx=0)
+    ]
+    assert len(tracker) == 0
+
+
+def test_chunks_in_a_row_travel_in_one_event() -> None:
+    prompt = Prompt(extra={4: (("image", -3),)})
+    tracker = make(prompt, 0, 1, 2, 3)
+    first, last = told(tracker, False, prompt.key(1), prompt.key(2), prompt.key(0))
+    assert isinstance(first, BlockStored)
+    assert first.block_hashes == [block(prompt, index) for index in range(2, 6)]
+    assert (first.parent_block_hash, first.token_ids) == (block(prompt, 1), list(range(8, 24)))
+    assert first.extra_keys == [None, None, (("image", -3),), None]
+    assert isinstance(last, BlockStored)
+    assert (last.parent_block_hash, last.token_ids, last.extra_keys) == (None, list(range(8)), None)
+
+
+def test_removals_come_together_by_group() -> None:
+    prompt, windowed = Prompt(), Group(index=1, window=8)
+    tracker = make(prompt, 0, 1)
+    tracker.record_store(prompt, windowed, 0, prompt.key(0, 1))
+    keys = [prompt.key(0), prompt.key(0, 1), prompt.key(1)]
+    told(tracker, False, *keys)
+    assert told(tracker, True, *keys) == [
+        BlockRemoved([block(prompt, index) for index in range(4)], "CPU", group_idx=0),
+        BlockRemoved([block(prompt, 1)], "CPU", group_idx=1),
+    ]
+
+
+@pytest.mark.parametrize("tracker", [OffloadingEventsTracker(), OffloadingEventsTracker(Prompt.describe)])
+def test_what_is_not_described_is_a_placeholder(tracker: OffloadingEventsTracker) -> None:
+    """Without a description, or of a window: the hash, no tokens, no block size."""
+    prompt, windowed = Prompt(), Group(index=3, window=8)
+    tracker.record_store(prompt, windowed, 0, prompt.key(0, 3))
+    assert len(tracker) == 0
+    placeholder = BlockStored([block(prompt, 1)], None, [], 0, None, "CPU", None, group_idx=3)
+    assert told(tracker, False, prompt.key(0, 3)) == [placeholder]
+    assert told(tracker, True, prompt.key(0, 3)) == [BlockRemoved([block(prompt, 1)], "CPU", group_idx=3)]
+
+
+def test_a_placeholder_ends_a_run() -> None:
+    prompt = Prompt()
+    tracker = make(prompt, 0, 2)
+    events = told(tracker, False, prompt.key(0), prompt.key(1), prompt.key(2))
+    assert [event.block_size for event in events] == [4, 0, 4]  # type: ignore[attr-defined]
+    assert told(tracker, True, prompt.key(1)) == [BlockRemoved([block(prompt, 3)], "CPU", group_idx=0)]
+
+
+def test_without_describe_nothing_is_asked_or_kept() -> None:
+    tracker = OffloadingEventsTracker()
+    tracker.record_store(None, None, 0, OffloadKey(b""))  # type: ignore[arg-type]
+    assert (tracker.enabled, len(tracker)) == (False, 0)
+
+
+def test_a_store_that_came_to_nothing_leaves_nothing() -> None:
+    prompt = Prompt()
+    tracker = make(prompt, 0, 1)
+    told(tracker, False, prompt.key(0))
+    tracker.drop([prompt.key(0), prompt.key(1), prompt.key(2)])
+    assert len(tracker) == 1, "what is held stays described"
+    assert told(tracker, True, prompt.key(0)) == [
+        BlockRemoved([block(prompt, 0), block(prompt, 1)], "CPU", group_idx=0)
+    ]
+
+
+def test_a_chunk_stored_again_before_its_removal_is_told() -> None:
+    """Guards against a removal that takes the new description along."""
+    prompt = Prompt()
+    tracker = make(prompt, 0)
+    told(tracker, False, prompt.key(0))
+    tracker.record_store(prompt, Group(), 0, prompt.key(0))
+    (gone,) = told(tracker, True, prompt.key(0))
+    (back,) = told(tracker, False, prompt.key(0))
+    assert gone.block_hashes == back.block_hashes == [block(prompt, 0), block(prompt, 1)]  # type: ignore[attr-defined]
+
+
+def test_a_description_lasts_as_long_as_any_medium_holds_the_chunk() -> None:
+    prompt = Prompt()
+    tracker, key = make(prompt, 0), prompt.key(0)
+    in_memory, on_disk, left_memory = tracker.take_events(
+        [
+            OffloadingEvent([key], "CPU", False),
+            OffloadingEvent([key], "STORAGE", False),
+            OffloadingEvent([key], "CPU", True),
+        ]
+    )
+    assert isinstance(in_memory, BlockStored)
+    assert isinstance(on_disk, BlockStored)
+    assert (on_disk.token_ids, on_disk.medium, left_memory.medium) == (in_memory.token_ids, "STORAGE", "CPU")  # type: ignore[attr-defined]
+    assert len(tracker) == 1
+    (left_disk,) = told(tracker, True, key, medium="STORAGE")
+    assert left_disk == BlockRemoved(in_memory.block_hashes, "STORAGE", group_idx=0)
+    assert len(tracker) == 0
+
+
+def test_a_chunk_that_moves_within_one_call_stays_described() -> None:
+    prompt = Prompt()
+    tracker, key = make(prompt, 0), prompt.key(0)
+    told(tracker, False, key)
+    moved = tracker.take_events([OffloadingEvent([key], "CPU", True), OffloadingEvent([key], "STORAGE", False)])
+    assert moved[1].token_ids == list(range(8))  # type: ignore[attr-defined]
+    tracker.check()
+
+
+def test_what_another_medium_told_without_a_description_is_removed_without() -> None:
+    """A disk that was warm at the start announced the key's hash alone."""
+    prompt = Prompt()
+    tracker, key = OffloadingEventsTracker(Prompt.describe), prompt.key(0)
+    told(tracker, False, key, medium="STORAGE")
+    tracker.record_store(prompt, Group(), 0, key)
+    told(tracker, False, key)
+    assert told(tracker, True, key, medium="STORAGE") == [BlockRemoved([block(prompt, 1)], "STORAGE", group_idx=0)]
+
+
+def test_what_other_media_hold_outlives_a_new_store() -> None:
+    """Guards against a disk's removal that names fewer blocks than its announcement."""
+    prompt = Prompt()
+    tracker, key = make(prompt, 0), prompt.key(0)
+    told(tracker, False, key)
+    (on_disk,) = told(tracker, False, key, medium="STORAGE")
+    told(tracker, True, key)
+    tracker.record_store(prompt, Group(), 0, key)
+    told(tracker, False, key)
+    (gone,) = told(tracker, True, key, medium="STORAGE")
+    assert gone.block_hashes == on_disk.block_hashes  # type: ignore[attr-defined]
+    assert len(tracker) == 1
+
+
+def test_what_is_held_can_be_told_again_parents_first() -> None:
+    prompt, other = Prompt(), Prompt(extra={0: ("salt",)})
+    tracker = make(prompt, 0, 1, 2, 3)
+    other.block_hashes = hash_blocks(other.tokens, 2, parent=prompt.block_hashes[7])
+    tracker.record_store(other, Group(), 0, other.key(0))
+    for key in (prompt.key(2), prompt.key(3), other.key(0), prompt.key(0), prompt.key(1), prompt.key(0, 1)):
+        told(tracker, False, key)
+    told(tracker, True, prompt.key(3))
+    told(tracker, False, prompt.key(2), medium="STORAGE")
+    again = tracker.retell()
+    assert [(event.medium, event.block_hashes) for event in again] == [  # type: ignore[attr-defined]
+        ("CPU", [block(prompt, index) for index in range(6)]),
+        ("CPU", [block(other, 0), block(other, 1)]),
+        ("CPU", [block(prompt, 1)]),
+        ("STORAGE", [block(prompt, 4), block(prompt, 5)]),
+    ]
+    assert again[2] == BlockStored([block(prompt, 1)], None, [], 0, None, "CPU", None, group_idx=1)
+    assert (again[0].token_ids, again[1].extra_keys) == (list(range(24)), [("salt",), None])  # type: ignore[attr-defined]
+
+
+def test_reset_forgets_everything() -> None:
+    prompt = Prompt()
+    tracker = make(prompt, 0, 1)
+    told(tracker, False, prompt.key(0))
+    tracker.reset()
+    assert len(tracker) == 0
+
+
+def test_the_check_finds_a_wrong_key() -> None:
+    prompt = Prompt()
+    tracker = OffloadingEventsTracker(Prompt.describe)
+    tracker.record_store(prompt, Group(), 0, prompt.key(1))
+    with pytest.raises(IntegrityError, match="described as another one"):
+        tracker.check()
+
+
+# -- in the scheduler -----------------------------------------------------------------------------------------------------
+
+
+class Listener:
+    """Counts what the stream says is held, and expects every stored block to come with its tokens."""
+
+    def __init__(self) -> None:
+        self.held: Counter[tuple[bytes, int | None]] = Counter()
+        self.tokens: dict[bytes, tuple[int, ...]] = {}
+
+    def listen(self, host: Host) -> None:
+        self.apply(host.scheduler.take_events())
+
+    def apply(self, events: Iterable[KVCacheEvent]) -> None:
+        for event in events:
+            assert isinstance(event, (BlockStored, BlockRemoved))
+            blocks = Counter((block_hash, event.group_idx) for block_hash in event.block_hashes)
+            if isinstance(event, BlockRemoved):
+                assert blocks <= self.held, "nothing is removed that was not stored"
+                self.held -= blocks
+            else:
+                self.held += blocks
+                self._check_tokens(event)
+
+    def _check_tokens(self, event: BlockStored) -> None:
+        """Expect that hashing the tokens after the parent gives the hashes."""
+        if event.block_size == 0:
+            assert event.group_idx == 1, "only the windowed group goes undescribed"
+            return
+        hashes = hash_blocks(event.token_ids, event.block_size, parent=event.parent_block_hash)  # type: ignore[arg-type]
+        assert hashes == event.block_hashes
+
+
+def ready_blocks(host: Host, prompts: list[list[int]], per_chunk: int, windows: int) -> Counter[tuple[bytes, int]]:
+    """Return what a listener must hold, from what the pool has ready."""
+    manager = host.scheduler.manager
+    assert isinstance(manager, CPUOffloadingManager)
+    chunks: dict[OffloadKey, list[bytes]] = {}
+    for prompt in prompts:
+        hashes = hash_blocks(prompt, BLOCK)
+        for end in range(per_chunk, len(hashes) + 1, per_chunk):
+            chunks[make_offload_key(hashes[end - 1], 0)] = list(hashes[end - per_chunk : end])
+            if windows:
+                chunks[make_offload_key(hashes[end - 1], 1)] = [hashes[end - 1]]
+    held: Counter[tuple[bytes, int]] = Counter()
+    for key, blocks in chunks.items():
+        if manager.explain(key) is None:
+            held.update((block_hash, key[-1]) for block_hash in blocks)
+    assert manager.stats().ready == sum(manager.explain(key) is None for key in chunks)
+    return held
+
+
+@pytest.mark.parametrize("per_chunk", [1, 2, 3])
+@pytest.mark.parametrize("windows", [(None,), (None, 8)])
+def test_the_stream_says_what_the_pool_holds(per_chunk: int, windows: tuple[int | None, ...]) -> None:
+    """Stores that succeed, fail and half fail, shared prefixes that end inside a chunk, evictions and resets."""
+    rng, listener, prompts = Random(0), Listener(), list[list[int]]()
+    host = make_host(num_slots=24, windows=windows, blocks_per_chunk=per_chunk)
+    running: dict[int, Request] = {}
+    for turn in range(150):
+        base = rng.choice(prompts)[: rng.randrange(1, 40)] if prompts and rng.random() < 0.7 else []
+        prompts.append([*base, *(rng.randrange(1000) for _ in range(rng.randrange(4, 30)))])
+        request = Request(f"r{turn}", prompts[-1])
+        host.scheduler.get_num_new_matched_tokens(request, 0)
+        blocks = host.blocks(-(-request.num_tokens // BLOCK), len(windows))
+        host.scheduler.update_state_after_alloc(request, blocks, 0)
+        meta = host.run_new(request, blocks)
+        running.update(dict.fromkeys(meta.store_jobs.values(), request))
+        if rng.random() < 0.05:
+            host.scheduler.reset_cache()
+        while running and rng.random() < 0.7:
+            job_id = rng.choice(list(running))
+            failed = rng.choice([None, (0,), (0, 1)]) if rng.random() < 0.3 else None
+            host.report(job_id, success=rng.random() < 0.7 and failed is None, failed_blocks=failed)
+            del running[job_id]
+        host.scheduler.request_finished(request, blocks)
+        if rng.random() < 0.5:
+            listener.listen(host)
+            assert listener.held == ready_blocks(host, prompts, per_chunk, len(windows) - 1)
+            stats = host.scheduler.manager.stats()  # type: ignore[attr-defined]
+            assert len(host.scheduler._tracker) <= stats.ready + stats.writing + stats.doomed
+    for job_id in running:
+        host.report(job_id)
+    listener.listen(host)
+    again = Listener()
+    again.apply(host.scheduler.retell_events())
+    assert again.held == listener.held, "told again, it is the same"
+    host.scheduler.reset_cache()
+    listener.listen(host)
+    assert (listener.held, len(host.scheduler._tracker)) == (Counter(), 0)
+
+
+def test_switched_off_the_stream_has_hashes_alone() -> None:
+    host = make_host(self_describing_kv_events=False)
+    host.cache(Request("a", list(range(8))))
+    events = list(host.scheduler.take_events())
+    assert [(event.block_hashes, event.block_size) for event in events] == [  # type: ignore[attr-defined]
+        ([get_offload_block_hash(make_offload_key(each, 0))], 0) for each in hash_blocks(list(range(8)), BLOCK)
+    ]
+    assert not host.scheduler._tracker.enabled
