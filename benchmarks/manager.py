@@ -1,4 +1,4 @@
-"""Claim: on prompts kvtier's CPU manager spends less than a tenth of the time on a block that vLLM's spends, LRU and ARC.
+"""Claim: kvtier's CPU manager spends at most a tenth of the time on a block that vLLM's spends, LRU and ARC, answers included.
 
 One trace of multi-turn conversations with shared system prompts (about 1,024 blocks a prompt, made from a seed) is served through
 both managers in one process, in turns. The pool holds a part of the conversations only, so that blocks are evicted all the time.
@@ -272,7 +272,7 @@ def main() -> int:
         f"{len(trace)} requests of {blocks:.0f} blocks, {arguments.capacity} slots, kvtier's in {SLOTS_BY}\n",
         file=report,
     )
-    print(f"{table(results)}The claim is {TARGET:g}x over the whole trace of prompts, without answers.", file=report)
+    print(f"{table(results)}The claim is {TARGET:g}x over the whole trace of prompts, and with answers.", file=report)
     text = json.dumps({"policies": results, "target": TARGET, "slots_by": SLOTS_BY, **vars(arguments)}, indent=2) + "\n"
     if arguments.json == "-":
         sys.stdout.write(text)

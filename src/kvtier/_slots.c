@@ -1,10 +1,10 @@
-/* What `kvtier.policies.slots` is built on, without a Python call for each chunk: keys -> slots and back (Index), keys that were
- * evicted (Ghosts), slots in order of use (Recency). Optional: where this was not compiled, the classes named Python… there do
- * the same. tests/unit/test_slots.py holds the two against each other.
+/* What `kvtier.policies.slots` is built on, without a Python call for each chunk: which chunk is in which slot (SlotBook), keys that
+ * were evicted (GhostLists), slots in order of use (RecencyList). Optional: where this was not compiled, the classes named Python…
+ * there do the same; what each method promises is written there. tests/unit/test_slots.py holds the two against each other.
  *
  * The keys of a prompt are a thousand lookups in memory that is cold. They are taken a few at a time, and what they will need is
- * fetched ahead, so that they wait for memory together and not one after the other. Numbers go in and out as numpy arrays,
- * which are seen as plain buffers; nothing here outlives a call but what an object owns.
+ * fetched ahead, so that they wait for memory together and not one after the other. A decoded block is one key, and what counts
+ * is the number of calls. Numbers go in and out as numpy arrays, which are seen as plain buffers.
  */
 #define Py_LIMITED_API 0x030B0000 /* one binary for every Python from 3.11 on */
 #define PY_SSIZE_T_CLEAN
@@ -12,7 +12,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { AHEAD = 32, NONE = -1 };
+enum { AHEAD = 32, NONE = -1, WRITING = -1 };
 
 /* -- numpy arrays as buffers ----------------------------------------------------------------------------------------------- */
 
@@ -42,16 +42,39 @@ static inline int64_t get(const Array *array, Py_ssize_t i) { return *(int64_t *
 static inline void set(const Array *array, Py_ssize_t i, int64_t value) {
     *(int64_t *)(array->data + i * array->stride) = value;
 }
+static inline char *flag(const Array *array, Py_ssize_t i) { return array->data + i * array->stride; }
 
-/* Check that all slots lie in a range; -1 with an exception set if not. */
-static int check_slots(const Array *slots, Py_ssize_t limit) {
+/* Borrow an array of slots from `first` to below `limit`. */
+static int borrow_slots(PyObject *object, Py_ssize_t first, Py_ssize_t limit, Array *slots) {
+    if (borrow(object, 8, 0, slots) < 0) return -1;
     for (Py_ssize_t i = 0; i < slots->count; i++) {
-        if (get(slots, i) < 0 || get(slots, i) >= limit) {
-            PyErr_Format(PyExc_IndexError, "expected slots from 0 to %zd, got %lld", limit - 1, (long long)get(slots, i));
-            return -1;
-        }
+        if (get(slots, i) >= first && get(slots, i) < limit) continue;
+        PyErr_Format(PyExc_IndexError, "expected slots from %zd to %zd, got %lld", first, limit - 1, (long long)get(slots, i));
+        give_back(slots);
+        return -1;
     }
     return 0;
+}
+
+static PyObject *numpy_empty, *int64_type; /* found when the module is loaded */
+
+/* Make an array for `count` slots and borrow it. */
+static PyObject *new_slots(Py_ssize_t count, Array *array) {
+    PyObject *length = PyLong_FromSsize_t(count), *object = NULL;
+    if (length != NULL) object = PyObject_CallFunctionObjArgs(numpy_empty, length, int64_type, NULL);
+    if (object != NULL && borrow(object, 8, 1, array) < 0) Py_CLEAR(object);
+    Py_XDECREF(length);
+    return object;
+}
+
+/* Give an array back and return its first `count` items, or NULL if that is negative: then an exception is set. */
+static PyObject *leading_part(PyObject *object, Array *array, Py_ssize_t count) {
+    int whole = count == array->count;
+    give_back(array);
+    if (whole) return object;
+    PyObject *part = count < 0 ? NULL : PySequence_GetSlice(object, 0, count);
+    Py_DECREF(object);
+    return part;
 }
 
 /* -- keys and their hashes ----------------------------------------------------------------------------------------------- */
@@ -112,44 +135,30 @@ typedef struct {
 typedef struct {
     uint32_t mask;
     Entry *entries;
-    uint32_t *tags; /* by slot */
 } Table;
 
 static inline uint32_t tag_of(uint64_t hash) { return (uint32_t)(hash >> 32); }
 static inline Entry *home(const Table *table, uint32_t tag) { return table->entries + (tag & table->mask); }
 
-/* Return a power of two that is at least twice `count`. */
-static size_t table_size(Py_ssize_t count) {
-    size_t size = 8;
-    while (size < 2 * (size_t)count) size *= 2;
-    return size;
-}
-
 static int make_table(Table *table, Py_ssize_t num_slots) {
-    size_t size = table_size(num_slots);
+    size_t size = 8;
+    while (size < 2 * (size_t)num_slots) size *= 2;
     table->mask = (uint32_t)size - 1;
     table->entries = PyMem_Malloc(size * sizeof *table->entries);
-    table->tags = PyMem_Calloc((size_t)num_slots + 1, sizeof *table->tags);
-    if (table->entries == NULL || table->tags == NULL) return -1;
+    if (table->entries == NULL) return -1;
     memset(table->entries, 0xff, size * sizeof *table->entries);
     return 0;
-}
-
-static void free_table(Table *table) {
-    PyMem_Free(table->entries);
-    PyMem_Free(table->tags);
 }
 
 static void put(Table *table, uint32_t tag, int32_t slot) {
     uint32_t i = tag & table->mask;
     while (table->entries[i].slot != NONE) i = (i + 1) & table->mask;
     table->entries[i] = (Entry){tag, slot};
-    table->tags[slot] = tag;
 }
 
-/* Delete a slot that is in the table. */
-static void cut(Table *table, int32_t slot) {
-    uint32_t mask = table->mask, hole = table->tags[slot] & mask;
+/* Delete a slot that is in the table under this tag. */
+static void cut(Table *table, uint32_t tag, int32_t slot) {
+    uint32_t mask = table->mask, hole = tag & mask;
     while (table->entries[hole].slot != slot) hole = (hole + 1) & mask;
     for (uint32_t i = (hole + 1) & mask; table->entries[i].slot != NONE; i = (i + 1) & mask) {
         /* An entry moves into the hole unless its home lies behind it. */
@@ -161,284 +170,122 @@ static void cut(Table *table, int32_t slot) {
     table->entries[hole].slot = NONE;
 }
 
-/* -- Index: keys -> slots -------------------------------------------------------------------------------------------------- */
+/* Count the keys of a list; -1 with an exception set if it is none. */
+static Py_ssize_t count_keys(PyObject *list) {
+    if (PyList_Check(list)) return PyList_Size(list);
+    PyErr_SetString(PyExc_TypeError, "expected a list of keys");
+    return -1;
+}
+
+/* Read and hash up to AHEAD keys of a list, beginning at `start`; return how many, or -1 with an exception set. */
+static Py_ssize_t hash_some(const Table *table, PyObject *list, Py_ssize_t start, Key *keys, uint64_t *hashes) {
+    Py_ssize_t count = count_keys(list) - start;
+    if (count > AHEAD) count = AHEAD;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (read_key(PyList_GetItem(list, start + i), keys + i) < 0) return -1;
+        hashes[i] = hash_key(keys + i);
+        __builtin_prefetch(home(table, tag_of(hashes[i])));
+    }
+    return count;
+}
+
+/* -- a map from keys to slots ---------------------------------------------------------------------------------------------- */
 
 typedef struct {
-    PyObject_HEAD
-    Py_ssize_t num_slots, used;
     Table table;
-    Key *keys; /* by slot */
-    uint32_t *marks, mark;
-} Index;
+    Key *keys;      /* by slot, kept alive by whose map it is; without an object: none */
+    uint32_t *tags; /* by slot */
+    Py_ssize_t count;
+} Map;
 
 /* Keys that are being looked up, and what was found. */
 typedef struct {
     Key keys[AHEAD];
-    uint32_t tags[AHEAD];
+    uint64_t hashes[AHEAD];
     int32_t slots[AHEAD];
 } Some;
 
-static int32_t find_one(const Index *self, const Key *key, uint32_t tag) {
-    const Entry *entries = self->table.entries;
-    for (uint32_t i = tag & self->table.mask; entries[i].slot != NONE; i = (i + 1) & self->table.mask) {
-        if (entries[i].tag == tag && same(self->keys + entries[i].slot, key)) return entries[i].slot;
+static int make_map(Map *map, Py_ssize_t num_slots) {
+    map->count = 0;
+    map->keys = PyMem_Calloc((size_t)num_slots + 1, sizeof *map->keys);
+    map->tags = PyMem_Malloc(((size_t)num_slots + 1) * sizeof *map->tags);
+    return make_table(&map->table, num_slots) < 0 || map->keys == NULL || map->tags == NULL ? -1 : 0;
+}
+
+static void free_map(Map *map) {
+    PyMem_Free(map->table.entries);
+    PyMem_Free(map->keys);
+    PyMem_Free(map->tags);
+}
+
+static int32_t find_one(const Map *map, const Key *key, uint64_t hash) {
+    const Entry *entries = map->table.entries;
+    uint32_t tag = tag_of(hash);
+    for (uint32_t i = tag & map->table.mask; entries[i].slot != NONE; i = (i + 1) & map->table.mask) {
+        if (entries[i].tag == tag && same(map->keys + entries[i].slot, key)) return entries[i].slot;
     }
     return NONE;
 }
 
 /* Find up to AHEAD keys of a list, beginning at `start`; return how many were tried, or -1 with an exception set. */
-static Py_ssize_t find_some(const Index *self, PyObject *list, Py_ssize_t start, Some *some) {
-    Py_ssize_t count = PyList_Size(list) - start;
-    if (count > AHEAD) count = AHEAD;
+static Py_ssize_t find_some(const Map *map, PyObject *list, Py_ssize_t start, Some *some) {
+    Py_ssize_t count = hash_some(&map->table, list, start, some->keys, some->hashes);
     for (Py_ssize_t i = 0; i < count; i++) {
-        if (read_key(PyList_GetItem(list, start + i), some->keys + i) < 0) return -1;
-        some->tags[i] = tag_of(hash_key(some->keys + i));
-        __builtin_prefetch(home(&self->table, some->tags[i]));
+        Entry entry = *home(&map->table, tag_of(some->hashes[i]));
+        some->slots[i] = entry.tag == tag_of(some->hashes[i]) ? entry.slot : NONE; /* a guess, most often right */
+        if (some->slots[i] != NONE) __builtin_prefetch(map->keys + entry.slot);
     }
     for (Py_ssize_t i = 0; i < count; i++) {
-        Entry entry = *home(&self->table, some->tags[i]);
-        some->slots[i] = entry.tag == some->tags[i] ? entry.slot : NONE; /* a guess, most often right */
-        if (some->slots[i] != NONE) __builtin_prefetch(self->keys + entry.slot);
+        if (some->slots[i] != NONE) __builtin_prefetch(map->keys[some->slots[i]].bytes);
     }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        if (some->slots[i] != NONE) __builtin_prefetch(self->keys[some->slots[i]].bytes);
-    }
-    for (Py_ssize_t i = 0; i < count; i++) some->slots[i] = find_one(self, some->keys + i, some->tags[i]);
+    for (Py_ssize_t i = 0; i < count; i++) some->slots[i] = find_one(map, some->keys + i, some->hashes[i]);
     return count;
 }
 
-/* Fetch what deleting up to AHEAD slots will need. */
-static void fetch_ahead(const Index *self, const Array *slots, Py_ssize_t start) {
-    for (Py_ssize_t i = start; i < slots->count && i < start + AHEAD; i++) {
-        int64_t slot = get(slots, i);
-        if (self->keys[slot].object == NULL) continue;
-        __builtin_prefetch(home(&self->table, self->table.tags[slot]), 1);
-        __builtin_prefetch(self->keys[slot].object, 1);
-    }
+static void insert_one(Map *map, const Key *key, uint64_t hash, int32_t slot) {
+    put(&map->table, tag_of(hash), slot);
+    map->keys[slot] = *key;
+    map->tags[slot] = tag_of(hash);
+    map->count++;
 }
 
-/* Delete a slot that has a key and hand over the reference to it. */
-static PyObject *delete_one(Index *self, int32_t slot) {
-    PyObject *key = self->keys[slot].object;
-    cut(&self->table, slot);
-    self->keys[slot].object = NULL;
-    self->used--;
+/* Delete a slot that has a key, and return that. */
+static PyObject *delete_one(Map *map, int32_t slot) {
+    PyObject *key = map->keys[slot].object;
+    cut(&map->table, map->tags[slot], slot);
+    map->keys[slot].object = NULL;
+    map->count--;
     return key;
 }
 
-static void insert_one(Index *self, const Key *key, uint32_t tag, int32_t slot) {
-    if (self->keys[slot].object != NULL) Py_DECREF(delete_one(self, slot));
-    put(&self->table, tag, slot);
-    self->keys[slot] = *key;
-    Py_INCREF(key->object);
-    self->used++;
-}
-
-/* Fill `out` with the slots of keys and return how many it got, or -1 with an exception set. */
-typedef Py_ssize_t Fill(Index *self, PyObject *keys, const Array *out);
-
-static Py_ssize_t fill_find(Index *self, PyObject *keys, const Array *out) {
-    Some some;
-    Py_ssize_t start = 0, found = 0, tried;
-    while ((tried = find_some(self, keys, start, &some)) > 0) {
-        for (Py_ssize_t i = 0; i < tried; i++) {
-            found += some.slots[i] != NONE;
-            set(out, start++, some.slots[i]);
-        }
-    }
-    return tried < 0 ? -1 : found;
-}
-
-static Py_ssize_t fill_leading(Index *self, PyObject *keys, const Array *out) {
-    Some some;
-    Py_ssize_t done = 0, tried;
-    while ((tried = find_some(self, keys, done, &some)) > 0) {
-        for (Py_ssize_t i = 0; i < tried; i++) {
-            if (some.slots[i] == NONE) return done;
-            set(out, done++, some.slots[i]);
-        }
-    }
-    return tried < 0 ? -1 : done;
-}
-
-/* Choose a mark that no slot has. */
-static void new_mark(Index *self) {
-    if (++self->mark != 0) return;
-    memset(self->marks, 0, (size_t)self->num_slots * sizeof *self->marks);
-    self->mark = 1;
-}
-
-static Py_ssize_t fill_held(Index *self, PyObject *keys, const Array *out) {
-    Some some;
-    Py_ssize_t done = 0, start = 0, tried;
-    new_mark(self);
-    while ((tried = find_some(self, keys, start, &some)) > 0) {
-        start += tried;
-        for (Py_ssize_t i = 0; i < tried; i++) {
-            int32_t slot = some.slots[i];
-            if (slot == NONE || self->marks[slot] == self->mark) continue;
-            self->marks[slot] = self->mark;
-            set(out, done++, slot);
-        }
-    }
-    return tried < 0 ? -1 : done;
-}
-
-static PyObject *call_fill(PyObject *self, PyObject *args, Fill *fill) {
-    PyObject *keys, *array;
-    Array out;
-    Py_ssize_t done = -1;
-    if (!PyArg_ParseTuple(args, "O!O", &PyList_Type, &keys, &array) || borrow(array, 8, 1, &out) < 0) return NULL;
-    if (out.count < PyList_Size(keys)) {
-        PyErr_SetString(PyExc_ValueError, "expected room for the slots of all keys");
-    } else {
-        done = fill((Index *)self, keys, &out);
-    }
-    give_back(&out);
-    return done < 0 ? NULL : PyLong_FromSsize_t(done);
-}
-
-static PyObject *index_find(PyObject *self, PyObject *args) { return call_fill(self, args, fill_find); }
-static PyObject *index_leading(PyObject *self, PyObject *args) { return call_fill(self, args, fill_leading); }
-static PyObject *index_held(PyObject *self, PyObject *args) { return call_fill(self, args, fill_held); }
-
-/* Keys without a slot, each once; `table` maps tags to places in `keys`. */
-typedef struct {
-    Key *keys;
-    Py_ssize_t count;
-    Entry *table;
-    uint32_t mask;
-} Missing;
-
-static void note_missing(Missing *missing, const Key *key, uint32_t tag) {
-    uint32_t i = tag & missing->mask;
-    for (; missing->table[i].slot != NONE; i = (i + 1) & missing->mask) {
-        if (missing->table[i].tag == tag && same(missing->keys + missing->table[i].slot, key)) return;
-    }
-    missing->table[i] = (Entry){tag, (int32_t)missing->count};
-    missing->keys[missing->count++] = *key;
-}
-
-static PyObject *list_missing(const Index *self, PyObject *keys, Missing *missing) {
-    Some some;
-    Py_ssize_t start = 0, tried;
-    while ((tried = find_some(self, keys, start, &some)) > 0) {
-        for (Py_ssize_t i = 0; i < tried; i++) {
-            if (some.slots[i] == NONE) note_missing(missing, some.keys + i, some.tags[i]);
-        }
-        start += tried;
-    }
-    PyObject *list = tried < 0 ? NULL : PyList_New(missing->count);
-    for (Py_ssize_t i = 0; list != NULL && i < missing->count; i++) PyList_SetItem(list, i, Py_NewRef(missing->keys[i].object));
-    return list;
-}
-
-static PyObject *index_missing(PyObject *self, PyObject *keys) {
-    if (!PyList_Check(keys)) return PyErr_Format(PyExc_TypeError, "expected a list of keys");
-    size_t count = (size_t)PyList_Size(keys), size = table_size((Py_ssize_t)count);
-    Missing missing = {PyMem_Malloc((count + 1) * sizeof(Key)), 0, PyMem_Malloc(size * sizeof(Entry)), (uint32_t)size - 1};
-    PyObject *list = NULL;
-    if (missing.keys == NULL || missing.table == NULL) {
-        PyErr_NoMemory();
-    } else {
-        memset(missing.table, 0xff, size * sizeof *missing.table);
-        list = list_missing((Index *)self, keys, &missing);
-    }
-    PyMem_Free(missing.keys);
-    PyMem_Free(missing.table);
-    return list;
-}
-
-static PyObject *index_get(PyObject *self, PyObject *key) {
-    Key query;
-    if (read_key(key, &query) < 0) return NULL;
-    int32_t slot = find_one((Index *)self, &query, tag_of(hash_key(&query)));
-    return slot == NONE ? Py_NewRef(Py_None) : PyLong_FromLong(slot);
-}
-
-static int add_all(Index *self, PyObject *keys, const Array *slots) {
-    Some some;
-    Py_ssize_t start = 0, tried;
-    if (PyList_Size(keys) != slots->count) {
-        PyErr_SetString(PyExc_ValueError, "expected a slot for each key");
-        return -1;
-    }
-    if (check_slots(slots, self->num_slots) < 0) return -1;
-    while ((tried = find_some(self, keys, start, &some)) > 0) {
-        fetch_ahead(self, slots, start);
-        for (Py_ssize_t i = 0; i < tried; i++, start++) {
-            if (find_one(self, some.keys + i, some.tags[i]) != NONE) { /* again: it may be an earlier key of this call */
-                PyErr_SetString(PyExc_ValueError, "expected keys without a slot");
-                return -1;
-            }
-            insert_one(self, some.keys + i, some.tags[i], (int32_t)get(slots, start));
-        }
-    }
-    return (int)tried;
-}
-
-static PyObject *index_add(PyObject *self, PyObject *args) {
-    PyObject *keys, *array;
-    Array slots;
-    if (!PyArg_ParseTuple(args, "O!O", &PyList_Type, &keys, &array) || borrow(array, 8, 0, &slots) < 0) return NULL;
-    int status = add_all((Index *)self, keys, &slots);
-    give_back(&slots);
-    return status < 0 ? NULL : Py_NewRef(Py_None);
-}
-
-/* Return the keys of slots that have one; with `and_delete`, the slots are empty afterwards. */
-static PyObject *list_keys(Index *self, PyObject *array, int and_delete) {
-    Array slots;
-    if (borrow(array, 8, 0, &slots) < 0) return NULL;
-    PyObject *list = check_slots(&slots, self->num_slots) < 0 ? NULL : PyList_New(0);
-    for (Py_ssize_t i = 0; list != NULL && i < slots.count; i++) {
-        if (i % AHEAD == 0) fetch_ahead(self, &slots, i);
-        int32_t slot = (int32_t)get(&slots, i);
-        if (self->keys[slot].object == NULL) continue;
-        PyObject *key = and_delete ? delete_one(self, slot) : Py_NewRef(self->keys[slot].object);
-        if (PyList_Append(list, key) < 0) Py_CLEAR(list);
-        Py_DECREF(key);
-    }
-    give_back(&slots);
-    return list;
-}
-
-static PyObject *index_keys(PyObject *self, PyObject *array) { return list_keys((Index *)self, array, 0); }
-static PyObject *index_remove(PyObject *self, PyObject *array) { return list_keys((Index *)self, array, 1); }
-
-/* Count the slots, each once, that `allowed` is true of; -1 with an exception set if one is out of range. */
-static Py_ssize_t count_allowed(Index *self, const Array *slots, const Array *allowed) {
-    Py_ssize_t count = 0;
-    if (check_slots(slots, self->num_slots < allowed->count ? self->num_slots : allowed->count) < 0) return -1;
-    new_mark(self);
-    for (Py_ssize_t i = 0; i < slots->count; i++) {
+/* Fetch what deleting up to AHEAD slots will need. */
+static void fetch_ahead(const Map *map, const Array *slots, Py_ssize_t start) {
+    for (Py_ssize_t i = start; i < slots->count && i < start + AHEAD; i++) {
         int64_t slot = get(slots, i);
-        count += self->marks[slot] != self->mark && allowed->data[slot * allowed->stride];
-        self->marks[slot] = self->mark;
+        if (map->keys[slot].object == NULL) continue;
+        __builtin_prefetch(home(&map->table, map->tags[slot]), 1);
+        __builtin_prefetch(map->keys[slot].object, 1);
     }
-    return count;
 }
 
-static PyObject *index_count(PyObject *self, PyObject *args) {
-    PyObject *array, *mask;
-    Array slots, allowed;
-    Py_ssize_t count = -1;
-    if (!PyArg_ParseTuple(args, "OO", &array, &mask) || borrow(array, 8, 0, &slots) < 0) return NULL;
-    if (borrow(mask, 1, 0, &allowed) == 0) {
-        count = count_allowed((Index *)self, &slots, &allowed);
-        give_back(&allowed);
-    }
+/* -- what the three classes share ------------------------------------------------------------------------------------------ */
+
+/* Append to a list; if that fails or failed before, there is no list, and an exception is set. */
+static inline void append(PyObject **list, PyObject *key) {
+    if (*list != NULL && PyList_Append(*list, key) < 0) Py_CLEAR(*list);
+}
+
+/* Call a function with an array of slots from `first` to below `limit`, borrowed. */
+typedef PyObject *OnSlots(void *self, const Array *slots);
+static PyObject *with_slots(OnSlots *call, void *self, PyObject *array, Py_ssize_t first, Py_ssize_t limit) {
+    Array slots;
+    if (borrow_slots(array, first, limit, &slots) < 0) return NULL;
+    PyObject *answer = call(self, &slots);
     give_back(&slots);
-    return count < 0 ? NULL : PyLong_FromSsize_t(count);
+    return answer;
 }
 
-static Py_ssize_t index_length(PyObject *self) { return ((Index *)self)->used; }
-
-static int index_contains(PyObject *self, PyObject *key) {
-    Key query;
-    if (read_key(key, &query) < 0) return -1;
-    return find_one((Index *)self, &query, tag_of(hash_key(&query))) != NONE;
-}
+static PyObject *new_object(PyTypeObject *type) { return ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0); }
 
 static void free_object(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
@@ -446,62 +293,336 @@ static void free_object(PyObject *object) {
     Py_DECREF(type);
 }
 
-static void index_dealloc(PyObject *object) {
-    Index *self = (Index *)object;
-    for (Py_ssize_t slot = 0; self->keys != NULL && slot < self->num_slots; slot++) Py_XDECREF(self->keys[slot].object);
-    free_table(&self->table);
-    PyMem_Free(self->keys);
-    PyMem_Free(self->marks);
-    free_object(object);
+/* Read the first of two arguments, a number; -1 with an exception set if it is none. */
+static int read_pair(PyObject *const *args, Py_ssize_t num_args, Py_ssize_t *number) {
+    if (num_args != 2) {
+        PyErr_Format(PyExc_TypeError, "expected 2 arguments, got %zd", num_args);
+        return -1;
+    }
+    *number = PyLong_AsSsize_t(args[0]);
+    return *number == -1 && PyErr_Occurred() ? -1 : 0;
 }
 
-/* Read the one argument of a constructor, a number of slots. */
-static int parse_capacity(PyObject *args, Py_ssize_t *capacity) {
-    if (!PyArg_ParseTuple(args, "n", capacity)) return -1;
-    if (*capacity >= 0 && *capacity < INT32_MAX / 4) return 0;
-    PyErr_Format(PyExc_ValueError, "expected a capacity of 0 to %d slots, got %zd", INT32_MAX / 4 - 1, *capacity);
+static int check_capacity(Py_ssize_t capacity) {
+    if (capacity >= 0 && capacity < INT32_MAX / 4) return 0;
+    PyErr_Format(PyExc_ValueError, "expected a capacity of 0 to %d slots, got %zd", INT32_MAX / 4 - 1, capacity);
     return -1;
 }
 
-static PyObject *new_object(PyTypeObject *type) { return ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0); }
+/* -- SlotBook: which chunk is in which slot, and in what state ------------------------------------------------------------- */
 
-static PyObject *index_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    Py_ssize_t num_slots;
-    (void)kwargs;
-    if (parse_capacity(args, &num_slots) < 0) return NULL;
-    Index *self = (Index *)new_object(type);
-    if (self == NULL) return NULL;
-    self->num_slots = num_slots;
-    self->keys = PyMem_Calloc((size_t)num_slots + 1, sizeof *self->keys);
+typedef struct {
+    PyObject_HEAD
+    Py_ssize_t num_slots, num_free;
+    Map map;
+    int32_t *free;                       /* a stack */
+    Array readers, evictable, stored_by; /* by slot; numpy's */
+    uint32_t *marks, mark;               /* by slot, to meet each but once */
+} Book;
+
+static PyObject *book_get(PyObject *self, PyObject *key) {
+    Key query;
+    if (read_key(key, &query) < 0) return NULL;
+    int32_t slot = find_one(&((Book *)self)->map, &query, hash_key(&query));
+    return slot == NONE ? Py_NewRef(Py_None) : PyLong_FromLong(slot);
+}
+
+static Py_ssize_t book_length(PyObject *self) { return ((Book *)self)->map.count; }
+
+static PyObject *book_leading(PyObject *object, PyObject *keys) {
+    Book *self = (Book *)object;
+    Some some;
+    Py_ssize_t ready = 0, tried;
+    while ((tried = find_some(&self->map, keys, ready, &some)) > 0) {
+        for (Py_ssize_t i = 0; i < tried; i++, ready++) {
+            int32_t slot = some.slots[i];
+            if (slot == NONE || get(&self->readers, slot) == WRITING) return PyLong_FromSsize_t(ready);
+        }
+    }
+    return tried < 0 ? NULL : PyLong_FromSsize_t(ready);
+}
+
+/* Choose a mark that no slot has. */
+static void new_mark(Book *self) {
+    if (++self->mark != 0) return;
+    memset(self->marks, 0, (size_t)self->num_slots * sizeof *self->marks);
+    self->mark = 1;
+}
+
+/* Say whether a slot is one, and is met for the first time under this mark. */
+static int is_new(Book *self, int32_t slot) {
+    if (slot == NONE || self->marks[slot] == self->mark) return 0;
+    self->marks[slot] = self->mark;
+    return 1;
+}
+
+static PyObject *find_all(Book *self, PyObject *keys, int only_new) {
+    Array out;
+    Some some;
+    Py_ssize_t start = 0, done = 0, tried, count = count_keys(keys);
+    PyObject *slots = count < 0 ? NULL : new_slots(count, &out);
+    if (slots == NULL) return NULL;
+    new_mark(self);
+    for (; (tried = find_some(&self->map, keys, start, &some)) > 0; start += tried) {
+        for (Py_ssize_t i = 0; i < tried; i++) {
+            if (!only_new || is_new(self, some.slots[i])) set(&out, done++, some.slots[i]);
+        }
+    }
+    return leading_part(slots, &out, tried < 0 ? -1 : done);
+}
+
+static PyObject *book_find(PyObject *self, PyObject *keys) { return find_all((Book *)self, keys, 0); }
+static PyObject *book_held(PyObject *self, PyObject *keys) { return find_all((Book *)self, keys, 1); }
+
+static PyObject *book_missing(PyObject *self, PyObject *keys) {
+    Map missing; /* its slots are places in the answer */
+    Some some;
+    Py_ssize_t start = 0, tried = 0, count = count_keys(keys);
+    if (count < 0) return NULL;
+    PyObject *list = make_map(&missing, count) < 0 ? PyErr_NoMemory() : PyList_New(0);
+    for (; list != NULL && (tried = find_some(&((Book *)self)->map, keys, start, &some)) > 0; start += tried) {
+        for (Py_ssize_t i = 0; i < tried; i++) {
+            if (some.slots[i] != NONE || find_one(&missing, some.keys + i, some.hashes[i]) != NONE) continue;
+            insert_one(&missing, some.keys + i, some.hashes[i], (int32_t)missing.count);
+            append(&list, some.keys[i].object);
+        }
+    }
+    free_map(&missing);
+    if (tried < 0) Py_CLEAR(list);
+    return list;
+}
+
+/* Give free slots to keys; return how many got one, or -1 with an exception set. */
+static Py_ssize_t reserve_all(Book *self, PyObject *keys, Py_ssize_t user, const Array *out) {
+    Some some;
+    Py_ssize_t done = 0, tried;
+    while ((tried = find_some(&self->map, keys, done, &some)) > 0) {
+        for (Py_ssize_t i = 0; i < tried; i++) {
+            if (find_one(&self->map, some.keys + i, some.hashes[i]) != NONE) { /* again: it may be an earlier key of this call */
+                PyErr_SetString(PyExc_ValueError, "expected keys without a slot");
+                return -1;
+            }
+            int32_t slot = self->free[--self->num_free];
+            Py_INCREF(some.keys[i].object);
+            insert_one(&self->map, some.keys + i, some.hashes[i], slot);
+            set(&self->readers, slot, WRITING);
+            set(&self->stored_by, slot, user);
+            set(out, done++, slot);
+        }
+    }
+    return tried < 0 ? -1 : done;
+}
+
+static PyObject *book_reserve(PyObject *object, PyObject *const *args, Py_ssize_t num_args) {
+    Book *self = (Book *)object;
+    Array out;
+    Py_ssize_t user, count;
+    if (read_pair(args, num_args, &user) < 0 || (count = count_keys(args[1])) < 0) return NULL;
+    if (count > self->num_free) {
+        return PyErr_Format(PyExc_ValueError, "expected at most %zd keys, one for each free slot", self->num_free);
+    }
+    PyObject *slots = new_slots(count, &out);
+    return slots == NULL ? NULL : leading_part(slots, &out, reserve_all(self, args[1], user, &out));
+}
+
+static PyObject *book_complete(PyObject *object, PyObject *keys) {
+    Book *self = (Book *)object;
+    Some some;
+    Py_ssize_t start = 0, tried = 0;
+    PyObject *list = PyList_New(0);
+    for (; list != NULL && (tried = find_some(&self->map, keys, start, &some)) > 0; start += tried) {
+        for (Py_ssize_t i = 0; i < tried; i++) {
+            int32_t slot = some.slots[i];
+            if (slot == NONE || get(&self->readers, slot) != WRITING) continue;
+            set(&self->readers, slot, 0);
+            *flag(&self->evictable, slot) = 1;
+            append(&list, self->map.keys[slot].object);
+        }
+    }
+    if (tried < 0) Py_CLEAR(list);
+    return list;
+}
+
+/* Add a reader to slots that are ready, or (`by` -1) take one from slots that are read, up to the first that is not. */
+static Py_ssize_t add_readers(Book *self, const Array *slots, Py_ssize_t count, int by) {
+    for (Py_ssize_t i = 0; i < count; i++) {
+        int64_t slot = get(slots, i), readers = slot == NONE ? WRITING : get(&self->readers, slot);
+        if (readers == WRITING || readers + by < 0) return i;
+        set(&self->readers, slot, readers + by);
+        *flag(&self->evictable, slot) = readers + by == 0 && self->map.keys[slot].object != NULL;
+    }
+    return count;
+}
+
+static PyObject *change_readers(Book *self, const Array *slots, int by) {
+    Py_ssize_t done = add_readers(self, slots, slots->count, by);
+    if (done < slots->count) add_readers(self, slots, done, -by);
+    return PyLong_FromSsize_t(done);
+}
+
+static PyObject *pin_all(void *self, const Array *slots) { return change_readers(self, slots, 1); }
+static PyObject *unpin_all(void *self, const Array *slots) { return change_readers(self, slots, -1); }
+
+static PyObject *keys_of_all(void *object, const Array *slots) {
+    const Map *map = &((Book *)object)->map;
+    PyObject *list = PyList_New(0);
+    for (Py_ssize_t i = 0; i < slots->count; i++) {
+        if (i % AHEAD == 0) fetch_ahead(map, slots, i);
+        PyObject *key = map->keys[get(slots, i)].object;
+        if (key != NULL) append(&list, key);
+    }
+    return list;
+}
+
+static PyObject *remove_all(void *object, const Array *slots) {
+    Book *self = object;
+    PyObject *list = PyList_New(0);
+    for (Py_ssize_t i = 0; i < slots->count; i++) {
+        if (i % AHEAD == 0) fetch_ahead(&self->map, slots, i);
+        int32_t slot = (int32_t)get(slots, i);
+        *flag(&self->evictable, slot) = 0;
+        if (self->map.keys[slot].object == NULL) continue;
+        PyObject *key = delete_one(&self->map, slot);
+        append(&list, key);
+        Py_DECREF(key);
+    }
+    return list;
+}
+
+static PyObject *free_all(void *object, const Array *slots) {
+    Book *self = object;
+    for (Py_ssize_t i = 0; i < slots->count; i++) {
+        int32_t slot = (int32_t)get(slots, i);
+        if (self->map.keys[slot].object != NULL || self->num_free == self->num_slots) {
+            return PyErr_Format(PyExc_ValueError, "expected empty slots that are not free, got %d", slot);
+        }
+        set(&self->readers, slot, 0);
+        self->free[self->num_free++] = slot;
+    }
+    return Py_NewRef(Py_None);
+}
+
+static PyObject *on_slots(PyObject *self, PyObject *array, Py_ssize_t first, OnSlots *call) {
+    return with_slots(call, self, array, first, ((Book *)self)->num_slots);
+}
+
+static PyObject *book_pin(PyObject *self, PyObject *slots) { return on_slots(self, slots, NONE, pin_all); }
+static PyObject *book_unpin(PyObject *self, PyObject *slots) { return on_slots(self, slots, NONE, unpin_all); }
+static PyObject *book_keys(PyObject *self, PyObject *slots) { return on_slots(self, slots, 0, keys_of_all); }
+static PyObject *book_remove(PyObject *self, PyObject *slots) { return on_slots(self, slots, 0, remove_all); }
+static PyObject *book_free(PyObject *self, PyObject *slots) { return on_slots(self, slots, 0, free_all); }
+
+/* Make slots not evictable and say whether all of them were, each named once. If not, change nothing. */
+static int claim(Book *self, const Array *slots) {
+    Py_ssize_t done = 0;
+    for (; done < slots->count; done++) {
+        int64_t slot = get(slots, done);
+        if (slot < 0 || slot >= self->num_slots || !*flag(&self->evictable, slot)) break;
+        *flag(&self->evictable, slot) = 0;
+    }
+    if (done == slots->count) return 1;
+    while (done-- > 0) *flag(&self->evictable, get(slots, done)) = 1;
+    return 0;
+}
+
+static PyObject *book_release(PyObject *object, PyObject *array) {
+    Book *self = (Book *)object;
+    Array slots;
+    if (borrow(array, 8, 0, &slots) < 0) return NULL;
+    PyObject *keys = Py_NewRef(Py_None);
+    if (claim(self, &slots)) {
+        Py_DECREF(keys);
+        keys = remove_all(self, &slots);
+        Py_XDECREF(free_all(self, &slots));
+    }
+    give_back(&slots);
+    return keys;
+}
+
+static PyObject *book_num_free(PyObject *self, PyObject *unused) {
+    (void)unused;
+    return PyLong_FromSsize_t(((Book *)self)->num_free);
+}
+
+static PyObject *book_free_slots(PyObject *object, PyObject *unused) {
+    Book *self = (Book *)object;
+    Array out;
+    (void)unused;
+    PyObject *slots = new_slots(self->num_free, &out);
+    for (Py_ssize_t i = 0; slots != NULL && i < self->num_free; i++) set(&out, i, self->free[i]);
+    return slots == NULL ? NULL : leading_part(slots, &out, self->num_free);
+}
+
+static void book_dealloc(PyObject *object) {
+    Book *self = (Book *)object;
+    for (Py_ssize_t slot = 0; self->map.keys != NULL && slot < self->num_slots; slot++) Py_XDECREF(self->map.keys[slot].object);
+    free_map(&self->map);
+    PyMem_Free(self->free);
+    PyMem_Free(self->marks);
+    give_back(&self->readers);
+    give_back(&self->evictable);
+    give_back(&self->stored_by);
+    free_object(object);
+}
+
+/* Make the book of as many empty slots as the arrays, which are borrowed already, have items. */
+static int make_book(Book *self) {
+    Py_ssize_t num_slots = self->readers.count;
+    if (check_capacity(num_slots) < 0) return -1;
+    if (self->evictable.count != num_slots || self->stored_by.count != num_slots) {
+        PyErr_SetString(PyExc_ValueError, "expected arrays of one length");
+        return -1;
+    }
+    self->num_slots = self->num_free = num_slots;
+    self->free = PyMem_Malloc(((size_t)num_slots + 1) * sizeof *self->free);
     self->marks = PyMem_Calloc((size_t)num_slots + 1, sizeof *self->marks);
-    if (make_table(&self->table, num_slots) < 0 || self->keys == NULL || self->marks == NULL) {
+    if (make_map(&self->map, num_slots) < 0 || self->free == NULL || self->marks == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < num_slots; i++) self->free[i] = (int32_t)(num_slots - 1 - i);
+    return 0;
+}
+
+static PyObject *book_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    PyObject *readers, *evictable, *stored_by;
+    (void)kwargs;
+    if (!PyArg_ParseTuple(args, "OOO", &readers, &evictable, &stored_by)) return NULL;
+    Book *self = (Book *)new_object(type);
+    if (self == NULL) return NULL;
+    if (borrow(readers, 8, 1, &self->readers) < 0 || borrow(evictable, 1, 1, &self->evictable) < 0 ||
+        borrow(stored_by, 8, 1, &self->stored_by) < 0 || make_book(self) < 0) {
         Py_DECREF(self);
-        return PyErr_NoMemory();
+        return NULL;
     }
     return (PyObject *)self;
 }
 
-static PyMethodDef index_methods[] = {
-    {"find_into", index_find, METH_VARARGS, "find_into(keys, out) -> number of keys that have a slot. It goes to `out`, else -1."},
-    {"leading_into", index_leading, METH_VARARGS, "leading_into(keys, out) -> number of leading keys that have a slot."},
-    {"held_into", index_held, METH_VARARGS, "held_into(keys, out) -> number of distinct slots that the keys have."},
-    {"missing", index_missing, METH_O, "missing(keys) -> the keys without a slot, each once."},
-    {"get", index_get, METH_O, "get(key) -> its slot, or None."},
-    {"add", index_add, METH_VARARGS, "add(keys, slots). The keys are new; a key that a slot had is forgotten."},
-    {"keys", index_keys, METH_O, "keys(slots) -> the keys of those that have one."},
-    {"count", index_count, METH_VARARGS, "count(slots, allowed) -> number of different slots that are allowed."},
-    {"remove", index_remove, METH_O, "remove(slots) -> the keys that they had."},
+static PyMethodDef book_methods[] = {
+    {"get", book_get, METH_O, NULL},
+    {"leading", book_leading, METH_O, NULL},
+    {"find", book_find, METH_O, NULL},
+    {"held", book_held, METH_O, NULL},
+    {"missing", book_missing, METH_O, NULL},
+    {"reserve", (PyCFunction)(void (*)(void))book_reserve, METH_FASTCALL, NULL},
+    {"complete", book_complete, METH_O, NULL},
+    {"pin", book_pin, METH_O, NULL},
+    {"unpin", book_unpin, METH_O, NULL},
+    {"keys", book_keys, METH_O, NULL},
+    {"release", book_release, METH_O, NULL},
+    {"remove", book_remove, METH_O, NULL},
+    {"free", book_free, METH_O, NULL},
+    {"num_free", book_num_free, METH_NOARGS, NULL},
+    {"free_slots", book_free_slots, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
-static PyType_Slot index_slots[] = {
-    {Py_tp_new, index_new},          {Py_tp_dealloc, index_dealloc},         {Py_tp_methods, index_methods},
-    {Py_mp_length, index_length},    {Py_sq_contains, index_contains},       {0, NULL},
+static PyType_Slot book_slots[] = {
+    {Py_tp_new, book_new},       {Py_tp_dealloc, book_dealloc},   {Py_tp_methods, book_methods},
+    {Py_mp_length, book_length}, {0, NULL},
 };
-static PyType_Spec index_spec = {
-    "kvtier._slots.Index", sizeof(Index), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, index_slots,
-};
+static PyType_Spec book_spec = {"kvtier._slots.SlotBook", sizeof(Book), 0, Py_TPFLAGS_DEFAULT, book_slots};
 
-/* -- Ghosts: keys that were evicted from two lists ------------------------------------------------------------------------- */
+/* -- GhostLists: keys that were evicted from two lists --------------------------------------------------------------------- */
 
 /* A ring of hashes for each list; a slot is a place in one of them. Keys are told apart by 64 bits of a secret hash: a mistake
  * in 2^64 costs a policy one bad guess, and no key has to be kept alive. */
@@ -509,8 +630,7 @@ typedef struct {
     PyObject_HEAD
     Py_ssize_t capacity, next[2], sizes[2];
     Table table;
-    uint64_t *hashes; /* by slot */
-    uint8_t *taken;
+    uint64_t *hashes; /* by slot; 0: nobody */
 } Ghosts;
 
 static int32_t find_ghost(const Ghosts *self, uint64_t hash) {
@@ -522,70 +642,66 @@ static int32_t find_ghost(const Ghosts *self, uint64_t hash) {
 }
 
 static void forget_ghost(Ghosts *self, int32_t slot) {
-    cut(&self->table, slot);
-    self->taken[slot] = 0;
+    cut(&self->table, tag_of(self->hashes[slot]), slot);
+    self->hashes[slot] = 0;
     self->sizes[slot >= self->capacity]--;
 }
 
-static void add_ghost(Ghosts *self, int which, uint64_t hash) {
+static void add_ghost(Ghosts *self, Py_ssize_t which, uint64_t hash) {
     int32_t slot = (int32_t)(which * self->capacity + self->next[which]), known = find_ghost(self, hash);
     if (known != NONE) forget_ghost(self, known);
-    if (self->taken[slot]) forget_ghost(self, slot);
+    if (self->hashes[slot] != 0) forget_ghost(self, slot);
     put(&self->table, tag_of(hash), slot);
     self->hashes[slot] = hash;
-    self->taken[slot] = 1;
     self->sizes[which]++;
-    self->next[which] = (self->next[which] + 1) % self->capacity;
+    if (++self->next[which] == self->capacity) self->next[which] = 0;
 }
 
-/* Hash up to AHEAD keys of a list, beginning at `start`; return how many, or -1 with an exception set. */
-static Py_ssize_t hash_some(const Ghosts *self, PyObject *list, Py_ssize_t start, uint64_t *hashes) {
-    Key key;
-    Py_ssize_t count = PyList_Size(list) - start;
-    if (count > AHEAD) count = AHEAD;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        if (read_key(PyList_GetItem(list, start + i), &key) < 0) return -1;
-        hashes[i] = hash_key(&key);
-        __builtin_prefetch(home(&self->table, tag_of(hashes[i])));
+/* Fetch what forgetting those will need whom `count` new ghosts overwrite. */
+static void fetch_oldest(const Ghosts *self, Py_ssize_t which, Py_ssize_t count) {
+    const uint64_t *ring = self->hashes + which * self->capacity;
+    for (Py_ssize_t i = self->next[which]; i < self->capacity && count-- > 0; i++) {
+        __builtin_prefetch(home(&self->table, tag_of(ring[i])), 1);
     }
-    return count;
 }
 
-static PyObject *ghosts_remember(PyObject *object, PyObject *args) {
+static PyObject *ghosts_remember(PyObject *object, PyObject *const *args, Py_ssize_t num_args) {
     Ghosts *self = (Ghosts *)object;
-    PyObject *list;
-    int which;
-    uint64_t hashes[AHEAD];
-    Py_ssize_t start = 0, count;
-    if (!PyArg_ParseTuple(args, "iO!", &which, &PyList_Type, &list)) return NULL;
-    if (which < 0 || which > 1) return PyErr_Format(PyExc_ValueError, "expected list 0 or 1, got %d", which);
-    if (self->capacity == 0) return Py_NewRef(Py_None);
-    while ((count = hash_some(self, list, start, hashes)) > 0) {
-        for (Py_ssize_t i = 0; i < count; i++) add_ghost(self, which, hashes[i]);
-        start += count;
+    Some some;
+    Py_ssize_t start = 0, count, which;
+    if (read_pair(args, num_args, &which) < 0) return NULL;
+    if (which < 0 || which > 1) return PyErr_Format(PyExc_ValueError, "expected list 0 or 1, got %zd", which);
+    for (; (count = hash_some(&self->table, args[1], start, some.keys, some.hashes)) > 0; start += count) {
+        fetch_oldest(self, which, count);
+        for (Py_ssize_t i = 0; i < count && self->capacity > 0; i++) add_ghost(self, which, some.hashes[i]);
     }
     return count < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-static PyObject *ghosts_recall(PyObject *object, PyObject *args) {
+/* Make the answer of `recall` for as long as no key is known. */
+static PyObject *new_answer(Py_ssize_t count, Array *out) {
+    PyObject *lists = new_slots(count, out);
+    for (Py_ssize_t i = 0; lists != NULL && i < count; i++) set(out, i, NONE);
+    return lists;
+}
+
+static PyObject *ghosts_recall(PyObject *object, PyObject *keys) {
     Ghosts *self = (Ghosts *)object;
-    PyObject *list, *array;
+    PyObject *lists = NULL; /* made when a key is known: most often none is */
     Array out;
-    uint64_t hashes[AHEAD];
-    Py_ssize_t start = 0, found = 0, count = -1;
-    if (!PyArg_ParseTuple(args, "O!O", &PyList_Type, &list, &array) || borrow(array, 8, 1, &out) < 0) return NULL;
-    if (out.count < PyList_Size(list)) PyErr_SetString(PyExc_ValueError, "expected room for an answer for each key");
-    while (out.count >= PyList_Size(list) && (count = hash_some(self, list, start, hashes)) > 0) {
+    Some some;
+    Py_ssize_t start = 0, count;
+    for (; (count = hash_some(&self->table, keys, start, some.keys, some.hashes)) > 0; start += count) {
         for (Py_ssize_t i = 0; i < count; i++) {
-            int32_t slot = find_ghost(self, hashes[i]);
-            set(&out, start++, slot == NONE ? NONE : slot >= self->capacity);
+            int32_t slot = find_ghost(self, some.hashes[i]);
             if (slot == NONE) continue;
+            if (lists == NULL && (lists = new_answer(PyList_Size(keys), &out)) == NULL) return NULL;
+            set(&out, start + i, slot >= self->capacity);
             forget_ghost(self, slot);
-            found++;
         }
     }
-    give_back(&out);
-    return count < 0 ? NULL : PyLong_FromSsize_t(found);
+    if (lists != NULL) return leading_part(lists, &out, count < 0 ? -1 : start);
+    return count < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *ghosts_sizes(PyObject *object, PyObject *unused) {
@@ -593,33 +709,22 @@ static PyObject *ghosts_sizes(PyObject *object, PyObject *unused) {
     return Py_BuildValue("(nn)", ((Ghosts *)object)->sizes[0], ((Ghosts *)object)->sizes[1]);
 }
 
-static PyObject *ghosts_clear(PyObject *object, PyObject *unused) {
-    Ghosts *self = (Ghosts *)object;
-    (void)unused;
-    for (int32_t slot = 0; slot < 2 * self->capacity; slot++) {
-        if (self->taken[slot]) forget_ghost(self, slot);
-    }
-    return Py_NewRef(Py_None);
-}
-
 static void ghosts_dealloc(PyObject *object) {
     Ghosts *self = (Ghosts *)object;
-    free_table(&self->table);
+    PyMem_Free(self->table.entries);
     PyMem_Free(self->hashes);
-    PyMem_Free(self->taken);
     free_object(object);
 }
 
 static PyObject *ghosts_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     Py_ssize_t capacity;
     (void)kwargs;
-    if (parse_capacity(args, &capacity) < 0) return NULL;
+    if (!PyArg_ParseTuple(args, "n", &capacity) || check_capacity(capacity) < 0) return NULL;
     Ghosts *self = (Ghosts *)new_object(type);
     if (self == NULL) return NULL;
     self->capacity = capacity;
     self->hashes = PyMem_Calloc(2 * (size_t)capacity + 1, sizeof *self->hashes);
-    self->taken = PyMem_Calloc(2 * (size_t)capacity + 1, sizeof *self->taken);
-    if (make_table(&self->table, 2 * capacity) < 0 || self->hashes == NULL || self->taken == NULL) {
+    if (make_table(&self->table, 2 * capacity) < 0 || self->hashes == NULL) {
         Py_DECREF(self);
         return PyErr_NoMemory();
     }
@@ -627,21 +732,17 @@ static PyObject *ghosts_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 }
 
 static PyMethodDef ghosts_methods[] = {
-    {"remember", ghosts_remember, METH_VARARGS, "remember(which, keys). They were evicted from list 0 or 1."},
-    {"recall_into", ghosts_recall, METH_VARARGS,
-     "recall_into(keys, out) -> number of keys that were known and now are not. Their list, else -1, goes to `out`."},
-    {"sizes", ghosts_sizes, METH_NOARGS, "sizes() -> number of keys known of each list."},
-    {"clear", ghosts_clear, METH_NOARGS, "clear()."},
+    {"remember", (PyCFunction)(void (*)(void))ghosts_remember, METH_FASTCALL, NULL},
+    {"recall", ghosts_recall, METH_O, NULL},
+    {"sizes", ghosts_sizes, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 static PyType_Slot ghosts_slots[] = {
     {Py_tp_new, ghosts_new}, {Py_tp_dealloc, ghosts_dealloc}, {Py_tp_methods, ghosts_methods}, {0, NULL},
 };
-static PyType_Spec ghosts_spec = {
-    "kvtier._slots.Ghosts", sizeof(Ghosts), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, ghosts_slots,
-};
+static PyType_Spec ghosts_spec = {"kvtier._slots.GhostLists", sizeof(Ghosts), 0, Py_TPFLAGS_DEFAULT, ghosts_slots};
 
-/* -- Recency: slots in order of use ---------------------------------------------------------------------------------------- */
+/* -- RecencyList: slots in order of use ------------------------------------------------------------------------------------ */
 
 /* A ring of links; the one after the last slot stands between the newest and the oldest. newer[slot] == NONE: not in the ring. */
 typedef struct {
@@ -666,107 +767,89 @@ static void link_newest(Recency *self, int32_t slot) {
     self->length++;
 }
 
-/* Borrow an array of slots that all lie in the list's range. */
-static int borrow_slots(Recency *self, PyObject *array, Array *slots) {
-    if (borrow(array, 8, 0, slots) < 0) return -1;
-    if (check_slots(slots, self->capacity) == 0) return 0;
-    give_back(slots);
-    return -1;
-}
+static inline int holds(const Recency *self, int64_t slot) { return self->newer[slot] != NONE; }
 
-static PyObject *recency_use(PyObject *object, PyObject *array) {
-    Recency *self = (Recency *)object;
-    Array slots;
-    if (borrow_slots(self, array, &slots) < 0) return NULL;
-    for (Py_ssize_t i = slots.count - 1; i >= 0; i--) {
-        int32_t slot = (int32_t)get(&slots, i);
-        if (self->newer[slot] != NONE) unlink_slot(self, slot);
+static PyObject *use_all(void *object, const Array *slots) {
+    Recency *self = object;
+    for (Py_ssize_t i = slots->count - 1; i >= 0; i--) {
+        int32_t slot = (int32_t)get(slots, i);
+        if (holds(self, slot)) unlink_slot(self, slot);
         link_newest(self, slot);
     }
-    give_back(&slots);
     return Py_NewRef(Py_None);
 }
 
-static PyObject *recency_drop(PyObject *object, PyObject *array) {
-    Recency *self = (Recency *)object;
-    Array slots;
-    if (borrow_slots(self, array, &slots) < 0) return NULL;
-    for (Py_ssize_t i = 0; i < slots.count; i++) {
-        int32_t slot = (int32_t)get(&slots, i);
-        if (self->newer[slot] != NONE) unlink_slot(self, slot);
+static PyObject *renew_all(void *object, const Array *slots) {
+    Recency *self = object;
+    Array others;
+    Py_ssize_t done = 0;
+    PyObject *list = new_slots(slots->count, &others);
+    if (list == NULL) return NULL;
+    for (Py_ssize_t i = 0; i < slots->count; i++) {
+        if (!holds(self, get(slots, i))) set(&others, done++, get(slots, i));
     }
-    give_back(&slots);
+    for (Py_ssize_t i = slots->count - 1; i >= 0; i--) {
+        int32_t slot = (int32_t)get(slots, i);
+        if (!holds(self, slot)) continue;
+        unlink_slot(self, slot);
+        link_newest(self, slot);
+    }
+    return leading_part(list, &others, done);
+}
+
+static PyObject *drop_all(void *object, const Array *slots) {
+    for (Py_ssize_t i = 0; i < slots->count; i++) {
+        if (holds(object, get(slots, i))) unlink_slot(object, (int32_t)get(slots, i));
+    }
     return Py_NewRef(Py_None);
 }
+
+static PyObject *on_ranked(PyObject *self, PyObject *array, OnSlots *call) {
+    return with_slots(call, self, array, 0, ((Recency *)self)->capacity);
+}
+
+static PyObject *recency_use(PyObject *self, PyObject *slots) { return on_ranked(self, slots, use_all); }
+static PyObject *recency_renew(PyObject *self, PyObject *slots) { return on_ranked(self, slots, renew_all); }
+static PyObject *recency_drop(PyObject *self, PyObject *slots) { return on_ranked(self, slots, drop_all); }
 
 static Py_ssize_t take_allowed(Recency *self, Py_ssize_t count, const Array *allowed, const Array *out) {
     Py_ssize_t taken = 0;
     int32_t end = (int32_t)self->capacity, next;
     for (int32_t slot = self->newer[end]; slot != end && taken < count; slot = next) {
         next = self->newer[slot];
-        if (!allowed->data[slot * allowed->stride]) continue;
+        if (!*flag(allowed, slot)) continue;
         unlink_slot(self, slot);
         set(out, taken++, slot);
     }
     return taken;
 }
 
-static PyObject *recency_take(PyObject *object, PyObject *args) {
+static PyObject *recency_take(PyObject *object, PyObject *const *args, Py_ssize_t num_args) {
     Recency *self = (Recency *)object;
-    PyObject *mask, *array;
-    Py_ssize_t count, taken = -1;
+    PyObject *slots = NULL;
+    Py_ssize_t count;
     Array allowed, out;
-    if (!PyArg_ParseTuple(args, "nOO", &count, &mask, &array) || borrow(mask, 1, 0, &allowed) < 0) return NULL;
-    if (borrow(array, 8, 1, &out) == 0) {
-        if (allowed.count < self->capacity || out.count < count) {
-            PyErr_SetString(PyExc_ValueError, "expected to be told of every slot, and room for the slots to take");
-        } else {
-            taken = take_allowed(self, count, &allowed, &out);
-        }
-        give_back(&out);
+    if (read_pair(args, num_args, &count) < 0 || borrow(args[1], 1, 0, &allowed) < 0) return NULL;
+    if (count > self->length) count = self->length;
+    if (allowed.count < self->capacity) {
+        PyErr_SetString(PyExc_ValueError, "expected to be told of every slot");
+    } else if ((slots = new_slots(count < 0 ? 0 : count, &out)) != NULL) {
+        slots = leading_part(slots, &out, take_allowed(self, count, &allowed, &out));
     }
     give_back(&allowed);
-    return taken < 0 ? NULL : PyLong_FromSsize_t(taken);
+    return slots;
 }
 
-static PyObject *recency_holds(PyObject *object, PyObject *args) {
-    Recency *self = (Recency *)object;
-    PyObject *array, *mask;
-    Array slots, out;
-    if (!PyArg_ParseTuple(args, "OO", &array, &mask) || borrow_slots(self, array, &slots) < 0) return NULL;
-    int status = borrow(mask, 1, 1, &out);
-    if (status == 0 && out.count < slots.count) {
-        PyErr_SetString(PyExc_ValueError, "expected room for an answer for each slot");
-        status = -1;
-        give_back(&out);
-    }
-    for (Py_ssize_t i = 0; status == 0 && i < slots.count; i++) out.data[i * out.stride] = self->newer[get(&slots, i)] != NONE;
-    if (status == 0) give_back(&out);
-    give_back(&slots);
-    return status < 0 ? NULL : Py_NewRef(Py_None);
-}
-
-static PyObject *recency_slots_of(PyObject *object, PyObject *array) {
+static PyObject *recency_slots_of(PyObject *object, PyObject *unused) {
     Recency *self = (Recency *)object;
     Array out;
     Py_ssize_t done = 0;
     int32_t end = (int32_t)self->capacity;
-    if (borrow(array, 8, 1, &out) < 0) return NULL;
-    for (int32_t slot = self->newer[end]; slot != end && done < out.count; slot = self->newer[slot]) set(&out, done++, slot);
-    give_back(&out);
-    return PyLong_FromSsize_t(done);
-}
-
-static void make_empty(Recency *self) {
-    for (Py_ssize_t slot = 0; slot < self->capacity; slot++) self->newer[slot] = NONE;
-    self->newer[self->capacity] = self->older[self->capacity] = (int32_t)self->capacity;
-    self->length = 0;
-}
-
-static PyObject *recency_clear(PyObject *self, PyObject *unused) {
     (void)unused;
-    make_empty((Recency *)self);
-    return Py_NewRef(Py_None);
+    PyObject *slots = new_slots(self->length, &out);
+    if (slots == NULL) return NULL;
+    for (int32_t slot = self->newer[end]; slot != end; slot = self->newer[slot]) set(&out, done++, slot);
+    return leading_part(slots, &out, done);
 }
 
 static Py_ssize_t recency_length(PyObject *self) { return ((Recency *)self)->length; }
@@ -780,7 +863,7 @@ static void recency_dealloc(PyObject *object) {
 static PyObject *recency_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     Py_ssize_t capacity;
     (void)kwargs;
-    if (parse_capacity(args, &capacity) < 0) return NULL;
+    if (!PyArg_ParseTuple(args, "n", &capacity) || check_capacity(capacity) < 0) return NULL;
     Recency *self = (Recency *)new_object(type);
     if (self == NULL) return NULL;
     self->capacity = capacity;
@@ -790,26 +873,24 @@ static PyObject *recency_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
         Py_DECREF(self);
         return PyErr_NoMemory();
     }
-    make_empty(self);
+    for (Py_ssize_t slot = 0; slot < capacity; slot++) self->newer[slot] = NONE;
+    self->newer[capacity] = self->older[capacity] = (int32_t)capacity;
     return (PyObject *)self;
 }
 
 static PyMethodDef recency_methods[] = {
-    {"use", recency_use, METH_O, "use(slots). They become the newest, the first of them the newest of all."},
-    {"drop", recency_drop, METH_O, "drop(slots)."},
-    {"take_into", recency_take, METH_VARARGS, "take_into(count, allowed, out) -> number of slots taken out, oldest first."},
-    {"holds_into", recency_holds, METH_VARARGS, "holds_into(slots, out). For each slot, whether it is in the list goes to `out`."},
-    {"slots_into", recency_slots_of, METH_O, "slots_into(out) -> number of slots in the list. They go to `out`, oldest first."},
-    {"clear", recency_clear, METH_NOARGS, "clear()."},
+    {"use", recency_use, METH_O, NULL},
+    {"renew", recency_renew, METH_O, NULL},
+    {"drop", recency_drop, METH_O, NULL},
+    {"take", (PyCFunction)(void (*)(void))recency_take, METH_FASTCALL, NULL},
+    {"slots", recency_slots_of, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 static PyType_Slot recency_slots[] = {
     {Py_tp_new, recency_new},       {Py_tp_dealloc, recency_dealloc}, {Py_tp_methods, recency_methods},
     {Py_mp_length, recency_length}, {0, NULL},
 };
-static PyType_Spec recency_spec = {
-    "kvtier._slots.Recency", sizeof(Recency), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, recency_slots,
-};
+static PyType_Spec recency_spec = {"kvtier._slots.RecencyList", sizeof(Recency), 0, Py_TPFLAGS_DEFAULT, recency_slots};
 
 /* -- the module ---------------------------------------------------------------------------------------------------------- */
 
@@ -832,9 +913,18 @@ static int draw_secrets(void) {
     return 0;
 }
 
+static int find_numpy(void) {
+    PyObject *numpy = PyImport_ImportModule("numpy");
+    if (numpy == NULL) return -1;
+    numpy_empty = PyObject_GetAttrString(numpy, "empty");
+    int64_type = PyObject_CallMethod(numpy, "dtype", "s", "int64");
+    Py_DECREF(numpy);
+    return numpy_empty == NULL || int64_type == NULL ? -1 : 0;
+}
+
 static int fill_module(PyObject *module) {
-    if (draw_secrets() < 0) return -1;
-    return add_type(module, &index_spec) < 0 || add_type(module, &ghosts_spec) < 0 || add_type(module, &recency_spec) < 0 ? -1 : 0;
+    if (draw_secrets() < 0 || find_numpy() < 0) return -1;
+    return add_type(module, &book_spec) < 0 || add_type(module, &ghosts_spec) < 0 || add_type(module, &recency_spec) < 0 ? -1 : 0;
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, fill_module}, {0, NULL}};

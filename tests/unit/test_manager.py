@@ -323,11 +323,18 @@ def test_events_are_drained_even_if_nobody_looks_at_them() -> None:
     assert manager.take_events() == []
 
 
+def empty_the_last(manager: CPUOffloadingManager) -> None:
+    """Have slot 3 be of no key and not free, as a doomed chunk's is, but unused."""
+    manager._book.reserve(0, keys(8))
+    manager._book.remove(np.array([3]))
+    manager._readers[3] = 0
+
+
 BREAKAGES: dict[str, Callable[[CPUOffloadingManager], object]] = {
-    "every slot is held, doomed or free": lambda m: m._free.fill(3) or setattr(m, "_num_free", 2),
-    "a slot has a key iff it is held": lambda m: m._index.remove(np.array([0])),
-    "no doomed chunk is held": lambda m: m._doomed.update({keys(1)[0]: 3}) or setattr(m, "_num_free", 0),
-    "doomed chunks are in use": lambda m: m._doomed.update({keys(7)[0]: 3}) or setattr(m, "_num_free", 0),
+    "every slot is held, doomed or free": lambda m: m._book.free(np.array([3])),
+    "a slot has a key iff it is held": lambda m: m._book.remove(np.array([0])),
+    "no doomed chunk is held": lambda m: empty_the_last(m) or m._doomed.update({keys(1)[0]: 3}),
+    "doomed chunks are in use": lambda m: empty_the_last(m) or m._doomed.update({keys(7)[0]: 3}),
     "a chunk has one writer": lambda m: m._readers.__setitem__(1, -2),
     "free slots are not in use": lambda m: m._readers.__setitem__(3, 1),
     "what may be evicted is ready and unread": lambda m: m._evictable.__setitem__(0, False),

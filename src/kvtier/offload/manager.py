@@ -2,8 +2,8 @@
 
 A chunk that is held, ready or writing, is in the index and ranked by the policy. One that was made absent (by `reset_cache` or
 `discard`) while a job was using its slot is *doomed*: it cannot be read, stored or evicted, and its slot comes back when the
-job completes. What else is known of a chunk is kept by slot, in arrays: a call costs a few array operations, and little for
-each key, however long the prompt.
+job completes. What is known of a chunk is kept by slot, in arrays that `SlotBook` keeps up to date: a call costs little besides
+what its keys cost, be they the thousand of a prompt or the one of a decoded block.
 
 Events: `prepare_store` announces what it evicted, `complete_store` what became ready, `discard` and `reset_cache` what was ready
 and is no more. Called on the scheduler thread only; nothing blocks. A call that raises `InputError` has changed nothing.
@@ -16,21 +16,20 @@ from dataclasses import dataclass
 from itertools import compress
 
 import numpy as np
-import numpy.typing as npt
 
 from kvtier.errors import InputError, IntegrityError
 from kvtier.keys import OffloadKey
 from kvtier.offload.absent import AbsentKeys
 from kvtier.offload.base import MissReason, OffloadingEvent, OffloadingManager, PrepareStoreOutput, ReqContext
 from kvtier.policies import CachePolicy, Slots, make_policy
-from kvtier.policies.slots import ABSENT, SlotIndex
+from kvtier.policies.slots import WRITING, SlotBook
 from kvtier.transfer.base import CPULoadStoreSpec
 
 __all__ = ["CPUOffloadingManager", "ManagerStats"]
 
-_WRITING = -1
+_MEDIUM = CPULoadStoreSpec.medium()
+_EVICTED = MissReason.EVICTED  # looking it up in the enum takes as long as looking a key up
 _NOBODY = -1  # no string has this hash
-_NONE: Slots = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +71,11 @@ class CPUOffloadingManager(OffloadingManager):
         self.policy = make_policy(policy, num_slots) if isinstance(policy, str) else policy
         if self.policy.capacity != num_slots:
             raise InputError(f"policy: expected one for {num_slots} slots, got one for {self.policy.capacity}")
-        self._index = SlotIndex(num_slots)
-        self._doomed: dict[OffloadKey, int] = {}
-        self._readers = np.zeros(num_slots, dtype=np.int64)  # _WRITING while being written
+        self._readers = np.zeros(num_slots, dtype=np.int64)  # WRITING while being written
         self._evictable = np.zeros(num_slots, dtype=np.bool_)  # ready and unread
         self._stored_by = np.zeros(num_slots, dtype=np.int64)  # hash of the request's id
-        self._free = np.arange(num_slots, dtype=np.int64)[::-1].copy()  # a stack: the first `_num_free` are free
-        self._num_free = num_slots
+        self._book = SlotBook(self._readers, self._evictable, self._stored_by)
+        self._doomed: dict[OffloadKey, int] = {}
         self._store_threshold = store_threshold
         self._absent = AbsentKeys(max_tracked)
         self._events: list[OffloadingEvent] = []
@@ -87,17 +84,15 @@ class CPUOffloadingManager(OffloadingManager):
     # -- lookup ------------------------------------------------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        slot = self._index.get(key)
+        slot = self._book.get(key)
         if slot is None:
             return False
-        return None if self._readers[slot] == _WRITING else True
+        return None if self._readers[slot] == WRITING else True
 
     def lookup_prefix(self, keys: Iterable[OffloadKey], req_context: ReqContext, *, wait: bool = True) -> int | None:
-        slots = self._index.leading(_as_list(keys))
-        writing = self._readers[slots] == _WRITING
-        if not writing.any():
-            return len(slots)
-        return None if wait else int(writing.argmax())
+        keys = _as_list(keys)
+        ready = self._book.leading(keys)
+        return None if wait and ready < len(keys) and self._book.get(keys[ready]) is not None else ready
 
     def explain(self, key: OffloadKey) -> MissReason | None:
         found = self.lookup(key, _ANYONE)
@@ -109,29 +104,23 @@ class CPUOffloadingManager(OffloadingManager):
 
     def prepare_load(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
         keys = _as_list(keys)
-        slots = self._index.find(keys)
-        self._expect("prepare_load", "ready", keys, slots != ABSENT)
-        self._expect("prepare_load", "ready", keys, self._readers[slots] != _WRITING)
-        np.add.at(self._readers, slots, 1)
-        self._evictable[slots] = False
+        slots = self._book.find(keys)
+        if (pinned := self._book.pin(slots)) < len(keys):
+            raise self._misuse("prepare_load", "ready", keys[pinned])
         return CPULoadStoreSpec(slots)
 
     def complete_load(self, keys: Iterable[OffloadKey]) -> None:
         keys = _as_list(keys)
-        slots = self._index.find(keys)
+        slots = self._book.find(keys)
         if self._doomed:
             slots = _array([self._doomed.get(key, slot) for key, slot in zip(keys, slots.tolist(), strict=True)])
-        self._expect("complete_load", "being read", keys, slots != ABSENT)
-        np.subtract.at(self._readers, slots, 1)
-        left = self._readers[slots]
-        if (left < 0).any():
-            np.add.at(self._readers, slots, 1)
-            self._expect("complete_load", "being read", keys, left >= 0)
-        self._evictable[slots] = left == 0
-        self._free_doomed(keys, 0)
+        if (unpinned := self._book.unpin(slots)) < len(keys):
+            raise self._misuse("complete_load", "being read", keys[unpinned])
+        if self._doomed:
+            self._free_doomed(keys, 0)
 
     def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        slots = self._index.held(_as_list(keys))
+        slots = self._book.held(_as_list(keys))
         if len(slots):
             user = hash(req_context.req_id) if req_context.req_id else _NOBODY
             self.policy.touch(slots, self._stored_by[slots] != user)
@@ -140,34 +129,38 @@ class CPUOffloadingManager(OffloadingManager):
 
     def prepare_store(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         offered = _as_list(keys)
-        wanted = self._admit(self._missing(offered))
+        wanted = self._choose(offered)
         if not wanted:
             return PrepareStoreOutput([], CPULoadStoreSpec([]))
-        evicted = self._make_room(len(wanted), offered)
-        if len(wanted) > self._num_free:
-            self._refuse(wanted[self._num_free :])
-            del wanted[self._num_free :]
-        if not wanted:
-            return None
-        return PrepareStoreOutput(wanted, CPULoadStoreSpec(self._allocate(wanted, req_context)), evicted)
+        needed = len(wanted) - self._book.num_free()
+        evicted = []
+        if needed > 0:
+            evicted = self._make_room(needed, self._book.held(offered) if len(offered) > len(wanted) else None)
+        if len(evicted) < needed:
+            self._refuse(wanted[len(evicted) - needed :])
+            del wanted[len(evicted) - needed :]
+            if not wanted:
+                return None
+        slots = self._book.reserve(hash(req_context.req_id), wanted)
+        self.policy.insert(slots, wanted)
+        return PrepareStoreOutput(wanted, CPULoadStoreSpec(slots), evicted)
 
     def complete_store(self, keys: Iterable[OffloadKey], success: bool = True) -> None:
         keys = _as_list(keys)
-        self._free_doomed(keys, _WRITING)
-        slots = self._index.held(keys)
-        slots = slots[self._readers[slots] == _WRITING]
+        if self._doomed:
+            self._free_doomed(keys, WRITING)
+        written = self._book.complete(keys)
         if success:
-            self._readers[slots] = 0
-            self._evictable[slots] = True
-            self._stored += len(slots)
-            self._announce(self._index.keys(slots), removed=False)
+            self._stored += len(written)
+            self._announce(written, removed=False)
         else:
+            slots = self._book.find(written)
             self.policy.remove(slots)
-            self._absent.note(self._index.remove(slots), MissReason.FAILED)
-            self._release(slots)
+            self._book.release(slots)
+            self._absent.note(written, MissReason.FAILED)
 
     def discard(self, keys: Iterable[OffloadKey], reason: MissReason = MissReason.FAILED) -> None:
-        self._drop(self._index.held(_as_list(keys)), reason)
+        self._drop(self._book.held(_as_list(keys)), reason)
 
     def reset_cache(self) -> None:
         self._drop(self._held_slots(), MissReason.CLEARED)
@@ -185,7 +178,7 @@ class CPUOffloadingManager(OffloadingManager):
         readers = self._readers[self._held_slots()]
         return ManagerStats(
             slots=self.num_slots,
-            free=self._num_free,
+            free=self._book.num_free(),
             ready=int((readers >= 0).sum()),
             reading=int((readers > 0).sum()),
             writing=int((readers < 0).sum()),
@@ -197,16 +190,16 @@ class CPUOffloadingManager(OffloadingManager):
 
     def check(self) -> None:
         self.policy.check()
-        held, doomed, free = self._held_slots(), list(self._doomed.values()), self._free[: self._num_free]
+        held, doomed, free = self._held_slots(), list(self._doomed.values()), self._book.free_slots()
         unread = np.zeros(self.num_slots, dtype=np.bool_)
         unread[held] = self._readers[held] == 0
-        keys = self._index.keys(held)
+        keys = self._book.keys(held)
         for holds, what in (
             (len(held) + len(doomed) + len(free) == self.num_slots, "every slot is held, doomed or free"),
-            (len(self._index) == len(keys) == len(held), "a slot has a key iff it is held"),
-            (np.array_equal(self._index.find(keys), held), "keys and slots map to each other"),
-            (not self._index.held(list(self._doomed)).size, "no doomed chunk is held"),
-            (self._readers.min(initial=0) >= _WRITING, "a chunk has one writer"),
+            (len(self._book) == len(keys) == len(held), "a slot has a key iff it is held"),
+            (np.array_equal(self._book.find(keys), held), "keys and slots map to each other"),
+            (not self._book.held(list(self._doomed)).size, "no doomed chunk is held"),
+            (self._readers.min(initial=0) >= WRITING, "a chunk has one writer"),
             (self._readers[doomed].all(), "doomed chunks are in use"),
             (not self._readers[free].any(), "free slots are not in use"),
             (np.array_equal(self._evictable, unread), "what may be evicted is ready and unread"),
@@ -220,17 +213,15 @@ class CPUOffloadingManager(OffloadingManager):
     def _held_slots(self) -> Slots:
         """Return the slots that are neither free nor doomed, in ascending order."""
         held = np.ones(self.num_slots, dtype=np.bool_)
-        held[self._free[: self._num_free]] = False
+        held[self._book.free_slots()] = False
         held[list(self._doomed.values())] = False
         return np.flatnonzero(held)
 
-    def _missing(self, keys: list[OffloadKey]) -> list[OffloadKey]:
-        """Return the keys of an offer that could be stored, each once."""
-        missing = self._index.missing(keys)
-        return [key for key in missing if key not in self._doomed] if self._doomed else missing
-
-    def _admit(self, keys: list[OffloadKey]) -> list[OffloadKey]:
-        """Return the keys that have been offered often enough to be taken."""
+    def _choose(self, offered: list[OffloadKey]) -> list[OffloadKey]:
+        """Return the keys of an offer, each once, that could be stored and have been offered often enough."""
+        keys = self._book.missing(offered)
+        if self._doomed:
+            keys = [key for key in keys if key not in self._doomed]
         if self._store_threshold < 2:
             return keys
         counts = self._absent.count_offers(keys)
@@ -241,88 +232,57 @@ class CPUOffloadingManager(OffloadingManager):
         self._refused += len(keys)
         self._absent.note(keys, MissReason.REFUSED)
 
-    def _make_room(self, count: int, offered: list[OffloadKey]) -> list[OffloadKey]:
-        """Evict until `count` slots are free, or as many as can be, and return who left. What is offered stays."""
-        needed = count - self._num_free
-        if needed <= 0:
-            return []
-        victims = self._choose_victims(needed, self._index.held(offered) if len(offered) > count else _NONE)
-        keys = self._index.remove(victims)
-        self._release(victims)
+    def _make_room(self, count: int, spared: Slots | None) -> list[OffloadKey]:
+        """Evict up to `count` chunks, as many as can be and none that is spared, and return who left."""
+        keys = self._evict(count) if spared is None else self._evict_others(count, spared[self._evictable[spared]])
         self._evicted += len(keys)
-        self._absent.note(keys, MissReason.EVICTED)
-        self._announce(keys, removed=True)
+        self._absent.note(keys, _EVICTED)
+        self._announce(keys.copy(), removed=True)
         return keys
 
-    def _choose_victims(self, count: int, spared: Slots) -> Slots:
-        """Have the policy choose among the evictable chunks that are not spared, and check its choice."""
-        spared = spared[self._evictable[spared]]
+    def _evict(self, count: int) -> list[OffloadKey]:
+        """Have the policy choose, check its choice, and let those go."""
+        victims = self.policy.evict(count, self._evictable, self._book.keys)
+        keys = self._book.release(victims) if len(victims) <= count else None
+        if keys is None:
+            raise InputError(
+                f"policy {self._policy_name()}: expected evict to return at most {count} different evictable slots, "
+                f"got {victims.tolist()}"
+            )
+        return keys
+
+    def _evict_others(self, count: int, spared: Slots) -> list[OffloadKey]:
+        """Evict, and hide the spared slots meanwhile."""
         self._evictable[spared] = False
         try:
-            victims = self.policy.evict(count, self._evictable, self._index.keys)
-            if not self._are_evictable(victims) or len(victims) > count:
-                raise InputError(
-                    f"policy {self._policy_name()}: expected evict to return at most {count} different evictable slots, "
-                    f"got {victims.tolist()}"
-                )
+            return self._evict(count)
         finally:
             self._evictable[spared] = True
-        return victims
-
-    def _are_evictable(self, slots: Slots) -> bool:
-        """Say whether these are slots of ours, each once, that may be evicted."""
-        try:
-            return self._index.count(slots, self._evictable) == len(slots)
-        except IndexError:
-            return False
-
-    def _allocate(self, keys: list[OffloadKey], req_context: ReqContext) -> Slots:
-        """Give each key a free slot to be written.
-
-        What was stored together and evicted from its tail on comes back in ascending slots, which one copy can fill.
-        """
-        end, self._num_free = self._num_free, self._num_free - len(keys)
-        slots = self._free[self._num_free : end][::-1].copy()
-        self._index.add(keys, slots)
-        self._readers[slots] = _WRITING
-        self._stored_by[slots] = hash(req_context.req_id)
-        self.policy.insert(slots, keys)
-        return slots
 
     def _drop(self, slots: Slots, reason: MissReason) -> None:
         """Make held chunks absent; those in use become doomed."""
-        ready, busy = self._readers[slots] != _WRITING, self._readers[slots] != 0
+        ready, busy = self._readers[slots] != WRITING, self._readers[slots] != 0
         self.policy.remove(slots)
-        keys = self._index.remove(slots)
-        self._evictable[slots] = False
+        keys = self._book.remove(slots)
         self._doomed.update(compress(zip(keys, slots.tolist(), strict=True), busy.tolist()))
-        self._release(slots[~busy])
+        self._book.free(slots[~busy])
         self._absent.note(keys, reason)
         self._announce(list(compress(keys, ready.tolist())), removed=True)
 
     def _free_doomed(self, keys: list[OffloadKey], readers: int) -> None:
         """Free the slots of those doomed chunks that have this count of readers: their last job is over."""
-        if self._doomed:
-            over = [key for key in keys if key in self._doomed and self._readers[self._doomed[key]] == readers]
-            self._release(_array([self._doomed.pop(key) for key in dict.fromkeys(over)]))
-
-    def _release(self, slots: Slots) -> None:
-        start, self._num_free = self._num_free, self._num_free + len(slots)
-        self._free[start : self._num_free] = slots
-        self._readers[slots] = 0
-        self._evictable[slots] = False
+        over = [key for key in keys if key in self._doomed and self._readers[self._doomed[key]] == readers]
+        self._book.free(_array([self._doomed.pop(key) for key in dict.fromkeys(over)]))
 
     def _announce(self, keys: list[OffloadKey], *, removed: bool) -> None:
         if keys:
-            self._events.append(OffloadingEvent(keys.copy(), CPULoadStoreSpec.medium(), removed))
+            self._events.append(OffloadingEvent(keys, _MEDIUM, removed))
 
-    def _expect(self, call: str, state: str, keys: list[OffloadKey], holds: npt.NDArray[np.bool_]) -> None:
-        """Raise `InputError` for the first key that is not in the state that a call needs."""
-        if not holds.all():
-            key = keys[holds.argmin()]
-            reason = self.explain(key)
-            found = "ready" if reason is None else reason.value
-            raise InputError(f"{call}: expected chunks that are {state}, got {key.hex()}, which is {found}")
+    def _misuse(self, call: str, state: str, key: OffloadKey) -> InputError:
+        """Say that a chunk is not in the state that a call needs."""
+        reason = self.explain(key)
+        found = "ready" if reason is None else reason.value
+        return InputError(f"{call}: expected chunks that are {state}, got {key.hex()}, which is {found}")
 
     def _policy_name(self) -> str:
         return type(self.policy).__qualname__

@@ -32,46 +32,41 @@ class ARCPolicy(CachePolicy):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self._t1, self._t2 = self._lists = RecencyList(capacity), RecencyList(capacity)
-        self._ghosts = GhostLists(capacity)
-        self.target = 0.0
-        """The size that T1 should have."""
+        self.clear()
 
     def insert(self, slots: Slots, keys: list[OffloadKey]) -> None:
-        sizes = self._ghosts.sizes()
         lists = self._ghosts.recall(keys)
         if lists is not None:
-            self._learn(np.bincount(lists + 1, minlength=3).tolist()[1:], sizes)
+            self._learn(*np.bincount(lists + 1, minlength=3).tolist()[1:])
             self._t2.use(slots[lists != ABSENT])
             slots = slots[lists == ABSENT]
         self._t1.use(slots)
 
     def touch(self, slots: Slots, reused: npt.NDArray[np.bool_]) -> None:
         self._t1.drop(slots[reused])
-        once = self._t1.holds(slots)
-        self._t1.use(slots[once])
-        self._t2.use(slots[~once])
+        self._t2.use(self._t1.renew(slots))
 
     def evict(self, count: int, evictable: npt.NDArray[np.bool_], keys_of: KeysOf) -> Slots:
-        surplus = self._take(_T1, min(count, self._surplus()), evictable, keys_of)
-        if len(surplus) == count:
-            return surplus
-        often = self._take(_T2, count - len(surplus), evictable, keys_of)
-        rest = self._take(_T1, count - len(surplus) - len(often), evictable, keys_of)
-        return np.concatenate((surplus, often, rest))
+        surplus = self._surplus()
+        victims = self._take(_T1, count if count < surplus else surplus, evictable, keys_of)
+        for which in (_T2, _T1):
+            if len(victims) == count:
+                break
+            victims = np.concatenate((victims, self._take(which, count - len(victims), evictable, keys_of)))
+        return victims
 
     def remove(self, slots: Slots) -> None:
         self._t1.drop(slots)
         self._t2.drop(slots)
 
     def clear(self) -> None:
-        self._t1.clear()
-        self._t2.clear()
-        self._ghosts.clear()
+        self._t1, self._t2 = self._lists = RecencyList(self.capacity), RecencyList(self.capacity)
+        self._ghosts = GhostLists(self.capacity)
         self.target = 0.0
+        """The size that T1 should have."""
 
     def ranked(self) -> Slots:
-        once, surplus = self._t1.slots(), self._surplus()
+        once, surplus = self._t1.slots(), max(0, self._surplus())
         return np.concatenate((once[:surplus], self._t2.slots(), once[surplus:]))
 
     def check(self) -> None:
@@ -85,12 +80,13 @@ class ARCPolicy(CachePolicy):
         self._ghosts.remember(which, keys_of(slots))
         return slots
 
-    def _learn(self, returned: list[int], sizes: tuple[int, int]) -> None:
+    def _learn(self, returned1: int, returned2: int) -> None:
         """Move the target, by how many keys came back from B1 and B2 and how large those were."""
-        size1, size2 = (max(1, size) for size in sizes)
-        more, less = returned[_T1] * max(1.0, size2 / size1), returned[_T2] * max(1.0, size1 / size2)
+        size1, size2 = self._ghosts.sizes()
+        size1, size2 = max(1, size1 + returned1), max(1, size2 + returned2)
+        more, less = returned1 * max(1.0, size2 / size1), returned2 * max(1.0, size1 / size2)
         self.target = min(max(self.target + more - less, 0.0), float(self.capacity))
 
     def _surplus(self) -> int:
-        """Count the slots that T1 gives before T2 has to."""
-        return max(0, len(self._t1) - int(self.target) + 1)
+        """Count the slots that T1 gives before T2 has to; none if negative."""
+        return len(self._t1) - int(self.target) + 1

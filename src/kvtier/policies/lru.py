@@ -36,7 +36,7 @@ class LRUPolicy(CachePolicy):
         self._recency.drop(slots)
 
     def clear(self) -> None:
-        self._recency.clear()
+        self._recency = RecencyList(self.capacity)
 
     def ranked(self) -> Slots:
         return self._recency.slots()

@@ -1,7 +1,7 @@
-"""What managers and policies are made of: keys -> slots and back, slots in order of use, keys that were evicted.
+"""What managers and policies are made of: which chunk is in which slot, slots in order of use, keys that were evicted.
 
 Each is written twice: in `_slots.c`, for speed, and here, for machines without a C compiler and as the specification of the
-other. `SLOTS_BY` says which is in use. Below them are the classes to use, which hide that arrays are filled in place.
+other. `SLOTS_BY` says which is in use. All take and return batches; in C, one of a single key costs some 100 ns a call.
 Called on the scheduler thread only.
 """
 
@@ -16,67 +16,141 @@ import numpy.typing as npt
 from kvtier.keys import OffloadKey
 from kvtier.policies.base import Slots
 
-__all__ = ["ABSENT", "SLOTS_BY", "GhostLists", "RecencyList", "SlotIndex"]
+__all__ = ["ABSENT", "SLOTS_BY", "WRITING", "GhostLists", "RecencyList", "SlotBook"]
 
 ABSENT = -1
+"""The slot of a key that has none, the list of a key that was not evicted."""
+WRITING = -1
+"""The readers of a slot that is being written."""
 Mask = npt.NDArray[np.bool_]
 
 
-class PythonIndex:
-    """`_slots.Index`, in Python."""
+class PythonBook:
+    """Which chunk is in which slot of a tier, and in what state.
 
-    def __init__(self, num_slots: int, /) -> None:
+    A slot is free, or it is held by a key, or it is empty: of no key and not free either. The arrays, by slot, are kept up to
+    date here and may be read and written by who made them: how many read it or `WRITING`; whether it is ready and unread; and
+    a number for who stored it.
+    """
+
+    def __init__(self, readers: Slots, evictable: Mask, stored_by: Slots, /) -> None:
+        self._readers, self._evictable, self._stored_by = readers, evictable, stored_by
         self._slots: dict[OffloadKey, int] = {}
-        self._keys: list[OffloadKey | None] = [None] * num_slots
+        self._keys: list[OffloadKey | None] = [None] * len(readers)
+        self._free = list(range(len(readers)))[::-1]  # a stack
 
     def __len__(self) -> int:
         return len(self._slots)
 
-    def __contains__(self, key: OffloadKey, /) -> bool:
-        return key in self._slots
-
-    def find_into(self, keys: list[OffloadKey], out: Slots, /) -> int:
-        found = [self._slots.get(key, ABSENT) for key in keys]
-        return _fill(out, found) - found.count(ABSENT)
-
-    def leading_into(self, keys: list[OffloadKey], out: Slots, /) -> int:
-        return _fill(out, [self._slots[key] for key in takewhile(self._slots.__contains__, keys)])
-
-    def held_into(self, keys: list[OffloadKey], out: Slots, /) -> int:
-        return _fill(out, [self._slots[key] for key in dict.fromkeys(keys) if key in self._slots])
-
-    def missing(self, keys: list[OffloadKey], /) -> list[OffloadKey]:
-        return [key for key in dict.fromkeys(keys) if key not in self._slots]
-
     def get(self, key: OffloadKey, /) -> int | None:
+        """Return the slot of a key."""
         return self._slots.get(key)
 
-    def add(self, keys: list[OffloadKey], slots: Slots, /) -> None:
-        for key, slot in zip(keys, slots.tolist(), strict=True):
+    def leading(self, keys: list[OffloadKey], /) -> int:
+        """Count the leading keys that are ready."""
+        slots = _array([self._slots[key] for key in takewhile(self._slots.__contains__, keys)])
+        writing = self._readers[slots] == WRITING
+        return int(writing.argmax()) if writing.any() else len(slots)
+
+    def find(self, keys: list[OffloadKey], /) -> Slots:
+        """Return the slot of each key, `ABSENT` where it has none."""
+        return _array([self._slots.get(key, ABSENT) for key in keys])
+
+    def held(self, keys: list[OffloadKey], /) -> Slots:
+        """Return the slots of those keys that have one, in their order, each once."""
+        return _array([self._slots[key] for key in dict.fromkeys(keys) if key in self._slots])
+
+    def missing(self, keys: list[OffloadKey], /) -> list[OffloadKey]:
+        """Return the keys without a slot, each once."""
+        return [key for key in dict.fromkeys(keys) if key not in self._slots]
+
+    def reserve(self, user: int, keys: list[OffloadKey], /) -> Slots:
+        """Give a free slot, to be written, to each of some new keys."""
+        if len(keys) > len(self._free):
+            raise ValueError(f"expected at most {len(self._free)} keys, one for each free slot")
+        slots = []
+        for key in keys:
             if key in self._slots:
                 raise ValueError("expected keys without a slot")
-            if (old := self._keys[slot]) is not None:
-                del self._slots[old]
+            slots.append(slot := self._free.pop())
             self._slots[key] = slot
             self._keys[slot] = key
+        self._readers[slots] = WRITING
+        self._stored_by[slots] = user
+        return _array(slots)
+
+    def complete(self, keys: list[OffloadKey], /) -> list[OffloadKey]:
+        """Make ready what is being written of these keys, and return that."""
+        slots = self.held(keys)
+        written = slots[self._readers[slots] == WRITING]
+        self._readers[written] = 0
+        self._evictable[written] = True
+        return self.keys(written)
+
+    def pin(self, slots: Slots, /) -> int:
+        """Add a reader to each slot. Return how many are ready, up to the first that is not: then nothing has changed."""
+        readers = self._readers_of(slots)
+        if WRITING in readers:
+            return readers.index(WRITING)
+        np.add.at(self._readers, slots, 1)
+        self._evictable[slots] = False
+        return len(slots)
+
+    def unpin(self, slots: Slots, /) -> int:
+        """Take a reader from each slot. Return how many are read, up to the first that is not: then nothing has changed."""
+        places = slots.tolist()
+        left = dict(zip(places, self._readers_of(slots), strict=True))
+        for done, slot in enumerate(places):
+            left[slot] -= 1
+            if left[slot] < 0:
+                return done
+        self._readers[slots] = [left[slot] for slot in places]
+        self._evictable[slots] = [left[slot] == 0 and self._keys[slot] is not None for slot in places]
+        return len(slots)
 
     def keys(self, slots: Slots, /) -> list[OffloadKey]:
+        """Return the keys of those slots that have one."""
         return [key for slot in slots.tolist() if (key := self._keys[slot]) is not None]
 
-    def count(self, slots: Slots, allowed: Mask, /) -> int:
-        if not all(0 <= slot < len(self._keys) for slot in slots.tolist()):
-            raise IndexError(f"expected slots from 0 to {len(self._keys) - 1}, got {slots.tolist()}")
-        return sum(bool(allowed[slot]) for slot in set(slots.tolist()))
+    def release(self, slots: Slots, /) -> list[OffloadKey] | None:
+        """Free slots and return the keys that they had. `None`: not all are evictable and named once; nothing has changed."""
+        ours = bool(((slots >= 0) & (slots < len(self._keys))).all()) and len(set(slots.tolist())) == len(slots)
+        if not ours or not self._evictable[slots].all():
+            return None
+        keys = self.remove(slots)
+        self.free(slots)
+        return keys
 
     def remove(self, slots: Slots, /) -> list[OffloadKey]:
+        """Empty slots and return the keys that they had."""
+        self._evictable[slots] = False
         keys = list(dict.fromkeys(self.keys(slots)))
         for key in keys:
             self._keys[self._slots.pop(key)] = None
         return keys
 
+    def free(self, slots: Slots, /) -> None:
+        """Free slots that are empty."""
+        self._readers[slots] = 0
+        self._free += slots.tolist()
+
+    def _readers_of(self, slots: Slots) -> list[int]:
+        """Return the readers of each slot; `ABSENT` is as one that is being written."""
+        if len(slots) and slots.min() != ABSENT:
+            return list(self._readers[slots].tolist())
+        return [WRITING if slot == ABSENT else self._readers.item(slot) for slot in slots.tolist()]
+
+    def num_free(self) -> int:
+        """Count the free slots."""
+        return len(self._free)
+
+    def free_slots(self) -> Slots:
+        """Return the free slots; the last will be used next."""
+        return _array(self._free)
+
 
 class PythonGhosts:
-    """`_slots.Ghosts`, in Python."""
+    """The last `capacity` keys that were evicted from each of two lists, 0 and 1, less those that came back."""
 
     def __init__(self, capacity: int, /) -> None:
         self._capacity = capacity
@@ -86,6 +160,7 @@ class PythonGhosts:
         self._known: dict[OffloadKey, tuple[int, int]] = {}  # list and place in its ring
 
     def remember(self, which: int, keys: list[OffloadKey], /) -> None:
+        """Note that keys were evicted from a list."""
         for key in keys if self._capacity else ():
             place = self._next[which]
             self._forget(key)
@@ -95,16 +170,14 @@ class PythonGhosts:
             self._sizes[which] += 1
             self._next[which] = (place + 1) % self._capacity
 
-    def recall_into(self, keys: list[OffloadKey], out: Slots, /) -> int:
-        found = [self._forget(key) for key in keys]
-        return _fill(out, found) - found.count(ABSENT)
+    def recall(self, keys: list[OffloadKey], /) -> Slots | None:
+        """Return the list that each key was evicted from, else `ABSENT`, and forget the keys. `None`: all are unknown."""
+        lists = _array([self._forget(key) for key in keys])
+        return lists if (lists != ABSENT).any() else None
 
     def sizes(self) -> tuple[int, int]:
+        """Count the keys known of each list."""
         return self._sizes[0], self._sizes[1]
-
-    def clear(self) -> None:
-        for key in list(self._known):
-            self._forget(key)
 
     def _forget(self, key: OffloadKey | None) -> int:
         """Forget a key and return its list."""
@@ -117,7 +190,7 @@ class PythonGhosts:
 
 
 class PythonRecency:
-    """`_slots.Recency`, in Python."""
+    """Up to `capacity` slots from the least to the most recently used."""
 
     def __init__(self, capacity: int, /) -> None:
         self._order: OrderedDict[int, None] = OrderedDict()
@@ -126,104 +199,42 @@ class PythonRecency:
         return len(self._order)
 
     def use(self, slots: Slots, /) -> None:
+        """Make slots the most recent, the first of them most of all, whether they are in the list or not."""
         for slot in slots[::-1].tolist():
             self._order[slot] = None
             self._order.move_to_end(slot)
 
+    def renew(self, slots: Slots, /) -> Slots:
+        """Use those slots that are in the list, and return the others."""
+        held = np.array([slot in self._order for slot in slots.tolist()], dtype=np.bool_)
+        self.use(slots[held])
+        return slots[~held]
+
     def drop(self, slots: Slots, /) -> None:
+        """Take out what is in the list of these slots."""
         for slot in slots.tolist():
             self._order.pop(slot, None)
 
-    def take_into(self, count: int, allowed: Mask, out: Slots, /) -> int:
+    def take(self, count: int, allowed: Mask, /) -> Slots:
+        """Take out and return up to `count` slots with `allowed[slot]`, the least recent first."""
         taken = list(islice((slot for slot in self._order if allowed[slot]), max(0, count)))
         for slot in taken:
             del self._order[slot]
-        return _fill(out, taken)
-
-    def holds_into(self, slots: Slots, out: Mask, /) -> None:
-        out[: len(slots)] = [slot in self._order for slot in slots.tolist()]
-
-    def slots_into(self, out: Slots, /) -> int:
-        return _fill(out, list(self._order))
-
-    def clear(self) -> None:
-        self._order.clear()
-
-
-def _fill(out: Slots, slots: list[int]) -> int:
-    out[: len(slots)] = slots
-    return len(slots)
-
-
-try:
-    from kvtier._slots import Ghosts, Index, Recency
-except ImportError:
-    Ghosts, Index, Recency = PythonGhosts, PythonIndex, PythonRecency  # type: ignore[misc, assignment]
-
-SLOTS_BY = "python" if issubclass(Index, PythonIndex) else "c"
-
-
-class SlotIndex(Index):
-    """Maps the keys that a tier holds to its slots, and back.
-
-    Besides what is here: `len`, `in`, `get(key)`, `missing(keys)` (those without a slot, each once), `add(keys, slots)`,
-    `keys(slots)`, and `remove(slots)`, which returns their keys. Slots without a key are left out.
-    """
-
-    __slots__ = ()
-
-    def find(self, keys: list[OffloadKey]) -> Slots:
-        """Return the slot of each key, `ABSENT` where it has none."""
-        slots = np.empty(len(keys), dtype=np.int64)
-        self.find_into(keys, slots)
-        return slots
-
-    def leading(self, keys: list[OffloadKey]) -> Slots:
-        """Return the slots of the leading keys that have one."""
-        slots = np.empty(len(keys), dtype=np.int64)
-        return slots[: self.leading_into(keys, slots)]
-
-    def held(self, keys: list[OffloadKey]) -> Slots:
-        """Return the slots of those keys that have one, in their order, each once."""
-        slots = np.empty(len(keys), dtype=np.int64)
-        return slots[: self.held_into(keys, slots)]
-
-
-class RecencyList(Recency):
-    """Up to `capacity` slots from the least to the most recently used.
-
-    Besides what is here: `len`, `use(slots)` (they become the most recent, the first most of all), `drop(slots)`, `clear()`.
-    """
-
-    __slots__ = ()
-
-    def take(self, count: int, allowed: Mask) -> Slots:
-        """Take out and return up to `count` slots with `allowed[slot]`, the least recent first."""
-        slots = np.empty(max(0, count), dtype=np.int64)
-        return slots[: self.take_into(count, allowed, slots)]
-
-    def holds(self, slots: Slots) -> Mask:
-        """Say of each slot whether it is in the list."""
-        held = np.empty(len(slots), dtype=np.bool_)
-        self.holds_into(slots, held)
-        return held
+        return _array(taken)
 
     def slots(self) -> Slots:
         """Return all slots, the least recent first."""
-        slots = np.empty(len(self), dtype=np.int64)
-        self.slots_into(slots)
-        return slots
+        return _array(list(self._order))
 
 
-class GhostLists(Ghosts):
-    """The last `capacity` keys that were evicted from each of two lists, 0 and 1, less those that came back.
+def _array(slots: list[int]) -> Slots:
+    return np.array(slots, dtype=np.int64)
 
-    Besides what is here: `remember(which, keys)`, `sizes()`, `clear()`.
-    """
 
-    __slots__ = ()
+try:
+    from kvtier._slots import GhostLists, RecencyList, SlotBook
 
-    def recall(self, keys: list[OffloadKey]) -> Slots | None:
-        """Return the list that each key was evicted from, else `ABSENT`, and forget the keys. `None`: all are unknown."""
-        lists = np.empty(len(keys), dtype=np.int64)
-        return lists if self.recall_into(keys, lists) else None
+    SLOTS_BY = "c"
+except ImportError:
+    GhostLists, RecencyList, SlotBook = PythonGhosts, PythonRecency, PythonBook  # type: ignore[misc, assignment]
+    SLOTS_BY = "python"
