@@ -1,6 +1,6 @@
 """The `kvtier` command.
 
-    0   done
+    0   done; commands that run until they are stopped end so with Ctrl-C, too
     1   the world or kvtier failed: tokens differ, memory could not be had, a check found our own bug
     2   what was asked for is wrong: one line on stderr says what, and nothing was started or is left behind
   130   interrupted
@@ -20,6 +20,8 @@ import typer
 from kvtier import __version__
 from kvtier.cli.demo import demo_command
 from kvtier.cli.doctor import doctor_command
+from kvtier.cli.events import events_app
+from kvtier.cli.index import index_app
 from kvtier.errors import InputError, IntegrityError, KVTierError
 
 __all__ = ["app", "main"]
@@ -27,6 +29,8 @@ __all__ = ["app", "main"]
 app = typer.Typer(name="kvtier", add_completion=False, help="Keeps the KV cache that a GPU forgets.")
 app.command("demo")(demo_command)
 app.command("doctor")(doctor_command)
+app.add_typer(events_app, name="events")
+app.add_typer(index_app, name="index")
 
 # What typer raises for a wrong command line has no public name but that of a subclass.
 _UsageError: Any = typer.BadParameter.__mro__[1]

@@ -1,0 +1,315 @@
+"""`kvtier events`: look at a KV event stream, record it, play it again, and check that it is exact.
+
+Output goes to stdout line by line, remarks for people to stderr. Commands that would go on for ever end with Ctrl-C, quietly and
+with exit code 0, and also when whoever reads their output goes away (`| head`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from typer import Argument, Option
+
+from kvtier.cli.sources import Key, ServerKey, curve_client, expect_address
+from kvtier.cli.streams import ending_quietly, expect_reader, remark, say
+from kvtier.errors import InputError
+
+if TYPE_CHECKING:
+    from kvtier.cli.event_lines import Lines
+    from kvtier.events.curve import CurveServer
+    from kvtier.events.publisher import ZmqEventPublisher
+    from kvtier.events.recording import KeptBatch, Record, RecordingWriter
+    from kvtier.events.subscriber import Source, Subscriber
+    from kvtier.events.types import KVEventBatch
+    from kvtier.events.updates import Update
+    from kvtier.events.wire import DecodedBatch
+
+__all__ = ["check_command", "events_app", "keygen_command", "record_command", "replay_command", "tail_command"]
+
+events_app = typer.Typer(help="Look at a KV event stream, record it, play it again, check it.", no_args_is_help=True)
+
+_WAKE = 0.5
+"""How often a quiet stream is left to see whether anybody still reads our output, in seconds."""
+
+_QUEUED = 1000
+"""How many batches of a recording may wait to be published."""
+
+_Endpoint = Annotated[
+    str,
+    Argument(
+        metavar="ENDPOINT",
+        help="Where the publisher sends: tcp://HOST:PORT (tcp://*:PORT if it connects to us) or ipc://PATH.",
+    ),
+]
+_Replay = Annotated[str | None, Option("--replay", metavar="ENDPOINT", help="Where it answers: repairs and snapshots.")]
+_Topic = Annotated[str, Option(help="Take only topics that begin like this.")]
+_Json = Annotated[bool, Option("--json", help="Print JSON lines.")]
+_Count = Annotated[int | None, Option("--count", "-n", metavar="N", min=1, help="End after N batches.")]
+_File = Annotated[Path, Argument(metavar="FILE", help="The recording.")]
+
+
+@events_app.command("tail")
+def tail_command(
+    endpoint: _Endpoint,
+    replay: _Replay = None,
+    topic: _Topic = "",
+    as_json: _Json = False,
+    from_start: Annotated[bool, Option("--from-start", help="Begin with what the publisher already holds.")] = False,
+    count: _Count = None,
+    curve_key: Key = None,
+    curve_server: ServerKey = None,
+) -> None:
+    """Print what a publisher says, as it says it, and how far the picture can be trusted."""
+    if from_start and replay is None:
+        raise InputError("--from-start: expected --replay ENDPOINT too; what was said before can only be asked for")
+    source = _source(endpoint, replay, topic, curve_key, curve_server)
+    with ending_quietly(), _following(source) as updates:
+        _tail(updates, _lines(as_json), from_start or replay is None, count)
+
+
+def _tail(updates: Iterable[Update], lines: Lines, joined: bool, count: int | None) -> None:
+    """Print updates; those that only bring us up to date are left out unless we count as `joined`."""
+    from kvtier.events.updates import Received, Reset, State, StateChanged
+
+    shown = 0
+    for update in updates:
+        now = time.time()
+        if isinstance(update, StateChanged):
+            joined = joined or update.state is not State.REPAIRING
+            say(lines.state(now, update.state, update.reason))
+        elif isinstance(update, Received) and joined:
+            say(lines.batch(now, update.seq, update.batch.decoded))
+            shown += 1
+        elif isinstance(update, Reset) and joined:
+            say(lines.forgotten(now))
+        if shown == count:
+            return
+
+
+@events_app.command("record")
+def record_command(
+    endpoint: _Endpoint,
+    file: Annotated[Path, Argument(metavar="FILE", help="Where to append; made if it does not exist.")],
+    replay: _Replay = None,
+    topic: _Topic = "",
+    count: _Count = None,
+    curve_key: Key = None,
+    curve_server: ServerKey = None,
+) -> None:
+    """Append what a publisher says to a file. With --replay it begins with what the publisher holds, and has no holes."""
+    from kvtier.events.recording import RecordingWriter
+
+    source = _source(endpoint, replay, topic, curve_key, curve_server)
+    with ending_quietly(), _following(source) as updates, RecordingWriter(file) as writer:
+        if writer.cut:
+            remark(f"{file}: cut off {writer.cut} bytes of a record that was never finished")
+        try:
+            _record(updates, writer, topic, count)
+        finally:
+            remark(f"{file}: {writer.records:,} records")
+
+
+def _record(updates: Iterable[Update], writer: RecordingWriter, topic: str, count: int | None) -> None:
+    from kvtier.events.recording import Record
+    from kvtier.events.updates import Received, Reset, StateChanged
+
+    written = 0
+    for update in updates:
+        now = time.time()
+        if isinstance(update, StateChanged):
+            remark(f"{update.state}{': ' if update.reason else ''}{update.reason}")
+        elif isinstance(update, Reset):
+            writer.write(Record(now, 0, b"", topic))
+        elif isinstance(update, Received):
+            writer.write(Record(now, update.seq, update.batch.payload, topic))
+            written += 1
+        if written == count:
+            return
+
+
+@events_app.command("replay")
+def replay_command(
+    file: _File,
+    endpoint: Annotated[
+        str | None, Option(metavar="ENDPOINT", help="Publish here (tcp://*:5557) instead of printing.")
+    ] = None,
+    replay: Annotated[str | None, Option("--replay", metavar="ENDPOINT", help="Answer replay requests here.")] = None,
+    topic: Annotated[str, Option(help="Publish under this topic.")] = "",
+    speed: Annotated[str, Option(metavar="X|max", help="How many times as fast as it was recorded.")] = "1.0",
+    keep: Annotated[bool, Option("--keep", help="Stay there after the end, for whoever comes late.")] = False,
+    as_json: _Json = False,
+    curve_key: Key = None,
+    curve_clients: Annotated[
+        str | None, Option(metavar="DIR", help="Only clients whose public keys are here may come.")
+    ] = None,
+) -> None:
+    """Print a recording, or publish it again as a live stream with its own sequence numbers, replay and snapshots."""
+    from kvtier.events.recording import RecordingReader
+
+    factor = _speed(speed)
+    if endpoint is None and (replay or keep or curve_key or curve_clients or topic):
+        raise InputError(
+            "--replay, --topic, --keep and keys: expected --endpoint ENDPOINT too, without which nothing is published"
+        )
+    with RecordingReader(file) as reader, ending_quietly():
+        if endpoint is None:
+            _print_recording(reader, _lines(as_json))
+        else:
+            _publish_recording(reader, factor, keep, endpoint, replay, topic, _curve_server(curve_key, curve_clients))
+        if reader.torn:
+            remark(f"{file}: ends with {reader.torn} bytes of a record that was never finished")
+
+
+def _print_recording(records: Iterable[Record], lines: Lines) -> None:
+    for record in records:
+        if record.payload:
+            say(lines.batch(record.time, record.seq, _read(record)))
+        else:
+            say(lines.forgotten(record.time))
+
+
+def _read(record: Record) -> DecodedBatch:
+    from kvtier.events.wire import decode_batch
+
+    try:
+        return decode_batch(record.payload)
+    except ValueError as error:
+        raise InputError(f"the record of batch {record.seq}: {error}") from None
+
+
+def _publish_recording(
+    records: Iterable[Record],
+    speed: float,
+    keep: bool,
+    endpoint: str,
+    replay: str | None,
+    topic: str,
+    curve: CurveServer | None,
+) -> None:
+    from kvtier.events.publisher import ZmqEventPublisher
+
+    publisher = ZmqEventPublisher(0, endpoint, replay, topic=topic, counting="set", curve=curve)
+    try:
+        remark(f"publishing on {publisher.endpoint}" + (f", replay on {publisher.replay_endpoint}" if replay else ""))
+        published = 0
+        for batch in _paced(records, speed):
+            publisher.publish(batch)
+            published += 1
+            if published % _QUEUED == 0:
+                _wait_sent(publisher)
+        remark(f"{published:,} batches published")
+        while keep:
+            time.sleep(3600)
+    finally:
+        publisher.shutdown()
+
+
+def _wait_sent(publisher: ZmqEventPublisher) -> None:
+    """Wait until the publisher has caught up with us: it would leave out what it cannot hold."""
+    while publisher.stats().queued:
+        time.sleep(0.001)
+
+
+def _paced(records: Iterable[Record], speed: float) -> Iterator[KVEventBatch]:
+    """Yield the recorded batches when they are due; what was forgotten is a batch that clears."""
+    from kvtier.events.types import AllBlocksCleared, KVEventBatch
+
+    begun, first = time.monotonic(), None
+    for record in records:
+        first = record.time if first is None else first
+        time.sleep(max(0.0, (record.time - first) / speed - (time.monotonic() - begun)))
+        if record.payload:
+            batch = _read(record)
+            yield KVEventBatch(batch.ts, batch.events, batch.data_parallel_rank)
+        else:
+            yield KVEventBatch(record.time, [AllBlocksCleared()])
+
+
+@events_app.command("check")
+def check_command(
+    endpoint: _Endpoint,
+    replay: _Replay = None,
+    topic: _Topic = "",
+    timeout: Annotated[
+        float, Option(metavar="SECONDS", min=0.1, help="How long to wait for the publisher's word.")
+    ] = 10.0,
+    curve_key: Key = None,
+    curve_server: ServerKey = None,
+) -> None:
+    """Join a publisher and compare its digest with that of what it announced. Exits with 1 if the picture is not exact."""
+    from kvtier.cli.event_check import examine_stream
+
+    verdict = examine_stream(_source(endpoint, replay, topic, curve_key, curve_server), timeout)
+    say(verdict.lines)
+    raise typer.Exit(0 if verdict.exact else 1)
+
+
+@events_app.command("keygen")
+def keygen_command(
+    folder: Annotated[Path, Argument(metavar="DIR", help="Where the key files go.")],
+    name: Annotated[str, Option(help="What to call them.")] = "kvtier",
+) -> None:
+    """Make a CURVE key pair: NAME.key to hand out, NAME.key_secret to keep."""
+    from kvtier.events.curve import make_keys
+
+    public, secret = make_keys(folder, name)
+    say([f"{public}  public: give it to the other side", f"{secret}  secret: keep it here"])
+
+
+# -- what they share -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _following(source: Source) -> Iterator[Iterator[Update]]:
+    """Give what the source says, as long as somebody reads what we print."""
+    from kvtier.events.recording import KeptBatch
+    from kvtier.events.subscriber import Subscriber
+
+    with Subscriber(decode=KeptBatch.read) as subscriber:
+        subscriber.add(source)
+        yield _updates(subscriber)
+
+
+def _updates(subscriber: Subscriber[KeptBatch]) -> Iterator[Update]:
+    while True:
+        yield from subscriber.poll(_WAKE)
+        expect_reader()
+
+
+def _lines(as_json: bool) -> Lines:
+    from kvtier.cli.event_lines import HumanLines, JSONLines
+
+    return JSONLines() if as_json else HumanLines()
+
+
+def _source(endpoint: str, replay: str | None, topic: str, key: str | None, server: str | None) -> Source:
+    from kvtier.events.subscriber import Source
+
+    expect_address("ENDPOINT", endpoint)
+    if replay is not None:
+        expect_address("--replay", replay)
+    return Source(endpoint, endpoint, replay, topic, curve_client(key, server))
+
+
+def _curve_server(key: str | None, clients: str | None) -> CurveServer | None:
+    from kvtier.events.curve import CurveServer
+
+    if key is None and clients is not None:
+        raise InputError("--curve-clients: expected --curve-key FILE too, our own secret key")
+    return None if key is None else CurveServer(key, clients)
+
+
+def _speed(text: str) -> float:
+    try:
+        speed = math.inf if text == "max" else float(text)
+    except ValueError:
+        speed = 0.0
+    if not speed > 0:
+        raise InputError(f"--speed: expected a number above 0, or max, got {text!r}")
+    return speed

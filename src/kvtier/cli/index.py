@@ -1,0 +1,93 @@
+"""`kvtier index`: who holds which prefix, as a service that routers ask. SIGINT and SIGTERM end it with exit code 0."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from typer import Option
+
+from kvtier.cli.sources import Key, ServerKey, curve_client, expect_address
+from kvtier.cli.streams import remark
+from kvtier.config import parse_size
+from kvtier.errors import InputError
+
+if TYPE_CHECKING:
+    from kvtier.index.server import Start
+
+__all__ = ["BlockKeys", "Counting", "index_app", "serve_command"]
+
+index_app = typer.Typer(help="Who holds which prefix, for routers to ask.", no_args_is_help=True)
+
+
+class BlockKeys(StrEnum):
+    """By what blocks are known."""
+
+    XXH3 = "xxh3"
+    ENGINE = "engine"
+
+
+class Counting(StrEnum):
+    """What removes a block that was stored twice: as many removals, or one."""
+
+    COUNT = "count"
+    SET = "set"
+
+
+_Host = Annotated[str, Option(help="Listen on this address.")]
+_Port = Annotated[int, Option(min=0, max=65535, help="Listen on this port; 0 takes a free one.")]
+_Keys = Annotated[BlockKeys, Option(help="Blocks by Dynamo's hash of their tokens, or by the engine's own hash.")]
+_Budget = Annotated[str, Option(metavar="SIZE", help="Memory for the blocks of one model.")]
+_Counting = Annotated[Counting, Option(help="Whether a block stored twice must be removed twice.")]
+_Follow = Annotated[
+    list[str] | None,
+    Option(metavar="ID[:RANK]=ENDPOINT[,REPLAY]", help="Follow this publisher from the start; repeatable."),
+]
+_Model = Annotated[str, Option(help="The model of those publishers.")]
+_Block = Annotated[int, Option(metavar="TOKENS", min=1, help="Their block size.")]
+
+
+@index_app.callback()
+def _root() -> None:
+    """Keep `serve` a command of its own: typer else takes a lone command for the whole."""
+
+
+@index_app.command("serve")
+def serve_command(
+    host: _Host = "127.0.0.1",
+    port: _Port = 8090,
+    keys: _Keys = BlockKeys.XXH3,
+    budget: _Budget = "1GiB",
+    counting: _Counting = Counting.COUNT,
+    follow: _Follow = None,
+    model_name: _Model = "default",
+    block_size: _Block = 16,
+    curve_key: Key = None,
+    curve_server: ServerKey = None,
+) -> None:
+    """Follow publishers and answer over HTTP which of them hold a prompt: /register, /query, /query_by_hash, /dump, /metrics."""
+    from kvtier.index.server import Settings, serve
+
+    settings = Settings(
+        keys=keys.value,
+        budget=parse_size(budget, "--budget"),
+        counting=counting.value,
+        curve=curve_client(curve_key, curve_server),
+    )
+    starts = [_start(text, model_name, block_size) for text in follow or ()]
+    serve(host, port, settings=settings, follow=starts, on_ready=lambda url: remark(f"serving on {url}"))
+
+
+def _start(text: str, model: str, block_size: int) -> Start:
+    """Read one `--follow`."""
+    from kvtier.index.server import GroupKey, Registration
+
+    match = re.fullmatch(r"([^=:]+)(?::(\d{1,9}))?=([^,]+)(?:,([^,]+))?", text)
+    if match is None:
+        raise InputError(f"--follow: expected ID[:RANK]=ENDPOINT[,REPLAY], got {text!r}")
+    name, rank, endpoint, replay = match.groups()
+    for address in filter(None, (endpoint, replay)):
+        expect_address("--follow", address)
+    return Registration(GroupKey(model), name, int(rank or 0), endpoint, replay), block_size

@@ -1,0 +1,213 @@
+"""Recorded event streams: a file of batches as they were received, which any number of readers can go through again.
+
+    file    magic "kvtevts1" (the last character is the version), then records
+    record  length of the body u32 . CRC-32 of the body u32 . body
+    body    time of receipt f64 . sequence number u64 . length of the topic u16 . topic . payload
+
+Numbers are big-endian, as on the wire. A record without a payload says: forget all that was held so far. Each record is
+written by one call, so whoever is killed leaves at most one torn record, at the end. Readers stop before it and say so; the next
+writer cuts it off. Damage anywhere else is an `InputError`. A file has one writer at a time, held by `flock`. A writer or
+reader belongs to one thread.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from kvtier.errors import InputError, OutsideError
+from kvtier.events.types import Mark
+from kvtier.events.wire import Change, DecodedBatch, decode_batch
+
+__all__ = ["MAGIC", "KeptBatch", "Record", "RecordingReader", "RecordingWriter"]
+
+MAGIC = b"kvtevts1"
+_HEAD = struct.Struct(">II")
+_BODY = struct.Struct(">dQH")
+_END_OF_TIME = 253_402_300_800.0  # the year 10000, which clocks do not show
+
+
+class Record(NamedTuple):
+    """A batch as it was received; with an empty payload, the moment at which the publisher's past was forgotten."""
+
+    time: float
+    seq: int
+    payload: bytes
+    topic: str = ""
+
+
+@dataclass(slots=True)
+class KeptBatch:
+    """A batch together with the bytes that it was read from; a subscriber that records decodes with `KeptBatch.read`."""
+
+    payload: bytes
+    decoded: DecodedBatch
+    mark: Mark | None
+
+    @classmethod
+    def read(cls, payload: bytes) -> Self:
+        """Read a batch; raises `ValueError` where the payload is not one."""
+        decoded = decode_batch(payload)
+        return cls(payload, decoded, decoded.mark)
+
+    @property
+    def ts(self) -> float:
+        """Return when the batch was made, in Unix seconds."""
+        return self.decoded.ts
+
+    @property
+    def skipped(self) -> int:
+        """Return how many of its events could not be read."""
+        return self.decoded.skipped
+
+    def change(self) -> Change:
+        """Return what the batch does to the set of held blocks."""
+        return self.decoded.change()
+
+
+class RecordingReader:
+    """Goes through a recording. Iterate once; `torn` is then the size of the incomplete record at the end, or 0."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Open the file; one that is not a recording is an `InputError`."""
+        self.path = Path(path)
+        self.torn = 0
+        with _opening(self.path):
+            self._file = self.path.open("rb")
+        self._size = os.fstat(self._file.fileno()).st_size
+        if (magic := self._file.read(len(MAGIC))) != MAGIC:
+            self._file.close()
+            raise InputError(f"{self.path}: not a recording of events: expected {MAGIC!r} at its start, got {magic!r}")
+
+    @property
+    def end(self) -> int:
+        """Where the last whole record ends, once all were read."""
+        return self._size - self.torn
+
+    def __iter__(self) -> Iterator[Record]:
+        start = len(MAGIC)
+        while start < self._size and (body := self._body(start)) is not None:
+            yield self._record(body, start)
+            start += _HEAD.size + len(body)
+        self.torn = self._size - start
+
+    def _body(self, start: int) -> bytes | None:
+        """Return the body of the record at `start`, or `None` where it is torn."""
+        head = self._file.read(_HEAD.size)
+        if len(head) < _HEAD.size:
+            return None
+        length, checksum = _HEAD.unpack(head)
+        end = start + _HEAD.size + length
+        if end > self._size:
+            return None
+        body = self._file.read(length)
+        if zlib.crc32(body) == checksum and length >= _BODY.size:
+            return body
+        if end == self._size:
+            return None
+        raise InputError(f"{self.path}: damaged at byte {start}: the checksum of the record there does not fit")
+
+    def _record(self, body: bytes, start: int) -> Record:
+        time, seq, length = _BODY.unpack_from(body)
+        payload = _BODY.size + length
+        topic = body[_BODY.size : payload].decode(errors="replace")
+        if not 0 <= time < _END_OF_TIME or len(body) < payload:
+            raise InputError(f"{self.path}: damaged at byte {start}: the record there was not written by kvtier")
+        return Record(time, seq, body[payload:], topic)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class RecordingWriter:
+    """Appends records to a file, which has `records` of them. `cut` bytes of a torn one were removed when it was opened."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Open the file, or make it. It is read through once, so that nothing is ever appended to a damaged one."""
+        self.path = Path(path)
+        self.records = self.cut = 0
+        with _opening(self.path):
+            # Unbuffered, so that a record is one call of the system and a kill can tear only the last one.
+            self._file = self.path.open("ab", buffering=0)
+        try:
+            self._lock()
+            self._resume()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"{self.path}: another process is recording to it; name another file") from None
+
+    def _resume(self) -> None:
+        if (size := os.fstat(self._file.fileno()).st_size) < len(MAGIC):
+            self._start(size)
+            return
+        with RecordingReader(self.path) as reader:
+            self.records = sum(1 for _ in reader)
+            self.cut = reader.torn
+        os.ftruncate(self._file.fileno(), reader.end)
+
+    def _start(self, size: int) -> None:
+        """Write the magic, of which `size` bytes may be there already."""
+        with self.path.open("rb") as file:
+            if file.read(size) != MAGIC[:size]:
+                raise InputError(f"{self.path}: not a recording of events, and not empty")
+        self._write(MAGIC[size:])
+
+    def write(self, record: Record) -> None:
+        """Append a record. A full disk is an `OutsideError` that leaves the file without it."""
+        topic = record.topic.encode()
+        body = b"".join((_BODY.pack(record.time, record.seq, len(topic)), topic, record.payload))
+        self._write(_HEAD.pack(len(body), zlib.crc32(body)) + body)
+        self.records += 1
+
+    def _write(self, data: bytes) -> None:
+        start = os.fstat(self._file.fileno()).st_size
+        try:
+            done = self._file.write(data)
+        except OSError as error:
+            raise OutsideError(f"{self.path}: cannot be written: {error.strerror}") from error
+        if done != len(data):
+            os.ftruncate(self._file.fileno(), start)
+            raise OutsideError(f"{self.path}: only {done} of {len(data)} bytes could be written: the disk is full")
+
+    def close(self) -> None:
+        """Close the file and let others write to it."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@contextmanager
+def _opening(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{path}: cannot be opened: {error.strerror}") from error

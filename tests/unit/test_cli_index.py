@@ -1,0 +1,68 @@
+"""`kvtier index serve`: it follows, answers, and ends when told to."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+from urllib.request import Request, urlopen
+
+import pytest
+
+from kvtier.cli import main
+from kvtier.events import BlockStored, KVEventBatch
+from kvtier.events.publisher import ZmqEventPublisher
+
+TOKENS = list(range(8))
+
+
+def ask(url: str, body: dict[str, Any]) -> Any:
+    with urlopen(Request(url, json.dumps(body).encode()), timeout=10) as reply:
+        return json.loads(reply.read())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_answers_who_holds_a_prompt_until_it_is_told_to_end(number: signal.Signals) -> None:
+    publisher = ZmqEventPublisher(0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", heartbeat_interval=0.05)
+    publisher.publish(KVEventBatch(1.0, [BlockStored([5, 6], None, TOKENS, 4, None, "GPU", None)], 0))
+    follow = f"worker-7={publisher.endpoint},{publisher.replay_endpoint}"
+    command = [sys.executable, "-m", "kvtier", "index", "serve", "--port", "0", "--block-size", "4", "--follow", follow]
+    with subprocess.Popen([*command, "--model-name", "m"], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        url = process.stderr.readline().removeprefix("serving on ").strip()
+        deadline = time.monotonic() + 20
+        while "worker-7" not in (answer := ask(f"{url}/query", {"model_name": "m", "token_ids": TOKENS}))["instances"]:
+            assert time.monotonic() < deadline, answer
+        assert answer["instances"]["worker-7"]["gpu"] == 8
+        process.send_signal(number)
+        assert process.wait(20) == 0
+        assert process.stderr.read() == ""
+    publisher.shutdown()
+
+
+WRONG = {
+    "--follow here": "--follow: expected ID[:RANK]=ENDPOINT[,REPLAY], got 'here'",
+    "--follow 1=localhost:5557": "--follow: expected an address such as tcp://127.0.0.1:5557",
+    "--follow 1=tcp://h:1 --follow 1=tcp://h:2": "instance 1 dp_rank 0 already registered",
+    "--budget lots": "--budget: expected a size such as 8GiB",
+    "--keys md5": "Invalid value for '--keys'",
+    "--port 70000": "Invalid value for '--port'",
+    "--curve-key k": "--curve-key and --curve-server: expected both or none",
+}
+
+
+@pytest.mark.parametrize("arguments", WRONG)
+def test_bad_input_is_one_line(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["index", "serve", "--port", "0", *arguments.split()]) == 2
+    output, errors = capsys.readouterr()
+    assert output == ""
+    assert errors.count("\n") == 1
+    assert WRONG[arguments] in errors
+
+
+def test_an_address_that_is_not_ours_is_the_worlds_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["index", "serve", "--host", "192.0.2.1"]) == 1
+    assert "cannot listen on 192.0.2.1 port 8090" in capsys.readouterr().err
