@@ -2,6 +2,22 @@
 
 from __future__ import annotations
 
+from kvtier.events.aggregator import KVConnectorKVEvents, KVEventAggregator
+from kvtier.events.asks import Ask, What
+from kvtier.events.config import KVEventsConfig
+from kvtier.events.curve import CurveClient, CurveServer, make_keys
+from kvtier.events.follower import Follower
+from kvtier.events.link import SocketOptions, Source
+from kvtier.events.orphans import OrphanFilter, Orphans
+from kvtier.events.publisher import (
+    EventPublisher,
+    EventPublisherFactory,
+    NullEventPublisher,
+    PublisherStats,
+    ZmqEventPublisher,
+)
+from kvtier.events.subscriber import AsyncSubscriber, Subscriber
+from kvtier.events.tracker import Describe, Description, OffloadingEventsTracker
 from kvtier.events.types import (
     MEDIUM_CPU,
     MEDIUM_GPU,
@@ -13,6 +29,26 @@ from kvtier.events.types import (
     ExternalBlockHash,
     KVCacheEvent,
     KVEventBatch,
+    Mark,
+    TierCleared,
+    blocks_of,
+)
+from kvtier.events.updates import Counters, Kind, Limits, Received, Reset, SourceStatus, State, StateChanged, Update
+from kvtier.events.wire import (
+    Batch,
+    Change,
+    DecodedBatch,
+    Encoding,
+    EventEncoder,
+    Place,
+    array_fields,
+    change_of,
+    decode_batch,
+    frame_batch,
+    hash_sum,
+    place_of,
+    place_weight,
+    to_u64,
 )
 
 __all__ = [
@@ -20,10 +56,59 @@ __all__ = [
     "MEDIUM_GPU",
     "MEDIUM_STORAGE",
     "AllBlocksCleared",
+    "Ask",
+    "AsyncSubscriber",
+    "Batch",
     "BlockRemoved",
     "BlockStored",
+    "Change",
+    "Counters",
+    "CurveClient",
+    "CurveServer",
+    "DecodedBatch",
+    "Describe",
+    "Description",
+    "Encoding",
     "EventBatch",
+    "EventEncoder",
+    "EventPublisher",
+    "EventPublisherFactory",
     "ExternalBlockHash",
+    "Follower",
     "KVCacheEvent",
+    "KVConnectorKVEvents",
+    "KVEventAggregator",
     "KVEventBatch",
+    "KVEventsConfig",
+    "Kind",
+    "Limits",
+    "Mark",
+    "NullEventPublisher",
+    "OffloadingEventsTracker",
+    "OrphanFilter",
+    "Orphans",
+    "Place",
+    "PublisherStats",
+    "Received",
+    "Reset",
+    "SocketOptions",
+    "Source",
+    "SourceStatus",
+    "State",
+    "StateChanged",
+    "Subscriber",
+    "TierCleared",
+    "Update",
+    "What",
+    "ZmqEventPublisher",
+    "array_fields",
+    "blocks_of",
+    "change_of",
+    "decode_batch",
+    "frame_batch",
+    "hash_sum",
+    "make_keys",
+    "place_of",
+    "place_weight",
+    "to_u64",
 ]

@@ -194,6 +194,14 @@ class Batch(Protocol):
 
     mark: Mark | None
 
+    @property
+    def ts(self) -> float:
+        """Return when the batch was made, in Unix seconds."""
+
+    @property
+    def skipped(self) -> int:
+        """Return how many of its events could not be read."""
+
     def change(self) -> Change:
         """Return what the batch does to the set of held blocks."""
 

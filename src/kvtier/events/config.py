@@ -1,0 +1,138 @@
+"""How events are published: `KVEventsConfig`, with the fields and defaults of vLLM's and those that are ours.
+
+Everything is checked once, when the object is made; a bad value is a `ConfigError` that names its field. The object is
+immutable; any thread may use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Any, Self
+
+from kvtier.errors import ConfigError
+from kvtier.events.curve import CurveServer
+from kvtier.events.wire import Encoding, array_fields
+
+__all__ = ["COUNTINGS", "HASH_FORMATS", "LONG_REPLAYS", "VLLM_FIELDS", "KVEventsConfig"]
+
+HASH_FORMATS = ("as_is", "u64", "u63", "i64")
+COUNTINGS = ("count", "set")
+LONG_REPLAYS = ("jump", "end")
+VLLM_FIELDS = ("endpoint", "replay_endpoint", "buffer_steps", "hwm", "max_queue_size", "topic")
+"""What every registered publisher is given; the other fields only where they were set."""
+
+
+@dataclass(frozen=True)
+class KVEventsConfig:
+    """Whether, where and how KV cache events are published.
+
+    - `publisher`: `zmq`, `null`, or a registered name; left out, `zmq` if events are enabled and `null` if not.
+    - `endpoint`: PUB address, bound if it has `*`, `::` or port 0, or is ipc or inproc; connected to otherwise.
+    - `replay_endpoint`: ROUTER address for replay and snapshots, always bound; without one there is no replay.
+    - `buffer_steps`, `buffer_bytes`: how many batches, and how many bytes of them, are kept for replay.
+    - `hwm`: how many batches wait for a slow subscriber before it misses some.
+    - `max_queue_size`: how many batches wait for the publisher's thread before they are folded into the state unsent.
+    - `encoding`, `array_version`: events as `map` (vLLM 0.24 and later) or as `array`, with the fields of that version.
+    - `hash_format`: `as_is`, `u64`, `u63` (in [2^32, 2^63): the range every known consumer takes), `i64` (SGLang's).
+    - `counting`: `count` if a block stored twice must be removed twice, `set` if one removal ends it.
+    - `heartbeat_interval`: seconds after which a silent publisher speaks, and the least time between two marks; `None`: never.
+    - `clear_on_start`: tell consumers to forget what an earlier process published.
+    - `sequence_file`: where the sequence number outlives the process; ranks above 0 append `.dp{rank}`.
+    - `replay_topic_frame`: whether replies carry the topic (vLLM 0.26 and later) or not (before, and SGLang).
+    - `max_fillers`, `long_replay`: beyond so many empty batches a replay from far back jumps to the buffer, or just ends.
+    - `max_blocks_per_event`: cut stored events into parts of at most so many blocks.
+    - `curve`: encrypt and authenticate both sockets.
+    """
+
+    enable_kv_cache_events: bool = False
+    publisher: str | None = None
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    hwm: int = 100_000
+    max_queue_size: int = 100_000
+    topic: str = ""
+    encoding: str = "map"
+    array_version: str = "0.23"
+    hash_format: str = "as_is"
+    counting: str = "count"
+    heartbeat_interval: float | None = 1.0
+    clear_on_start: bool = True
+    sequence_file: str | None = None
+    replay_topic_frame: bool = True
+    max_fillers: int = 1_000_000
+    long_replay: str = "jump"
+    max_blocks_per_event: int | None = None
+    buffer_bytes: int = 256 << 20
+    curve: CurveServer | None = None
+
+    def __post_init__(self) -> None:
+        """Check every field, and fill in what is derived."""
+        if self.publisher is None:
+            object.__setattr__(self, "publisher", "zmq" if self.enable_kv_cache_events else "null")
+        if isinstance(self.curve, Mapping):
+            object.__setattr__(self, "curve", CurveServer.from_mapping(self.curve))
+        for name in ("enable_kv_cache_events", "clear_on_start", "replay_topic_frame"):
+            _check(name, getattr(self, name), isinstance(getattr(self, name), bool), "true or false")
+        for name in ("publisher", "endpoint", "topic", "array_version"):
+            value = getattr(self, name)
+            _check(name, value, isinstance(value, str) and (value or name == "topic"), "a string")
+        for name in ("replay_endpoint", "sequence_file"):
+            value = getattr(self, name)
+            _check(name, value, value is None or (isinstance(value, str) and value), "a string or nothing")
+        for name, least in (
+            ("buffer_steps", 1),
+            ("buffer_bytes", 1),
+            ("hwm", 0),
+            ("max_queue_size", 1),
+            ("max_fillers", 0),
+        ):
+            _check(
+                name, getattr(self, name), _is_count(getattr(self, name), least), f"a whole number of at least {least}"
+            )
+        self._check_choices()
+
+    def _check_choices(self) -> None:
+        _check_one_of("encoding", self.encoding, [each.value for each in Encoding])
+        _check_one_of("hash_format", self.hash_format, HASH_FORMATS)
+        _check_one_of("counting", self.counting, COUNTINGS)
+        _check_one_of("long_replay", self.long_replay, LONG_REPLAYS)
+        beat, most = self.heartbeat_interval, self.max_blocks_per_event
+        good = beat is None or (
+            isinstance(beat, (int, float)) and not isinstance(beat, bool) and 0 < beat < float("inf")
+        )
+        _check("heartbeat_interval", beat, good, "seconds greater than 0, or nothing")
+        _check(
+            "max_blocks_per_event", most, most is None or _is_count(most, 1), "a whole number of at least 1, or nothing"
+        )
+        _check("curve", self.curve, self.curve is None or isinstance(self.curve, CurveServer), "a CurveServer")
+        try:
+            array_fields(self.array_version)
+        except ValueError as error:
+            raise ConfigError("array_version", str(error)) from None
+
+    @classmethod
+    def from_mapping(cls, settings: Mapping[str, Any]) -> Self:
+        """Make a config from names and values, as a JSON file has them."""
+        known = [field.name for field in fields(cls)]
+        for name in settings:
+            if name not in known:
+                near = get_close_matches(str(name), known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else f" (known: {', '.join(known)})"
+                raise ConfigError(str(name), f"unknown field{hint}")
+        return cls(**settings)
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _check(name: str, value: object, good: object, expected: str) -> None:
+    if not good:
+        raise ConfigError(name, f"expected {expected}, got {value!r}")
+
+
+def _check_one_of(name: str, value: object, choices: Sequence[str]) -> None:
+    _check(name, value, value in choices, "one of " + ", ".join(choices))

@@ -1,0 +1,146 @@
+"""CURVE: encrypted, authenticated sockets, and the key files they need.
+
+A publisher is a server: clients know its public key. With a folder of clients' public keys only those may come; without
+one, whoever knows the server's key. Keys are ZeroMQ certificates: `NAME.key` (public, to hand out) and `NAME.key_secret`
+(only the owner may read it). The dataclasses here are immutable; a `Gate` belongs to the thread that serves it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+import zmq
+import zmq.auth
+
+from kvtier.errors import ConfigError, InputError
+
+__all__ = ["CurveClient", "CurveServer", "Gate", "make_keys"]
+
+_ZAP = "inproc://zeromq.zap.01"
+_DOMAIN = b"kvtier"
+
+logger = logging.getLogger(__name__)
+
+
+def make_keys(folder: str | Path, name: str) -> tuple[Path, Path]:
+    """Make a key pair and return its files, public and secret; an existing pair is an error, not replaced."""
+    folder = Path(folder)
+    public, secret = folder / f"{name}.key", folder / f"{name}.key_secret"
+    for file in (public, secret):
+        if file.exists():
+            raise InputError(f"{file} exists: remove it first, or choose another name")
+    folder.mkdir(parents=True, exist_ok=True)
+    zmq.auth.create_certificates(folder, name)
+    secret.chmod(0o600)
+    return public, secret
+
+
+def _load(path: str | Path, *, secret: bool) -> tuple[bytes, bytes | None]:
+    """Return the public and the secret key of a file."""
+    try:
+        public, private = zmq.auth.load_certificate(path)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot read a CURVE key: {error}") from None
+    if secret and private is None:
+        raise InputError(f"{path}: expected a secret key file (NAME.key_secret), got a public one")
+    return public, private
+
+
+def _need_curve() -> None:
+    if not zmq.has("curve"):
+        raise InputError("this libzmq has no CURVE: install a pyzmq wheel, or build libzmq with libsodium")
+
+
+@dataclass(frozen=True)
+class CurveServer:
+    """The keys of a publisher: its own, and the folder with the public keys of those who may come (`None`: anybody)."""
+
+    secret_key_file: str
+    clients_dir: str | None = None
+
+    @classmethod
+    def from_mapping(cls, settings: Mapping[str, Any]) -> Self:
+        """Make one from names and values, as a JSON file has them."""
+        names = [field.name for field in fields(cls)]
+        wrong = [name for name in settings if name not in names]
+        if wrong or "secret_key_file" not in settings:
+            raise ConfigError("curve", f"expected secret_key_file and perhaps clients_dir, got {sorted(settings)}")
+        return cls(**settings)
+
+    def apply(self, sock: zmq.Socket[bytes]) -> None:
+        """Make a socket a CURVE server; call it before the socket is bound."""
+        _need_curve()
+        public, secret = _load(self.secret_key_file, secret=True)
+        sock.curve_publickey, sock.curve_secretkey = public, secret
+        sock.curve_server = True
+        if self.clients_dir is not None:
+            sock.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
+
+
+@dataclass(frozen=True)
+class CurveClient:
+    """The keys of a subscriber: its own, and the publisher's public key (40 characters, or a file that has it)."""
+
+    secret_key_file: str
+    server_public_key: str
+
+    def apply(self, sock: zmq.Socket[bytes]) -> None:
+        """Make a socket a CURVE client; call it before the socket is connected."""
+        _need_curve()
+        public, secret = _load(self.secret_key_file, secret=True)
+        sock.curve_publickey, sock.curve_secretkey = public, secret
+        sock.curve_serverkey = self._server_key()
+
+    def _server_key(self) -> bytes:
+        key = self.server_public_key
+        return key.encode() if len(key) == 40 and not Path(key).exists() else _load(key, secret=False)[0]
+
+
+class Gate:
+    """Answers libzmq's question who may come, for one context (ZeroMQ RFC 27).
+
+    The folder is read again when it changed, so that a key can be added or taken away while the publisher runs; who is
+    connected stays.
+    """
+
+    def __init__(self, context: zmq.Context[Any], clients_dir: str) -> None:
+        self._dir = Path(clients_dir)
+        if not self._dir.is_dir():
+            raise ConfigError("curve.clients_dir", f"expected a folder of public keys, got {clients_dir}")
+        self._read_at = -1
+        self._allowed: frozenset[bytes] = frozenset()
+        self.denied = 0
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.REP)
+        self.socket.linger = 0
+        self.socket.bind(_ZAP)
+
+    def serve(self) -> None:
+        """Answer every question that waits. Never blocks."""
+        while self.socket.get(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator,arg-type]
+            frames = self.socket.recv_multipart()
+            good = len(frames) == 7 and frames[0] == b"1.0" and frames[5] == b"CURVE" and self._knows(frames[6])
+            self.denied += not good
+            status = (b"200", b"OK", b"client") if good else (b"400", b"unknown key", b"")
+            self.socket.send_multipart((b"1.0", frames[1] if len(frames) > 1 else b"", *status, b""))
+
+    def close(self) -> None:
+        """Stop answering; libzmq then turns everybody away."""
+        self.socket.close(linger=0)
+
+    def check(self) -> None:
+        """Nothing can be inconsistent: the set of keys is only ever replaced whole."""
+
+    def _knows(self, key: bytes) -> bool:
+        try:
+            changed = self._dir.stat().st_mtime_ns
+            if changed != self._read_at:
+                self._allowed = frozenset(zmq.auth.load_certificates(self._dir))
+                self._read_at = changed
+        except (OSError, ValueError) as error:
+            logger.warning("cannot read the clients' keys in %s (%s): nobody new may come", self._dir, error)
+            return False
+        return zmq.utils.z85.encode(key) in self._allowed

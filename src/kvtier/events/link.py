@@ -1,0 +1,214 @@
+"""The sockets of one source: SUB for the live stream, its monitor, and a DEALER while something is asked.
+
+A link moves messages between sockets and the source's `Follower`, and opens or closes the DEALER as the follower wants.
+It never blocks. A new link may be made in any thread; from then on it belongs to the one that polls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from kvtier.errors import InputError, OutsideError
+from kvtier.events.asks import Ask
+from kvtier.events.curve import CurveClient
+from kvtier.events.follower import Follower
+from kvtier.events.frames import END_SEQ, read_live, read_reply
+from kvtier.events.wire import Batch
+
+__all__ = ["Link", "SocketOptions", "Source"]
+
+B = TypeVar("B", bound=Batch)
+Socket = zmq.Socket[bytes]
+
+_UP = zmq.EVENT_HANDSHAKE_SUCCEEDED
+_DOWN: dict[int, str] = {
+    zmq.EVENT_DISCONNECTED: "connection lost",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "the publisher closed the connection (does it expect CURVE keys?)",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "the publisher does not speak the same security protocol",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the publisher does not accept our key",
+}
+_WATCHED = _UP | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_WATCHED |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One publisher to follow. `name` is how updates call it; `topic` is a prefix, empty for all topics.
+
+    An `endpoint` with a `*` is bound, for publishers that connect. Without a `replay_endpoint` nothing can be repaired.
+    """
+
+    name: str
+    endpoint: str
+    replay_endpoint: str | None = None
+    topic: str = ""
+    curve: CurveClient | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SocketOptions:
+    """What every socket gets: room for `hwm` messages, of at most `max_message` bytes each, and a keep-alive in seconds."""
+
+    hwm: int = 100_000
+    max_message: int = 256 << 20
+    keep_alive: float = 5.0
+
+    def apply(self, sock: Socket, curve: CurveClient | None) -> None:
+        """Set the options; call it before the socket is connected."""
+        sock.linger = 0
+        sock.rcvhwm = self.hwm
+        sock.setsockopt(zmq.MAXMSGSIZE, self.max_message)
+        sock.setsockopt(zmq.HEARTBEAT_IVL, int(self.keep_alive * 1000))
+        sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(self.keep_alive * 3000))
+        sock.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        if curve is not None:
+            curve.apply(sock)
+
+
+class Link(Generic[B]):
+    """A source, its follower and its sockets. `watch` and `unwatch` are called with a socket that came or goes."""
+
+    def __init__(
+        self, source: Source, follower: Follower[B], context: zmq.Context[Any], options: SocketOptions, now: float
+    ) -> None:
+        """Connect the live stream. An address that cannot be used raises `InputError` or `OutsideError`."""
+        self.source = source
+        self.follower = follower
+        self.scheduled = float("inf")  # when it will be ticked
+        self.watch: Callable[[Socket], None] = lambda sock: None
+        self.unwatch: Callable[[Socket], None] = lambda sock: None
+        self._context = context
+        self._options = options
+        self._asked: Ask | None = None
+        self._dealer: Socket | None = None
+        self._sub: Socket = context.socket(zmq.SUB)
+        self._monitor: Socket = self._sub.get_monitor_socket(_WATCHED)
+        try:
+            self._sub.subscribe(source.topic)
+            self._open(self._sub, source.endpoint, bind="*" in source.endpoint)
+            if source.replay_endpoint is not None:  # better told now than when it is needed
+                self._dial(source.replay_endpoint)
+                self._hang_up()
+        except BaseException:
+            self.close()
+            raise
+        if source.endpoint.startswith("inproc://"):
+            follower.connected(now)  # no monitor reports it
+
+    @property
+    def sockets(self) -> list[Socket]:
+        """The sockets that are open."""
+        return [sock for sock in (self._sub, self._monitor, self._dealer) if sock is not None]
+
+    def turn(self, now: float, budget: int) -> bool:
+        """Move what is there, at most `budget` messages a socket; say whether there may be more."""
+        messages = _receive(self._sub, budget)
+        self._watch_connection(now)  # before the messages: they may come from the connection that it reports
+        for frames in messages:
+            self._take_live(frames, now)
+        replies = self._serve_dealer(now, budget)
+        return self.ask(now) or len(messages) == budget or replies == budget
+
+    def ask(self, now: float) -> bool:
+        """Send the request that the follower wants under way, if it is another one than before; say whether it was."""
+        wanted = self.follower.ask
+        if wanted is not None and wanted is self._asked:
+            return False
+        if wanted is None or self._asked is not None:
+            self._hang_up()  # answers to what was asked before could be mistaken for others
+        if wanted is None or self.source.replay_endpoint is None:
+            return False
+        try:
+            dealer = self._dealer or self._dial(self.source.replay_endpoint)
+            dealer.send_multipart((b"", wanted.request), zmq.NOBLOCK)
+        except (OutsideError, zmq.ZMQError) as error:
+            self._hang_up()
+            self.follower.end(wanted, now, f"cannot ask: {error}")
+            return False
+        self._asked = wanted
+        return True
+
+    def close(self) -> None:
+        """Close every socket."""
+        self._hang_up()
+        self._sub.disable_monitor()
+        for sock in (self._sub, self._monitor):
+            self.unwatch(sock)
+            sock.close(linger=0)
+
+    def _take_live(self, frames: list[bytes], now: float) -> None:
+        message = read_live(frames)
+        if message is None:
+            self.follower.bad_frame()
+        else:
+            self.follower.live(message.seq, message.payload, now)
+
+    def _serve_dealer(self, now: float, budget: int) -> int:
+        """Hand over replies until the request changes: what follows then belongs to one that nobody waits for."""
+        count = 0
+        while (
+            self._dealer is not None and count < budget and self._asked is not None and self.follower.ask is self._asked
+        ):
+            replies = _receive(self._dealer, 1)
+            if not replies:
+                break
+            self._take_reply(self._asked, replies[0], now)
+            count += 1
+        return count
+
+    def _take_reply(self, asked: Ask, frames: list[bytes], now: float) -> None:
+        message = read_reply(frames)
+        if message is None:
+            self.follower.bad_frame()
+        elif message.seq == END_SEQ:
+            self._asked = None  # answered to the end, so the connection can be used again
+            text = message.payload.decode(errors="replace")[:200]
+            self.follower.end(asked, now, text and f"the publisher answered: {text}")
+        else:
+            self.follower.reply(asked, message.seq, message.payload, now)
+
+    def _watch_connection(self, now: float) -> None:
+        while reports := _receive(self._monitor, 64):
+            for frames in reports:
+                event = parse_monitor_message(frames)["event"]
+                if event == _UP:
+                    self.follower.connected(now)
+                elif event != zmq.EVENT_DISCONNECTED or self.follower.is_connected:  # else a failure was told before
+                    self.follower.disconnected(now, _DOWN[event])
+
+    def _dial(self, endpoint: str) -> Socket:
+        dealer: Socket = self._context.socket(zmq.DEALER)
+        self._dealer = dealer
+        self.watch(dealer)
+        self._open(dealer, endpoint, bind=False)
+        return dealer
+
+    def _hang_up(self) -> None:
+        if self._dealer is not None:
+            self.unwatch(self._dealer)
+            self._dealer.close(linger=0)
+        self._dealer = self._asked = None
+
+    def _open(self, sock: Socket, endpoint: str, *, bind: bool) -> None:
+        self._options.apply(sock, self.source.curve)
+        try:
+            sock.bind(endpoint) if bind else sock.connect(endpoint)
+        except zmq.ZMQError as error:
+            kind = InputError if error.errno == zmq.EINVAL else OutsideError
+            raise kind(f"source {self.source.name}: cannot use address {endpoint!r}: {error.strerror}") from None
+
+
+def _receive(sock: Socket, budget: int) -> list[list[bytes]]:
+    """Return what is there, at most `budget` messages."""
+    messages: list[list[bytes]] = []
+    try:
+        while len(messages) < budget:
+            messages.append(sock.recv_multipart(zmq.NOBLOCK))
+    except zmq.Again:
+        pass
+    return messages

@@ -1,0 +1,250 @@
+"""The thread behind a `ZmqEventPublisher`: its sockets, and the order in which it does things.
+
+Each turn sends a few waiting batches, a slice of every replay, and a heartbeat if one is due. When nothing is left to do the
+thread dozes a moment, then sleeps until a batch, a request or a deadline comes. It never ticks. What goes wrong in a turn is
+logged and counted, and the next turn begins. `PublisherLoop` may be made and stopped by any thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from kvtier.events.config import KVEventsConfig
+from kvtier.events.curve import Gate
+from kvtier.events.endpoints import attach, check_ports, is_bound, offset_endpoint
+from kvtier.events.fold import Fold
+from kvtier.events.outbox import Outbox
+from kvtier.events.replay import ReplayServer
+from kvtier.events.sender import Sender
+from kvtier.events.sequence import SequenceFile
+
+__all__ = ["PublisherLoop"]
+
+logger = logging.getLogger(__name__)
+
+_BATCHES_A_TURN = 64
+_DOZE = 0.002  # seconds that a batch may wait right after another
+_LINGER = 250  # milliseconds for what a subscriber has not taken yet when all is sent
+_AFTER_ERROR = 0.01  # seconds, lest a fault that stays fills the log at full speed
+_MAX_REQUEST = 64 << 10
+_CLIENT_QUEUE = 256  # messages; the rest of a replay waits as a generator, not as bytes
+
+
+class _Task:
+    """Something to be done by the thread, and how it went."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self.function = function
+        self.error: BaseException | None = None
+        self.done = threading.Event()
+
+    def run(self) -> None:
+        try:
+            self.function()
+        except BaseException as error:
+            self.error = error
+        self.done.set()
+
+
+class PublisherLoop:
+    """Opens everything a publisher needs, or raises and leaves nothing open; `start` it, `stop` it once."""
+
+    def __init__(self, config: KVEventsConfig, rank: int) -> None:
+        self.errors = 0
+        self.gate: Gate | None = None
+        self.replay: ReplayServer | None = None
+        self._config, self._rank = config, rank
+        self._pid = os.getpid()
+        self._stop_at = math.inf
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self._numbers: SequenceFile | None = None
+        self._context: zmq.Context[Any] | None = None
+        check_ports(config.endpoint, config.replay_endpoint, rank)
+        self.outbox = Outbox(config.max_queue_size, config.counting)
+        try:
+            self._open()
+        except BaseException:
+            self._close(linger=0)
+            raise
+        self.thread = threading.Thread(target=self._run, name=f"kvtier-publisher-{rank}", daemon=True)
+        _loops.add(self)
+
+    # -- any thread -----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to send."""
+        self.thread.start()
+
+    def stop(self, timeout: float) -> None:
+        """Send what waits as far as the time goes, close everything, and return within `timeout` seconds."""
+        if os.getpid() != self._pid:
+            return
+        self._stop_at = time.monotonic() + timeout / 2
+        self.outbox.close()
+        self.thread.join(timeout)
+        if self.thread.is_alive():
+            logger.warning("the publisher's thread is still busy after %s s; it is left to itself", timeout)
+        else:
+            self._close(linger=0)
+
+    def check(self, timeout: float = 10.0) -> None:
+        """Raise `IntegrityError` where anything of the publisher is broken; the thread looks between two turns."""
+        task = _Task(self._check)
+        if self.thread.is_alive():
+            self.outbox.call(task)
+            if not task.done.wait(timeout):
+                raise TimeoutError(f"the publisher's thread did not answer within {timeout} s")
+        else:
+            task.run()
+        if task.error is not None:
+            raise task.error
+
+    def forget(self) -> None:
+        """Let a forked child know that the thread is not there."""
+        self.outbox.closed = True
+
+    # -- the thread -------------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        begun = not self._config.clear_on_start
+        try:
+            while not self._is_over():
+                try:
+                    if not begun:
+                        begun = True
+                        self.sender.start()
+                    self._turn()
+                except Exception:
+                    self.errors += 1
+                    logger.exception("a turn of the publisher's thread failed; it goes on")
+                    time.sleep(_AFTER_ERROR)
+        finally:
+            self._close(linger=_LINGER if self.outbox.closed else 0)
+
+    def _is_over(self) -> bool:
+        if not self.outbox.closed:
+            return False
+        return time.monotonic() >= self._stop_at or not (len(self.outbox) or self.replay)
+
+    def _turn(self) -> None:
+        sent = self._send_some()
+        wait = self.replay.serve() if self.replay is not None else math.inf
+        if self.gate is not None:
+            self.gate.serve()
+        wait = min(wait, self.sender.beat(time.monotonic()))
+        if sent < _BATCHES_A_TURN and wait > 0:
+            if sent or self.outbox.closed:
+                self._doze(min(wait, _DOZE))
+            else:
+                self._sleep(wait)
+
+    def _send_some(self) -> int:
+        """Send waiting batches, but not too many; return how many."""
+        take, send = self.outbox.take, self.sender.send
+        for sent in range(_BATCHES_A_TURN):
+            item = take()
+            if item is None:
+                return sent
+            if type(item) is Fold:
+                self.sender.absorb(item)
+            elif type(item) is _Task:
+                item.run()
+            else:
+                send(item)
+        return _BATCHES_A_TURN
+
+    def _doze(self, seconds: float) -> None:
+        """Rest a moment without asking to be woken by batches: where one came others follow, and waking costs the engine time."""
+        self._poller.poll(math.ceil(1000 * seconds))
+        self.outbox.wake_up()
+
+    def _sleep(self, seconds: float) -> None:
+        """Wait for a batch, a request, a handshake, or the time to pass."""
+        if self.outbox.fall_asleep():
+            self._poller.poll(None if seconds == math.inf else math.ceil(1000 * seconds))
+            self.outbox.wake_up()
+
+    def _check(self) -> None:
+        self.outbox.check()
+        self.sender.check()
+        for part in (self.replay, self.gate, self._numbers):
+            if part is not None:
+                part.check()
+
+    # -- sockets ------------------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        config, rank = self._config, self._rank
+        endpoint = offset_endpoint(config.endpoint, rank)
+        replay_endpoint = offset_endpoint(config.replay_endpoint, rank)
+        assert endpoint is not None
+        if config.sequence_file is not None:
+            self._numbers = SequenceFile(config.sequence_file + (f".dp{rank}" if rank else ""))
+        # Others in this process reach an inproc endpoint through the common context only; that one is not ours to end.
+        common = any(each is not None and each.startswith("inproc") for each in (endpoint, replay_endpoint))
+        self._context = zmq.Context.instance() if common else zmq.Context()
+        self._owns_context = not common
+        if config.curve is not None and config.curve.clients_dir is not None:
+            self.gate = Gate(self._context, config.curve.clients_dir)
+        pub = self._socket(zmq.PUB)
+        pub.set_hwm(config.hwm)
+        self.endpoint = attach(pub, endpoint, rank, bind=is_bound(endpoint))
+        self.sender = Sender(pub, config, rank, self._numbers)
+        self.replay_endpoint: str | None = None
+        if replay_endpoint is not None:
+            self._open_replay(replay_endpoint)
+        self._poller = zmq.Poller()
+        for source in (self.outbox.wake_fd, *self._sockets[1:], *([self.gate.socket] if self.gate else [])):
+            self._poller.register(source, zmq.POLLIN)
+
+    def _open_replay(self, endpoint: str) -> None:
+        router = self._socket(zmq.ROUTER)
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        router.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST)
+        router.setsockopt(zmq.SNDHWM, _CLIENT_QUEUE)
+        self.replay_endpoint = attach(router, endpoint, self._rank, bind=True)
+        self.replay = ReplayServer(router, self.sender, self._config)
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        assert self._context is not None
+        sock: zmq.Socket[bytes] = self._context.socket(kind)
+        self._sockets.append(sock)
+        sock.linger = 0
+        for option, value in ((zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, 30), (zmq.TCP_KEEPALIVE_INTVL, 10)):
+            sock.setsockopt(option, value)  # a client whose machine is gone must not hold its queue forever
+        if self._config.curve is not None:
+            self._config.curve.apply(sock)
+        return sock
+
+    def _close(self, linger: int) -> None:
+        """Close whatever is open; a second time there is nothing left."""
+        sockets, self._sockets = self._sockets, []
+        for sock in sockets:
+            sock.close(linger=linger)
+        if self.gate is not None:
+            self.gate.close()
+        context, self._context = self._context, None
+        if context is not None and self._owns_context:
+            context.term()
+        if self._numbers is not None:
+            self._numbers.close(self.sender.next_seq if hasattr(self, "sender") else self._numbers.start)
+
+
+_loops: weakref.WeakSet[PublisherLoop] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    for loop in _loops:
+        loop.forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,210 @@
+"""Publishers of KV events: the contract, the one that does nothing, the one over ZeroMQ, and the factory.
+
+`ZmqEventPublisher` guarantees: batches leave in the order of `publish()`, numbered without reuse; whatever a subscriber missed it
+gets by replay, batch by batch while the buffer has them and as state after that. `publish()` never waits: when the thread is
+far behind, batches are folded into the state and their numbers left out, a gap that everybody sees. `shutdown()` returns
+within `SHUTDOWN_TIMEOUT`. Any thread may call the methods; one thread owns the sockets and the state. A forked child has a
+closed publisher. One that is forgotten is shut down when it is collected, or at exit.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
+
+from kvtier.errors import InputError
+from kvtier.events.config import VLLM_FIELDS, KVEventsConfig
+from kvtier.events.curve import CurveServer
+from kvtier.events.endpoints import client_endpoint, offset_endpoint
+from kvtier.events.loop import PublisherLoop
+from kvtier.events.replay import END_SEQ
+from kvtier.events.types import EventBatch
+
+__all__ = ["EventPublisher", "EventPublisherFactory", "NullEventPublisher", "PublisherStats", "ZmqEventPublisher"]
+
+
+class EventPublisher(ABC):
+    """Publishes batches of events for one data-parallel rank; every rank has its own."""
+
+    def __init__(self, data_parallel_rank: int = 0) -> None:
+        self._data_parallel_rank = data_parallel_rank
+
+    @abstractmethod
+    def publish(self, events: EventBatch) -> None:
+        """Send a batch, in order, at least once. The batch belongs to the publisher from now on."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Send what waits, and end."""
+
+    def get_publisher_config(self) -> KVEventsConfig | None:
+        """Return what the publisher runs with, addresses resolved; `None` if it has no such thing."""
+        return None
+
+
+class NullEventPublisher(EventPublisher):
+    """Publishes nothing."""
+
+    def publish(self, events: EventBatch) -> None:
+        """Do nothing."""
+
+    def shutdown(self) -> None:
+        """Do nothing."""
+
+
+@dataclass(frozen=True)
+class PublisherStats:
+    """What a publisher has done and holds: counts since its start, and sizes now."""
+
+    next_seq: int
+    epoch: int
+    blocks: int
+    digest: int
+    queued: int
+    buffered: int
+    buffered_bytes: int
+    ghosts: int
+    sessions: int
+    sent: int
+    events: int
+    filtered: int
+    unencodable: int
+    heartbeats: int
+    folded: int
+    snapshots: int
+    errors: int
+    requests: int = 0
+    malformed: int = 0
+    refused: int = 0
+    replayed: int = 0
+    stalled: int = 0
+    gone: int = 0
+    denied: int = 0
+
+
+class ZmqEventPublisher(EventPublisher):
+    """Publishes over a PUB socket and answers replay requests on a ROUTER socket, from one thread of its own."""
+
+    SHUTDOWN_TIMEOUT: ClassVar[float] = 1.0
+    END_SEQ: ClassVar[bytes] = END_SEQ
+
+    def __init__(
+        self,
+        data_parallel_rank: int,
+        endpoint: str = "tcp://*:5557",
+        replay_endpoint: str | None = None,
+        buffer_steps: int = 10_000,
+        hwm: int = 100_000,
+        max_queue_size: int = 100_000,
+        topic: str = "",
+        *,
+        encoding: str = "map",
+        array_version: str = "0.23",
+        hash_format: str = "as_is",
+        counting: str = "count",
+        heartbeat_interval: float | None = 1.0,
+        clear_on_start: bool = True,
+        sequence_file: str | None = None,
+        replay_topic_frame: bool = True,
+        max_fillers: int = 1_000_000,
+        long_replay: str = "jump",
+        max_blocks_per_event: int | None = None,
+        buffer_bytes: int = 256 << 20,
+        curve: CurveServer | None = None,
+    ) -> None:
+        """Open the sockets and start; the arguments are the fields of `KVEventsConfig`, which says what they mean."""
+        super().__init__(data_parallel_rank)
+        settings = {name: value for name, value in locals().items() if name in _SETTINGS}
+        config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", **settings)
+        self._loop = loop = PublisherLoop(config, data_parallel_rank)
+        self._config = replace(config, endpoint=loop.endpoint, replay_endpoint=loop.replay_endpoint)
+        self.endpoint = client_endpoint(loop.endpoint)
+        self.replay_endpoint = None if loop.replay_endpoint is None else client_endpoint(loop.replay_endpoint)
+        self._put = loop.outbox.put
+        self._end = weakref.finalize(self, loop.stop, self.SHUTDOWN_TIMEOUT)
+        loop.start()
+
+    def publish(self, events: EventBatch) -> None:
+        """Hand a batch over; never waits. Raises `RuntimeError` after `shutdown()`."""
+        if events.data_parallel_rank is None:
+            events.data_parallel_rank = self._data_parallel_rank
+        self._put(events)
+
+    def shutdown(self) -> None:
+        """Send what waits as far as `SHUTDOWN_TIMEOUT` goes, and close everything. A second call does nothing."""
+        self._end()
+
+    def get_publisher_config(self) -> KVEventsConfig:
+        """Return what the publisher runs with; addresses are this rank's, and have the port that the system gave them."""
+        return self._config
+
+    def stats(self) -> PublisherStats:
+        """Return what the publisher has done and holds; numbers of one moment each, not all of the same."""
+        loop = self._loop
+        sender, replay = loop.sender, loop.replay
+        return PublisherStats(
+            next_seq=sender.next_seq,
+            epoch=sender.epoch,
+            blocks=sender.state.blocks,
+            digest=sender.state.digest,
+            queued=len(loop.outbox),
+            buffered=len(sender.ring),
+            buffered_bytes=sender.ring.bytes,
+            ghosts=len(sender.state.ghosts()),
+            folded=loop.outbox.folded,
+            errors=loop.errors,
+            sessions=0 if replay is None else len(replay),
+            denied=0 if loop.gate is None else loop.gate.denied,
+            **sender.counters,
+            **({} if replay is None else replay.counters),
+        )
+
+    def check(self) -> None:
+        """Raise `IntegrityError` where anything inside is broken; waits for the thread."""
+        self._loop.check()
+
+    @staticmethod
+    def offset_endpoint_port(endpoint: str | None, data_parallel_rank: int) -> str | None:
+        """Return the address that a data-parallel rank has."""
+        return offset_endpoint(endpoint, data_parallel_rank)
+
+
+_SETTINGS = {field.name for field in fields(KVEventsConfig)} - {"enable_kv_cache_events", "publisher"}
+
+
+class EventPublisherFactory:
+    """Makes publishers by name."""
+
+    _registry: ClassVar[dict[str, Callable[..., EventPublisher]]] = {
+        "null": NullEventPublisher,
+        "zmq": ZmqEventPublisher,
+    }
+
+    @classmethod
+    def register_publisher(cls, name: str, ctor: Callable[..., EventPublisher]) -> None:
+        """Add a kind of publisher. A name that exists raises `KeyError`."""
+        if name in cls._registry:
+            raise KeyError(f"publisher {name!r} is already registered")
+        cls._registry[name] = ctor
+
+    @classmethod
+    def create(cls, config: Any | None, data_parallel_rank: int = 0) -> EventPublisher:
+        """Make the publisher that a config asks for; ours or an engine's own with the same fields.
+
+        The constructor is given the rank, the fields that vLLM's config has, and those of ours that are not at their
+        default, so that it need not know the latter.
+        """
+        if config is None or not config.enable_kv_cache_events or config.publisher == "null":
+            return NullEventPublisher()
+        ctor = cls._registry.get(config.publisher)
+        if ctor is None:
+            raise InputError(
+                f"unknown event publisher {config.publisher!r}: expected one of {', '.join(cls._registry)}"
+            )
+        defaults = KVEventsConfig()
+        settings = {name: getattr(config, name, getattr(defaults, name)) for name in _SETTINGS}
+        given = {name: v for name, v in settings.items() if name in VLLM_FIELDS or v != getattr(defaults, name)}
+        return ctor(data_parallel_rank=data_parallel_rank, **given)

@@ -1,0 +1,246 @@
+"""The sending half of a publisher: batches in, numbered messages out, and the state that they add up to.
+
+Every batch that leaves is in the ring before it is on the wire, and the state is exactly what all of them together say. An
+event is encoded once; its bytes go into the message and into the state. One thread owns a sender.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+import zmq
+
+from kvtier.events.config import KVEventsConfig
+from kvtier.events.fold import Fold
+from kvtier.events.formats import HashFormat
+from kvtier.events.hot import ONE_EVENT_AT, frame_stored, join_removals
+from kvtier.events.ring import Ring
+from kvtier.events.sequence import SequenceFile
+from kvtier.events.snapshot import Snapshot
+from kvtier.events.state import PublishedState
+from kvtier.events.types import AllBlocksCleared, BlockRemoved, Mark, blocks_of
+from kvtier.events.wire import EventEncoder, frame_batch
+
+__all__ = ["Sender"]
+
+logger = logging.getLogger(__name__)
+
+_UNENCODABLE = (AttributeError, OverflowError, RecursionError, TypeError, ValueError)
+_SHARED_FOR = 0.25  # seconds that a snapshot serves newcomers
+_MORE = int(zmq.SNDMORE)
+_Draft = tuple[str, Any, bytes]
+"""An event on its way out: the name of its kind, the event, its bytes."""
+
+
+class Sender:
+    """Encodes, filters, numbers and sends; `next_seq` is the number of the next batch."""
+
+    def __init__(self, pub: zmq.Socket[bytes], config: KVEventsConfig, rank: int, numbers: SequenceFile | None) -> None:
+        self.topic = config.topic.encode()
+        self.epoch = secrets.randbits(63)
+        self.rank = rank
+        self.encoder = EventEncoder(config.encoding, config.array_version)
+        self.state = PublishedState(self.encoder, config.counting)
+        self.next_seq = numbers.start if numbers is not None else 0
+        self.ring = Ring(config.buffer_steps, config.buffer_bytes, self.next_seq)
+        self.counters = dict.fromkeys(("sent", "events", "filtered", "unencodable", "heartbeats", "snapshots"), 0)
+        self._send = pub.send
+        self._encode = self.encoder.event
+        self._numbers = numbers
+        self._reserved: float = numbers.start if numbers is not None else float("inf")
+        self._formats = HashFormat(config.hash_format)
+        self._converts = config.hash_format != "as_is"
+        self._most_blocks = config.max_blocks_per_event
+        self._plain = config.encoding == "map" and not self._converts and self._most_blocks is None
+        self._tails: dict[int, bytes] = {}
+        self._interval = config.heartbeat_interval
+        self._mark_due = False
+        self._spoke_at = self._marked_at = time.monotonic()
+        self._spoken = False
+        self._snapshot: Snapshot | None = None
+        self._snapshot_at = 0.0
+
+    # -- out ----------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Send the first batch: whatever an earlier process said is void."""
+        self._emit(time.time(), [self.encoder.event(AllBlocksCleared()), self._mark()], self.rank)
+
+    def send(self, batch: Any) -> None:
+        """Send what of a batch is news. One that cannot be encoded is logged; it changes nothing and takes no number."""
+        rank, events = batch.data_parallel_rank, batch.events
+        if rank is None:
+            rank = self.rank
+        if len(events) == 1 and self._plain and not self._mark_due and self._send_whole(batch.ts, events[0], rank):
+            return
+        try:
+            if len(events) > 1 or self._most_blocks is not None:
+                events = self._shape(events)
+            drafts = [self._draft(event) for event in events]
+            ts = float(batch.ts)
+        except _UNENCODABLE as error:
+            self.counters["unencodable"] += 1
+            logger.error("a batch of events cannot be encoded and is dropped whole: %s", error)
+            return
+        out: list[bytes] = []
+        for draft in drafts:
+            self._apply(draft, out)
+        if drafts and not out:
+            self.counters["filtered"] += 1
+            return
+        if self._mark_due:
+            out.append(self._mark())
+        self._emit(ts, out, rank)
+
+    def _send_whole(self, ts: Any, event: Any, rank: int) -> bool:
+        """Send a stored event that is all news, the usual batch, written in one go; return whether it was that."""
+        if type(event).__name__ != "BlockStored" or type(ts) is not float:
+            return False
+        tail = self._tails.get(rank) or self._tails.setdefault(rank, msgspec.msgpack.encode(rank))
+        payload = frame_stored(ts, event, tail)
+        if payload is None or not self.state.store_whole(event, payload, ONE_EVENT_AT, len(payload) - len(tail)):
+            return False
+        self._post(payload, 1)
+        return True
+
+    def absorb(self, fold: Fold) -> None:
+        """Take over what batches did that found no room. Their numbers stay unused, so that everybody sees a gap."""
+        lost = fold.apply(self.state, self._formats)
+        logger.warning("%d batches found no room and were not sent; replay gives their effect", fold.batches)
+        if lost:
+            logger.error("%d blocks of batches that found no room cannot be encoded and are dropped", lost)
+        self.next_seq += fold.batches
+        self.ring.restart(self.next_seq)
+        if self._interval is not None:
+            self._emit(time.time(), [self._mark()], self.rank)
+
+    def beat(self, now: float) -> float:
+        """Do what time alone makes due: a heartbeat, a mark, an old snapshot; return the seconds until there may be more."""
+        wait = math.inf
+        if self._snapshot is not None:
+            wait = self._snapshot_at + _SHARED_FOR - now
+            if wait <= 0:
+                self._snapshot, wait = None, math.inf
+        if self._interval is None:
+            return wait
+        if self._spoken:
+            self._spoken, self._spoke_at = False, now
+        if now - self._spoke_at >= self._interval:
+            self.counters["heartbeats"] += 1
+            self._emit(time.time(), [self._mark()], self.rank)
+            self._spoken, self._spoke_at = False, now
+        self._mark_due = now - self._marked_at >= self._interval
+        return min(wait, self._spoke_at + self._interval - now)
+
+    def _emit(self, ts: float, events: Sequence[bytes], rank: int) -> None:
+        self._post(frame_batch(ts, events, rank), len(events))
+
+    def _post(self, payload: bytes, num_events: int) -> None:
+        """Number a payload, keep it, send it."""
+        seq = self.next_seq
+        if seq >= self._reserved:
+            self._reserve(seq)
+        self.ring.append(payload)
+        self.next_seq = seq + 1
+        self._spoken = True
+        send = self._send
+        send(self.topic, _MORE)
+        send(seq.to_bytes(8, "big"), _MORE)
+        send(payload)
+        self.counters["sent"] += 1
+        self.counters["events"] += num_events
+
+    def _mark(self) -> bytes:
+        self._mark_due, self._marked_at = False, time.monotonic()
+        return self.encoder.mark(Mark(self.epoch, self.state.blocks, self.state.digest))
+
+    def _reserve(self, seq: int) -> None:
+        if self._numbers is not None:
+            self._numbers.reserve(seq)
+            self._reserved = self._numbers.reserved
+
+    # -- events ---------------------------------------------------------------------------------------------------------
+
+    def _shape(self, events: list[Any]) -> list[Any]:
+        """Return the same changes in the events that are to be sent: removals in a row as one, stores not too large."""
+        events = _join_removals(list(events))
+        if self._most_blocks is not None:
+            events = [part for event in events for part in _cut_event(event, self._most_blocks)]
+        return events
+
+    def _draft(self, event: Any) -> _Draft:
+        kind = type(event).__name__  # not the class: an engine's own events are as good as ours
+        if self._converts and kind in ("BlockStored", "BlockRemoved"):
+            event = self._formats.event(event)
+        return kind, event, self._encode(event)
+
+    def _apply(self, draft: _Draft, out: list[bytes]) -> None:
+        kind, event, data = draft
+        try:
+            if kind == "BlockStored":
+                self.state.store(event, data, out)
+            elif kind == "BlockRemoved":
+                self.state.remove(event, data, out)
+            elif kind == "TierCleared":
+                self.state.clear_medium(event.medium, out)
+            else:
+                if kind == "AllBlocksCleared":
+                    self.state.clear()
+                out.append(data)
+        except _UNENCODABLE as error:
+            self.counters["unencodable"] += 1
+            logger.error("a %s has fields of the wrong type and is dropped: %s", kind, error)
+
+    # -- replay's sources -------------------------------------------------------------------------------------------------
+
+    def frame(self, events: Sequence[bytes]) -> bytes:
+        """Return encoded events as a batch of now."""
+        return frame_batch(time.time(), events, self.rank)
+
+    def mark(self) -> bytes:
+        """Return the mark of the present state, encoded."""
+        return self.encoder.mark(Mark(self.epoch, self.state.blocks, self.state.digest))
+
+    def take_snapshot(self) -> Snapshot:
+        """Return the state as of the newest batch, or as of one shortly before that the ring still follows on."""
+        if self._snapshot is None or self._snapshot.as_of + 1 < self.ring.head:
+            self._snapshot = Snapshot(self.state, self.encoder, self.next_seq - 1, self.epoch)
+            self._snapshot_at = time.monotonic()
+            self.counters["snapshots"] += 1
+        return self._snapshot
+
+    def check(self) -> None:
+        """Raise `IntegrityError` where state, ring or numbers are broken."""
+        self.state.check()
+        self.ring.check()
+
+
+def _join_removals(events: list[Any]) -> list[Any]:
+    """Return the events with each run of removals from one place as one; engines send them block by block."""
+    joined: list[Any] = []
+    place = 0
+    while place < len(events):
+        event = events[place]
+        if type(event).__name__ == "BlockRemoved":
+            hashes, stop = join_removals(events, place)
+            if stop - place > 1:
+                event = BlockRemoved(hashes, event.medium, event.group_idx, event.locality, event.ownership)
+            joined.append(event)
+            place = stop
+        else:
+            joined.append(event)
+            place += 1
+    return joined
+
+
+def _cut_event(event: Any, most: int) -> Iterable[Any]:
+    """Return a stored event in parts of at most so many blocks, others whole."""
+    if type(event).__name__ != "BlockStored" or len(event.block_hashes) <= most:
+        return (event,)
+    return [blocks_of(event, start, start + most) for start in range(0, len(event.block_hashes), most)]

@@ -1,0 +1,82 @@
+"""A sequence number that outlives the process.
+
+The file holds one number: no batch was ever sent under it or a higher one. It is moved ahead in steps before numbers are
+used, so a process that dies leaves a gap, never a number used twice; a clean end writes the exact number. One process at
+a time may have the file open. One thread owns it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from pathlib import Path
+
+from kvtier.errors import InputError, IntegrityError, OutsideError
+
+__all__ = ["SequenceFile"]
+
+logger = logging.getLogger(__name__)
+
+
+class SequenceFile:
+    """Numbers from `start` on, to be used once `reserve` has covered them."""
+
+    def __init__(self, path: str | Path, step: int = 10_000) -> None:
+        """Open the file, making it if it is not there."""
+        self.path = Path(path)
+        self._step = step
+        self._file: int | None = None
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._drop()
+            raise OutsideError(f"{path}: another publisher has this sequence file open; give each its own") from None
+        except OSError as error:
+            self._drop()
+            raise OutsideError(f"{path}: cannot open the sequence file: {error.strerror}") from error
+        self.start = self.reserved = self._read(self._file)
+
+    def reserve(self, seq: int) -> None:
+        """Make sure that numbers up to `seq` may be used. A file that cannot be written is logged, and tried again later."""
+        if seq < self.reserved:
+            return
+        self.reserved = seq + self._step
+        self._write(self.reserved)
+
+    def close(self, next_seq: int) -> None:
+        """Write the number that comes next, and let the file go."""
+        if self._file is not None:
+            self._write(next_seq)
+            self.reserved = next_seq
+            self._drop()
+
+    def check(self) -> None:
+        """Raise `IntegrityError` if the file promises less than was reserved."""
+        if self._file is not None and self._read(self._file) < self.reserved:
+            raise IntegrityError(f"{self.path}: holds {self._read(self._file)}, reserved up to {self.reserved}")
+
+    def _read(self, file: int) -> int:
+        text = os.pread(file, 64, 0).decode("ascii", "replace").strip()
+        if text and not text.isdecimal():
+            self._drop()
+            raise InputError(
+                f"{self.path}: expected one number, got {text!r}; is it a sequence file? Remove it to start at 0"
+            )
+        return int(text or 0)
+
+    def _write(self, number: int) -> None:
+        # One sector, fixed width, no rename: a torn write is not possible, and a lock stays on the same file.
+        assert self._file is not None
+        try:
+            os.pwrite(self._file, b"%020d\n" % number, 0)
+            os.fdatasync(self._file)
+        except OSError as error:
+            logger.error("%s: cannot write the sequence number (%s): a restart may repeat numbers", self.path, error)
+
+    def _drop(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None

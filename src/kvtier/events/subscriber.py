@@ -1,0 +1,397 @@
+"""Follows any number of publishers and tells what changed, in order, and how far each picture can be trusted.
+
+    with Subscriber([Source("worker-0", "tcp://host:5557", "tcp://host:5558")]) as subscriber:
+        for update in subscriber:
+            match update:
+                case Reset(source): ...                   # forget all that it held
+                case Received(source, seq, batch): ...    # apply it
+                case StateChanged(source, state): ...     # exact, repairing or degraded, from here on
+
+Sources are served in turn, a bounded number of messages each, so a busy one does not starve the others. Everything held is
+bounded; malformed messages are counted and skipped. `poll`, iteration and everything of `AsyncSubscriber` belong to one thread
+at a time; `add`, `remove`, `status`, `statuses` and `close` may be called from any.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import itertools
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any, Generic, Literal, Self, TypeVar, cast
+
+import msgspec
+import zmq
+
+from kvtier.errors import InputError
+from kvtier.events.follower import Follower
+from kvtier.events.link import Link, SocketOptions, Source
+from kvtier.events.orphans import OrphanFilter
+from kvtier.events.updates import (
+    Counters,
+    Kind,
+    Limits,
+    Received,
+    Reset,
+    SourceStatus,
+    State,
+    StateChanged,
+    Update,
+)
+from kvtier.events.wire import Batch, DecodedBatch, decode_batch
+
+__all__ = [
+    "AsyncSubscriber",
+    "Counters",
+    "Kind",
+    "Limits",
+    "Received",
+    "Reset",
+    "SocketOptions",
+    "Source",
+    "SourceStatus",
+    "State",
+    "StateChanged",
+    "Subscriber",
+    "Update",
+]
+
+B = TypeVar("B", bound=Batch)
+
+_MAX_SOCKETS = 65_536
+"""libzmq allows 1,023 to a context unless told otherwise; a source has three or four."""
+_BURST = 64
+"""How many messages of one source are taken before it is another's turn."""
+
+
+class Subscriber(Generic[B]):
+    """Updates of many sources, as an iterator or by `poll`."""
+
+    def __init__(
+        self,
+        sources: Iterable[Source] = (),
+        *,
+        decode: Callable[[bytes], B] = decode_batch,  # type: ignore[assignment]
+        orphans: Literal["deliver", "park"] = "deliver",
+        orphan_limit: int = 100_000,
+        limits: Limits | None = None,
+        sockets: SocketOptions | None = None,
+        max_updates: int = 4096,
+        context: zmq.Context[Any] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Follow `sources`, and those added later.
+
+        `decode` turns a payload into a batch and raises `ValueError` where it is none. `orphans="park"` delivers a store
+        only once its parent was delivered (batches must be `DecodedBatch`). A poll returns when it has `max_updates`, or
+        a few more.
+        """
+        if orphans not in ("deliver", "park"):
+            raise InputError(f'orphans: expected "deliver" or "park", got {orphans!r}')
+        self._decode = decode
+        self._orphan_limit = orphan_limit if orphans == "park" else None
+        self._limits = limits or Limits()
+        self._sockets = sockets or SocketOptions(keep_alive=self._limits.probe_interval)
+        self._max_updates = max_updates
+        self._context = context
+        self._own_context: zmq.Context[Any] = zmq.Context()
+        self._own_context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
+        self._clock = clock
+        self._wall = time.time() - time.monotonic()
+        self._links: dict[str, Link[B]] = {}
+        self._orphans: dict[Link[B], OrphanFilter] = {}
+        self._changes: deque[tuple[bool, Link[B]]] = deque()  # (whether it comes, link), from any thread
+        self._updates: list[Update] = []
+        self._ready: dict[Link[B], None] = {}
+        self._alarms: list[tuple[float, int, Link[B]]] = []
+        self._ticket = itertools.count()
+        self._selector = selectors.DefaultSelector()
+        self._waker, self._woken = socket.socketpair()
+        self._waker.setblocking(False)
+        self._woken.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ, None)
+        self._polling = threading.Lock()
+        self._names = threading.Lock()
+        self._is_closed = False
+        for source in sources:
+            self.add(source)
+
+    # -- any thread ------------------------------------------------------------------------------------------------------
+
+    def add(self, source: Source) -> None:
+        """Begin to follow a source. Its name must be new, and its address usable."""
+        now = self._clock()
+        can_ask = source.replay_endpoint is not None
+        follower = Follower(source.name, self._decode, can_ask=can_ask, limits=self._limits, now=now)
+        with self._names:
+            if self._is_closed:
+                raise InputError("the subscriber is closed")
+            if source.name in self._links:
+                raise InputError(f"source {source.name!r} is followed already: remove it first, or choose another name")
+            link = Link(source, follower, self._context_of(source), self._sockets, now)
+            self._links[source.name] = link
+            self._changes.append((True, link))
+        self._wake()
+
+    def remove(self, name: str) -> None:
+        """Cease to follow a source. Its last update is a `Reset`."""
+        with self._names:
+            self._changes.append((False, self._link(name)))
+            del self._links[name]
+        self._wake()
+
+    def status(self, name: str) -> SourceStatus:
+        """Return how a source fares."""
+        return self._status(self._link(name))
+
+    def statuses(self) -> dict[str, SourceStatus]:
+        """Return how every source fares."""
+        return {name: self._status(link) for name, link in list(self._links.items())}
+
+    def close(self) -> None:
+        """Close every socket. A poll in another thread returns, an iteration ends."""
+        with self._names:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        self._wake()
+        with self._polling:
+            for link in {*self._links.values(), *(link for _, link in self._changes)}:
+                link.close()
+            self._selector.close()
+            self._own_context.destroy(linger=0)
+            self._waker.close()
+            self._woken.close()
+
+    # -- the polling thread ----------------------------------------------------------------------------------------------
+
+    def poll(self, timeout: float | None = None) -> list[Update]:
+        """Return the updates there are, waiting at most `timeout` seconds for the first (`None`: for ever)."""
+        until = None if timeout is None else self._clock() + timeout
+        with self._polling:
+            wait: float | None = 0.0
+            while not self._is_closed:
+                self._wait(wait)
+                self._turn()
+                if self._updates:
+                    taken, self._updates = self._updates, []
+                    return taken
+                now = self._clock()
+                if not self._ready and until is not None and now >= until:
+                    break
+                wait = 0.0 if self._ready else self._idle(now, until)
+        return []
+
+    def __iter__(self) -> Iterator[Update]:
+        """Yield updates until the subscriber is closed."""
+        while not self._is_closed:
+            yield from self.poll(None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when `poll` has something to do; see also `idle`."""
+        return self._selector.fileno()
+
+    def idle(self) -> float:
+        """Return for how many seconds nothing is to be done unless the descriptor becomes readable."""
+        if self._ready or self._changes:
+            return 0.0
+        wait = self._idle(self._clock(), None)
+        return 3600.0 if wait is None else wait
+
+    def check(self) -> None:
+        """Raise `IntegrityError` where a source's facts contradict each other."""
+        for link in list(self._links.values()):
+            link.follower.check()
+        for each in self._orphans.values():
+            each.check()
+
+    def _turn(self) -> None:
+        """Do what is to be done, a bounded part of it for every source."""
+        self._obey()
+        now = self._clock()
+        self._ring(now)
+        waiting = deque(self._ready)
+        busy = []
+        while waiting and len(self._updates) < self._max_updates:
+            link = waiting.popleft()
+            if link.turn(now, _BURST):
+                busy.append(link)
+            self._collect(link)
+        self._ready = dict.fromkeys((*waiting, *busy))  # those that had no turn come first in the next
+
+    def _obey(self) -> None:
+        """Take in sources that were added, let go those that were removed."""
+        while self._changes:
+            comes, link = self._changes.popleft()
+            if comes:
+                self._take_in(link)
+            else:
+                self._let_go(link)
+
+    def _take_in(self, link: Link[B]) -> None:
+        link.watch = lambda sock: self._watch(sock, link)
+        link.unwatch = self._unwatch
+        for sock in link.sockets:
+            link.watch(sock)
+        if self._orphan_limit is not None:
+            self._orphans[link] = OrphanFilter(self._orphan_limit)
+        self._ready[link] = None
+
+    def _let_go(self, link: Link[B]) -> None:
+        link.close()
+        link.scheduled = -1.0
+        self._ready.pop(link, None)
+        self._orphans.pop(link, None)
+        self._updates.append(Reset(link.source.name))
+
+    def _ring(self, now: float) -> None:
+        """Tick the followers whose time has come."""
+        while self._alarms and self._alarms[0][0] <= now:
+            at, _, link = heapq.heappop(self._alarms)
+            if at != link.scheduled:
+                continue  # it was let go, or has an earlier alarm
+            link.scheduled = float("inf")
+            link.follower.tick(now)
+            if link.ask(now):
+                self._ready[link] = None
+            self._collect(link)
+
+    def _collect(self, link: Link[B]) -> None:
+        """Take over a follower's updates, and see to it that it is ticked when it wants to be."""
+        updates = link.follower.take_updates()
+        if updates and link in self._orphans:
+            updates = self._in_order(link, updates)
+        self._updates += updates
+        deadline = link.follower.deadline
+        if deadline < link.scheduled:
+            link.scheduled = deadline
+            heapq.heappush(self._alarms, (deadline, next(self._ticket), link))
+
+    def _in_order(self, link: Link[B], updates: list[Update]) -> list[Update]:
+        """Hold back stores whose parent is not there yet, and add those whose parent has come."""
+        orphans = self._orphans[link]
+        result: list[Update] = []
+        for update in updates:
+            if isinstance(update, Received):
+                batch = cast("DecodedBatch", update.batch)
+                update = update._replace(batch=msgspec.structs.replace(batch, events=orphans.admit(batch.events)))
+            elif isinstance(update, Reset):
+                orphans.clear()
+            result.append(update)
+        counters = link.follower.counters
+        counters.orphans, counters.orphans_dropped = orphans.parked, orphans.waiting.dropped
+        return result
+
+    def _wait(self, timeout: float | None) -> None:
+        for key, _ in self._selector.select(timeout):
+            if key.data is None:
+                self._woken.recv(4096)
+            else:
+                self._ready[key.data] = None
+
+    def _idle(self, now: float, until: float | None) -> float | None:
+        times = [at for at in (until, self._alarms[0][0] if self._alarms else None) if at is not None]
+        return max(0.0, min(times) - now) if times else None
+
+    def _watch(self, sock: zmq.Socket[bytes], link: Link[B]) -> None:
+        self._selector.register(cast("int", sock.get(zmq.FD)), selectors.EVENT_READ, link)
+
+    def _unwatch(self, sock: zmq.Socket[bytes]) -> None:
+        self._selector.unregister(cast("int", sock.get(zmq.FD)))
+
+    def _context_of(self, source: Source) -> zmq.Context[Any]:
+        """Return the context that was given, or our own; publishers in this process are reached by the shared one."""
+        return self._context or (zmq.Context.instance() if source.endpoint.startswith("inproc:") else self._own_context)
+
+    def _link(self, name: str) -> Link[B]:
+        try:
+            return self._links[name]
+        except KeyError:
+            raise InputError(f"no source is called {name!r}: there are {sorted(self._links)[:20]}") from None
+
+    def _status(self, link: Link[B]) -> SourceStatus:
+        follower = link.follower
+        at, ts = follower.applied_at, follower.ts
+        return SourceStatus(
+            name=link.source.name,
+            state=follower.state,
+            reason=follower.reason,
+            kind=follower.kind,
+            connected=follower.is_connected,
+            epoch=follower.epoch,
+            seq=follower.seq,
+            blocks=follower.blocks,
+            lag=None if at is None or ts is None else max(0.0, at + self._wall - ts),
+            held=follower.held,
+            counters=replace(follower.counters),
+        )
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # it is awake already, or closed
+            self._waker.send(b"\0")
+
+
+class AsyncSubscriber(Generic[B]):
+    """The same for asyncio: `async with`, `async for`, `await poll()`; nothing blocks the loop."""
+
+    def __init__(self, sources: Iterable[Source] = (), *, max_updates: int = 256, **options: Any) -> None:
+        """Take what `Subscriber` takes."""
+        self._inner: Subscriber[B] = Subscriber(sources, max_updates=max_updates, **options)
+        self.add = self._inner.add
+        self.remove = self._inner.remove
+        self.status = self._inner.status
+        self.statuses = self._inner.statuses
+        self.check = self._inner.check
+        self.close = self._inner.close
+
+    async def poll(self, timeout: float | None = None) -> list[Update]:
+        """Return the updates there are, waiting at most `timeout` seconds for the first (`None`: for ever)."""
+        loop = asyncio.get_running_loop()
+        until = None if timeout is None else loop.time() + timeout
+        while not self._inner._is_closed:
+            await asyncio.sleep(0)  # a stream that never pauses must not keep the loop to itself
+            updates = self._inner.poll(0.0)
+            if updates or (until is not None and loop.time() >= until):
+                return updates
+            await self._readable(loop, until)
+        return []
+
+    async def __aiter__(self) -> AsyncIterator[Update]:
+        """Yield updates until the subscriber is closed."""
+        while not self._inner._is_closed:
+            for update in await self.poll():
+                yield update
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.close()
+
+    async def _readable(self, loop: asyncio.AbstractEventLoop, until: float | None) -> None:
+        """Wait until a socket is ready, a follower wants to be ticked, or the time is up."""
+        wait = self._inner.idle()
+        if until is not None:
+            wait = min(wait, max(0.0, until - loop.time()))
+        ready = asyncio.Event()
+        descriptor = self._inner.fileno()
+        loop.add_reader(descriptor, ready.set)
+        timer = loop.call_later(wait, ready.set)
+        try:
+            await ready.wait()
+        finally:
+            timer.cancel()
+            loop.remove_reader(descriptor)

@@ -1,0 +1,335 @@
+"""A naive publisher and a naive consumer of the event stream, to hold the real ones against.
+
+`ModelPublisher` keeps a dictionary and answers requests at once; `Picture` is what a consumer holds that applies updates one by
+one; `Workload` draws what an engine might do; `LossyLink` carries a live stream badly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections import Counter, deque
+from collections.abc import Iterable
+
+import zmq
+
+from kvtier.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventEncoder,
+    Mark,
+    Place,
+    Received,
+    Reset,
+    State,
+    StateChanged,
+    TierCleared,
+    Update,
+    blocks_of,
+    frame_batch,
+    place_of,
+    place_weight,
+    to_u64,
+)
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared | TierCleared
+Message = tuple[int, bytes]
+
+BLOCK_SIZE = 2
+MEDIA = ("GPU", "CPU", "STORAGE")
+
+
+def stored(hashes: list[int], parent: int | None = None, medium: str = "GPU") -> BlockStored:
+    """Return a store of blocks whose tokens follow from their hashes."""
+    tokens = [(each + i) & 0xFFFF for each in hashes for i in range(BLOCK_SIZE)]
+    return BlockStored(list(hashes), parent, tokens, BLOCK_SIZE, None, medium, None)
+
+
+class Picture:
+    """What a consumer holds: how often each block is held in each place."""
+
+    def __init__(self) -> None:
+        self.blocks: Counter[tuple[Place, int]] = Counter()
+        self.state: State | None = None
+        self.exact_seen = 0
+        self.unknown_removals = 0
+
+    def apply(self, updates: Iterable[Update]) -> None:
+        """Do what the updates say."""
+        for update in updates:
+            if isinstance(update, Reset):
+                self.blocks.clear()
+            elif isinstance(update, StateChanged):
+                self.state = update.state
+                self.exact_seen += update.state is State.EXACT
+            else:
+                assert isinstance(update, Received)
+                self.fold(update.batch.events)
+
+    def fold(self, events: Iterable[Event]) -> None:
+        """Apply events."""
+        for event in events:
+            if isinstance(event, AllBlocksCleared):
+                self.blocks.clear()
+            elif isinstance(event, TierCleared):
+                for key in [key for key in self.blocks if key[0][0] == event.medium]:
+                    del self.blocks[key]
+            else:
+                self._fold_blocks(event)
+
+    def _fold_blocks(self, event: BlockStored | BlockRemoved) -> None:
+        place = place_of(event)
+        for key in ((place, to_u64(each)) for each in event.block_hashes):
+            if isinstance(event, BlockStored):
+                self.blocks[key] += 1
+            elif self.blocks[key] > 1:
+                self.blocks[key] -= 1
+            else:
+                self.unknown_removals += key not in self.blocks or self.blocks[key] == 0
+                del self.blocks[key]
+
+    @property
+    def held(self) -> set[tuple[Place, int]]:
+        """Every block, with where it is."""
+        return set(self.blocks)
+
+
+class Workload:
+    """Random events that an engine could emit: chains, overlapping stores, copies, removals, cleared tiers, resets."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.truth = Picture()
+        self._parents: dict[int, int | None] = {}
+
+    def batch(self) -> list[Event]:
+        """Return the events of one step."""
+        return [self._event() for _ in range(self.rng.randint(1, 4))]
+
+    def restart(self) -> None:
+        """Forget everything, as a new process does."""
+        self.truth = Picture()
+        self._parents.clear()
+
+    def _event(self) -> Event:
+        event = self._draw()
+        self.truth.fold([event])
+        return event
+
+    def _draw(self) -> Event:
+        rng, held = self.rng, list(self.truth.blocks)
+        dice = rng.random()
+        if dice < 0.004:
+            return AllBlocksCleared()
+        if dice < 0.01:
+            return TierCleared(rng.choice(MEDIA))
+        if held and (dice < 0.3 or len(held) > 300):
+            return self._removal(held)
+        if held and dice < 0.45:
+            return self._known_store(held)
+        return self._new_store(held)
+
+    def _removal(self, held: list[tuple[Place, int]]) -> BlockRemoved:
+        place, _ = self.rng.choice(held)
+        there = [each for where, each in held if where == place]
+        return BlockRemoved(self.rng.sample(there, self.rng.randint(1, min(4, len(there)))), place[0])
+
+    def _known_store(self, held: list[tuple[Place, int]]) -> BlockStored:
+        """Store again what is held: another copy, another medium, or a chunk that overlaps it and goes on."""
+        start = self.rng.choice(held)[1]
+        chain = [start, *(self._new_hash() for _ in range(self.rng.randint(0, 2)))]
+        self._link(chain, self._parents.get(start))
+        return stored(chain, self._parents.get(start), self.rng.choice(MEDIA))
+
+    def _new_store(self, held: list[tuple[Place, int]]) -> BlockStored:
+        parent = self.rng.choice(held)[1] if held and self.rng.random() < 0.7 else None
+        chain = [self._new_hash() for _ in range(self.rng.randint(1, 6))]
+        self._link(chain, parent)
+        return stored(chain, parent, self.rng.choice(MEDIA))
+
+    def _link(self, chain: list[int], parent: int | None) -> None:
+        for each in chain:
+            self._parents.setdefault(each, parent)
+            parent = each
+
+    def _new_hash(self) -> int:
+        return self.rng.getrandbits(63) | 1 << 62
+
+
+class ModelPublisher:
+    """The protocol in its simplest form: one of ours, or a stock one (no marks, no snapshot, every copy announced)."""
+
+    def __init__(self, rng: random.Random, *, encoding: str = "map", ring: int = 40, is_stock: bool = False) -> None:
+        self.rng = rng
+        self.is_stock = is_stock
+        self.newest = -1
+        self.truth = Picture()
+        self.first_seq = 0
+        self._encoder = EventEncoder(encoding)
+        self._ring: deque[Message] = deque(maxlen=ring)
+        self._runs = 0
+        self.begin()
+
+    # -- what an engine does ---------------------------------------------------------------------------------------------
+
+    def begin(self, *, keeps_sequence: bool = False) -> None:
+        """Start, or start again: empty, under another epoch."""
+        self._runs += 1
+        self.epoch = self._runs << 32 | self.rng.getrandbits(31)
+        self.truth = Picture()
+        self._ring.clear()
+        self.newest += 10 if keeps_sequence else -self.newest - 1
+        self.first_seq = self.newest + 1
+
+    def hello(self) -> Message | None:
+        """Return the first batch of an incarnation."""
+        return None if self.is_stock else self._send([AllBlocksCleared()], marked=True)
+
+    def publish(self, events: list[Event]) -> Message | None:
+        """Return the batch that goes out, if any."""
+        sent = self._effect(events)
+        return self._send(sent, marked=not self.is_stock and self.rng.random() < 0.1) if sent else None
+
+    def overflow(self, events: list[Event]) -> None:
+        """Take a batch for which there is no room: its number is used up, its effect holds, nothing can be replayed over it."""
+        self._effect(events)
+        self.newest += 1
+        self._ring.clear()
+
+    def burn(self) -> None:
+        """Use up a number for nothing, as a stock publisher does when it cannot encode a batch."""
+        self.newest += 1
+
+    def heartbeat(self) -> Message | None:
+        """Return a batch with nothing but a mark."""
+        return None if self.is_stock else self._send([], marked=True)
+
+    def _effect(self, events: list[Event]) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
+        """Bring the state up to date; return the events that say how it changed."""
+        sent: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
+        for event in events:
+            sent += [event] if self.is_stock and not isinstance(event, TierCleared) else self._set_like(event)
+            self.truth.fold([event])
+        return sent
+
+    def _set_like(self, event: Event) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
+        held = self.truth.blocks
+        if isinstance(event, AllBlocksCleared):
+            return [event]
+        if isinstance(event, TierCleared):
+            gone = Counter({each: n for (place, each), n in held.items() if place[0] == event.medium})
+            return (
+                [BlockRemoved([each], event.medium) for each in gone.elements()]
+                if self.is_stock
+                else self._gone(event.medium)
+            )
+        place = place_of(event)
+        if isinstance(event, BlockRemoved):
+            gone_now = [each for each in event.block_hashes if held[place, to_u64(each)] == 1]
+            return [BlockRemoved(gone_now, event.medium)] if gone_now else []
+        new = [i for i, each in enumerate(event.block_hashes) if not held[place, to_u64(each)]]
+        return [blocks_of(event, i, i + 1) for i in new]
+
+    def _gone(self, medium: str) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
+        gone = [each for place, each in self.truth.blocks if place[0] == medium]
+        return [BlockRemoved(gone, medium)] if gone else []
+
+    def _send(self, events: list[BlockStored | BlockRemoved | AllBlocksCleared], *, marked: bool) -> Message:
+        self.newest += 1
+        message = self.newest, self._frame(events, marked)
+        self._ring.append(message)
+        return message
+
+    def _frame(self, events: list[BlockStored | BlockRemoved | AllBlocksCleared], marked: bool) -> bytes:
+        parts = [self._encoder.event(event) for event in events]
+        return frame_batch(float(self.newest), [*parts, self._encoder.mark(self.mark())] if marked else parts, 0)
+
+    def mark(self) -> Mark:
+        """Return what the publisher says of its state."""
+        digest = sum(each * place_weight(place) for place, each in self.truth.blocks)
+        return Mark(self.epoch, len(self.truth.blocks), digest % (1 << 64))
+
+    # -- what a subscriber asks ------------------------------------------------------------------------------------------
+
+    def answer(self, request: bytes) -> list[Message]:
+        """Return all batches of the answer, without the end marker."""
+        if not self.is_stock and request == b"kvtier:status":
+            return [(self.newest, self._frame([], marked=True))]
+        if not self.is_stock and request == b"snapshot":
+            return [(self.newest + 1, payload) for payload in self._snapshot()]
+        start = int.from_bytes(request, "big")
+        if start > self.newest or self.is_stock or (self._ring and self._ring[0][0] <= start):
+            return [(seq, payload) for seq, payload in self._ring if seq >= start]
+        return self._spread(start)
+
+    def _spread(self, start: int) -> list[Message]:
+        """Return the state as batches under the numbers that were asked for."""
+        parts, numbers = self._snapshot(), range(start, self.newest + 1)
+        if len(parts) > len(numbers):
+            whole = [AllBlocksCleared(), *(stored([each], None, place[0]) for place, each in self.truth.blocks)]
+            parts = [self._frame(whole, marked=True)]
+        empty = self._frame([], marked=False)
+        return [(seq, parts[i] if i < len(parts) else empty) for i, seq in enumerate(numbers)]
+
+    def _snapshot(self) -> list[bytes]:
+        blocks = [stored([each], None, place[0]) for place, each in self.truth.blocks]
+        parts: list[list[BlockStored | BlockRemoved | AllBlocksCleared]] = [[AllBlocksCleared()]]
+        parts += [list(blocks[i : i + 7]) for i in range(0, len(blocks), 7)]
+        return [self._frame(part, marked=part is parts[-1]) for part in parts]
+
+
+class LossyLink:
+    """Forwards a publisher's live stream when told to, and loses, delays or cuts it."""
+
+    def __init__(self, rng: random.Random, upstream: str) -> None:
+        self.rng = rng
+        self.loss = 0.1
+        self.lost = 0
+        self._context = zmq.Context.instance()
+        self._in = self._context.socket(zmq.SUB)
+        self._in.rcvhwm = 0
+        self._in.subscribe(b"")
+        self._in.connect(upstream)
+        self._out = self._context.socket(zmq.PUB)
+        self._out.sndhwm = 0
+        self._out.bind("tcp://127.0.0.1:*")
+        self.endpoint: str = self._out.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._delayed: deque[list[bytes]] = deque()
+
+    def pump(self) -> None:
+        """Forward what has come, except what gets lost; some of it waits for the next time."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._delayed.append(self._in.recv_multipart(zmq.NOBLOCK))
+        keep = self.rng.randint(0, 5) if self.loss else 0
+        while len(self._delayed) > keep:
+            frames = self._delayed.popleft()
+            if self.rng.random() < self.loss:
+                self.lost += 1
+            else:
+                self._out.send_multipart(frames)
+
+    def cut(self) -> None:
+        """Break every connection downstream, with what is under way; the address stays."""
+        self._delayed.clear()
+        self._out.unbind(self.endpoint)
+        self._out.close(linger=0)
+        self._out = self._context.socket(zmq.PUB)
+        self._out.sndhwm = 0
+        bind_again(self._out, self.endpoint)
+
+    def close(self) -> None:
+        self._in.close(linger=0)
+        self._out.close(linger=0)
+
+
+def bind_again(sock: zmq.Socket[bytes], endpoint: str) -> None:
+    """Bind an address that was just let go; the system may need a moment."""
+    until = time.monotonic() + 5.0
+    while True:
+        try:
+            return sock.bind(endpoint)
+        except zmq.ZMQError:
+            assert time.monotonic() < until, f"{endpoint} stays in use"

@@ -1,0 +1,1033 @@
+"""Every way in which a stream can go wrong, one at a time: what the follower asks, delivers and says."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from tests.chaos.stream_kit import Message, ModelPublisher, Picture, stored
+
+from kvtier.errors import IntegrityError
+from kvtier.events import (
+    AllBlocksCleared,
+    BlockStored,
+    EventEncoder,
+    Follower,
+    Kind,
+    Limits,
+    Mark,
+    Received,
+    Reset,
+    State,
+    StateChanged,
+    What,
+    change_of,
+    decode_batch,
+    frame_batch,
+)
+from kvtier.events.frames import END_SEQ
+
+LIMITS = Limits(reply_timeout=2.0, probe_interval=5.0, catch_up_delay=0.25, tries=3, backoff=0.25, backoff_max=4.0)
+ENCODER = EventEncoder()
+
+
+class Bench:
+    """A follower, a publisher to ask, and the picture that a consumer has."""
+
+    def __init__(
+        self, *, is_stock: bool = False, can_ask: bool = True, ring: int = 100, limits: Limits = LIMITS
+    ) -> None:
+        self.now = 50.0
+        self.publisher = ModelPublisher(random.Random(1), ring=ring, is_stock=is_stock)
+        self.publisher.rng.random = lambda: 0.5  # type: ignore[method-assign]  # no marks but where a test wants them
+        self.follower = Follower("p", decode_batch, can_ask=can_ask, limits=limits, now=self.now)
+        self.picture = Picture()
+        self.updates: list[object] = []
+        self.hash = 1 << 62
+
+    def publish(self, count: int = 1) -> Message:
+        """Let the publisher store `count` new blocks in one batch; nothing arrives by itself."""
+        message = self.publisher.publish([stored(list(range(self.hash, self.hash + count)))])
+        self.hash += count
+        assert message is not None
+        return message
+
+    def live(self, *messages: Message | None) -> None:
+        for message in messages:
+            assert message is not None
+            self.follower.live(*message, self.now)
+        self.take()
+
+    def take(self) -> None:
+        updates = self.follower.take_updates()
+        self.updates += updates
+        self.picture.apply(updates)
+        self.follower.check()
+
+    def answer(self, *, upto: int | None = None) -> What:
+        """Answer the request under way, whole or in part and without its end."""
+        ask = self.follower.ask
+        assert ask is not None, (self.follower.state, self.follower.reason)
+        for seq, payload in self.publisher.answer(ask.request)[:upto]:
+            self.follower.reply(ask, seq, payload, self.now)
+        if upto is None:
+            self.follower.end(ask, self.now)
+        self.take()
+        return ask.what
+
+    def answer_all(self) -> list[What]:
+        """Answer until nothing is asked any more; return what was."""
+        asked = []
+        while self.follower.ask is not None:
+            asked.append(self.answer())
+            assert len(asked) < 10, asked
+        return asked
+
+    def join(self) -> list[What]:
+        self.follower.connected(self.now)
+        return self.answer_all()
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass, ticking whenever the follower wants to be."""
+        until = self.now + seconds
+        while self.follower.deadline < until:
+            self.now = max(self.now, self.follower.deadline)
+            self.follower.tick(self.now)
+        self.now = until
+        self.follower.tick(self.now)
+        self.take()
+
+    @property
+    def state(self) -> State:
+        return self.follower.state
+
+    def delivered(self) -> list[int]:
+        return [update.seq for update in self.updates if isinstance(update, Received)]
+
+    def states(self) -> list[State]:
+        return [update.state for update in self.updates if isinstance(update, StateChanged)]
+
+    def assert_exact(self) -> None:
+        self.take()
+        assert self.state is State.EXACT, self.follower.reason
+        assert self.picture.state is State.EXACT
+        assert self.picture.held == self.publisher.truth.held
+        assert self.follower.reason == ""
+
+
+def ours(**options: object) -> Bench:
+    bench = Bench(**options)  # type: ignore[arg-type]
+    bench.publisher.hello()
+    return bench
+
+
+def stock(**options: object) -> Bench:
+    return Bench(is_stock=True, **options)  # type: ignore[arg-type]
+
+
+# -- joining --------------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_asked_before_the_stream_is_connected() -> None:
+    bench = ours()
+    assert bench.follower.ask is None
+    assert (bench.state, bench.follower.reason) == (State.REPAIRING, "connecting")
+    bench.wait(3)
+    assert (bench.state, bench.follower.reason) == (State.DEGRADED, "no connection for 2 s")
+    bench.join()
+    bench.assert_exact()
+
+
+def test_our_publisher_is_joined_by_snapshot() -> None:
+    bench = ours()
+    for _ in range(20):
+        bench.publish(3)
+    assert bench.join() == [What.STATUS, What.SNAPSHOT]
+    bench.assert_exact()
+    assert bench.follower.kind is Kind.KVTIER
+    assert bench.follower.epoch == bench.publisher.epoch
+    assert bench.follower.seq == bench.publisher.newest
+    assert not any(isinstance(update, Reset) for update in bench.updates)
+
+
+def test_a_stock_publisher_is_joined_from_its_first_batch() -> None:
+    bench = stock()
+    for _ in range(20):
+        bench.publish()
+    assert bench.join() == [What.STATUS, What.HISTORY]
+    bench.assert_exact()
+    assert bench.follower.kind is Kind.STOCK
+    assert bench.delivered() == list(range(20))
+
+
+@pytest.mark.parametrize("make", [ours, stock])
+def test_an_empty_publisher_is_joined(make: Callable[[], Bench]) -> None:
+    bench = make()
+    bench.join()
+    bench.assert_exact()
+    bench.live(bench.publish(), bench.publish())
+    bench.assert_exact()
+
+
+@pytest.mark.parametrize("make", [ours, stock])
+def test_live_batches_wait_for_the_picture_and_are_not_applied_twice(make: Callable[[], Bench]) -> None:
+    bench = make()
+    for _ in range(5):
+        bench.publish()
+    early = bench.publish()
+    bench.follower.connected(bench.now)
+    bench.live(early)
+    assert bench.delivered() == []
+    bench.answer()
+    late = bench.publish()
+    bench.answer(upto=2)
+    bench.live(late)
+    assert bench.state is State.REPAIRING
+    ask = bench.follower.ask
+    assert ask is not None
+    for reply in bench.publisher.answer(ask.request)[2:]:
+        bench.follower.reply(ask, *reply, bench.now)
+    bench.follower.end(ask, bench.now)
+    bench.assert_exact()
+    assert max(bench.picture.blocks.values()) == 1
+    bench.live(bench.publish())
+    bench.assert_exact()
+
+
+def test_a_stock_publisher_whose_buffer_lost_its_beginning_is_degraded_until_it_clears() -> None:
+    bench = stock(ring=10)
+    for _ in range(30):
+        bench.publish()
+    bench.join()
+    assert (bench.state, bench.follower.reason) == (State.DEGRADED, "the publisher's buffer begins at batch 20")
+    assert bench.delivered() == list(range(20, 30))
+    assert bench.follower.counters.truncated_replays == 1
+    bench.live(bench.publish())
+    assert bench.state is State.DEGRADED
+    bench.live(bench.publisher.publish([AllBlocksCleared()]))
+    bench.assert_exact()
+
+
+def test_after_a_clear_a_stock_picture_can_be_rebuilt_again() -> None:
+    bench = stock(ring=10)
+    for _ in range(30):
+        bench.publish()
+    bench.join()
+    bench.live(bench.publisher.publish([AllBlocksCleared()]), bench.publish())
+    bench.publish()
+    bench.live(bench.publish())
+    bench.wait(20)  # nobody answers
+    assert bench.state is State.DEGRADED
+    asked = [*bench.answer_all(), bench.wait(4.1), *bench.answer_all()]
+    assert What.HISTORY in asked
+    bench.assert_exact()
+
+
+def test_a_publisher_that_ignores_the_first_question_is_asked_another_way() -> None:
+    bench = stock()
+    bench.publish()
+    bench.follower.connected(bench.now)
+    assert bench.follower.ask is not None
+    assert bench.follower.ask.what is What.STATUS
+    bench.wait(2.3)
+    assert bench.answer() is What.HISTORY
+    bench.assert_exact()
+
+
+def test_too_much_live_traffic_while_joining_is_dropped_and_replayed() -> None:
+    bench = ours(limits=Limits(held_batches=3))
+    bench.follower.connected(bench.now)
+    bench.answer()
+    parts = bench.publisher.answer(b"snapshot")
+    bench.live(*(bench.publish() for _ in range(10)))
+    assert bench.follower.held <= 3
+    assert bench.follower.counters.held_overflows > 0
+    ask = bench.follower.ask
+    assert ask is not None
+    for reply in parts:
+        bench.follower.reply(ask, *reply, bench.now)
+    bench.follower.end(ask, bench.now)
+    assert bench.answer_all() == [What.REPLAY]
+    bench.assert_exact()
+
+
+def test_one_batch_larger_than_the_buffer_is_replayed() -> None:
+    bench = stock(limits=Limits(held_bytes=10))
+    bench.follower.connected(bench.now)
+    bench.live(bench.publish(50))
+    assert bench.follower.held == 0
+    bench.answer_all()
+    bench.assert_exact()
+
+
+# -- gaps -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("make", "asked"), [(ours, [What.STATUS, What.REPLAY]), (stock, [What.REPLAY])])
+def test_a_gap_is_replayed(make: Callable[[], Bench], asked: list[What]) -> None:
+    bench = make()
+    bench.live(bench.publish())
+    bench.join()
+    bench.updates.clear()
+    first = bench.follower.seq + 1
+    for _ in range(3):
+        bench.publish()
+    bench.live(bench.publish())
+    assert bench.state is State.REPAIRING
+    assert "missing" in bench.follower.reason
+    bench.live(bench.publish())
+    assert bench.answer_all() == asked
+    bench.assert_exact()
+    assert bench.delivered() == list(range(first, first + 5))
+    assert bench.states() == [State.REPAIRING, State.EXACT]
+    assert bench.follower.counters.gaps == 1
+    assert bench.follower.counters.lost_batches == 0
+
+
+def test_a_gap_beyond_the_buffer_is_filled_with_the_state() -> None:
+    bench = ours(ring=5)
+    bench.join()
+    for _ in range(20):
+        bench.publish(2)
+    bench.live(bench.publish())
+    assert bench.answer_all() == [What.STATUS, What.REPLAY]
+    bench.assert_exact()
+
+
+def test_a_live_batch_cannot_slip_into_a_state_that_is_being_replayed() -> None:
+    """The numbers of a state spread over a gap are those of live batches still under way."""
+    bench = ours(ring=5)
+    bench.join()
+    under_way = [bench.publish(2) for _ in range(20)]
+    bench.follower.disconnected(bench.now)
+    bench.follower.connected(bench.now)
+    assert bench.answer() is What.STATUS
+    bench.wait(0.3)
+    ask = bench.follower.ask
+    assert ask is not None
+    assert ask.what is What.REPLAY
+    replies = bench.publisher.answer(ask.request)
+    for reply in replies[:3]:
+        bench.follower.reply(ask, *reply, bench.now)
+    late = next(message for message in under_way if message[0] == bench.follower.seq + 1)
+    bench.live(late)
+    for reply in replies[3:]:
+        bench.follower.reply(ask, *reply, bench.now)
+    bench.follower.end(ask, bench.now)
+    assert bench.answer_all() == []
+    bench.live(bench.publisher.heartbeat())
+    bench.assert_exact()
+    assert bench.follower.counters.digest_mismatches == 0
+
+
+def test_a_wide_gap_is_closed_by_a_snapshot() -> None:
+    bench = ours(ring=5)
+    bench.join()
+    bench.publisher.newest += 20_000
+    bench.live(bench.publish())
+    assert bench.answer_all() == [What.STATUS, What.SNAPSHOT]
+    bench.assert_exact()
+
+
+def test_a_snapshot_older_than_the_live_stream_is_brought_up_to_date() -> None:
+    """Publishers share snapshots between those who ask within a moment."""
+    bench = ours()
+    bench.join()
+    bench.live(bench.publish())
+    old = bench.publisher.answer(b"snapshot")
+    bench.live(bench.publish(), bench.publish(), false_mark(bench))
+    ask = bench.follower.ask
+    assert ask is not None
+    assert ask.what is What.SNAPSHOT
+    for reply in old:
+        bench.follower.reply(ask, *reply, bench.now)
+    bench.follower.end(ask, bench.now)
+    bench.take()
+    assert bench.state is State.REPAIRING
+    bench.publisher._ring.pop()
+    bench.publisher.newest -= 1
+    bench.publisher.heartbeat()  # in place of the false mark
+    assert bench.answer_all() == [What.REPLAY]
+    bench.assert_exact()
+
+
+@pytest.mark.parametrize("jump", [3, 20_000])
+def test_a_live_number_that_the_publisher_never_used_is_ignored(jump: int) -> None:
+    bench = ours()
+    bench.join()
+    bench.live(bench.publish())
+    bench.live((bench.publisher.newest + jump, bench.publisher.answer(b"kvtier:status")[0][1]))
+    assert bench.answer_all() == [What.STATUS]
+    bench.assert_exact()
+    bench.live(bench.publish(), bench.publisher.heartbeat())
+    bench.assert_exact()
+    assert bench.follower.counters.restarts == 0
+
+
+@pytest.mark.parametrize("left_out", [0, 2])
+def test_a_replay_of_ours_that_leaves_something_out_is_followed_by_a_snapshot(left_out: int) -> None:
+    """As one does that jumps over a gap too long to be filled."""
+    bench = ours()
+    bench.join()
+    for _ in range(6):
+        bench.publish()
+    bench.live(bench.publish())
+    bench.answer()
+    ask = bench.follower.ask
+    assert ask is not None
+    replies = bench.publisher.answer(ask.request)
+    for reply in replies[:left_out] + replies[left_out + 1 :]:
+        bench.follower.reply(ask, *reply, bench.now)
+    bench.take()
+    assert bench.state is State.REPAIRING
+    assert bench.follower.ask is None
+    bench.wait(0.3)
+    assert bench.answer_all() == [What.SNAPSHOT]
+    bench.assert_exact()
+
+
+def test_a_burnt_number_is_repaired_from_the_state() -> None:
+    bench = ours()
+    bench.join()
+    bench.live(bench.publish())
+    bench.publisher.overflow([stored([5 << 40])])
+    bench.live(bench.publish())
+    bench.answer_all()
+    bench.assert_exact()
+
+
+def test_a_stock_gap_wider_than_the_buffer_leaves_what_the_buffer_has() -> None:
+    bench = stock(ring=5)
+    bench.join()
+    bench.live(bench.publish())
+    for _ in range(20):
+        bench.publish()
+    bench.live(bench.publish())
+    bench.answer_all()
+    assert bench.state is State.DEGRADED
+    assert any(isinstance(update, Reset) for update in bench.updates)
+    assert bench.follower.counters.truncated_replays == 1
+    assert bench.follower.counters.lost_batches == 16
+    assert bench.picture.held < bench.publisher.truth.held
+
+
+def test_a_hole_in_a_stock_replay_is_asked_for_again() -> None:
+    """vLLM drops replies to a slow reader, the end marker among them."""
+    bench = stock()
+    for _ in range(10):
+        bench.publish()
+    bench.follower.connected(bench.now)
+    bench.answer()
+    ask = bench.follower.ask
+    assert ask is not None
+    for reply in [each for each in bench.publisher.answer(ask.request) if each[0] not in (4, 5)]:
+        bench.follower.reply(ask, *reply, bench.now)
+    bench.answer_all()
+    bench.assert_exact()
+    assert bench.delivered() == list(range(10))
+
+
+def test_a_batch_that_a_stock_publisher_never_had_is_given_up() -> None:
+    bench = stock()
+    bench.join()
+    bench.live(bench.publish())
+    bench.publisher.burn()
+    bench.live(bench.publish())
+    bench.answer_all()
+    assert bench.state is State.DEGRADED
+    assert "leaves out batches 1 to 1" in bench.follower.reason
+    bench.live(bench.publish(), bench.publisher.publish([AllBlocksCleared()]))
+    bench.assert_exact()
+
+
+def test_a_replay_that_ends_too_early_is_tried_again_and_then_given_up() -> None:
+    bench = stock()
+    bench.join()
+    bench.live(bench.publish())
+    bench.live((7, bench.publish()[1]))  # a number that the publisher never used
+    bench.answer()
+    for _ in range(3):
+        bench.answer()
+        assert bench.follower.ask is None
+        bench.wait(1.5)
+    assert bench.follower.counters.lost_batches == 5
+    bench.answer_all()
+    bench.live(bench.publish())  # below it: the stream went back
+    bench.answer_all()
+    bench.assert_exact()
+
+
+# -- restarts -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [ours, stock])
+def test_a_sequence_that_goes_back_is_a_restart(make: Callable[[], Bench]) -> None:
+    bench = make()
+    bench.join()
+    bench.live(bench.publish(), bench.publish())
+    bench.publisher.begin()
+    bench.publisher.hello()
+    bench.live(bench.publish())
+    assert isinstance(bench.updates[-2], Reset)
+    bench.answer_all()
+    bench.assert_exact()
+    assert bench.follower.counters.restarts == 1
+    assert bench.follower.counters.resets == 1
+
+
+@pytest.mark.parametrize("make", [ours, stock])
+def test_a_restart_at_the_same_number_is_seen(make: Callable[[], Bench]) -> None:
+    bench = make()
+    bench.join()
+    last = bench.publish()
+    bench.live(last)
+    bench.live(last)
+    bench.assert_exact()
+    bench.publisher.begin()
+    bench.publisher.newest = last[0] - 1
+    bench.live(bench.publish(2))
+    bench.answer_all()
+    assert bench.follower.counters.restarts == 1
+
+
+@pytest.mark.parametrize("make", [ours, stock])
+def test_a_restart_that_passed_the_old_number_is_seen(make: Callable[[], Bench]) -> None:
+    bench = make()
+    bench.join()
+    bench.live(bench.publish(), bench.publish())
+    bench.publisher.begin()
+    bench.publisher.hello()
+    for _ in range(10):
+        bench.publish()
+    bench.live(bench.publish())
+    bench.answer_all()
+    bench.assert_exact()
+    assert bench.follower.counters.restarts == 1
+
+
+def test_a_restart_below_the_snapshot_is_seen_by_its_mark() -> None:
+    bench = ours()
+    for _ in range(10):
+        bench.publish()
+    bench.join()
+    bench.publisher.begin()
+    bench.publisher.hello()
+    bench.publish()
+    bench.live(bench.publisher.heartbeat())
+    assert isinstance(bench.updates[-2], Reset)
+    bench.answer_all()
+    bench.assert_exact()
+
+
+def test_a_restart_below_what_was_replayed_is_seen() -> None:
+    """The live stream never showed a number this high, the replay did: only the bytes tell that it is another batch."""
+    bench = stock()
+    for _ in range(10):
+        bench.publish()
+    bench.join()
+    bench.publisher.begin()
+    for _ in range(7):
+        bench.publish()
+    bench.live(bench.publish())
+    assert isinstance(bench.updates[-2], Reset)
+    bench.answer_all()
+    bench.assert_exact()
+
+
+def test_a_replayed_batch_that_is_no_longer_remembered_makes_it_ask() -> None:
+    bench = stock(ring=5000)
+    early = bench.publish()
+    for _ in range(2000):
+        bench.publish()
+    bench.join()
+    bench.live(early)
+    assert bench.answer_all() == [What.REPLAY]
+    bench.assert_exact()
+    assert bench.follower.counters.restarts == 0
+
+
+def test_a_restart_that_continues_the_numbers_is_followed() -> None:
+    bench = ours()
+    bench.join()
+    bench.live(bench.publish())
+    bench.publisher.begin(keeps_sequence=True)
+    bench.live(bench.publisher.hello())
+    bench.answer_all()
+    bench.assert_exact()
+    assert bench.follower.epoch == bench.publisher.epoch
+
+
+def test_a_first_batch_that_follows_on_needs_no_repair() -> None:
+    bench = ours()
+    bench.join()
+    bench.live(bench.publish())
+    newest = bench.publisher.newest
+    bench.publisher.begin()
+    bench.publisher.newest = newest
+    bench.live(bench.publisher.hello())
+    assert bench.follower.ask is None
+    bench.assert_exact()
+    assert bench.follower.counters.restarts == 1
+
+
+def test_a_mark_of_another_epoch_that_does_not_add_up_is_a_restart() -> None:
+    bench = ours()
+    bench.join()
+    bench.live(bench.publish())
+    newest = bench.publisher.newest
+    bench.publisher.begin()
+    bench.publisher.newest = newest
+    bench.publish()
+    bench.publisher.newest = newest
+    bench.live(bench.publisher.heartbeat())
+    assert any(isinstance(update, Reset) for update in bench.updates)
+    bench.answer_all()
+    bench.assert_exact()
+
+
+@pytest.mark.parametrize("make", [ours, stock])
+def test_a_cut_connection_is_checked_when_it_is_back(make: Callable[[], Bench]) -> None:
+    bench = make()
+    bench.join()
+    bench.live(bench.publish())
+    bench.follower.disconnected(bench.now)
+    assert (bench.state, bench.follower.reason) == (State.REPAIRING, "connection lost")
+    assert bench.follower.ask is None
+    bench.publish()  # lost
+    bench.wait(1.0)
+    bench.follower.connected(bench.now)
+    assert bench.state is State.REPAIRING
+    bench.answer_all()
+    bench.wait(0.5)
+    bench.answer_all()
+    bench.assert_exact()
+    assert bench.follower.counters.reconnects == 1
+
+
+@pytest.mark.parametrize("make", [ours, stock])
+def test_a_restart_behind_a_cut_connection_is_seen(make: Callable[[], Bench]) -> None:
+    bench = make()
+    bench.join()
+    bench.live(bench.publish(), bench.publish())
+    bench.follower.disconnected(bench.now)
+    bench.publisher.begin()
+    bench.publisher.hello()
+    for _ in range(6):
+        bench.publish()
+    bench.follower.connected(bench.now)
+    bench.answer_all()
+    bench.assert_exact()
+    assert bench.follower.counters.restarts == 1
+
+
+def test_a_stock_publisher_that_restarted_empty_is_seen() -> None:
+    bench = stock()
+    bench.join()
+    bench.live(bench.publish())
+    bench.follower.disconnected(bench.now)
+    bench.publisher.begin()
+    bench.follower.connected(bench.now)
+    bench.answer_all()
+    bench.assert_exact()
+    assert bench.picture.held == set()
+
+
+def test_a_publisher_that_is_gone_is_degraded_and_says_so() -> None:
+    bench = ours()
+    bench.join()
+    bench.follower.disconnected(bench.now)
+    bench.wait(3)
+    assert (bench.state, bench.follower.reason) == (State.DEGRADED, "connection lost for 2 s")
+    bench.join()
+    bench.assert_exact()
+
+
+def test_another_kind_of_publisher_at_the_same_address_is_joined_anew() -> None:
+    bench = ours()
+    bench.join()
+    bench.live(bench.publish())
+    other = stock()
+    other.publish()
+    bench.follower.disconnected(bench.now)
+    bench.publisher = other.publisher
+    bench.follower.connected(bench.now)
+    assert bench.answer_all() == [What.STATUS, What.HISTORY]
+    bench.assert_exact()
+
+
+def test_a_live_minus_one_announces_a_restart() -> None:
+    bench = stock()
+    bench.join()
+    bench.live(bench.publish())
+    bench.publisher.begin()
+    bench.live((END_SEQ, b""))
+    bench.answer_all()
+    bench.assert_exact()
+
+
+def test_two_publishers_on_one_stream_do_not_make_it_spin() -> None:
+    bench = stock()
+    bench.join()
+    asked = 0
+    for i in range(200):
+        before = bench.follower.ask
+        bench.live((i % 2 * 7, bench.publish()[1]))
+        asked += bench.follower.ask is not before
+    assert asked <= 4
+
+
+# -- silence --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [ours, stock])
+def test_a_lost_tail_is_found_by_asking(make: Callable[[], Bench]) -> None:
+    bench = make()
+    bench.join()
+    bench.live(bench.publish())
+    bench.publish(3)  # lost, and nothing follows
+    assert bench.state is State.EXACT
+    bench.wait(5.1)
+    bench.answer_all()
+    bench.wait(0.3)
+    bench.answer_all()
+    bench.assert_exact()
+    assert bench.states()[-2:] == [State.REPAIRING, State.EXACT]
+
+
+@pytest.mark.parametrize("make", [ours, stock])
+def test_a_silent_publisher_that_lost_nothing_stays_exact(make: Callable[[], Bench]) -> None:
+    bench = make()
+    bench.join()
+    bench.live(bench.publish())
+    for _ in range(3):
+        bench.wait(5.1)
+        bench.answer_all()
+    bench.assert_exact()
+    assert bench.states() == [State.REPAIRING, State.EXACT]
+
+
+def test_a_heartbeat_shows_a_lost_tail() -> None:
+    bench = ours()
+    bench.join()
+    bench.publish()
+    bench.live(bench.publisher.heartbeat())
+    bench.answer_all()
+    bench.assert_exact()
+
+
+def test_batches_under_way_are_awaited_before_they_are_asked_for() -> None:
+    bench = ours()
+    bench.join()
+    bench.live(bench.publish())
+    bench.follower.disconnected(bench.now)
+    bench.follower.connected(bench.now)
+    under_way = bench.publish()
+    assert bench.answer() is What.STATUS
+    assert bench.follower.ask is None
+    bench.live(under_way)
+    bench.assert_exact()
+    assert bench.follower.counters.replays == 0
+
+
+def test_a_live_stream_is_followed_while_the_publisher_is_asked_who_it_is() -> None:
+    bench = ours()
+    bench.join()
+    bench.wait(5.1)
+    assert bench.follower.ask is not None
+    bench.live(bench.publish())
+    bench.assert_exact()
+    bench.answer()
+    bench.assert_exact()
+
+
+# -- digests --------------------------------------------------------------------------------------------------------------
+
+
+def false_mark(bench: Bench) -> Message:
+    """Return a batch whose mark is not what the stream adds up to."""
+    bench.publisher.newest += 1
+    mark = Mark(bench.publisher.epoch, 3, 4)
+    message = bench.publisher.newest, frame_batch(0.0, [ENCODER.mark(mark)], 0)
+    bench.publisher._ring.append(message)
+    return message
+
+
+def test_a_picture_that_is_disproved_is_replaced() -> None:
+    bench = ours()
+    bench.join()
+    bench.live(bench.publish(), false_mark(bench))
+    assert bench.state is State.REPAIRING
+    assert "digest of batch" in bench.follower.reason
+    assert bench.answer_all() == [What.SNAPSHOT]
+    bench.assert_exact()
+    assert bench.follower.counters.digest_mismatches == 1
+    bench.live(bench.publisher.heartbeat())
+    bench.assert_exact()
+
+
+def test_a_picture_that_is_disproved_again_and_again_is_degraded_with_growing_pauses() -> None:
+    bench = ours()
+    bench.join()
+    snapshots = 0
+    for _ in range(100):
+        bench.live(false_mark(bench))
+        snapshots += bench.answer_all().count(What.SNAPSHOT)
+        bench.wait(0.1)
+    assert snapshots <= 9
+    assert State.DEGRADED in bench.states()
+    for _ in range(3):
+        bench.live(bench.publisher.heartbeat())
+        bench.wait(5)
+        bench.answer_all()
+    bench.assert_exact()
+
+
+def test_a_snapshot_that_does_not_add_up_is_not_taken_for_true() -> None:
+    bench = ours()
+    for _ in range(5):
+        bench.publish(4)
+    bench.follower.connected(bench.now)
+    bench.answer()
+    ask = bench.follower.ask
+    assert ask is not None
+    parts = bench.publisher.answer(ask.request)
+    for reply in [parts[0], *parts[2:]]:
+        bench.follower.reply(ask, *reply, bench.now)
+    bench.follower.end(ask, bench.now)
+    bench.take()
+    assert bench.state is State.REPAIRING
+    assert bench.follower.reason == "the snapshot does not add up"
+    bench.wait(0.3)
+    bench.answer_all()
+    bench.assert_exact()
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_a_snapshot_that_breaks_off_is_not_taken_for_true(kept: int) -> None:
+    bench = ours()
+    for _ in range(5):
+        bench.publish(4)
+    bench.follower.connected(bench.now)
+    bench.answer()
+    bench.answer(upto=kept)
+    bench.live(bench.publish())
+    bench.wait(2.1)
+    assert bench.state is State.REPAIRING
+    assert "no answer to snapshot" in bench.follower.reason
+    bench.wait(0.3)
+    bench.answer_all()
+    bench.assert_exact()
+
+
+def test_a_replayed_state_that_breaks_off_is_not_taken_for_true() -> None:
+    bench = ours(ring=3)
+    bench.join()
+    for _ in range(20):
+        bench.publish(4)
+    bench.live(bench.publish())
+    bench.answer()
+    bench.answer(upto=4)
+    bench.follower.disconnected(bench.now)
+    bench.follower.connected(bench.now)
+    assert bench.state is State.REPAIRING
+    bench.answer_all()
+    bench.assert_exact()
+
+
+# -- trouble with answers -------------------------------------------------------------------------------------------------
+
+
+def test_answers_that_never_come_degrade_the_picture_and_live_batches_go_on() -> None:
+    bench = ours()
+    bench.join()
+    bench.live(bench.publish())
+    bench.publish()
+    bench.live(bench.publish())
+    bench.wait(20)
+    assert bench.state is State.DEGRADED
+    assert "no answer to" in bench.follower.reason
+    before = len(bench.delivered())
+    bench.live(bench.publish())
+    bench.wait(2.1)
+    assert len(bench.delivered()) > before
+    bench.publish()
+    bench.wait(10)
+    while bench.state is not State.EXACT:
+        bench.wait(0.5)
+        bench.answer_all()
+    bench.assert_exact()
+
+
+def test_the_pauses_between_requests_grow_up_to_their_bound() -> None:
+    bench = ours()
+    bench.follower.connected(bench.now)
+    bench.wait(120)
+    assert bench.state is State.DEGRADED
+    assert 120 / (2 + 4) <= bench.follower.counters.timeouts <= 120 / (2 + 4) + 6
+
+
+def test_an_error_is_told_and_tried_again() -> None:
+    bench = ours()
+    bench.follower.connected(bench.now)
+    ask = bench.follower.ask
+    assert ask is not None
+    bench.follower.end(ask, bench.now, "the publisher answered: error: busy")
+    bench.take()
+    assert bench.follower.reason == "the publisher answered: error: busy"
+    bench.wait(0.3)
+    bench.answer_all()
+    bench.assert_exact()
+
+
+def test_answers_to_an_earlier_request_are_ignored() -> None:
+    bench = stock()
+    bench.publish()
+    bench.follower.connected(bench.now)
+    old = bench.follower.ask
+    assert old is not None
+    bench.wait(2.3)
+    assert bench.follower.ask is not old
+    bench.follower.reply(old, 0, b"", bench.now)
+    bench.follower.end(old, bench.now)
+    bench.answer_all()
+    bench.assert_exact()
+
+
+# -- batches that cannot be read ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [ours, stock])
+def test_a_live_batch_that_cannot_be_read_is_replayed(make: Callable[[], Bench]) -> None:
+    bench = make()
+    bench.join()
+    bench.live(bench.publish())
+    seq, _ = bench.publish()
+    bench.live((seq, b"\xc1 garbage"))
+    assert bench.state is State.REPAIRING
+    bench.answer_all()
+    bench.assert_exact()
+    assert bench.follower.counters.bad_frames == 1
+
+
+def test_a_batch_that_nobody_can_read_costs_a_stock_picture() -> None:
+    bench = stock()
+    bench.join()
+    bench.live(bench.publish())
+    bench.publisher.newest += 1
+    bench.publisher._ring.append((bench.publisher.newest, b"garbage"))
+    bench.live((bench.publisher.newest, b"garbage"))
+    bench.answer_all()
+    assert bench.state is State.DEGRADED
+    assert bench.follower.counters.lost_batches == 2  # in the replay, and again in the one from the start
+    bench.live(bench.publisher.publish([AllBlocksCleared()]))
+    bench.assert_exact()
+
+
+def test_events_that_cannot_be_read_cost_a_stock_picture_and_make_ours_ask() -> None:
+    unknown = b"\x92\xa7Unknown\x01"
+    bench = stock()
+    bench.join()
+    bench.live((0, frame_batch(0.0, [unknown], 0)))
+    assert bench.state is not State.EXACT
+    assert bench.follower.counters.skipped_events == 1
+    bench = ours()
+    bench.join()
+    bench.publisher.newest += 1
+    bench.live((bench.publisher.newest, frame_batch(0.0, [unknown], 0)))
+    assert bench.answer() is What.STATUS
+    bench.assert_exact()
+
+
+# -- no replay endpoint ---------------------------------------------------------------------------------------------------
+
+
+def test_without_replay_a_stream_seen_from_its_first_batch_is_exact() -> None:
+    bench = stock(can_ask=False)
+    bench.follower.connected(bench.now)
+    assert bench.state is State.REPAIRING
+    bench.live(bench.publish(), bench.publish())
+    bench.assert_exact()
+
+
+def test_without_replay_a_late_joiner_is_degraded_until_a_clear() -> None:
+    bench = stock(can_ask=False)
+    bench.publish()
+    bench.live(bench.publish())
+    assert (bench.state, bench.follower.reason) == (State.DEGRADED, "joined at batch 1")
+    bench.live(bench.publisher.publish([AllBlocksCleared()]))
+    bench.assert_exact()
+
+
+def test_without_replay_a_mark_that_adds_up_proves_the_picture() -> None:
+    bench = ours(can_ask=False)
+    bench.live(bench.publish())
+    assert bench.state is State.DEGRADED
+    bench.live(bench.publisher.heartbeat())
+    bench.assert_exact()
+    bench.wait(6)
+    assert (bench.state, bench.follower.reason) == (State.DEGRADED, "silent for 5 s")
+    bench.live(bench.publisher.heartbeat())
+    bench.assert_exact()
+
+
+def test_without_replay_a_gap_is_a_loss() -> None:
+    bench = ours(can_ask=False)
+    bench.live(bench.publish(), bench.publisher.heartbeat())
+    bench.publish()
+    bench.live(bench.publish())
+    assert (bench.state, bench.follower.reason) == (State.DEGRADED, "batches 3 to 3 are missing")
+    assert bench.follower.counters.lost_batches == 1
+    bench.live(bench.publisher.heartbeat())
+    assert bench.state is State.DEGRADED
+    bench.live(bench.publisher.publish([AllBlocksCleared()]), bench.publish(), bench.publisher.heartbeat())
+    bench.assert_exact()
+
+
+def test_without_replay_a_reconnected_stock_stream_is_not_trusted() -> None:
+    bench = stock(can_ask=False)
+    bench.live(bench.publish())
+    bench.follower.disconnected(bench.now)
+    bench.follower.connected(bench.now)
+    bench.live(bench.publish())
+    assert bench.state is State.DEGRADED
+    bench.live(bench.publisher.publish([AllBlocksCleared()]))
+    bench.assert_exact()
+
+
+# -- the object itself ----------------------------------------------------------------------------------------------------
+
+
+def test_check_finds_a_false_claim() -> None:
+    bench = ours()
+    bench.follower.state = State.EXACT
+    with pytest.raises(IntegrityError, match="says exact"):
+        bench.follower.check()
+
+
+def test_no_bytes_raise() -> None:
+    rng = random.Random(5)
+    bench = ours()
+    bench.follower.connected(bench.now)
+    for _ in range(3000):
+        payload = bytearray(bench.publisher.answer(b"kvtier:status")[0][1])
+        for _ in range(rng.randint(0, 3)):
+            payload[rng.randrange(len(payload))] = rng.getrandbits(8)
+        seq = rng.choice((rng.getrandbits(64), rng.randrange(10), bench.follower.seq + 1))
+        if rng.random() < 0.5:
+            bench.live((max(seq, 0), bytes(payload)))
+        elif bench.follower.ask is not None:
+            bench.follower.reply(bench.follower.ask, max(seq, 0), bytes(payload), bench.now)
+        if rng.random() < 0.1 and bench.follower.ask is not None:
+            bench.follower.end(bench.follower.ask, bench.now)
+        bench.wait(0.05)
+    for _ in range(40):
+        bench.live(bench.publisher.heartbeat())
+        bench.answer_all()
+        bench.wait(1.0)
+    bench.assert_exact()
+
+
+def test_the_digest_of_a_stored_block_is_that_of_the_wire() -> None:
+    event = BlockStored([1 << 62], None, [1, 2], 2, None, "GPU", None)
+    assert decode_batch(frame_batch(0.0, [ENCODER.event(event)], 0)).change() == change_of([event])

@@ -1,0 +1,463 @@
+"""Subscribers over real sockets: joining, many sources, threads, asyncio, keys, malformed frames, foreign reply forms."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from tests.chaos.stream_kit import Picture, stored
+
+from kvtier.errors import InputError
+from kvtier.events import (
+    AsyncSubscriber,
+    BlockStored,
+    EventEncoder,
+    Kind,
+    KVEventBatch,
+    Limits,
+    Received,
+    Reset,
+    SocketOptions,
+    Source,
+    State,
+    StateChanged,
+    Subscriber,
+    Update,
+    frame_batch,
+)
+from kvtier.events.curve import CurveClient, CurveServer, make_keys
+from kvtier.events.frames import END_SEQ, Message, read_live, read_reply
+from kvtier.events.publisher import ZmqEventPublisher
+
+PATIENCE = 10.0
+QUICK = Limits(reply_timeout=0.5, probe_interval=0.3, catch_up_delay=0.05, backoff=0.02, backoff_max=0.1)
+
+
+def publish(publisher: ZmqEventPublisher, *hashes: int) -> None:
+    publisher.publish(KVEventBatch(time.time(), [stored([each]) for each in hashes]))
+
+
+def until(
+    subscriber: Subscriber[Any], done: Callable[[], bool], pictures: dict[str, Picture] | None = None
+) -> list[Update]:
+    """Poll until `done`; return what came meanwhile."""
+    updates: list[Update] = []
+    deadline = time.monotonic() + PATIENCE
+    while not done():
+        new = subscriber.poll(0.05)
+        updates += new
+        for update in new if pictures is not None else ():
+            assert pictures is not None
+            pictures.setdefault(update.source, Picture()).apply([update])
+        assert time.monotonic() < deadline, subscriber.statuses()
+    return updates
+
+
+def is_exact(subscriber: Subscriber[Any], name: str, seq: int = -1) -> Callable[[], bool]:
+    return lambda: subscriber.status(name).state is State.EXACT and subscriber.status(name).seq >= seq
+
+
+@pytest.fixture
+def publisher() -> Iterator[ZmqEventPublisher]:
+    made = ZmqEventPublisher(0, "tcp://*:0", "tcp://*:0", heartbeat_interval=0.1)
+    yield made
+    made.shutdown()
+
+
+def source_of(publisher: ZmqEventPublisher, name: str = "p") -> Source:
+    return Source(name, publisher.endpoint, publisher.replay_endpoint)
+
+
+class StockPublisher(threading.Thread):
+    """Publishes and replays as vLLM or SGLang do: PUB and ROUTER, no marks, with or without the topic frame."""
+
+    def __init__(
+        self, *, has_topic: bool = True, encoding: str = "map", live_frames: int = 3, is_inproc: bool = False
+    ) -> None:
+        super().__init__(daemon=True)
+        self.has_topic, self.live_frames = has_topic, live_frames
+        self.encoder = EventEncoder(encoding)
+        self.ring: list[bytes] = []
+        self.context = zmq.Context.instance()
+        self.pub = self.context.socket(zmq.PUB)
+        self.pub.bind(f"inproc://live-{id(self)}" if is_inproc else "tcp://127.0.0.1:*")
+        self.endpoint: str = self.pub.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.router = self.context.socket(zmq.ROUTER)
+        self.replay_endpoint = f"tcp://127.0.0.1:{self.router.bind_to_random_port('tcp://127.0.0.1')}"
+        self.control = self.context.socket(zmq.PAIR)
+        self.control.bind(f"inproc://stop-{id(self)}")
+        self.start()
+
+    def publish(self, *hashes: int, is_lost: bool = False) -> None:
+        self.ring.append(frame_batch(time.time(), [self.encoder.event(stored([each])) for each in hashes], None))
+        if not is_lost:
+            self.send(len(self.ring) - 1, self.ring[-1])
+
+    def send(self, seq: int, payload: bytes) -> None:
+        self.pub.send_multipart([b"kv-events", seq.to_bytes(8, "big"), payload][-self.live_frames :])
+
+    def run(self) -> None:
+        stop = self.context.socket(zmq.PAIR)
+        stop.connect(f"inproc://stop-{id(self)}")
+        poller = zmq.Poller()
+        poller.register(stop, zmq.POLLIN)
+        poller.register(self.router, zmq.POLLIN)
+        while stop not in dict(poller.poll()):
+            self._answer(*self.router.recv_multipart())
+        stop.close(linger=0)
+        self.router.close(linger=0)
+
+    def _answer(self, client: bytes, empty: bytes, request: bytes) -> None:
+        start = int.from_bytes(request, "big")
+        head = [client, empty, b"kv-events"] if self.has_topic else [client, empty]
+        for seq, payload in list(enumerate(self.ring))[min(start, len(self.ring)) :]:
+            self.router.send_multipart([*head, seq.to_bytes(8, "big"), payload])
+        end = [client, empty, b""] if self.has_topic else [client, empty]
+        self.router.send_multipart([*end, b"\xff" * 8, b""])
+
+    def stop(self) -> None:
+        self.control.send(b"")
+        self.join(PATIENCE)
+        self.control.close(linger=0)
+        self.pub.close(linger=0)
+
+
+@pytest.fixture(
+    params=[{}, {"has_topic": False, "encoding": "array"}, {"live_frames": 2}], ids=["vllm", "sglang", "bare"]
+)
+def stock(request: pytest.FixtureRequest) -> Iterator[StockPublisher]:
+    made = StockPublisher(**request.param)
+    yield made
+    made.stop()
+
+
+# -- frames ---------------------------------------------------------------------------------------------------------------
+
+SEQ = (7).to_bytes(8, "big")
+END = b"\xff" * 8
+
+
+@pytest.mark.parametrize(
+    ("frames", "expected"),
+    [
+        ([b"t", SEQ, b"x"], Message(7, b"x")),
+        ([SEQ, b"x"], Message(7, b"x")),
+        ([b"t", b"short", b"x"], None),
+        ([b"x"], None),
+        ([b"", b"", SEQ, b"x"], None),
+        ([], None),
+    ],
+)
+def test_live_frames(frames: list[bytes], expected: Message | None) -> None:
+    assert read_live(frames) == expected
+
+
+@pytest.mark.parametrize(
+    ("frames", "expected"),
+    [
+        ([b"", b"topic", SEQ, b"x"], Message(7, b"x")),
+        ([b"", SEQ, b"x"], Message(7, b"x")),
+        ([b"", b"", END, b""], Message(END_SEQ, b"")),
+        ([b"", END, b""], Message(END_SEQ, b"")),
+        ([b"", b"error: no", END, b""], Message(END_SEQ, b"error: no")),
+        ([b"", END, b"error: no"], Message(END_SEQ, b"error: no")),
+        ([b"", b"topic", END, b""], Message(END_SEQ, b"")),
+        ([b"id", SEQ, b"x"], None),
+        ([b"", b"t", b"7", b"x"], None),
+        ([b""], None),
+    ],
+)
+def test_reply_frames(frames: list[bytes], expected: Message | None) -> None:
+    assert read_reply(frames) == expected
+
+
+# -- one source -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_late_joiner_gets_all_and_follows(publisher: ZmqEventPublisher) -> None:
+    for i in range(100):
+        publish(publisher, 1 << 40 | i)
+    with Subscriber([source_of(publisher)]) as subscriber:
+        pictures: dict[str, Picture] = {}
+        until(subscriber, is_exact(subscriber, "p", 100), pictures)
+        publish(publisher, 5 << 40)
+        until(subscriber, is_exact(subscriber, "p", 101), pictures)
+        assert len(pictures["p"].held) == 101
+        status = subscriber.status("p")
+        assert (status.kind, status.blocks, status.connected) == (Kind.KVTIER, 101, True)
+        assert status.epoch == publisher.stats().epoch
+        assert status.lag is not None
+        assert status.lag < PATIENCE
+        subscriber.check()
+
+
+def test_who_is_there_first_waits_for_the_publisher(publisher: ZmqEventPublisher) -> None:
+    config = publisher.get_publisher_config()
+    source = source_of(publisher)
+    publisher.shutdown()
+    with Subscriber([source], limits=QUICK) as subscriber:
+        until(subscriber, lambda: subscriber.status("p").state is State.DEGRADED)
+        assert "no connection" in subscriber.status("p").reason
+        again = ZmqEventPublisher(0, config.endpoint, config.replay_endpoint, heartbeat_interval=0.1)
+        until(subscriber, is_exact(subscriber, "p"))
+        again.shutdown()
+        until(subscriber, lambda: subscriber.status("p").state is State.DEGRADED)
+        assert "connection lost" in subscriber.status("p").reason
+
+
+def test_updates_are_iterated_until_the_subscriber_is_closed(publisher: ZmqEventPublisher) -> None:
+    publish(publisher, 1, 2)
+    seen = []
+    with Subscriber([source_of(publisher)]) as subscriber:
+        for update in subscriber:
+            seen.append(update)
+            if isinstance(update, StateChanged) and update.state is State.EXACT:
+                subscriber.close()
+    assert isinstance(seen[0], StateChanged)
+    assert any(isinstance(update, Received) for update in seen)
+    assert subscriber.poll(0) == []
+
+
+def test_stock_publishers_are_followed_in_either_reply_form(stock: StockPublisher) -> None:
+    for i in range(20):
+        stock.publish(i)
+    pictures: dict[str, Picture] = {}
+    with Subscriber([Source("s", stock.endpoint, stock.replay_endpoint)], limits=QUICK) as subscriber:
+        until(subscriber, is_exact(subscriber, "s", 19), pictures)
+        stock.publish(100)
+        stock.publish(101, is_lost=True)
+        stock.publish(102)
+        until(subscriber, is_exact(subscriber, "s", 22), pictures)
+        stock.publish(103, is_lost=True)  # the tail: found by asking
+        until(subscriber, is_exact(subscriber, "s", 23), pictures)
+        assert {each for _, each in pictures["s"].held} == {*range(20), 100, 101, 102, 103}
+        assert subscriber.status("s").kind is Kind.STOCK
+        assert subscriber.status("s").counters.lost_batches == 0
+
+
+def test_a_topic_selects_and_no_replay_endpoint_means_live_only() -> None:
+    stock = StockPublisher()
+    with Subscriber([Source("s", stock.endpoint, topic="kv")], limits=QUICK) as subscriber:
+        until(subscriber, lambda: subscriber.status("s").connected)
+        deadline = time.monotonic() + PATIENCE
+        while subscriber.status("s").seq < 0:
+            stock.publish(1)  # the subscription takes a moment to arrive
+            subscriber.poll(0.01)
+            assert time.monotonic() < deadline
+        assert subscriber.status("s").state in (State.DEGRADED, State.EXACT)
+    with Subscriber([Source("s", stock.endpoint, topic="other")], limits=QUICK) as subscriber:
+        until(subscriber, lambda: subscriber.status("s").connected)
+        stock.publish(2)
+        assert not any(isinstance(update, Received) for update in subscriber.poll(0.05))
+    stock.stop()
+
+
+def test_malformed_messages_are_counted_and_skipped(publisher: ZmqEventPublisher) -> None:
+    context = zmq.Context.instance()
+    pub = context.socket(zmq.PUB)
+    port = pub.bind_to_random_port("tcp://127.0.0.1")
+    with Subscriber([Source("p", f"tcp://127.0.0.1:{port}", publisher.replay_endpoint)], limits=QUICK) as subscriber:
+        until(subscriber, is_exact(subscriber, "p"))
+        deadline = time.monotonic() + PATIENCE
+        while subscriber.status("p").counters.bad_frames < 40:
+            for frames in ([b""], [b"", b"", b""], [b"a", b"b", b"c", b"d"], [b"", SEQ], [b"", b"\0" * 9, b"x"]):
+                pub.send_multipart(frames)
+            subscriber.poll(0.01)
+            assert time.monotonic() < deadline
+        until(subscriber, is_exact(subscriber, "p"))
+    pub.close(linger=0)
+
+
+def test_a_dead_replay_endpoint_degrades_and_live_batches_still_come(publisher: ZmqEventPublisher) -> None:
+    publish(publisher, 1)
+    deadline = time.monotonic() + PATIENCE
+    while publisher.stats().blocks < 1:
+        assert time.monotonic() < deadline
+    with Subscriber([Source("p", publisher.endpoint, "tcp://127.0.0.1:1")], limits=QUICK) as subscriber:
+        until(subscriber, lambda: subscriber.status("p").state is State.DEGRADED)
+        assert "no answer" in subscriber.status("p").reason
+        publish(publisher, 2)
+        before = subscriber.status("p").seq
+        until(subscriber, lambda: subscriber.status("p").seq > before)
+
+
+def test_orphans_are_parked_on_request() -> None:
+    stock = StockPublisher()
+    child = BlockStored([2], 1, [], 0, None, "GPU", None)
+    stock.ring.append(frame_batch(0.0, [stock.encoder.event(child)], 0))
+    stock.publish(7)
+    with Subscriber([Source("s", stock.endpoint, stock.replay_endpoint)], limits=QUICK, orphans="park") as subscriber:
+        pictures: dict[str, Picture] = {}
+        until(subscriber, is_exact(subscriber, "s", 1), pictures)
+        assert {each for _, each in pictures["s"].held} == {7}
+        assert subscriber.status("s").counters.orphans == 1
+        stock.publish(1)
+        until(subscriber, is_exact(subscriber, "s", 2), pictures)
+        assert {each for _, each in pictures["s"].held} == {1, 2, 7}
+        subscriber.check()
+    stock.stop()
+
+
+def test_inproc_addresses_work() -> None:
+    publisher = ZmqEventPublisher(0, "inproc://live-test", "inproc://replay-test", heartbeat_interval=0.1)
+    publish(publisher, 1, 2, 3)
+    with Subscriber([Source("p", "inproc://live-test", "inproc://replay-test")], limits=QUICK) as subscriber:
+        until(subscriber, is_exact(subscriber, "p", 1))
+        assert subscriber.status("p").blocks == 3
+    publisher.shutdown()
+
+
+# -- many sources, several threads ----------------------------------------------------------------------------------------
+
+
+def test_many_sources_are_served_fairly() -> None:
+    """One that has thousands of messages waiting must not keep the others waiting behind them."""
+    stocks = [StockPublisher(is_inproc=True) for _ in range(20)]
+    sources = [Source(str(i), stock.endpoint, stock.replay_endpoint) for i, stock in enumerate(stocks)]
+    with Subscriber(sources, max_updates=64) as subscriber:
+        until(subscriber, lambda: all(status.state is State.EXACT for status in subscriber.statuses().values()))
+        for _ in range(3000):
+            stocks[0].publish(1)
+        for stock in stocks[1:]:
+            stock.publish(2)
+        served: Counter[str] = Counter()
+        deadline = time.monotonic() + PATIENCE
+        while len(served) < 20:
+            served.update(update.source for update in subscriber.poll(0.05) if isinstance(update, Received))
+            assert time.monotonic() < deadline, served
+        assert served["0"] <= 256
+    for stock in stocks:
+        stock.stop()
+
+
+def test_sources_come_and_go_while_another_thread_polls(publisher: ZmqEventPublisher) -> None:
+    publish(publisher, 1)
+    subscriber: Subscriber[Any] = Subscriber(limits=QUICK)
+    seen: list[Update] = []
+    thread = threading.Thread(target=lambda: seen.extend(subscriber))
+    thread.start()
+    deadline = time.monotonic() + PATIENCE
+    for name in ("a", "b"):
+        subscriber.add(source_of(publisher, name))
+    while any(status.state is not State.EXACT for status in subscriber.statuses().values()):
+        assert time.monotonic() < deadline
+    subscriber.remove("a")
+    while Reset("a") not in seen:
+        assert time.monotonic() < deadline
+    subscriber.add(source_of(publisher, "a"))
+    while subscriber.status("a").state is not State.EXACT:
+        assert time.monotonic() < deadline
+    subscriber.close()
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+    subscriber.close()
+
+
+def test_misuse_is_told() -> None:
+    with Subscriber([Source("a", "tcp://127.0.0.1:1")]) as subscriber:
+        with pytest.raises(InputError, match="'a' is followed already"):
+            subscriber.add(Source("a", "tcp://127.0.0.1:2"))
+        with pytest.raises(InputError, match="no source is called 'b'"):
+            subscriber.remove("b")
+        with pytest.raises(InputError, match="no source is called 'b'"):
+            subscriber.status("b")
+        with pytest.raises(InputError, match="source c: cannot use address"):
+            subscriber.add(Source("c", "tcp://no port"))
+        with pytest.raises(InputError, match="source c: cannot use address 'tcp://nowhere'"):
+            subscriber.add(Source("c", "tcp://127.0.0.1:2", "tcp://nowhere"))
+        assert list(subscriber.statuses()) == ["a"]
+    with pytest.raises(InputError, match="closed"):
+        subscriber.add(Source("d", "tcp://127.0.0.1:1"))
+    with pytest.raises(InputError, match="orphans"):
+        Subscriber(orphans="keep")  # type: ignore[arg-type]
+
+
+def test_what_is_removed_before_it_was_polled_leaves_nothing_behind() -> None:
+    with Subscriber([Source("a", "tcp://127.0.0.1:1")]) as subscriber:
+        subscriber.remove("a")
+        assert subscriber.poll(0.01) == [Reset("a")]
+        assert subscriber.statuses() == {}
+
+
+# -- asyncio --------------------------------------------------------------------------------------------------------------
+
+
+def test_asyncio_follows_and_does_not_block_the_loop(publisher: ZmqEventPublisher) -> None:
+    publish(publisher, 1, 2)
+
+    async def follow() -> tuple[int, State]:
+        turns = 0
+
+        async def count() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        counter = asyncio.create_task(count())
+        picture = Picture()
+        async with AsyncSubscriber([source_of(publisher)], limits=QUICK) as subscriber:
+            async with asyncio.timeout(PATIENCE):
+                async for update in subscriber:
+                    picture.apply([update])
+                    if len(picture.held) == 2:
+                        publish(publisher, 3)
+                    if len(picture.held) == 3 and subscriber.status("p").state is State.EXACT:
+                        break
+            assert await subscriber.poll(0.0) is not None
+            state = subscriber.status("p").state
+        counter.cancel()
+        return turns, state
+
+    turns, state = asyncio.run(follow())
+    assert turns > 2
+    assert state is State.EXACT
+
+
+def test_asyncio_poll_times_out_without_sources() -> None:
+    async def wait() -> list[Update]:
+        async with AsyncSubscriber() as subscriber:
+            return await subscriber.poll(0.01)
+
+    assert asyncio.run(wait()) == []
+
+
+# -- keys -----------------------------------------------------------------------------------------------------------------
+
+
+def test_with_keys_only_those_who_have_them_are_served(tmp_path: Path) -> None:
+    make_keys(tmp_path, "server")
+    (tmp_path / "clients").mkdir()
+    for name in ("friend", "stranger"):
+        make_keys(tmp_path, name)
+    (tmp_path / "friend.key").rename(tmp_path / "clients" / "friend.key")
+    server = CurveServer(str(tmp_path / "server.key_secret"), str(tmp_path / "clients"))
+    publisher = ZmqEventPublisher(0, "tcp://*:0", "tcp://*:0", curve=server, heartbeat_interval=0.1)
+    publish(publisher, 1, 2, 3)
+
+    def source(name: str) -> Source:
+        keys = CurveClient(str(tmp_path / f"{name}.key_secret"), str(tmp_path / "server.key"))
+        return Source(name, publisher.endpoint, publisher.replay_endpoint, curve=keys)
+
+    plain = Source("plain", publisher.endpoint, publisher.replay_endpoint)
+    with Subscriber([source("friend"), source("stranger"), plain], limits=QUICK) as subscriber:
+        until(subscriber, is_exact(subscriber, "friend", 1))
+        until(subscriber, lambda: all(subscriber.status(x).state is State.DEGRADED for x in ("stranger", "plain")))
+        assert subscriber.status("friend").blocks == 3
+        assert "does not accept our key" in subscriber.status("stranger").reason
+        assert "CURVE" in subscriber.status("plain").reason or "security" in subscriber.status("plain").reason
+        assert subscriber.status("stranger").seq == subscriber.status("plain").seq == -1
+    publisher.shutdown()
+
+
+def test_socket_options_reach_the_sockets(publisher: ZmqEventPublisher) -> None:
+    with Subscriber([source_of(publisher)], sockets=SocketOptions(hwm=7, max_message=1234)) as subscriber:
+        sub = subscriber._links["p"].sockets[0]
+        assert (sub.rcvhwm, sub.getsockopt(zmq.MAXMSGSIZE)) == (7, 1234)
