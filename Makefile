@@ -18,11 +18,11 @@ PEER := .venv-vllm/bin
 ENGINE := .venv/engine.stamp
 DEV := .venv/dev.stamp
 VLLM := .venv-vllm/vllm.stamp
-BUILD := pyproject.toml src/kvtier/_chain.c src/kvtier/_pages.c src/kvtier/_slots.c
+BUILD := pyproject.toml src/kvtier/_chain.c src/kvtier/_events.c src/kvtier/_pages.c src/kvtier/_slots.c
 VLLM_VERSION := 0.32.0
 RESULTS := build/bench
 
-.PHONY: help install demo test test-vllm check bench clean
+.PHONY: help install demo test test-vllm check bench bench-gpu clean
 
 help: ## Show this.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,6 +49,14 @@ bench: $(DEV) $(VLLM) ## Measure every claim in the README. Writes JSON to build
 	$(PEER)/python benchmarks/manager.py --json $(RESULTS)/manager.json
 	$(BIN)/python benchmarks/overhead.py --json $(RESULTS)/overhead.json
 	$(BIN)/python benchmarks/ttft.py --json $(RESULTS)/ttft.json
+
+# On a machine with a CUDA device. PYTHON_GPU names a Python that has torch and Triton for it; ours has what PyPI offers.
+PYTHON_GPU ?= $(BIN)/python
+bench-gpu: $(DEV) ## Measure the README's GPU claims, on a machine that has one.
+	@mkdir -p $(RESULTS)
+	PYTHONPATH=src $(PYTHON_GPU) benchmarks/gpu_transfer.py --json $(RESULTS)/gpu_transfer.json --plot $(RESULTS)/gpu_transfer.svg
+	PYTHONPATH=src $(PYTHON_GPU) benchmarks/gpu_interference.py --json $(RESULTS)/gpu_interference.json
+	PYTHONPATH=src $(PYTHON_GPU) benchmarks/gpu_ttft.py --json $(RESULTS)/gpu_ttft.json
 
 clean: ## Remove everything that make made.
 	rm -rf .venv .venv-vllm build dist *.egg-info src/*.egg-info src/kvtier/*.so

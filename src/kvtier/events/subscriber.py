@@ -120,8 +120,12 @@ class Subscriber(Generic[B]):
         self._polling = threading.Lock()
         self._names = threading.Lock()
         self._is_closed = False
-        for source in sources:
-            self.add(source)
+        try:
+            for source in sources:
+                self.add(source)
+        except BaseException:
+            self.close()
+            raise
 
     # -- any thread ------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,94 @@
+"""Encrypted, authenticated publishing: who has the right keys reads, nobody else does."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+from tests.unit.event_kit import Client, batch, publisher, receive, stored, wait_until
+
+from kvtier.errors import ConfigError, InputError
+from kvtier.events import CurveClient, CurveServer, KVEventsConfig, make_keys
+
+pytestmark = pytest.mark.skipif(not zmq.has("curve"), reason="libzmq was built without CURVE")
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    made = Client()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    make_keys(tmp_path, "server")
+    make_keys(tmp_path / "clients", "friend")
+    make_keys(tmp_path / "strangers", "stranger")
+    return tmp_path
+
+
+def friend(keys: Path) -> CurveClient:
+    return CurveClient(str(keys / "clients" / "friend.key_secret"), str(keys / "server.key"))
+
+
+def answers(sock: zmq.Socket[bytes], wait: int) -> bool:
+    sock.send_multipart([b"", bytes(8)])
+    return bool(sock.poll(wait))
+
+
+def test_keys_are_files_that_only_the_owner_reads(keys: Path) -> None:
+    assert stat.S_IMODE((keys / "server.key_secret").stat().st_mode) == 0o600
+    with pytest.raises(InputError, match="exists"):
+        make_keys(keys, "server")
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_friend_reads_both_sockets(client: Client, keys: Path, listed: bool) -> None:
+    curve = CurveServer(str(keys / "server.key_secret"), str(keys / "clients") if listed else None)
+    with publisher(curve=curve) as made:
+        made.publish(batch(stored([1])))
+        dealer = client.open(zmq.DEALER, made.replay_endpoint, friend(keys))
+        assert answers(dealer, 10_000)
+        sub = client.open(zmq.SUB, made.endpoint, friend(keys))
+        sub.subscribe(b"")
+        wait_until(lambda: (made.publish(batch()), sub.poll(5))[1], "the subscription")
+        assert len(receive(sub)) == 3
+
+
+def test_strangers_and_plain_clients_do_not_come_in(client: Client, keys: Path) -> None:
+    curve = CurveServer(str(keys / "server.key_secret"), str(keys / "clients"))
+    stranger = CurveClient(str(keys / "strangers" / "stranger.key_secret"), str(keys / "server.key"))
+    wrong_server = CurveClient(str(keys / "clients" / "friend.key_secret"), str(keys / "clients" / "friend.key"))
+    with publisher(curve=curve) as made:
+        made.publish(batch(stored([1])))
+        for identity in (stranger, wrong_server, None):
+            assert not answers(client.open(zmq.DEALER, made.replay_endpoint, identity, linger=0), 100)
+        assert answers(client.open(zmq.DEALER, made.replay_endpoint, friend(keys)), 10_000)
+        assert made.stats().denied >= 1
+
+
+def test_a_key_can_be_added_while_running(client: Client, keys: Path) -> None:
+    curve = CurveServer(str(keys / "server.key_secret"), str(keys / "clients"))
+    late = CurveClient(str(keys / "strangers" / "stranger.key_secret"), (keys / "server.key").read_text().split('"')[1])
+    with publisher(curve=curve) as made:
+        assert answers(client.open(zmq.DEALER, made.replay_endpoint, friend(keys)), 10_000)
+        (keys / "strangers" / "stranger.key").rename(keys / "clients" / "stranger.key")
+        assert answers(client.open(zmq.DEALER, made.replay_endpoint, late), 10_000)
+
+
+def test_settings_that_cannot_be(keys: Path) -> None:
+    public = CurveServer(str(keys / "server.key"))
+    for curve, problem in ((public, "secret key file"), (CurveServer(str(keys / "none")), "cannot read")):
+        with pytest.raises(InputError, match=problem), publisher(curve=curve):
+            pass
+    with (
+        pytest.raises(ConfigError, match="clients_dir"),
+        publisher(curve=CurveServer(str(keys / "server.key_secret"), "/none")),
+    ):
+        pass
+    made = KVEventsConfig.from_mapping({"curve": {"secret_key_file": "x"}})
+    assert made.curve == CurveServer("x")

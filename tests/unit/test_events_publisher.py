@@ -1,0 +1,569 @@
+"""Publishers over real sockets: what consumers of vLLM's publisher rely on, and what is promised beyond that."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from tests.unit.event_kit import (
+    Client,
+    Consumer,
+    batch,
+    consume,
+    in_thread,
+    publisher,
+    receive,
+    removed,
+    replay,
+    stored,
+    wait_until,
+)
+
+from kvtier.errors import ConfigError, InputError, OutsideError
+from kvtier.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    EventBatch,
+    EventPublisher,
+    EventPublisherFactory,
+    KVEventBatch,
+    KVEventsConfig,
+    NullEventPublisher,
+    TierCleared,
+    ZmqEventPublisher,
+    decode_batch,
+)
+from kvtier.events.endpoints import check_ports
+from kvtier.events.formats import HashFormat
+
+PLAIN: dict[str, Any] = {"clear_on_start": False, "heartbeat_interval": None}
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    made = Client()
+    yield made
+    made.close()
+
+
+def numbers(messages: list[tuple[int, bytes]]) -> list[int]:
+    return [seq for seq, _ in messages]
+
+
+# -- as vLLM's -------------------------------------------------------------------------------------------------------------
+
+
+def test_batches_come_in_order_from_zero(client: Client) -> None:
+    with publisher(topic="kv", **PLAIN) as made:
+        sub = client.subscribe(made, b"kv")
+        for n in range(1, 6):
+            made.publish(batch(stored([n]), ts=float(n)))
+        for n in range(5):
+            topic, seq, payload = receive(sub)
+            assert (topic, seq) == (b"kv", n.to_bytes(8, "big"))
+            assert payload == msgspec.msgpack.encode(KVEventBatch(float(n + 1), [stored([n + 1])], 0))
+
+
+def test_other_topics_are_not_heard(client: Client) -> None:
+    with publisher(topic="foo", **PLAIN) as made:
+        foo, bar = client.subscribe(made, b"foo"), client.subscribe(made, b"bar")
+        made.publish(batch(stored([1])))
+        assert receive(foo)[0] == b"foo"
+        assert bar.poll(50) == 0
+
+
+def test_events_of_other_kinds_pass_through(client: Client) -> None:
+    class Custom(msgspec.Struct, tag=True):
+        number: int
+
+    with publisher(**PLAIN) as made:
+        sub = client.subscribe(made)
+        made.publish(EventBatch(ts=2.0, events=[Custom(5)]))
+        assert msgspec.msgpack.decode(receive(sub)[2]) == [2.0, [{"type": "Custom", "number": 5}], 0]
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_ranks_have_addresses_and_stamps_of_their_own(client: Client, rank: int, tmp_path: Path) -> None:
+    with publisher(rank, endpoint=f"ipc://{tmp_path}/pub", replay_endpoint=f"ipc://{tmp_path}/replay", **PLAIN) as made:
+        assert made.endpoint == f"ipc://{tmp_path}/pub" + (f"_dp{rank}" if rank else "")
+        mine, other = batch(stored([1])), EventBatch(1.0, [stored([2])], 7)
+        made.publish(mine)
+        made.publish(other)
+        ranks = [decode_batch(payload).data_parallel_rank for _, payload in replay(made, 0, client)]
+        assert (ranks, mine.data_parallel_rank) == ([rank, 7], rank)
+
+
+def test_inproc_is_reached_through_the_common_context() -> None:
+    with publisher(endpoint="inproc://kvtier-test", replay_endpoint="inproc://kvtier-test-replay", **PLAIN) as made:
+        sub = zmq.Context.instance().socket(zmq.SUB)
+        sub.connect(made.endpoint)
+        sub.subscribe(b"")
+        made.check()
+        wait_until(lambda: (made.publish(batch()), sub.poll(5))[1], "the subscription")
+        sub.close()
+
+
+def test_a_hundred_events_in_each_of_many_batches_all_arrive(client: Client) -> None:
+    with publisher(**PLAIN) as made:
+        sub = client.subscribe(made)
+        for n in range(1000):
+            made.publish(batch(*(stored([100 * n + k + 1]) for k in range(100))))
+        seqs = [int.from_bytes(receive(sub)[1], "big") for _ in range(1000)]
+        assert seqs == list(range(1000))
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "rank", "expected"),
+    [
+        (None, 3, None),
+        ("", 3, ""),
+        ("tcp://*:5557", 0, "tcp://*:5557"),
+        ("tcp://*:5557", 3, "tcp://*:5560"),
+        ("tcp://[::1]:5557", 2, "tcp://[::1]:5559"),
+        ("tcp://*:0", 3, "tcp://*:0"),
+        ("inproc://cache", 2, "inproc://cache_dp2"),
+        ("ipc:///run/kv", 2, "ipc:///run/kv_dp2"),
+    ],
+)
+def test_offsets(endpoint: str | None, rank: int, expected: str | None) -> None:
+    assert ZmqEventPublisher.offset_endpoint_port(endpoint, rank) == expected
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://host", "tcp://*:port", "tcp://*:65535", "http://x"])
+def test_addresses_that_cannot_be(endpoint: str) -> None:
+    with pytest.raises(ValueError, match=r"port|address"):
+        ZmqEventPublisher.offset_endpoint_port(endpoint, 1)
+
+
+# -- the factory --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        None,
+        KVEventsConfig(),
+        KVEventsConfig(publisher="zmq"),
+        KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
+    ],
+)
+def test_no_events_no_publisher(config: KVEventsConfig | None) -> None:
+    made = EventPublisherFactory.create(config, 3)
+    assert isinstance(made, NullEventPublisher)
+    made.publish(batch())
+    made.shutdown()
+    assert made.get_publisher_config() is None
+
+
+def test_the_factory_makes_what_the_config_says() -> None:
+    config = KVEventsConfig(True, endpoint="tcp://127.0.0.1:0", topic="t", heartbeat_interval=5, max_queue_size=7)
+    made = EventPublisherFactory.create(config, 2)
+    try:
+        assert isinstance(made, ZmqEventPublisher)
+        found = made.get_publisher_config()
+        assert (found.topic, found.heartbeat_interval, found.max_queue_size, found.publisher) == ("t", 5, 7, "zmq")
+        assert not found.endpoint.endswith(":0")
+    finally:
+        made.shutdown()
+
+
+def test_registered_publishers_are_given_vllms_fields_and_what_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EventPublisherFactory, "_registry", dict(EventPublisherFactory._registry))
+    given: dict[str, Any] = {}
+
+    class Mine(NullEventPublisher):
+        def __init__(self, data_parallel_rank: int, **settings: Any) -> None:
+            super().__init__(data_parallel_rank)
+            given.update(settings)
+
+    EventPublisherFactory.register_publisher("mine", Mine)
+    EventPublisherFactory.create(KVEventsConfig(True, publisher="mine", hash_format="u63"), 1)
+    assert given.keys() == {
+        "endpoint",
+        "replay_endpoint",
+        "buffer_steps",
+        "hwm",
+        "max_queue_size",
+        "topic",
+        "hash_format",
+    }
+    with pytest.raises(KeyError, match="mine"):
+        EventPublisherFactory.register_publisher("mine", Mine)
+    with pytest.raises(ValueError, match=r"unknown event publisher 'other'.*null, zmq, mine"):
+        EventPublisherFactory.create(KVEventsConfig(True, publisher="other"))
+
+
+def test_the_factory_takes_an_engines_own_config() -> None:
+    class Foreign:
+        enable_kv_cache_events, publisher = True, "zmq"
+        endpoint, replay_endpoint, topic = "tcp://127.0.0.1:0", None, ""
+        buffer_steps, hwm, max_queue_size = 10, 10, 10
+
+    made = EventPublisherFactory.create(Foreign())
+    made.shutdown()
+    assert isinstance(made, EventPublisher)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("buffer_steps", 0),
+        ("hwm", -1),
+        ("hwm", True),
+        ("max_queue_size", 0),
+        ("topic", 5),
+        ("encoding", "json"),
+        ("array_version", "0.1"),
+        ("hash_format", "hex"),
+        ("counting", "maybe"),
+        ("long_replay", "?"),
+        ("heartbeat_interval", 0),
+        ("heartbeat_interval", float("inf")),
+        ("max_blocks_per_event", 0),
+        ("clear_on_start", 1),
+        ("curve", "key"),
+        ("curve", {"secret": "x"}),
+        ("sequence_file", ""),
+    ],
+)
+def test_a_bad_setting_is_named(field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=field) as caught:
+        KVEventsConfig.from_mapping({field: value})
+    assert caught.value.path == field
+
+
+def test_an_unknown_setting_gets_a_suggestion() -> None:
+    with pytest.raises(ConfigError, match=r"replay_endpiont: unknown field; did you mean 'replay_endpoint'\?"):
+        KVEventsConfig.from_mapping({"replay_endpiont": "x"})
+
+
+# -- addresses -----------------------------------------------------------------------------------------------------------------
+
+
+def test_an_address_in_use_is_named_and_nothing_stays_open() -> None:
+    with publisher() as made:
+        before = os.listdir("/proc/self/fd")
+        for taken in (
+            {"endpoint": bound(made.endpoint)},
+            {"endpoint": "tcp://*:0", "replay_endpoint": bound(made.replay_endpoint)},
+        ):
+            with pytest.raises(OutsideError, match=rf"rank 0 cannot bind .*{port(list(taken.values())[-1])}.*in use"):
+                ZmqEventPublisher(0, **taken)
+        wait_until(lambda: len(os.listdir("/proc/self/fd")) <= len(before), "sockets to close")
+
+
+def bound(endpoint: str | None) -> str:
+    assert endpoint is not None
+    return endpoint.replace("127.0.0.1", "*")
+
+
+def port(endpoint: str) -> str:
+    return endpoint.rpartition(":")[2]
+
+
+@pytest.mark.parametrize(
+    ("replay_port", "rank", "collides"), [(5557, 0, True), (5558, 0, False), (5558, 1, True), (5555, 2, True)]
+)
+def test_ports_that_meet_those_of_lower_ranks(replay_port: int, rank: int, collides: bool) -> None:
+    if collides:
+        with pytest.raises(InputError, match="5557"):
+            check_ports("tcp://*:5557", f"tcp://*:{replay_port}", rank)
+    else:
+        check_ports("tcp://*:5557", f"tcp://*:{replay_port}", rank)
+
+
+def test_a_publisher_can_connect(client: Client) -> None:
+    sub = client.context.socket(zmq.SUB)
+    sub.subscribe(b"")
+    where = f"tcp://127.0.0.1:{sub.bind_to_random_port('tcp://127.0.0.1')}"
+    with publisher(endpoint=where, replay_endpoint=None, **PLAIN) as made:
+        wait_until(lambda: (made.publish(batch()), sub.poll(5))[1], "the connection")
+        sub.close()
+        assert (made.endpoint, made.replay_endpoint) == (where, None)
+
+
+# -- beyond ----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_batch_clears_and_says_who_speaks(client: Client) -> None:
+    with publisher() as made:
+        made.check()
+        [(seq, payload)] = replay(made, 0, client)
+        first = decode_batch(payload)
+        assert (seq, first.events) == (0, [AllBlocksCleared()])
+        assert first.mark is not None
+        assert (first.mark.epoch, first.mark.blocks, first.mark.digest) == (made.stats().epoch, 0, 0)
+
+
+def test_a_silent_publisher_is_heard_and_a_busy_one_marks(client: Client) -> None:
+    with publisher(heartbeat_interval=0.02, clear_on_start=False) as made:
+        sub = client.subscribe(made)
+        idle = decode_batch(receive(sub)[2])
+        assert (idle.events, idle.mark is not None) == ([], True)
+        made.publish(batch(stored([1])))
+        consumer = Consumer()
+        wait_until(lambda: (consumer.apply(receive(sub)[2]), consumer.mark and consumer.mark.blocks == 1)[1], "a mark")
+        stats = made.stats()
+        assert consumer.mark is not None
+        assert (consumer.mark.blocks, consumer.mark.digest) == (stats.blocks, stats.digest)
+        marks, n = 0, 1
+        while marks < 2:
+            n += 1
+            made.publish(batch(stored([n])))
+            received = decode_batch(receive(sub)[2])
+            marks += bool(received.events) and received.mark is not None
+
+
+def test_only_news_is_sent(client: Client) -> None:
+    with publisher(**PLAIN) as made:
+        for events in (
+            [stored([1, 2])],
+            [stored([1, 2])],
+            [removed([1])],
+            [],
+            [removed([9])],
+            [removed([1]), removed([2])],
+        ):
+            made.publish(batch(*events))
+        sent = [decode_batch(payload).events for _, payload in replay(made, 0, client)]
+        assert sent == [[stored([1, 2])], [], [removed([1])]]
+        assert made.stats().filtered == 3
+
+
+def test_removals_in_a_row_travel_as_one(client: Client) -> None:
+    with publisher(**PLAIN) as made:
+        made.publish(batch(stored([1, 2, 3]), stored([1], medium="CPU")))
+        made.publish(batch(removed([2]), removed([3]), removed([1], "CPU"), removed([1]), stored([3], 2)))
+        sent = decode_batch(replay(made, 1, client)[0][1]).events
+        assert sent == [removed([2, 3]), removed([1], "CPU"), removed([1]), stored([3], 2)]
+
+
+def test_a_tier_is_cleared_by_removals(client: Client) -> None:
+    with publisher(**PLAIN) as made:
+        made.publish(batch(stored([1, 2]), stored([1, 2], medium="CPU", group_idx=1), stored([3], 2, medium="CPU")))
+        made.publish(batch(TierCleared("CPU")))
+        sent = decode_batch(replay(made, 1, client)[0][1]).events
+        assert sent == [removed([1, 2], "CPU", group_idx=1), removed([3], "CPU")]
+        assert made.stats().blocks == 2
+
+
+def test_large_events_are_cut_on_request(client: Client) -> None:
+    with publisher(max_blocks_per_event=2, **PLAIN) as made:
+        made.publish(batch(stored([1, 2, 3])))
+        assert decode_batch(replay(made, 0, client)[0][1]).events == [stored([1, 2]), stored([3], 2)]
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [("as_is", b"\xff" * 31 + b"\x05"), ("u64", 2**64 - 251), ("u63", 2**63 - 251), ("i64", -251)],
+)
+def test_hashes_in_the_form_that_is_asked_for(client: Client, form: str, expected: object) -> None:
+    given = b"\xff" * 31 + b"\x05"
+    with publisher(hash_format=form, **PLAIN) as made:
+        made.publish(batch(stored([b"\x11" * 32], given), stored([given])))
+        made.publish(batch(removed([given])))
+        first, second = (decode_batch(payload).events for _, payload in replay(made, 0, client))
+        assert first[0].parent_block_hash == expected
+        assert (first[1].block_hashes, second) == ([expected], [removed([expected])])
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [(0, 1 << 62), (5, (1 << 62) | 5), (1 << 63, 1 << 62), (1 << 40, 1 << 40)]
+)
+def test_u63_is_never_small(given: int, expected: int) -> None:
+    assert HashFormat("u63").block(given) == expected
+
+
+@pytest.mark.parametrize("version", ["0.10.2", "0.23"])
+def test_events_as_arrays(client: Client, version: str) -> None:
+    with publisher(encoding="array", array_version=version, buffer_steps=1, **PLAIN) as made:
+        made.publish(batch(stored([1, 2, 3])))
+        made.publish(batch(removed([3])))
+        made.publish(batch(stored([4], 2)))
+        assert consume(replay(made, 0, client)).held == {(("GPU", 0, "", ""), block) for block in (1, 2, 4)}
+
+
+def test_a_batch_that_cannot_be_encoded_takes_no_number(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    with publisher(**PLAIN) as made:
+        made.publish(batch(stored([1])))
+        made.publish(batch(stored([2]), stored([3], lora_name=object())))
+        made.publish(batch(stored([2**70])))
+        made.publish(EventBatch(ts="now", events=[stored([4])]))  # type: ignore[arg-type]
+        made.publish(batch(stored([5]), BlockRemoved(["x"], None)))  # type: ignore[list-item]
+        sent = replay(made, 0, client)
+        assert [decode_batch(payload).events for _, payload in sent] == [[stored([1])], [stored([5])]]
+        assert (numbers(sent), made.stats().unencodable) == ([0, 1], 4)
+    assert "cannot be encoded" in caplog.text
+
+
+def test_the_engines_own_classes_are_as_good_as_ours(client: Client) -> None:
+    """A publisher registered with vLLM gets vLLM's structs: same names and fields, other classes."""
+    fields = [(name, Any) for name in ("block_hashes", "medium", "group_idx", "locality", "ownership")]
+    foreign = msgspec.defstruct("BlockRemoved", fields, tag=True)
+    with publisher(**PLAIN) as made:
+        made.publish(batch(stored([1, 2])))
+        made.publish(batch(foreign([1], "GPU", None, None, None), foreign([2], "GPU", None, None, None)))
+        assert consume(replay(made, 0, client)).held == set()
+
+
+# -- a full queue -------------------------------------------------------------------------------------------------------------
+
+
+class Held:
+    """Keeps a publisher's thread busy while it is open."""
+
+    def __init__(self, made: ZmqEventPublisher) -> None:
+        self.gate, self.inside = threading.Event(), threading.Event()
+        self.made = made
+
+    def __enter__(self) -> None:
+        in_thread(self.made, lambda: (self.inside.set(), self.gate.wait()))
+        assert self.inside.wait(10)
+
+    def __exit__(self, *_: object) -> None:
+        self.gate.set()
+
+
+def test_a_full_queue_leaves_a_gap_that_replay_fills(client: Client) -> None:
+    with publisher(max_queue_size=3, heartbeat_interval=60.0, clear_on_start=False) as made:
+        sub = client.subscribe(made)
+        with Held(made):
+            for n in range(1, 11):
+                made.publish(batch(stored([n], n - 1 or None)))
+            made.publish(batch(removed([2, 9])))
+            made.publish(batch(stored([11], 10)))
+        made.check()
+        made.publish(batch(stored([12], 11)))
+        live = [receive(sub) for _ in range(5)]
+        assert [int.from_bytes(seq, "big") for _, seq, _ in live] == [0, 1, 2, 12, 13]
+        again = replay(made, 3, client)
+        assert numbers(again) == list(range(3, 14))
+        consumer = consume(again)
+        assert {block for _, block in consumer.held} == set(range(1, 13)) - {2, 9}
+        stats = made.stats()
+        assert (stats.folded, stats.next_seq) == (9, 14)
+        mark = decode_batch(live[3][2]).mark
+        assert mark is not None
+        assert mark.blocks == 9
+
+
+def test_publishing_never_waits() -> None:
+    with publisher(max_queue_size=10, **PLAIN) as made, Held(made):
+        start = time.monotonic()
+        for n in range(20_000):
+            made.publish(batch(stored([n + 1])))
+        assert time.monotonic() - start < 5
+        assert len(made._loop.outbox) <= 12
+
+
+# -- the end ------------------------------------------------------------------------------------------------------------------
+
+
+def test_shutdown_sends_what_waits_and_is_final(client: Client) -> None:
+    with publisher(**PLAIN) as made:
+        sub = client.subscribe(made)
+        for n in range(2000):
+            made.publish(batch(stored([n + 1])))
+        start = time.monotonic()
+        made.shutdown()
+        made.shutdown()
+        assert time.monotonic() - start < ZmqEventPublisher.SHUTDOWN_TIMEOUT
+        for n in range(2000):
+            assert receive(sub)[1] == n.to_bytes(8, "big")
+        with pytest.raises(RuntimeError, match="Publisher is closed"):
+            made.publish(batch())
+        assert made.stats().next_seq == 2000
+
+
+def test_shutdown_returns_when_the_thread_is_stuck_and_the_queue_full() -> None:
+    made = ZmqEventPublisher(0, "tcp://127.0.0.1:0", max_queue_size=2)
+    held = Held(made)
+    held.__enter__()
+    for n in range(9):
+        made.publish(batch(stored([n + 1])))
+    start = time.monotonic()
+    made.shutdown()
+    assert time.monotonic() - start < ZmqEventPublisher.SHUTDOWN_TIMEOUT + 0.3
+    held.gate.set()
+    made._loop.thread.join(10)
+    assert not made._loop.thread.is_alive()
+
+
+def test_shutdown_returns_when_a_subscriber_does_not_read(client: Client) -> None:
+    with publisher(hwm=0, **PLAIN) as made:
+        sub = client.open(zmq.SUB, made.endpoint, rcvhwm=1)
+        sub.subscribe(b"")
+        big = [stored(list(range(n, n + 4000))) for n in range(1, 1_000_000, 4000)]
+        for event in big:
+            made.publish(batch(event))
+        start = time.monotonic()
+        made.shutdown()
+        assert time.monotonic() - start < ZmqEventPublisher.SHUTDOWN_TIMEOUT + 0.3
+
+
+def test_a_failing_turn_is_logged_and_survived(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    made = ZmqEventPublisher(0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", **PLAIN)
+    try:
+        made._loop.outbox.call(object())  # nothing that can be sent
+        made.publish(batch(stored([1])))
+        wait_until(lambda: made.stats().sent == 1, "the next batch")
+        assert made.stats().errors == 1
+        assert len(replay(made, 0, client)) == 1
+    finally:
+        made.shutdown()
+    assert "a turn of the publisher's thread failed" in caplog.text
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60
+    )
+
+
+def test_a_forgotten_publisher_does_not_hold_the_process() -> None:
+    done = run_python("""
+        from kvtier.events import KVEventBatch, ZmqEventPublisher
+        made = ZmqEventPublisher(0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
+        made.publish(KVEventBatch(ts=1.0, events=[]))
+    """)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_forked_child_has_a_closed_publisher() -> None:
+    done = run_python("""
+        import os
+        from kvtier.events import KVEventBatch, ZmqEventPublisher
+        made = ZmqEventPublisher(0, "tcp://127.0.0.1:0")
+        child = os.fork()
+        if not child:
+            try:
+                made.publish(KVEventBatch(ts=1.0, events=[]))
+            except RuntimeError:
+                made.shutdown()
+                os._exit(7)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        made.publish(KVEventBatch(ts=1.0, events=[]))
+        made.check()
+        assert made.stats().sent == 2
+        made.shutdown()
+    """)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_collected_publisher_ends() -> None:
+    made = ZmqEventPublisher(0, "tcp://127.0.0.1:0")
+    thread = made._loop.thread
+    del made
+    thread.join(10)
+    assert not thread.is_alive()
