@@ -35,6 +35,7 @@ def main() -> None:
     documents = [make_document(number, args.lines) for number in range(1, args.documents + 1)]
     ask(llm, documents, "What is on line 3 ?")
     ask(llm, documents, "What is on line 5 ?")
+    print(", ".join(f"{name} {value:,}" for name, value in count_kvtier(llm).items() if value))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -70,6 +71,12 @@ def ask(llm: LLM, documents: list[str], question: str) -> None:
 def count_loaded(llm: LLM) -> int:
     """Return the tokens that vLLM did not have to compute because kvtier had them."""
     return sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:external_prefix_cache_hits")
+
+
+def count_kvtier(llm: LLM) -> dict[str, int]:
+    """Return what kvtier counts: the same numbers that a server shows on /metrics."""
+    counters = [metric for metric in llm.get_metrics() if metric.name.startswith("vllm:kvtier_")]
+    return {metric.name.removeprefix("vllm:kvtier_"): metric.value for metric in counters}
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
+from enum import Enum
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Self
@@ -27,6 +28,7 @@ __all__ = [
     "GroupConfig",
     "KVTierConfig",
     "OffloadingConfig",
+    "Recompute",
     "format_size",
     "parse_duration",
     "parse_size",
@@ -90,10 +92,7 @@ _Reader = Callable[[str, Any], Any]
 
 
 def _read_size(path: str, value: object) -> int:
-    size = parse_size(value, path)
-    if size < 1:
-        raise ConfigError(path, f"expected more than 0 bytes, got {value!r}")
-    return size
+    return parse_size(value, path)
 
 
 def _read_duration(path: str, value: object) -> float:
@@ -171,7 +170,7 @@ def _read_fields(config: Any, prefix: str = "") -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CPUConfig:
-    """The pool in host memory: `capacity` bytes over all ranks, and who leaves when it is full."""
+    """The pool in host memory: `capacity` bytes over all ranks, and who leaves when it is full. With 0 nothing is kept."""
 
     capacity: int = _setting(_read_size)
     policy: str = _setting(_read_name, "lru")
@@ -240,6 +239,14 @@ class GroupConfig:
         _read_fields(self, "group.")
 
 
+class Recompute(Enum):
+    """What an engine computes after a load that did not deliver everything."""
+
+    MISSING = "what did not arrive"
+    REST = "everything from the first missing block on"
+    ALL = "everything"
+
+
 def _read_groups(path: str, value: object) -> tuple[GroupConfig, ...]:
     if not isinstance(value, (list, tuple)) or not value:
         raise ConfigError(path, f"expected at least one KV cache group, got {value!r}")
@@ -264,6 +271,7 @@ class OffloadingConfig:
     engine_id: str = _setting(_read_name)
     namespace: str = _setting(_read_text, "")
     enable_kv_cache_events: bool = _setting(_read_flag, False)
+    recompute: Recompute = _setting(_instance(Recompute), Recompute.MISSING)
 
     def __post_init__(self) -> None:
         _read_fields(self)
@@ -274,8 +282,8 @@ class OffloadingConfig:
                 expected = f"expected a multiple of hash_block_size ({self.hash_block_size} tokens)"
                 raise ConfigError(f"groups[{i}].block_size", f"{expected}, got {group.block_size}")
         object.__setattr__(self, "settings", _resolve_chunk_tokens(self.settings, self.groups))
-        if self.num_slots < 1:
-            expected = f"expected at least one row ({format_size(self.row_bytes)})"
+        if 0 < self.settings.cpu.capacity < self.row_bytes:
+            expected = f"expected at least one row ({format_size(self.row_bytes)}), or 0 to keep nothing"
             raise ConfigError("cpu.capacity", f"{expected}, got {format_size(self.settings.cpu.capacity)}")
 
     def image_bytes(self, group: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvtier.config import CPUConfig, GroupConfig, KVTierConfig, OffloadingConfig
+from kvtier.config import CPUConfig, GroupConfig, KVTierConfig, OffloadingConfig, Recompute
 from kvtier.connector import (
     CachedRequest,
     KVConnectorOutput,
@@ -16,6 +16,7 @@ from kvtier.connector import (
     StepView,
     TransferReport,
 )
+from kvtier.events.tracker import Description
 from kvtier.keys import hash_blocks
 from kvtier.offload import (
     CanonicalKVCaches,
@@ -50,6 +51,9 @@ class Request:
     def block_hashes(self) -> Sequence[bytes]:
         return hash_blocks(self.tokens, BLOCK)
 
+    def describe(self, start: int, stop: int, block_size: int) -> Description:
+        return Description(self.tokens[start:stop])
+
 
 class ManagerOnlySpec(OffloadingSpec):
     """A spec for tests that move no bytes."""
@@ -78,7 +82,11 @@ class Clock:
 
 
 def make_config(
-    windows: Sequence[int | None] = (None,), world_size: int = 1, capacity: int = 1 << 20, **settings: Any
+    windows: Sequence[int | None] = (None,),
+    world_size: int = 1,
+    capacity: int = 1 << 20,
+    recompute: Recompute = Recompute.MISSING,
+    **settings: Any,
 ) -> OffloadingConfig:
     """Return the config of an engine with blocks of `BLOCK` tokens and 64 bytes in each group."""
     groups = tuple(
@@ -92,6 +100,7 @@ def make_config(
         world_size=world_size,
         engine_id="test",
         enable_kv_cache_events=True,
+        recompute=recompute,
     )
 
 
@@ -190,4 +199,4 @@ def make_host(
 ) -> Host:
     """Return a host with a fresh scheduler's side."""
     spec = ManagerOnlySpec(make_config(windows, world_size, **settings), num_slots)
-    return Host(OffloadingConnectorScheduler(spec, clock or Clock()), world_size)
+    return Host(OffloadingConnectorScheduler(spec, clock or Clock(), Request.describe), world_size)

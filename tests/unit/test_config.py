@@ -171,7 +171,6 @@ class TestFromDict:
             ({"cpu": 3}, "cpu: expected a table of settings, got 3"),
             ({"cpu": {}}, "cpu.capacity: expected a value, got none; this setting is required"),
             ({"eviction_policy": "lru"}, "cpu.capacity: expected a value, got none; this setting is required"),
-            ({"cpu": {"capacity": 0}}, "cpu.capacity: expected more than 0 bytes, got 0"),
             ({"cpu": {"capacity": 1, "policy": 3}}, "cpu.policy: expected a name, got 3"),
             ({"cpu": {"capacity": 1, "policy": ""}}, "cpu.policy: expected a name, got ''"),
             ({"cpu": {"capcity": 1}}, "cpu.capcity: no such setting; did you mean cpu.capacity?"),
@@ -283,7 +282,11 @@ class TestGeometry:
             ({"settings": {}}, "settings: expected a KVTierConfig, got {}"),
             (
                 {"settings": settings(cpu={"capacity": "4kB"})},
-                "cpu.capacity: expected at least one row (4.0 KiB), got 3.9 KiB",
+                "cpu.capacity: expected at least one row (4.0 KiB), or 0 to keep nothing, got 3.9 KiB",
+            ),
+            (
+                {"settings": settings(cpu={"capacity": 1})},
+                "cpu.capacity: expected at least one row (4.0 KiB), or 0 to keep nothing, got 1 B",
             ),
             (
                 {"settings": settings(block_size=24)},
@@ -315,6 +318,10 @@ class TestGeometry:
         with pytest.raises(ConfigError) as caught:
             group(**changes)
         assert str(caught.value) == message
+
+    @pytest.mark.parametrize("nothing", [0, "0", "0GiB"])
+    def test_a_capacity_of_zero_keeps_nothing(self, nothing: object) -> None:
+        assert offloading(settings=settings(cpu={"capacity": nothing})).num_slots == 0
 
     def test_a_capacity_of_exactly_one_row_will_do(self) -> None:
         assert offloading(settings=settings(cpu={"capacity": 4096})).num_slots == 1

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from tests.unit.connector_kit import BLOCK, Clock, Host, Request, make_host
 
-from kvtier.connector import StepView
+from kvtier.config import Recompute
+from kvtier.connector import KVConnectorOutput, StepView
 from kvtier.errors import InputError
 from kvtier.events.types import BlockRemoved, BlockStored
 from kvtier.offload import CPUOffloadingManager, GPULoadStoreSpec, MissReason
@@ -160,6 +161,19 @@ def test_of_a_chunk_that_came_short_only_the_missing_blocks_count_as_computed() 
     assert explanation.first_missing_token == 12
 
 
+@pytest.mark.parametrize(("recompute", "loaded"), [(Recompute.MISSING, 20), (Recompute.REST, 8), (Recompute.ALL, 0)])
+def test_behind_a_gap_tokens_count_as_loaded_only_if_the_engine_keeps_them(recompute: Recompute, loaded: int) -> None:
+    host = make_host(recompute=recompute)
+    host.cache(Request("a", PROMPT))
+    job, _ = load(host, Request("b", PROMPT))
+    host.report(job, success=False, failed_blocks=(2,))
+    explanation = host.scheduler.explain("b")
+    assert explanation is not None
+    assert (sum(explanation.from_tiers.values()), explanation.recomputed) == (loaded, 26 - loaded)
+    assert (explanation.first_miss, explanation.first_missing_token) == (MissReason.FAILED, 8)
+    assert (host.scheduler.stats.asked_tokens, host.scheduler.stats.loaded_tokens) == (26 + 26, loaded)
+
+
 def test_a_chunk_that_fails_twice_is_given_up_even_if_its_bytes_are_not_blamed() -> None:
     host = make_host()
     host.cache(Request("a", PROMPT))
@@ -312,6 +326,29 @@ def test_a_load_slower_than_computing_is_not_done_unless_told_so() -> None:
             explanation = host.scheduler.explain("b")
             assert explanation is not None
             assert explanation.first_miss is MissReason.NOT_WORTH_LOADING
+
+
+def test_a_step_scheduled_while_another_runs_is_charged_for_its_own_time_only() -> None:
+    """As under asynchronous scheduling: a prefill of 10 s runs while a decode step of 1 s is scheduled behind it."""
+    clock = Clock()
+    host = make_host(clock=clock)
+    schedule, ended = host.scheduler.build_connector_meta, KVConnectorOutput()
+    schedule(StepView(num_scheduled_tokens={"a": 1000}))
+    clock.now = 9.0
+    schedule(StepView(num_scheduled_tokens={"a": 1}))
+    clock.now = 10.0
+    host.scheduler.update_connector_output(ended)
+    assert host.scheduler.cost.compute_seconds(1000) == 10.0
+    schedule(StepView(num_scheduled_tokens={"b": 500}))
+    clock.now = 11.0
+    host.scheduler.update_connector_output(ended)
+    clock.now = 16.0
+    host.scheduler.update_connector_output(ended)
+    assert host.scheduler.cost.compute_seconds(1000) == 10.0, (
+        "500 tokens took 5 s, not the 6 s since they were scheduled"
+    )
+    host.scheduler.update_connector_output(ended)
+    assert host.scheduler.cost.compute_seconds(1000) == 10.0
 
 
 def test_reset_while_jobs_run_frees_everything_in_the_end() -> None:

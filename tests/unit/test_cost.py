@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.connector.cost import CostModel
+from kvtier.connector.cost import CostModel, StepTimer
 
 
 def test_until_both_prices_are_known_every_load_is_worth_doing() -> None:
@@ -37,3 +37,16 @@ def test_a_refusal_is_not_for_ever() -> None:
     cost.note_step(1000, 0.001)
     answers = [cost.worth_loading(1000, 1) for _ in range(200)]
     assert 0 < sum(answers) < 10
+
+
+def test_steps_in_flight_end_in_the_order_in_which_they_began() -> None:
+    timer = StepTimer()
+    assert timer.end(0.0) is None
+    timer.begin(1.0, 100)
+    timer.begin(2.0, 7)
+    timer.begin(3.0, 50)
+    assert timer.end(11.0) == (100, 10.0)
+    assert timer.end(12.0) == (7, 1.0)
+    assert timer.end(15.0) == (50, 3.0)
+    timer.begin(20.0, 9)
+    assert timer.end(21.0) == (9, 1.0), "idle time belongs to no step"

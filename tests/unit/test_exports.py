@@ -30,7 +30,11 @@ PROMISED = {
         "BlockStored",
         "EventBatch",
         "KVCacheEvent",
+        "KVConnectorKVEvents",
+        "KVEventAggregator",
         "KVEventBatch",
+        "OffloadingEventsTracker",
+        "decode_batch",
     },
     "kvtier.keys": {"BlockHash", "OffloadKey", "fingerprint", "hash_blocks", "make_offload_key"},
     "kvtier.offload": {
@@ -63,7 +67,7 @@ PROMISED = {
 
 CONTRACTS = {
     "kvtier.connector": ["kvtier.connector.metadata"],
-    "kvtier.events": ["kvtier.events.types"],
+    "kvtier.events": ["kvtier.events.aggregator", "kvtier.events.types", "kvtier.events.wire"],
     "kvtier.offload": ["kvtier.offload.base"],
     "kvtier.policies": ["kvtier.policies.base"],
     "kvtier.transfer": ["kvtier.transfer.base"],

@@ -6,20 +6,27 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 import kvtier.offload
 import kvtier.pool
 from kvtier.errors import ConfigError, LayoutError, PoolError
+from kvtier.keys import make_offload_key
 from kvtier.offload import (
     CPULoadStoreSpec,
     CPUOffloadingManager,
     CPUOffloadingSpec,
     GPULoadStoreSpec,
+    MissReason,
     OffloadingSpec,
     OffloadingSpecFactory,
+    ReqContext,
 )
 from kvtier.testing.caches import ManualClock, make_caches, make_config
 from kvtier.transfer.host import HostHandler
@@ -58,6 +65,64 @@ def test_the_manager_has_the_pool_s_slots_and_is_one() -> None:
     assert manager.num_slots == config.num_slots == spec.open_pool().num_slots == 5
     assert spec.open_pool() is spec.open_pool()
     spec.shutdown()
+
+
+def test_with_a_capacity_of_zero_there_is_no_pool(caplog: pytest.LogCaptureFixture) -> None:
+    caches = make_caches("kv_first")
+    config = make_config(caches, num_slots=0, world_size=2)
+    spec = CPUOffloadingSpec(config)
+    with caplog.at_level("INFO", logger="kvtier"):
+        manager = spec.get_manager()
+    assert spec.get_manager() is manager
+    assert [record.message for record in caplog.records] == [
+        "cpu.capacity is 0: nothing is stored and nothing is loaded"
+    ]
+    assert list(spec.get_handlers(canonicalize(caches.layers, caches.groups))) == []
+    assert not list(kvtier.pool._shared_directory().glob("kvtier-test.pool"))
+    keys = [make_offload_key(bytes([number]) * 32, 0) for number in range(3)]
+    assert manager.prepare_store(keys, ReqContext()) is None
+    assert manager.lookup_prefix(keys, ReqContext()) == 0
+    assert manager.explain(keys[0]) is MissReason.REFUSED
+    manager.touch(keys, ReqContext())
+    manager.reset_cache()
+    manager.check()
+    spec.shutdown()
+
+
+@pytest.mark.parametrize(("is_cuda", "has_triton"), [(True, True), (True, False), (False, True)])
+def test_the_device_of_the_caches_chooses_the_handlers(
+    monkeypatch: pytest.MonkeyPatch, is_cuda: bool, has_triton: bool
+) -> None:
+    """What the GPU's handlers do is tested on a GPU; that they are chosen is tested here, with others in their place."""
+    caches = make_caches("kv_first")
+    canonical = canonicalize(caches.layers, caches.groups)
+    standing_in = {name: partial(_StandIn, name) for name in ("CudaMemory", "CudaStoreHandler", "CudaLoadHandler")}
+    monkeypatch.setitem(sys.modules, "kvtier.transfer.cuda", SimpleNamespace(**standing_in))
+    monkeypatch.setattr("kvtier.offload.cpu.find_spec", lambda name: object() if has_triton else None)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", is_cuda)
+    spec = CPUOffloadingSpec(make_config(caches, deadline=3.0))
+    store, load = (handler for _, _, handler in spec.get_handlers(canonical))
+    if is_cuda and has_triton:
+        assert isinstance(store, _StandIn)
+        assert isinstance(load, _StandIn)
+        assert (store.name, load.name) == ("CudaStoreHandler", "CudaLoadHandler")
+        memory, deadline = load.arguments
+        assert memory is store.arguments[0], "one view of the memories serves both directions"
+        assert memory.arguments == (canonical, spec.open_pool(), spec.config)
+        assert deadline == 3.0
+    else:
+        assert isinstance(store, HostHandler)
+        assert isinstance(load, HostHandler)
+        store.shutdown()
+        load.shutdown()
+    spec.shutdown()
+
+
+class _StandIn:
+    """Remembers what it was made of."""
+
+    def __init__(self, name: str, *arguments: Any, clock: Any = None) -> None:
+        self.name, self.arguments = name, arguments
 
 
 def test_deadlines_are_those_of_the_settings() -> None:

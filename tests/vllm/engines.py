@@ -63,12 +63,12 @@ class Engine:
         return get_kv_transfer_group()
 
     def generate(
-        self, prompts: Sequence[Prompt], max_tokens: int = 8, salts: Sequence[str | None] = ()
+        self, prompts: Sequence[Prompt], max_tokens: int = 8, salts: Sequence[str | None] = (), **options: Any
     ) -> list[Output]:
         """Run prompts to their end, greedily."""
         salts = [*salts, *[None] * (len(prompts) - len(salts))]
         inputs = [_token_prompt(prompt, salt) for prompt, salt in zip(prompts, salts, strict=True)]
-        done = self.llm.generate(inputs, self.params(max_tokens), use_tqdm=False)
+        done = self.llm.generate(inputs, self.params(max_tokens), use_tqdm=False, **options)
         return [Output(list(each.outputs[0].token_ids), each.num_cached_tokens) for each in done]
 
     def logprobs(self, prompt: Prompt, max_tokens: int = 3) -> list[float]:

@@ -9,7 +9,7 @@ from kvtier.integrations.vllm import KVTierConnector
 from kvtier.offload import GPULoadStoreSpec, OffloadingSpec, TransferType
 from kvtier.testing.faults import Fault, FaultPlan, with_faults
 
-__all__ = ["FaultyConnector", "HangingLoads"]
+__all__ = ["FaultyConnector", "HalfLoads", "HangingLoads"]
 
 
 class FaultyConnector(KVTierConnector):
@@ -26,3 +26,10 @@ class HangingLoads(FaultPlan):
 
     def choose(self, transfer_type: TransferType, job_id: int) -> tuple[Fault | None, float]:
         return (Fault.HANG if transfer_type[1] == GPULoadStoreSpec.medium() else None), 0.0
+
+
+class HalfLoads(FaultPlan):
+    """All stores arrive, and of each load the first half."""
+
+    def choose(self, transfer_type: TransferType, job_id: int) -> tuple[Fault | None, float]:
+        return (Fault.SHORT if transfer_type[1] == GPULoadStoreSpec.medium() else None), 0.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,30 @@ def save_hybrid(folder: Path) -> Path:
     """Save a Llama whose layers attend in turn to everything and to a window: two KV cache groups."""
     kinds = ["full_attention", "sliding_attention"] * 2
     return _save(folder, num_hidden_layers=4, layer_types=kinds, sliding_window=WINDOW)
+
+
+def save_adapter(folder: Path, seed: int) -> Path:
+    """Save a LoRA adapter for the keys and values of `save_llama`'s model."""
+    import torch
+    from safetensors.torch import save_file
+
+    generator, rank, size = torch.Generator().manual_seed(seed), 4, _SHAPE["hidden_size"]
+    weights = {}
+    for layer in range(3):
+        for module in ("k_proj", "v_proj"):
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            weights[f"{name}.lora_A.weight"] = torch.randn(rank, size, generator=generator)
+            weights[f"{name}.lora_B.weight"] = torch.randn(64, rank, generator=generator)
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": ["k_proj", "v_proj"],
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
 
 
 def _save(folder: Path, **config: Any) -> Path:

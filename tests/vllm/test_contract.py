@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import inspect
 import runpy
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.vllm.engines import BLOCK, make_prompt, vllm_engine
+from tests.vllm.engines import BLOCK, Engine, make_prompt, vllm_engine
 
-from kvtier.errors import InputError
+from kvtier.connector import ConnectorStats
+from kvtier.errors import ConfigError, InputError
+from kvtier.integrations.savings import INTERVAL, Savings
+from kvtier.testing.caches import ManualClock
 
 LEFT_ALONE = {
     "bind_gpu_block_pool": "the cache manager is bound",
@@ -107,49 +110,136 @@ def test_a_bad_setting_stops_the_start_in_one_line(llama: Path, settings: dict[s
     cleanup_dist_env_and_memory()
 
 
-def test_what_is_said_and_counted(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
-    import logging
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What kvtier writes to vLLM's log. vLLM takes handlers away when an engine starts."""
+    from kvtier.integrations.vllm import logger
 
-    logger = logging.getLogger("vllm.kvtier")
-    logger.addHandler(caplog.handler)
-    logger.setLevel(logging.INFO)
+    lines: list[str] = []
+    monkeypatch.setattr(logger, "info", lambda text, *values: lines.append(text % values))
+    return lines
+
+
+def test_what_is_said_and_counted(llama: Path, said: list[str]) -> None:
+    clock = ManualClock()
     with vllm_engine(llama, {"cpu": {"capacity": "4MiB"}}) as engine:
+        engine.connector._savings = Savings(clock)
         prompt = make_prompt(0, 100)
         engine.generate([prompt])
         engine.forget()
         engine.generate([prompt])
         engine.settle()
+        clock.now += INTERVAL
+        engine.generate([make_prompt(1, 10)])
         found = {metric.name: metric.value for metric in engine.llm.get_metrics() if hasattr(metric, "value")}
         config = engine.connector._connector.connector_scheduler.spec.config
-    logger.removeHandler(caplog.handler)
-    assert "4.0 MiB of host memory keep 85 chunks of 32 tokens (48.0 KiB each); policy lru" in caplog.text
-    assert "kv_load_failure_policy is now 'recompute'" in caplog.text
+        engine.generate([make_prompt(2, 20)])
+    policy, start, savings, rest = said
+    assert "kv_load_failure_policy is now 'recompute'" in policy
+    assert "4.0 MiB of host memory keep 85 chunks of 32 tokens (48.0 KiB each); policy lru" in start
+    told = "kvtier, last 60 s: 96 prompt tokens loaded instead of computed (46% of the 210 that were not on the GPU);"
+    assert (
+        savings
+        == f"{told} 144.0 KiB loaded, 144.0 KiB stored, 0 of {found['vllm:kvtier_stores'] + 1:.0f} transfers failed"
+    )
+    assert "0 prompt tokens loaded instead of computed (0% of the 20 that were not on the GPU)" in rest
     assert found["vllm:kvtier_loads"] == 1
     assert found["vllm:kvtier_load_bytes"] == 3 * 48 * 1024
     assert found["vllm:kvtier_store_bytes"] == 3 * 48 * 1024
-    assert found["vllm:external_prefix_cache_hits"] == 96
+    assert found["vllm:kvtier_asked_tokens"] == 210
+    assert found["vllm:kvtier_loaded_tokens"] == found["vllm:external_prefix_cache_hits"] == 96
     assert len(config.namespace) == 64
 
 
-def test_the_namespace_tells_models_and_settings_apart(llama: Path, hybrid: Path) -> None:
+def test_every_step_is_ended_once(engine: Engine) -> None:
+    """Else the time of a step would be taken for that of another. vLLM keeps quiet about steps with nothing to tell."""
+    prompt = make_prompt(0, 200)
+    engine.generate([prompt])
+    engine.forget()
+    engine.generate([prompt])
+    engine.settle()
+    scheduler = engine.connector._connector.connector_scheduler
+    assert not scheduler._timer._in_flight
+    assert scheduler.cost.compute_seconds(1) is not None
+
+
+def test_every_counter_is_shown() -> None:
+    from kvtier.integrations.vllm import _COUNTERS
+
+    assert _COUNTERS.keys() == {field.name for field in fields(ConnectorStats)}
+
+
+def test_a_capacity_of_zero_is_said_once(llama: Path, said: list[str]) -> None:
+    with vllm_engine(llama, {"cpu": {"capacity": 0}}):
+        pass
+    _, start = said
+    assert start.endswith(": cpu.capacity is 0: nothing is stored and nothing is loaded")
+
+
+@pytest.fixture(scope="module")
+def cache_config(llama: Path) -> Any:
+    """How vLLM lays out the KV of a Llama."""
+    with vllm_engine(llama, {}) as engine:
+        return engine.connector._kv_cache_config
+
+
+def engine_config(model: Path, **options: Any) -> Any:
+    """Return vLLM's config of an engine with kvtier that is not started."""
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
 
+    transfer = KVTransferConfig(
+        kv_connector="KVTierConnector",
+        kv_connector_module_path="kvtier.integrations.vllm",
+        kv_role="kv_both",
+        kv_connector_extra_config={"cpu": {"capacity": "1MiB"}},
+    )
+    defaults = {"dtype": "float32", "block_size": BLOCK, "skip_tokenizer_init": True}
+    return EngineArgs(model=str(model), kv_transfer_config=transfer, **(defaults | options)).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        (
+            "pipeline_parallel_size",
+            "kvtier does not follow KV over pipeline stages; use tensor_parallel_size; vLLM's own",
+        ),
+        ("decode_context_parallel_size", "kvtier does not follow KV that is spread over ranks by token; vLLM's own"),
+        ("prefill_context_parallel_size", "kvtier does not follow KV that is spread over ranks by token; vLLM's own"),
+    ],
+)
+def test_ways_to_divide_a_model_that_are_refused(llama: Path, cache_config: Any, name: str, advice: str) -> None:
     from kvtier.integrations.vllm import describe_engine
 
-    with vllm_engine(llama, {}) as engine:
-        cache = engine.connector._kv_cache_config
+    config = engine_config(llama)
+    setattr(config.parallel_config, name, 2)
+    with pytest.raises(ConfigError, match=f"^{name}: expected 1, got 2: {advice}") as caught:
+        describe_engine(config, cache_config)
+    assert "\n" not in str(caught.value)
+
+
+def test_recurrent_models_are_refused(llama: Path, cache_config: Any) -> None:
+    import torch
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
+
+    from kvtier.integrations.vllm import describe_engine
+
+    state = MambaSpec(block_size=BLOCK, shapes=((4, 16),), dtypes=(torch.float32,))
+    hybrid = replace(
+        cache_config, kv_cache_groups=[*cache_config.kv_cache_groups, KVCacheGroupSpec(["model.layers.9.mixer"], state)]
+    )
+    refusal = r"^KV cache group 1: expected one of FullAttentionSpec, .*, got MambaSpec; vLLM's own OffloadingConnector"
+    with pytest.raises(InputError, match=refusal) as caught:
+        describe_engine(engine_config(llama), hybrid)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_namespace_tells_models_and_settings_apart(llama: Path, hybrid: Path, cache_config: Any) -> None:
+    from kvtier.integrations.vllm import describe_engine
 
     def namespace(model: Path = llama, **options: Any) -> str:
-        transfer = KVTransferConfig(
-            kv_connector="KVTierConnector",
-            kv_connector_module_path="kvtier.integrations.vllm",
-            kv_role="kv_both",
-            kv_connector_extra_config={"cpu": {"capacity": "1MiB"}},
-        )
-        defaults = {"dtype": "float32", "block_size": BLOCK, "skip_tokenizer_init": True}
-        args = EngineArgs(model=str(model), kv_transfer_config=transfer, **(defaults | options))
-        return describe_engine(args.create_engine_config(), cache).namespace
+        return describe_engine(engine_config(model, **options), cache_config).namespace
 
     different = [
         namespace(),
@@ -159,6 +249,7 @@ def test_the_namespace_tells_models_and_settings_apart(llama: Path, hybrid: Path
         namespace(load_format="dummy"),
         namespace(hf_overrides={"rope_theta": 5000.0}),
         namespace(tensor_parallel_size=2),
+        namespace(enable_lora=True),
     ]
     assert len(set(different)) == len(different)
     assert namespace(max_num_seqs=4, num_gpu_blocks_override=30) == namespace()

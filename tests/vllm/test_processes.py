@@ -72,3 +72,4 @@ def test_the_example_runs(llama: Path) -> None:
     first, second = re.findall(r"of ([\d,]+) prompt tokens ([\d,]+) came back from kvtier", done.stdout)
     assert first[1] == "0"
     assert second[1] != "0"
+    assert re.search(r"loads \d+, load_bytes [\d,]+, stores \d+", done.stdout)

@@ -79,13 +79,17 @@ def test_dozens_of_preemptions(model: Path, reference: Reference, blocks_per_chu
     assert rounds == [expected, expected]
 
 
-@pytest.mark.parametrize("capacity", ["one chunk", "8 chunks"])
-def test_a_pool_that_is_far_too_small(llama: Path, reference: Reference, capacity: str) -> None:
+@pytest.mark.parametrize("chunks", [0, 1, 8])
+def test_a_pool_that_is_far_too_small(llama: Path, reference: Reference, chunks: int) -> None:
     row = 3 * BLOCK * 2 * 2 * 32 * 4  # layers, tokens, K and V, heads, head_dim, bytes
-    chunks = 1 if capacity == "one chunk" else 8
     with vllm_engine(llama, {"cpu": {"capacity": row * chunks}}, num_blocks=20) as engine:
         rounds = [tokens_of(engine.generate(STRESS[:16], 48)) for _ in range(2)]
-        assert engine.stats.stores > 0
+        engine.settle()
+        assert (engine.stats.stores > 0) == (chunks > 0)
+        assert engine.stats.loads == 0 or chunks > 0
+        scheduler = engine.connector._connector.connector_scheduler
+        assert scheduler.manager.stats().ready == chunks, "it is full"
+        assert (engine.worker._connector.connector_worker.spec._pool is None) == (chunks == 0)
     assert rounds == [reference(llama, STRESS, 48)[:16]] * 2
 
 

@@ -25,6 +25,7 @@ from kvtier.connector.metadata import (
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.connector.worker import OffloadingConnectorWorker
 from kvtier.errors import InputError
+from kvtier.events.tracker import Describe
 from kvtier.events.types import KVCacheEvent
 from kvtier.offload.base import OffloadingSpec
 from kvtier.offload.factory import OffloadingSpecFactory
@@ -38,14 +39,21 @@ __all__ = ["OffloadingConnector"]
 class OffloadingConnector:
     """One half of the connector. Calling a method of the other half is misuse and says so."""
 
-    def __init__(self, config: OffloadingConfig, role: ConnectorRole, spec: OffloadingSpec | None = None) -> None:
+    def __init__(
+        self,
+        config: OffloadingConfig,
+        role: ConnectorRole,
+        spec: OffloadingSpec | None = None,
+        describe: Describe | None = None,
+    ) -> None:
+        """Make one half. `describe` reads the engine's requests for the event stream (`kvtier.events.tracker`)."""
         self.role = role
         self.connector_scheduler: OffloadingConnectorScheduler | None = None
         self.connector_worker: OffloadingConnectorWorker | None = None
         self._metadata: OffloadingConnectorMetadata | None = None
         spec = spec or OffloadingSpecFactory.create_spec(config)
         if role is ConnectorRole.SCHEDULER:
-            self.connector_scheduler = OffloadingConnectorScheduler(spec)
+            self.connector_scheduler = OffloadingConnectorScheduler(spec, describe=describe)
         else:
             self.connector_worker = OffloadingConnectorWorker(spec)
 
@@ -94,6 +102,10 @@ class OffloadingConnector:
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Take what changed in the tiers."""
         return self._scheduler.take_events()
+
+    def retell_events(self) -> Iterable[KVCacheEvent]:
+        """Take events that announce afresh what the tiers hold, instead of what changed."""
+        return self._scheduler.retell_events()
 
     def explain(self, req_id: ReqId) -> Explanation | None:
         """Say where a request's prompt came from."""

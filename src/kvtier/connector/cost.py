@@ -1,17 +1,45 @@
 """Is a load faster than recomputing? Learned from what the engine and the bus have done so far.
 
-Two running averages: seconds per byte of finished loads, and seconds per token of prefill-sized steps. Until both are known
+`StepTimer` tells how long each step took, also where an engine schedules a step while the one before it still runs. `CostModel`
+keeps two running averages: seconds per byte of finished loads, and seconds per token of prefill-sized steps. Until both are known
 every load is worth doing. A refusal is not for ever: every `_RETRY_AFTER`-th load goes ahead, so that a stale average heals.
 Used by the scheduler's side of the connector, on its thread.
 """
 
 from __future__ import annotations
 
-__all__ = ["CostModel"]
+from collections import deque
+
+__all__ = ["CostModel", "StepTimer"]
 
 _WEIGHT = 0.2
 _MIN_STEP_TOKENS = 32  # a decode step is bound by latency and says nothing about the price of a prefill token
 _RETRY_AFTER = 64
+_MAX_IN_FLIGHT = 16
+
+
+class StepTimer:
+    """Times steps that begin and end in one order, with several of them in flight.
+
+    step 1   |=========|
+    step 2        |....=========|      it waits (.) for step 1, and that is not its own time
+    """
+
+    def __init__(self) -> None:
+        self._in_flight: deque[tuple[float, int]] = deque(maxlen=_MAX_IN_FLIGHT)
+        self._last_end = float("-inf")
+
+    def begin(self, now: float, num_tokens: int) -> None:
+        """Note that a step of `num_tokens` tokens has been scheduled."""
+        self._in_flight.append((now, num_tokens))
+
+    def end(self, now: float) -> tuple[int, float] | None:
+        """End the oldest step and return its tokens and seconds; `None` if none is in flight."""
+        if not self._in_flight:
+            return None
+        begun, num_tokens = self._in_flight.popleft()
+        begun, self._last_end = max(begun, self._last_end), now
+        return num_tokens, now - begun
 
 
 class CostModel:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from kvtier.config import Recompute
 from kvtier.connector.jobs import LoadJob
 from kvtier.connector.lookup import Match
 from kvtier.connector.metadata import ReqId
@@ -51,15 +52,15 @@ class Explainer:
         elif match.missing is not None:
             self._misses[state.view.request_id] = self._manager.explain(match.missing), end
 
-    def note_load(self, state: RequestState, job: LoadJob, windowed: bool) -> None:
-        """Explain a request whose load is over."""
+    def note_load(self, state: RequestState, job: LoadJob, recompute: Recompute) -> Explanation | None:
+        """Explain a request whose load is over, unless that was done before."""
         if job.failed:
             self._misses[state.view.request_id] = MissReason.FAILED, job.first_failed_token()
-        self._explain(state, job.tokens_arrived(windowed))
+        return self._explain(state, job.tokens_saved(recompute))
 
-    def note_run(self, state: RequestState) -> None:
-        """Explain a request that runs; if it did not load anything, this is the first time."""
-        self._explain(state, 0)
+    def note_run(self, state: RequestState) -> Explanation | None:
+        """Explain a request that runs, unless that was done before: it has not loaded anything."""
+        return self._explain(state, 0)
 
     def note_finished(self, state: RequestState) -> None:
         """Let go of what is kept for a request that may never have run."""
@@ -69,16 +70,17 @@ class Explainer:
         """Return the explanation of a request; `None` if it has not run or is long forgotten."""
         return self._explained.get(req_id)
 
-    def _explain(self, state: RequestState, loaded: int) -> None:
+    def _explain(self, state: RequestState, loaded: int) -> Explanation | None:
         req_id = state.view.request_id
         if state.explained:
-            return
+            return None
         state.explained = True
         prompt = state.view.num_prompt_tokens
         local = min(state.local, prompt)
         loaded = max(0, min(loaded, prompt - 1 - local))
         reason, token = self._misses.pop(req_id, (None, None))
         tiers = {"cpu": loaded} if loaded else {}
-        self._explained[req_id] = Explanation(local, tiers, prompt - local - loaded, reason, token)
+        explanation = self._explained[req_id] = Explanation(local, tiers, prompt - local - loaded, reason, token)
         if len(self._explained) > _REMEMBERED:
             self._explained.popitem(last=False)
+        return explanation

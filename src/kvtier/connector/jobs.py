@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvtier.config import OffloadingConfig
+from kvtier.config import OffloadingConfig, Recompute
 from kvtier.connector.metadata import ReqId
 from kvtier.connector.state import GroupState, RequestState
 from kvtier.errors import InputError
@@ -88,11 +88,13 @@ class LoadJob(Job):
         """Return the first token whose block did not arrive."""
         return min(start for start, _ in self._lost())
 
-    def tokens_arrived(self, windowed: bool) -> int:
-        """Count the tokens that need not be computed. With a windowed group a load is of use whole or not at all."""
-        if self.failed and windowed:
-            return 0
-        return self.end - self.local - sum(stop - start for start, stop in self._lost())
+    def tokens_saved(self, recompute: Recompute) -> int:
+        """Count the tokens that an engine which recovers like this need not compute."""
+        if not self.failed:
+            return self.end - self.local
+        if recompute is Recompute.MISSING:
+            return self.end - self.local - sum(stop - start for start, stop in self._lost())
+        return self.first_failed_token() - self.local if recompute is Recompute.REST else 0
 
     def _lost(self) -> set[tuple[int, int]]:
         """Return the tokens `[start, stop)` of each block that did not arrive."""

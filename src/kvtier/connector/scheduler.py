@@ -17,10 +17,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
-from kvtier.connector.cost import CostModel
+from kvtier.config import Recompute
+from kvtier.connector.cost import CostModel, StepTimer
 from kvtier.connector.explain import Explainer, Explanation
 from kvtier.connector.jobs import LoadJob, StoreJob, plan_load, plan_store, reordered
 from kvtier.connector.lookup import Match, match_prefix
@@ -38,8 +38,9 @@ from kvtier.connector.metadata import (
 )
 from kvtier.connector.state import Geometry, GroupState, RequestState
 from kvtier.errors import IntegrityError
-from kvtier.events.types import BlockRemoved, BlockStored, KVCacheEvent
-from kvtier.keys import OffloadKey, get_offload_block_hash, get_offload_group_idx
+from kvtier.events.tracker import Describe, OffloadingEventsTracker
+from kvtier.events.types import KVCacheEvent
+from kvtier.keys import OffloadKey
 from kvtier.offload.base import MissReason, OffloadingSpec, ReqContext
 from kvtier.transfer.base import NULL_BLOCK, TransferSpec
 
@@ -64,12 +65,19 @@ class ConnectorStats:
     waits: int = 0
     not_worth: int = 0
     flushes: int = 0
+    asked_tokens: int = 0
+    """Prompt tokens that the engine did not have, of requests that have run."""
+    loaded_tokens: int = 0
+    """Those of them that need not be computed."""
 
 
 class OffloadingConnectorScheduler:
     """The one place that knows which job moves which chunk for whom."""
 
-    def __init__(self, spec: OffloadingSpec, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, spec: OffloadingSpec, clock: Callable[[], float] = time.monotonic, describe: Describe | None = None
+    ) -> None:
+        """Plan for `spec`. `describe` reads requests for the event stream; without it events carry hashes alone."""
         self.spec = spec
         self.manager = spec.get_manager()
         self.stats = ConnectorStats()
@@ -81,12 +89,16 @@ class OffloadingConnectorScheduler:
         self._jobs: dict[int, LoadJob | StoreJob] = {}
         self._next_job = 0
         self._step = 0
-        self._step_started: tuple[float, int] | None = None
+        self._timer = StepTimer()
         self._planned = OffloadingConnectorMetadata()
         self._allocated: set[int] = set()
         self._loading: dict[OffloadKey, int] = {}
         self._strikes: Counter[OffloadKey] = Counter()
         self._explainer = Explainer(self.manager)
+        described = spec.config.enable_kv_cache_events and self._settings.self_describing_kv_events
+        self._tracker = OffloadingEventsTracker(describe if described else None)
+        self._told: list[KVCacheEvent] = []
+        self._recompute = Recompute.ALL if self._geometry.windowed else spec.config.recompute
 
     # -- asking ------------------------------------------------------------------------------------------------------------
 
@@ -197,7 +209,7 @@ class OffloadingConnectorScheduler:
             meta.reqs_to_store[job.req_id] = spec
             meta.store_jobs[job.req_id] = job.job_id
         self._allocated = set()
-        self._step_started = self._clock(), sum(step.num_scheduled_tokens.values())
+        self._timer.begin(self._clock(), sum(step.num_scheduled_tokens.values()))
         return meta
 
     def _update_blocks(self, step: StepView) -> None:
@@ -261,7 +273,7 @@ class OffloadingConnectorScheduler:
             if state is None or available < state.next_offer or self._step < state.retry_store_at:
                 continue
             state.extend_keys()
-            self._explainer.note_run(state)
+            self._count_tokens(self._explainer.note_run(state))
             available = min(available, state.view.num_tokens)
             state.next_offer = self._geometry.next_chunk_end(available)
             wanted = self._chunks_to_store(state, available)
@@ -297,16 +309,25 @@ class OffloadingConnectorScheduler:
         job = plan_store(self.spec.config, state, taken)
         self._start_job(job)
         state.store_jobs.add(job.job_id)
+        self._describe_chunks(state, taken)
         return job, (job.gpu_end, reordered(output.store_spec, output.keys_to_store, job.keys))
+
+    def _describe_chunks(self, state: RequestState, chunks: list[dict[OffloadKey, int]]) -> None:
+        """Have the chunks of a store described for the event stream, while the request is there."""
+        if self._tracker.enabled:
+            for group, places in zip(state.groups, chunks, strict=True):
+                for key, position in places.items():
+                    self._tracker.record_store(state.view, group.geometry, position, key)
 
     # -- completing --------------------------------------------------------------------------------------------------------
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take in what the workers report; complete the jobs that every rank has reported."""
-        if self._step_started is not None:
-            started, tokens = self._step_started
-            self.cost.note_step(tokens, self._clock() - started)
-            self._step_started = None
+        """Take in what the workers report; complete the jobs that every rank has reported.
+
+        Comes once for every step, in the order of the steps. The next step may have been scheduled by then.
+        """
+        if (timed := self._timer.end(self._clock())) is not None:
+            self.cost.note_step(*timed)
         for report in connector_output.reports:
             self._take_report(report)
         if not self.spec.config.enable_kv_cache_events:
@@ -340,7 +361,7 @@ class OffloadingConnectorScheduler:
         if state is None:
             return
         state.load_job = None
-        self._explainer.note_load(state, job, windowed=bool(self._geometry.windowed))
+        self._count_tokens(self._explainer.note_load(state, job, self._recompute))
         if job.failed:
             state.may_load, state.next_offer = False, 0
             for group in state.groups:
@@ -365,6 +386,9 @@ class OffloadingConnectorScheduler:
         if job.failed:
             self.manager.complete_store(job.failed_keys(), success=False)
         self.manager.complete_store(job.arrived_keys())
+        if self._tracker.enabled:
+            self._translate_events()
+            self._tracker.drop(job.keys)  # what was not announced by now failed, or was made absent meanwhile
         self.stats.stores += 1
         self.stats.stores_failed += bool(job.failed)
         self.stats.store_bytes += 0 if job.failed else job.num_bytes
@@ -372,6 +396,12 @@ class OffloadingConnectorScheduler:
         if state is not None:
             state.store_jobs.discard(job.job_id)
             self._drop_if_done(state)
+
+    def _count_tokens(self, explanation: Explanation | None) -> None:
+        if explanation is not None:
+            loaded = sum(explanation.from_tiers.values())
+            self.stats.asked_tokens += loaded + explanation.recomputed
+            self.stats.loaded_tokens += loaded
 
     # -- ending ------------------------------------------------------------------------------------------------------------
 
@@ -414,14 +444,21 @@ class OffloadingConnectorScheduler:
     # -- telling -----------------------------------------------------------------------------------------------------------
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Take the changes of the tiers since the last call, one event for each group of a change."""
-        for event in self.manager.take_events():
-            if len(self._geometry.groups) == 1:
-                yield _kv_event([get_offload_block_hash(key) for key in event.keys], 0, event.medium, event.removed)
-                continue
-            keys = sorted(event.keys, key=get_offload_group_idx)
-            for group, members in groupby(keys, key=get_offload_group_idx):
-                yield _kv_event([get_offload_block_hash(key) for key in members], group, event.medium, event.removed)
+        """Take the changes of the tiers since the last call."""
+        self._translate_events()
+        told, self._told = self._told, []
+        return told
+
+    def retell_events(self) -> Iterable[KVCacheEvent]:
+        """Take, instead of the changes since the last call, events that announce afresh what the tiers hold.
+
+        For an engine whose own clear of everything was not meant for the tiers. It takes `self_describing_kv_events`.
+        """
+        changes = self.take_events()
+        return self._tracker.retell() if self._tracker.enabled else changes
+
+    def _translate_events(self) -> None:
+        self._told += self._tracker.take_events(self.manager.take_events())
 
     def explain(self, req_id: ReqId) -> Explanation | None:
         """Say where a request's prompt came from; `None` if it has not run or is long forgotten."""
@@ -435,6 +472,7 @@ class OffloadingConnectorScheduler:
     def check(self) -> None:
         """Raise `IntegrityError` if jobs and requests disagree, or the manager is broken."""
         self.manager.check()
+        self._tracker.check()
         loads = {job.job_id for job in self._jobs.values() if isinstance(job, LoadJob)}
         for state in self._requests.values():
             if state.load_job is not None and state.load_job not in loads:
@@ -459,18 +497,3 @@ class OffloadingConnectorScheduler:
             state = self._requests[request.request_id] = RequestState(request, context, groups)
         state.extend_keys()
         return state
-
-
-def _kv_event(hashes: list[bytes], group: int, medium: str, removed: bool) -> KVCacheEvent:
-    if removed:
-        return BlockRemoved(block_hashes=list(hashes), medium=medium, group_idx=group)
-    return BlockStored(
-        block_hashes=list(hashes),
-        parent_block_hash=None,
-        token_ids=[],
-        block_size=0,
-        lora_id=None,
-        medium=medium,
-        lora_name=None,
-        group_idx=group,
-    )

@@ -19,19 +19,21 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
 
-from kvtier.config import GroupConfig, KVTierConfig, OffloadingConfig, format_size
+from kvtier.config import GroupConfig, KVTierConfig, OffloadingConfig, Recompute, format_size
 from kvtier.connector import (
     CachedRequest,
     ConnectorRole,
+    ConnectorStats,
     KVConnectorOutput,
     NewRequest,
     OffloadingConnector,
@@ -40,8 +42,9 @@ from kvtier.connector import (
     TransferReport,
 )
 from kvtier.errors import ConfigError, InputError
-from kvtier.events import AllBlocksCleared, BlockRemoved, BlockStored
+from kvtier.events import AllBlocksCleared, BlockRemoved, BlockStored, Description
 from kvtier.integrations import expect_version
+from kvtier.integrations.savings import Savings
 from kvtier.keys import fingerprint, weights_manifest
 from kvtier.offload import OffloadingSpec, OffloadingSpecFactory
 
@@ -65,15 +68,18 @@ from vllm.logger import init_logger  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.utils.hashing import get_hash_fn_by_name  # noqa: E402
 from vllm.v1.core.kv_cache_utils import (  # noqa: E402
+    generate_block_hash_extra_keys,
     maybe_convert_block_hash,
     resolve_kv_cache_block_sizes,
     resolve_none_hash_seed,
+    to_event_extra_keys,
 )
 from vllm.v1.kv_cache_interface import (  # noqa: E402
     FullAttentionSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
+    get_kv_cache_spec_kind,
     group_kernel_blocks,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: E402
@@ -100,6 +106,13 @@ logger = init_logger("vllm.kvtier")  # under vLLM's own logger: it gives others 
 
 _IDLE_SECONDS = 0.005  # how long a step without tokens may wait for a transfer
 _SUPPORTED_SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
+_INSTEAD = "vLLM's own OffloadingConnector may serve it"
+_UNSUPPORTED = {
+    "pipeline_parallel_size": "kvtier does not follow KV over pipeline stages; use tensor_parallel_size",
+    "decode_context_parallel_size": "kvtier does not follow KV that is spread over ranks by token",
+    "prefill_context_parallel_size": "kvtier does not follow KV that is spread over ranks by token",
+}
+"""Ways to divide a model that are refused when greater than 1, and why."""
 _COUNTERS = {
     "loads": "Loads from the pool that are over.",
     "loads_failed": "Loads that did not deliver everything, so that vLLM recomputed it.",
@@ -110,8 +123,11 @@ _COUNTERS = {
     "waits": "Times that a request was asked to wait for a chunk on its way.",
     "not_worth": "Times that computing was expected to be faster than a load.",
     "flushes": "Stores that had to end before a step overwrote what they read.",
+    "asked_tokens": "Prompt tokens that vLLM's own cache did not have.",
+    "loaded_tokens": "Prompt tokens of them that were loaded instead of computed.",
 }
 """What vLLM's /metrics shows of kvtier, as `vllm:kvtier_<name>_total`."""
+_get_totals: Callable[[ConnectorStats], tuple[int, ...]] = attrgetter(*_COUNTERS)
 
 
 @dataclass(slots=True)
@@ -187,10 +203,14 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         ours = ConnectorRole.SCHEDULER if role is KVConnectorRole.SCHEDULER else ConnectorRole.WORKER
         config = describe_engine(vllm_config, kv_cache_config, ours)
         self._groups = config.groups
+        self._kinds = [get_kv_cache_spec_kind(group.kv_cache_spec).value for group in kv_cache_config.kv_cache_groups]
         self._windowed = any(group.sliding_window is not None for group in config.groups)
-        self._counted: Counter[str] = Counter()
+        self._counted = _get_totals(ConnectorStats())
+        self._savings = Savings()
+        self._gpu_entries: Any = None
+        self._updated = False  # whether this step's output was taken in
         self._holding: dict[str, Request] = {}  # from the start of a load until the request runs
-        self._connector = OffloadingConnector(config, ours, self.make_spec(config))
+        self._connector = OffloadingConnector(config, ours, self.make_spec(config), _describe_blocks)
         if ours is ConnectorRole.SCHEDULER:
             _ask_for_recompute(vllm_config)
             logger.info("%s", _summary(config))
@@ -256,8 +276,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: VllmConnectorOutput) -> None:
         """Take in what all workers reported."""
+        self._updated = True
         meta = connector_output.kv_connector_worker_meta
-        reports = meta.reports if isinstance(meta, KVTierWorkerMetadata) else []
+        reports = [] if meta is None else meta.reports
         self._connector.update_connector_output(KVConnectorOutput(reports=reports))
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -281,16 +302,30 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._connector.reset_cache()
 
     def take_events(self) -> Iterable[kv_events.KVCacheEvent]:
-        """Take what changed in the tiers."""
-        return [_translate_event(event) for event in self._connector.take_events()]
+        """Take what changed in the tiers. After vLLM has cleared its own cache, take what they hold.
+
+        vLLM then tells listeners that all blocks are cleared and cannot say of which medium: they forget the tiers too.
+        """
+        entries = self._kv_cache_manager.block_pool.cached_block_hash_to_block  # a new object after a clear
+        cleared, self._gpu_entries = self._gpu_entries not in (None, entries), entries
+        events = self._connector.retell_events() if cleared else self._connector.take_events()
+        return [_translate_event(event, self._kinds) for event in events]
 
     def get_kv_connector_stats(self) -> KVTierStats | None:
-        """Take what was counted since the last call."""
+        """Take what was counted since the last call. On the scheduler's side vLLM calls it at the end of every step."""
         if self._connector.connector_scheduler is None:
             return None
-        totals = Counter(asdict(self._connector.connector_scheduler.stats))
-        counted, self._counted = totals - self._counted, totals
-        return KVTierStats(dict(counted)) if counted else None
+        if not self._updated:  # vLLM does not pass on that a step has ended with nothing to tell
+            self._connector.update_connector_output(KVConnectorOutput())
+        self._updated = False
+        stats = self._connector.connector_scheduler.stats
+        if (line := self._savings.line(stats)) is not None:
+            logger.info("%s", line)
+        if (totals := _get_totals(stats)) == self._counted:
+            return None  # as in most steps
+        changes = zip(_COUNTERS, self._counted, totals, strict=True)
+        self._counted = totals
+        return KVTierStats({name: now - then for name, then, now in changes if now > then})
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVTierStats:
@@ -370,6 +405,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Release everything. Idempotent."""
+        scheduler = self._connector.connector_scheduler
+        if scheduler is not None and (line := self._savings.last_line(scheduler.stats)) is not None:
+            logger.info("%s", line)
         self._connector.shutdown()
 
 
@@ -378,9 +416,9 @@ def describe_engine(
 ) -> OffloadingConfig:
     """Return a vLLM engine's geometry and its user's settings as kvtier wants them, or refuse what it cannot serve."""
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
-    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name) > 1:
-            raise ConfigError(name, f"expected 1, got {getattr(parallel, name)}: kvtier does not support it yet")
+    for name, reason in _UNSUPPORTED.items():
+        if (size := getattr(parallel, name)) > 1:
+            raise ConfigError(name, f"expected 1, got {size}: {reason}; {_INSTEAD}")
     events = vllm_config.kv_events_config
     groups = tuple(_describe_group(index, kv_cache_config) for index in range(len(kv_cache_config.kv_cache_groups)))
     _, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
@@ -394,6 +432,7 @@ def describe_engine(
         # Rows leave the process, if at all, from the scheduler's side: a worker need not read the weights again.
         namespace=_namespace(vllm_config, groups, hash_block_size) if role is ConnectorRole.SCHEDULER else "",
         enable_kv_cache_events=events is not None and events.enable_kv_cache_events,
+        recompute=Recompute.REST if len(groups) == 1 else Recompute.ALL,
     )
 
 
@@ -404,7 +443,7 @@ def _describe_group(index: int, kv_cache_config: KVCacheConfig) -> GroupConfig:
         spec = next(iter(spec.kv_cache_specs.values()))
     if type(spec) not in _SUPPORTED_SPECS:
         known = ", ".join(kind.__name__ for kind in _SUPPORTED_SPECS)
-        raise InputError(f"KV cache group {index}: expected one of {known}, got {type(spec).__name__}")
+        raise InputError(f"KV cache group {index}: expected one of {known}, got {type(spec).__name__}; {_INSTEAD}")
     # A layer's page is the shorter of the two strides, whichever of layers and blocks is the outer dimension.
     tensors = [tensor for tensor in kv_cache_config.kv_cache_tensors if set(tensor.layers) & set(group.layer_names)]
     pages = {min(tensor.layer_stride, tensor.block_stride) for tensor in tensors}
@@ -462,6 +501,8 @@ def _ask_for_recompute(vllm_config: VllmConfig) -> None:
 
 def _summary(config: OffloadingConfig) -> str:
     settings = config.settings
+    if config.num_slots == 0:
+        return f"kvtier {version('kvtier')}: cpu.capacity is 0: nothing is stored and nothing is loaded"
     chunk = settings.blocks_per_chunk * min(group.block_size for group in config.groups)
     return (
         f"kvtier {version('kvtier')}: {format_size(settings.cpu.capacity)} of host memory keep {config.num_slots:,} chunks"
@@ -492,12 +533,29 @@ def _step_view(output: SchedulerOutput) -> StepView:
     )
 
 
-def _translate_event(event: Any) -> kv_events.KVCacheEvent:
-    """Make vLLM's event of ours: the same fields, with hashes as vLLM publishes them."""
+def _describe_blocks(request: Request, start: int, stop: int, block_size: int) -> Description:
+    """Tell what the blocks of a request's tokens `[start, stop)` hold, as vLLM tells of its own."""
+    lora = request.lora_request
+    extra, item = [], 0  # the multimodal item to go on with
+    for block in range(start, stop, block_size):
+        keys, item = generate_block_hash_extra_keys(request, block, block + block_size, item)
+        extra.append(keys)
+    return Description(
+        token_ids=request.all_token_ids[start:stop],
+        lora_id=None if lora is None else lora.adapter_id,
+        lora_name=None if lora is None else lora.name,
+        extra_keys=to_event_extra_keys(extra),
+    )
+
+
+def _translate_event(event: Any, kinds: list[str]) -> kv_events.KVCacheEvent:
+    """Make vLLM's event of ours: the same fields, with hashes and the group's kind as vLLM publishes them."""
     theirs = {kind: getattr(kv_events, kind.__name__) for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
     values = {name: getattr(event, name) for name in event.__struct_fields__}
     if "block_hashes" in values:
         values["block_hashes"] = [maybe_convert_block_hash(block_hash) for block_hash in values["block_hashes"]]
     if values.get("parent_block_hash") is not None:
         values["parent_block_hash"] = maybe_convert_block_hash(values["parent_block_hash"])
+    if values.get("kv_cache_spec_kind") is not None:
+        values["kv_cache_spec_kind"] = kinds[values["group_idx"]]
     return theirs[type(event)](**values)

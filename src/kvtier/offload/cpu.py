@@ -3,11 +3,13 @@
 The scheduler gets a manager that knows the slots, each worker gets the handlers that fill and read them. Only workers
 are parties to the pool: this spec's scheduler touches no bytes, and a single process with nobody to share with needs no
 name in the file system, so there is nothing to leak. A spec whose scheduler moves rows too (tiers below the pool)
-overrides `parties` and calls `open_pool` on both sides.
+overrides `parties` and calls `open_pool` on both sides. With a capacity of 0 there is no pool: the manager takes nothing and
+workers get no handlers, since none is ever needed.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CPUOffloadingSpec"]
 
+logger = logging.getLogger(__name__)
+
 
 class CPUOffloadingSpec(OffloadingSpec):
     """Offloads to host memory. `clock` times the deadlines of transfers."""
@@ -49,6 +53,8 @@ class CPUOffloadingSpec(OffloadingSpec):
         """Return the manager, the same every time."""
         if self._manager is None:
             settings = self.config.settings
+            if self.config.num_slots == 0:
+                logger.info("cpu.capacity is 0: nothing is stored and nothing is loaded")
             expect_memory(self.config.num_slots * self.config.row_bytes)  # before books are made for it
             self._manager = CPUOffloadingManager(
                 self.config.num_slots, settings.cpu.policy, store_threshold=settings.store_threshold
@@ -66,6 +72,8 @@ class CPUOffloadingSpec(OffloadingSpec):
         self, kv_caches: CanonicalKVCaches
     ) -> Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]]:
         """Yield the handler of stores and the handler of loads, for the device that the caches are on."""
+        if self.config.num_slots == 0:
+            return
         settings = self.config.settings
         store, load = self._make_handlers(kv_caches)
         yield GPULoadStoreSpec, CPULoadStoreSpec, store(settings.store_deadline, clock=self._clock)

@@ -1,8 +1,9 @@
 """Transfers that go wrong on purpose: `with_faults(spec, plan)` is `spec` with handlers that fail at a given rate.
 
 A transfer is refused, fails, hangs until its own deadline ends it, or arrives short: some leading blocks are really
-copied and the rest are not. Whatever a failed job did not deliver is filled with `POISON`, so that whoever uses it all
-the same is found out. Which job fails and how follows from the plan's seed and the job's id alone.
+copied and the rest are not. A slow one takes its time over the rest and may still arrive. Whatever a failed job did not deliver
+is filled with `POISON`, so that whoever uses it all the same is found out. Which job fails and how follows from the plan's seed
+and the job's id alone.
 
 `Fault.CORRUPT` and `corrupt_pool` are negative controls: wrong bytes that nobody reports. A test that does not notice
 them proves nothing.
@@ -17,10 +18,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvtier.config import OffloadingConfig
 from kvtier.errors import InputError, TransferError
 from kvtier.offload.base import OffloadingManager, OffloadingSpec
 from kvtier.offload.cpu import CPUOffloadingSpec
@@ -35,13 +37,16 @@ from kvtier.transfer.base import (
     TransferSpec,
     TransferType,
 )
-from kvtier.transfer.host import HostHandler, HostJob
+from kvtier.transfer.jobs import Job, JobHandler
 from kvtier.transfer.plan import Plan
 
-__all__ = ["POISON", "Fault", "FaultPlan", "FaultySpec", "corrupt_pool", "with_faults"]
+__all__ = ["POISON", "SLOW_SECONDS", "Fault", "FaultPlan", "FaultySpec", "corrupt_pool", "with_faults"]
 
 POISON = 0x7F
 """Fills what did not arrive. Bytes of it are a huge, finite number as float32 or bfloat16, and NaN as float16."""
+
+SLOW_SECONDS = 0.03
+"""How long a slow transfer waits before a block."""
 
 
 class Fault(Enum):
@@ -51,6 +56,7 @@ class Fault(Enum):
     FAIL = "fails before its first block"
     HANG = "stops after some blocks until its deadline"
     SHORT = "fails after some blocks"
+    SLOW = "waits before each block after some"
     CORRUPT = "delivers wrong bytes and calls it success"
 
 
@@ -81,8 +87,11 @@ class _Fate(NamedTuple):
 class _FaultyHandler(OffloadingHandler):
     """Hooks into the copy thread of a real handler, so that its own deadlines and reports are what is tested."""
 
-    def __init__(self, handler: HostHandler, plan: FaultPlan) -> None:
+    def __init__(
+        self, handler: JobHandler[Any], kv_caches: CanonicalKVCaches, config: OffloadingConfig, plan: FaultPlan
+    ) -> None:
         self._handler = handler
+        self._kv_caches, self._config = kv_caches, config
         self._plan = plan
         self._fates: dict[int, _Fate] = {}
         self._results: list[TransferResult] = []
@@ -123,13 +132,15 @@ class _FaultyHandler(OffloadingHandler):
         """Raise `IntegrityError` if the books do not agree."""
         self._handler.check()
 
-    def _probe(self, job: HostJob) -> None:
+    def _probe(self, job: Job) -> None:
         """Run on the copy thread before each block."""
         fate = self._fates[job.job_id]
-        if job.blocks_done < fate.blocks:
+        if job.blocks_begun < fate.blocks:
             return
         if fate.fault is Fault.HANG:
-            job.over.wait()
+            self._handler.wait_ending(job)
+        elif fate.fault is Fault.SLOW:
+            self._handler.wait_ending(job, SLOW_SECONDS)
         elif fate.fault in (Fault.FAIL, Fault.SHORT):
             raise TransferError(f"injected: {fate.fault.value}")
 
@@ -146,13 +157,16 @@ class _FaultyHandler(OffloadingHandler):
             self._results.append(result)
 
     def _spoil(self, blocks: Plan) -> None:
-        spans = self._handler.spans
-        for group, block in blocks.pieces([1] * len(spans.batches)):
-            for span in (span for batch in spans.batches[group] for span in batch):
-                if self._handler.transfer_type[1] == GPULoadStoreSpec.medium():
-                    span.engine[int(block.blocks[0])] = POISON
-                else:
-                    span.pool[int(block.slots[0]), int(block.indices[0])] = POISON
+        to_engine = self._handler.transfer_type[1] == GPULoadStoreSpec.medium()
+        for group, block in blocks.pieces([1] * len(self._config.groups)):
+            if to_engine:
+                for ref in self._kv_caches.group_data_refs[group]:
+                    page = self._kv_caches.tensors[ref.tensor_idx].tensor[int(block.blocks[0])]
+                    page[: ref.page_size_bytes] = POISON
+            else:
+                size = self._config.groups[group].bytes_per_block
+                start = self._config.rank * self._config.max_image_bytes + int(block.indices[0]) * size
+                self._handler.pool.rows[int(block.slots[0]), start : start + size] = POISON
 
 
 class FaultySpec(OffloadingSpec):
@@ -172,9 +186,9 @@ class FaultySpec(OffloadingSpec):
     ) -> Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]]:
         """Yield the handlers of the real spec, made faulty."""
         for source, destination, handler in self.spec.get_handlers(kv_caches):
-            if not isinstance(handler, HostHandler):
-                raise InputError(f"expected handlers with a probe (HostHandler), got {type(handler).__name__}")
-            yield source, destination, _FaultyHandler(handler, self.plan)
+            if not isinstance(handler, JobHandler):
+                raise InputError(f"expected handlers with a probe (JobHandler), got {type(handler).__name__}")
+            yield source, destination, _FaultyHandler(handler, kv_caches, self.config, self.plan)
 
     def shutdown(self) -> None:
         """Release what the real spec holds."""

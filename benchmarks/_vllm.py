@@ -1,0 +1,152 @@
+"""Several vLLM engines in one process, on the CPU, of which one runs at a time: what is compared shares every disturbance.
+
+vLLM keeps a process's worker-side connector in a global variable; `VllmEngine` puts its own there before it runs. Seeded random
+weights are saved to a folder first, since each engine loads them: nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+THREADS = 1
+"""That compute. They spin while they wait for each other: on a machine that does anything else, two are slower than one."""
+
+# Read when torch and vLLM are imported.
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": str(THREADS),
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+import torch  # noqa: E402
+from _common import MODEL, Stopwatch  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
+from vllm import SamplingParams  # noqa: E402
+from vllm.config import KVTransferConfig  # noqa: E402
+from vllm.distributed.kv_transfer import kv_transfer_state  # noqa: E402
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
+
+__all__ = ["BLOCK", "THREADS", "Answer", "VllmEngine", "save_model"]
+
+BLOCK = 32
+"""Tokens of a block: the least that vLLM's CPU backend takes."""
+SCHEDULER_HOOKS = (
+    "on_new_request",
+    "get_num_new_matched_tokens",
+    "get_external_cache_hit_sources",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "update_connector_output",
+    "get_kv_connector_stats",
+    "take_events",
+    "request_finished_all_groups",
+    "has_pending_push_work",
+)
+"""All that vLLM's scheduler calls of a connector while it serves."""
+
+
+def save_model(folder: Path, **changes: Any) -> Path:
+    """Save a Llama with random weights, wide enough apart that rounding does not choose the tokens."""
+    torch.manual_seed(0)
+    model: Any = LlamaForCausalLM(LlamaConfig(**(MODEL | {"initializer_range": 0.1} | changes)))  # type: ignore[no-untyped-call]
+    model.to(torch.float32).save_pretrained(folder)
+    return folder
+
+
+@dataclass(slots=True)
+class Answer:
+    """What became of a prompt, with the time that its first token took."""
+
+    prompt_tokens: int
+    submitted: float
+    ttft: float = 0.0
+    tokens: list[int] = field(default_factory=list)
+    cached: int = 0
+    """Prompt tokens that were not computed."""
+
+
+class VllmEngine:
+    """An engine without a connector or with one."""
+
+    def __init__(self, model: Path, transfer: Mapping[str, Any] | None = None, **options: Any) -> None:
+        kv_transfer_state._KV_CONNECTOR_AGENT = None
+        config = None if transfer is None else KVTransferConfig(kv_role="kv_both", **transfer)
+        defaults = {"dtype": "float32", "enforce_eager": True, "block_size": BLOCK, "skip_tokenizer_init": True}
+        defaults |= {"use_tqdm_on_load": False}
+        args = EngineArgs(model=str(model), kv_transfer_config=config, seed=0, **(defaults | options))
+        self._engine = LLMEngine.from_engine_args(args)
+        self._worker = kv_transfer_state._KV_CONNECTOR_AGENT
+        self._scheduler = self._engine.engine_core.engine_core.scheduler
+        self._answers: dict[str, Answer] = {}
+        self._submitted = 0
+        self._stopwatch: Stopwatch | None = None
+        self._computes = False
+        self._scheduler_seconds: list[float] = []
+
+    def time_scheduler(self) -> None:
+        """Time from now on what the scheduler spends in the connector."""
+        self._stopwatch = Stopwatch()
+        self._stopwatch.watch(self._scheduler.connector, SCHEDULER_HOOKS)
+        schedule = self._scheduler.schedule
+
+        def note(*arguments: Any, **named: Any) -> Any:
+            output = schedule(*arguments, **named)
+            self._computes = output.total_num_scheduled_tokens > 0
+            return output
+
+        self._scheduler.schedule = note
+
+    def submit(self, prompt: Sequence[int], max_tokens: int) -> str:
+        """Queue a prompt and return its id."""
+        self._submitted += 1
+        request_id = str(self._submitted)
+        self._answers[request_id] = Answer(len(prompt), time.perf_counter())
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        self._engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, params)
+        return request_id
+
+    def step(self) -> dict[str, Answer]:
+        """Run one step and return the answers that are complete."""
+        kv_transfer_state._KV_CONNECTOR_AGENT = self._worker
+        outputs = self._engine.step()
+        self._note_step()
+        complete = {}
+        for output in outputs:
+            answer = self._answers[output.request_id]
+            answer.tokens = list(output.outputs[0].token_ids)
+            if answer.tokens and not answer.ttft:
+                answer.ttft = time.perf_counter() - answer.submitted
+            if output.finished:
+                answer.cached = output.num_cached_tokens
+                complete[output.request_id] = self._answers.pop(output.request_id)
+        return complete
+
+    def take_scheduler_seconds(self) -> list[float]:
+        """Take what the scheduler has spent in the connector, for each step that computed."""
+        taken, self._scheduler_seconds = self._scheduler_seconds, []
+        return taken
+
+    def drain(self) -> None:
+        """Step until the last store is over."""
+        while self._scheduler.has_requests():
+            self.step()
+
+    def close(self) -> None:
+        """End the engine."""
+        kv_transfer_state._KV_CONNECTOR_AGENT = self._worker
+        self._engine.engine_core.shutdown()
+        kv_transfer_state._KV_CONNECTOR_AGENT = None
+
+    def _note_step(self) -> None:
+        """Charge calls to the next step that computes: waiting for a load makes steps that do nothing else."""
+        if self._stopwatch is not None and self._computes:
+            self._scheduler_seconds.append(sum(self._stopwatch.take().values()))
