@@ -19,9 +19,18 @@ Block = tuple[Any, int]
 class Listener:
     """Hears every batch that the engine publishes, and counts what it says is held."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, silence: bool = True) -> None:
+        """Listen; with `silence` instead of the engine's publisher."""
         self.events: list[Any] = []
-        engine.core.scheduler.kv_event_publisher.publish = lambda batch: self.events.extend(batch.events)
+        publisher = engine.core.scheduler.kv_event_publisher
+        publish = publisher.publish
+
+        def hear(batch: Any) -> None:
+            self.events.extend(batch.events)
+            if not silence:
+                publish(batch)
+
+        publisher.publish = hear
         self.stored_keys: dict[OffloadKey, None] = {}
         self._manager = engine.connector._connector.connector_scheduler.manager
         complete_store = self._manager.complete_store
