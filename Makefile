@@ -43,7 +43,7 @@ check: $(DEV) ## Lint, format and type-check without changing anything.
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(DEV) $(VLLM) ## Measure every claim in the README. Writes JSON to build/bench.
+bench: $(DEV) $(VLLM) ## Measure the README's claims (bench-gpu: those about GPUs). Writes JSON to build/bench.
 	@mkdir -p $(RESULTS)
 	$(PEER)/python benchmarks/keys.py --json $(RESULTS)/keys.json
 	$(PEER)/python benchmarks/manager.py --json $(RESULTS)/manager.json

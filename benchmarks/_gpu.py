@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +21,8 @@ from kvtier.transfer.base import (
     GPULoadStoreSpec,
     OffloadingHandler,
 )
-from kvtier.transfer.cuda import CudaLoadHandler, CudaMemory, CudaStoreHandler, driver, kernels
+from kvtier.transfer.cuda import CudaLoadHandler, CudaMemory, CudaStoreHandler, driver
+from kvtier.transfer.cuda.kernels import PageCopy, Shape
 from kvtier.transfer.cuda.memory import DIRECT_BYTES
 from kvtier.transfer.cuda.pieces import Ints, Part, Piece
 
@@ -135,13 +137,12 @@ class BareCopies:
         pages = [part.pages for part in rig.memory.parts[0]]
         base, stride, size, offset = (np.concatenate(column) for column in zip(*pages, strict=True))
         self._part = Part(type(pages[0])(base, stride, size, offset), 0, rig.block_bytes, True)
-        self._pool = torch.from_numpy(rig.pool.rows.reshape(-1).view(np.int8))
         self.set_blocks(1 + rig.rng.permutation(2 * rig.blocks)[:blocks])
 
     def set_blocks(self, ids: Ints) -> None:
         """Say which blocks to copy, to or from the first slots."""
-        self._ids = torch.from_numpy(ids).pin_memory()
         places = self._rig.pool.rows.ctypes.data + np.arange(self._count) * self._rig.pool.row_bytes
+        self._told = torch.from_numpy(np.concatenate([ids, places])).pin_memory()
         piece = Piece(self._part, 0, self._count, self._count)
         self._ranges = self._rig.memory.pool_map.direct_ranges(piece, places, ids)
 
@@ -161,19 +162,9 @@ class BareCopies:
 
     def kernel(self, way: str, programs: int = 12) -> Callable[[], None]:
         """Return what enqueues a kernel that copies pages to or from the pool itself, on `programs` SMs."""
-        was = kernels.PROGRAMS, kernels.WARPS
-        kernels.PROGRAMS, kernels.WARPS = programs, 32
-        try:
-            copy = kernels.PageCopy(self._part, DEVICE, gather=way == "store")
-        finally:
-            kernels.PROGRAMS, kernels.WARPS = was
-
-        def enqueue() -> None:
-            kernels.PROGRAMS = programs
-            copy(self._ids, self._count, self._pool, self.stream.cuda_stream)
-            kernels.PROGRAMS = was[0]
-
-        return enqueue
+        shape = Shape(programs, program_bytes=65536, warps=32)
+        copy = PageCopy(self._part, DEVICE, shape, gather=way == "store")
+        return partial(copy, self._told, self._count, self.stream.cuda_stream)
 
     def run(self, enqueue: Callable[[], None]) -> Timing:
         """Run what was enqueued and time it."""

@@ -1,4 +1,4 @@
-"""How much a GPU's own work slows down beside continuous transfers: ours, and a copy kernel on pinned memory.
+"""How much a GPU's own work slows down beside continuous transfers: ours, large copies alone, and a copy kernel.
 
     python benchmarks/gpu_interference.py [--json FILE]
 
@@ -14,6 +14,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,24 +73,25 @@ class Transfers:
             jobs.clear()
 
 
-class KernelCopies:
-    """Keeps copy kernels enqueued, one direction after the other."""
+class Bare:
+    """Keeps copies without a handler enqueued, in each direction given: large ones, or kernels that read pinned memory."""
 
-    def __init__(self, rig: Rig, ways: tuple[str, ...]) -> None:
+    def __init__(self, rig: Rig, ways: tuple[str, ...], kind: str) -> None:
         self._bare = [BareCopies(rig, rig.blocks) for _ in ways]
-        self._kernels = [bare.kernel(way) for bare, way in zip(self._bare, ways, strict=True)]
+        pairs = list(zip(self._bare, ways, strict=True))
+        self._enqueue = [bare.kernel(way) if kind == "kernel" else partial(bare.large, way) for bare, way in pairs]
         self._events: list[list[torch.cuda.Event]] = [[] for _ in ways]
         self._size = rig.job_bytes
         self.bytes = 0
 
     def step(self) -> None:
-        """Keep two kernels enqueued on each stream."""
-        for bare, kernel, events in zip(self._bare, self._kernels, self._events, strict=True):
+        """Keep two copies enqueued on each stream."""
+        for bare, enqueue, events in zip(self._bare, self._enqueue, self._events, strict=True):
             while events and is_over(events[0]):
                 events.pop(0)
                 self.bytes += self._size
             while len(events) < 2:
-                kernel()
+                enqueue()
                 events.append(bare.stream.record_event())
 
     def stop(self) -> None:
@@ -97,7 +99,7 @@ class KernelCopies:
         torch.cuda.synchronize()
 
 
-def seconds(work: Callable[[], None], beside: Transfers | KernelCopies | None) -> tuple[float, float]:
+def seconds(work: Callable[[], None], beside: Transfers | Bare | None) -> tuple[float, float]:
     """Return how long the work takes on the device, and how fast the transfers beside it are, in GB/s."""
     torch.cuda.synchronize()
     if beside is not None:
@@ -119,7 +121,7 @@ def seconds(work: Callable[[], None], beside: Transfers | KernelCopies | None) -
 
 
 def bench(
-    name: str, work: Callable[[], None], ways: tuple[str, ...], kind: str, beside: Transfers | KernelCopies, turns: int
+    name: str, work: Callable[[], None], ways: tuple[str, ...], kind: str, beside: Transfers | Bare, turns: int
 ) -> dict[str, Any]:
     """Measure one kind of work beside one kind of transfers."""
     seconds(work, None)
@@ -131,7 +133,7 @@ def bench(
         alone.append(seconds(work, None)[0])
     kept = statistics.median((a + b) / 2 / c for a, b, c in zip(alone, alone[1:], busy, strict=False))
     speed = statistics.median(speeds)
-    print(f"{name:18} beside {kind:6} {' and '.join(ways):14}: keeps {kept:.3f} of its speed, {speed:5.1f} GB/s moved")
+    print(f"{name:18} beside {kind:12} {' and '.join(ways):14}: keeps {kept:.3f} of its speed, {speed:5.1f} GB/s moved")
     return {"work": name, "beside": kind, "ways": list(ways), "kept": kept, "gbps": speed}
 
 
@@ -147,7 +149,8 @@ def main() -> None:
         for ways in (("store",), ("load",), WAYS):
             rows += [
                 bench(name, work, ways, "ours", Transfers(rig, ways), options.repetitions),
-                bench(name, work, ways, "kernel", KernelCopies(rig, ways), options.repetitions // 4),
+                bench(name, work, ways, "large copies", Bare(rig, ways, "large"), options.repetitions),
+                bench(name, work, ways, "kernel", Bare(rig, ways, "kernel"), options.repetitions // 4),
             ]
     rig.close()
     if options.json:

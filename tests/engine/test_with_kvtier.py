@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from random import Random
 from typing import Any
@@ -13,7 +14,8 @@ from tests.engine.test_engine import Workload
 from kvtier.config import KVTierConfig
 from kvtier.engine import Engine, EngineConfig, SamplingParams
 from kvtier.errors import ConfigError, LayoutError
-from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored
+from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
+from kvtier.keys import OffloadKey, extra_keys_of, get_offload_group_idx, hash_blocks, make_offload_key
 from kvtier.offload import CPULoadStoreSpec, CPUOffloadingManager, CPUOffloadingSpec, GPULoadStoreSpec, MissReason
 from kvtier.testing.faults import FaultPlan, with_faults
 from kvtier.testing.toy_model import ToyModel
@@ -24,13 +26,19 @@ WINDOWS = [ONE_GROUP, TWO_GROUPS]
 
 
 def engine_with(
-    windows: Sequence[int | None] = ONE_GROUP, *, rows: int = 64, spec_factory: Any = CPUOffloadingSpec, **settings: Any
+    windows: Sequence[int | None] = ONE_GROUP,
+    *,
+    rows: int = 64,
+    spec_factory: Any = CPUOffloadingSpec,
+    publisher: Any = None,
+    **settings: Any,
 ) -> Engine:
     """Make a toy engine with a pool of `rows` chunks. Loads are never too slow to be worth it: the clock decides nothing."""
     kvtier: dict[str, Any] = {name: settings.pop(name) for name in KVTIER_SETTINGS if name in settings}
-    kvtier |= {"cpu": {"capacity": rows * ROW}, "load_if_faster": False}
+    kvtier |= {"cpu": {"capacity": rows * ROW, "policy": settings.pop("policy", "lru")}, "load_if_faster": False}
     config = EngineConfig(**{"num_blocks": 65, "block_size": 4, "max_num_batched_tokens": 16} | settings)
-    return Engine(ToyModel(windows), config, KVTierConfig.from_dict(kvtier), spec_factory=spec_factory)
+    more = {"spec_factory": spec_factory, "publisher": publisher}
+    return Engine(ToyModel(windows), config, KVTierConfig.from_dict(kvtier), **more)
 
 
 def ask(engine: Engine, prompt: list[int], name: str, max_tokens: int = 4) -> Any:
@@ -85,6 +93,28 @@ def test_a_whole_prompt_is_loaded_and_its_last_token_computed(windows: Sequence[
         expect_nothing_left(engine)
 
 
+@pytest.mark.parametrize("windows", WINDOWS)
+@pytest.mark.parametrize("rows", [0, 1, 8])
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_a_pool_of_any_size_serves(windows: Sequence[int | None], rows: int, policy: str) -> None:
+    """Nothing, one chunk, and a pool that is always full, beside a cache that is always full too."""
+    with engine_with(windows, rows=rows, num_blocks=24, policy=policy) as engine:
+        for index in range(20):
+            ask(engine, [*tokens(24, seed=index % 3), *tokens(5, seed=100 + index)], f"r{index}")
+        engine.drain()
+        assert engine.connector is not None
+        scheduler = engine.connector.connector_scheduler
+        assert scheduler is not None
+        assert (scheduler.stats.stores > 0) == (rows > 0)
+        assert scheduler.manager.stats().ready == rows  # type: ignore[attr-defined]
+        engine.reset_prefix_cache()
+        again = ask(engine, tokens(24), "again")
+        if rows == 0:
+            assert scheduler.stats.loads == 0
+            assert (again.source.tiers, again.source.first_miss) == ({}, MissReason.REFUSED)
+        expect_nothing_left(engine)
+
+
 def test_decoded_tokens_are_stored_too() -> None:
     with engine_with() as engine:
         first = ask(engine, tokens(10), "first", max_tokens=20)
@@ -104,37 +134,106 @@ def test_a_reset_of_both_leaves_nothing_to_load() -> None:
 
 
 class Consumer:
-    """Replays events as an index does: per medium, reference counting nothing, since chunks are single blocks here."""
+    """Replays events as an index does: by medium and group, counting, since two chunks may have a block in common."""
 
     def __init__(self) -> None:
-        self.held: dict[str | None, set[tuple[Any, int | None]]] = {"GPU": set(), "CPU": set()}
+        self.held: dict[str | None, Counter[tuple[Any, int | None]]] = {"GPU": Counter(), "CPU": Counter()}
 
-    def apply(self, engine: Engine) -> None:
-        for event in engine.take_events():
+    def apply(self, events: Sequence[KVCacheEvent]) -> None:
+        for event in events:
             if isinstance(event, AllBlocksCleared):
-                self.held = {"GPU": set(), "CPU": set()}
+                self.held = {"GPU": Counter(), "CPU": Counter()}
                 continue
             assert isinstance(event, (BlockStored, BlockRemoved))
-            keys = {(block_hash, event.group_idx) for block_hash in event.block_hashes}
+            keys = Counter((block_hash, event.group_idx) for block_hash in event.block_hashes)
             if isinstance(event, BlockStored):
-                self.held[event.medium] |= keys
+                self.held[event.medium] += keys
+                self._check_tokens(event)
             else:
                 self.held[event.medium] -= keys
 
+    def _check_tokens(self, event: BlockStored) -> None:
+        """Expect that hashing the tokens behind the parent gives the hashes; only windows go undescribed, on the CPU."""
+        if event.block_size == 0:
+            assert (event.medium, event.group_idx) == ("CPU", 1)
+            return
+        salts = [keys[0] for keys in event.extra_keys or () if keys]
+        extra = extra_keys_of(len(event.block_hashes), event.block_size, salt=salts[0]) if salts else {}
+        parent: Any = event.parent_block_hash
+        assert hash_blocks(event.token_ids, event.block_size, parent=parent, extra_keys=extra) == event.block_hashes
 
-def test_events_of_both_media_replay_to_what_each_holds() -> None:
-    consumer, random = Consumer(), Random(0)
-    with engine_with(num_blocks=24, rows=12) as engine:
+
+def blocks_in_pool(engine: Engine, streams: list[tuple[list[int], str]], per_chunk: int) -> Counter[tuple[Any, int]]:
+    """Return what the pool has ready of these tokens and salts, in blocks; of a windowed group only the chunks' own hashes."""
+    assert engine.connector is not None
+    manager = engine.connector.connector_scheduler.manager  # type: ignore[union-attr]
+    assert isinstance(manager, CPUOffloadingManager)
+    chunks: dict[OffloadKey, list[bytes]] = {}
+    for stream, salt in streams:
+        extra = extra_keys_of(len(stream) // 4, 4, salt=salt)
+        hashes = hash_blocks(stream, 4, extra_keys=extra)
+        for end in range(per_chunk, len(hashes) + 1, per_chunk):
+            for index, group in enumerate(engine.groups):
+                first = end - per_chunk if group.sliding_window is None else end - 1
+                chunks[make_offload_key(hashes[end - 1], index)] = list(hashes[first:end])
+    ready = {key: blocks for key, blocks in chunks.items() if manager.explain(key) is None}
+    assert len(ready) == manager.stats().ready
+    return Counter((block, get_offload_group_idx(key)) for key, blocks in ready.items() for block in blocks)
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+@pytest.mark.parametrize("blocks_per_chunk", [1, 2])
+@pytest.mark.parametrize("published", [False, True])
+def test_events_of_both_media_replay_to_what_each_holds(
+    windows: Sequence[int | None], blocks_per_chunk: int, published: bool
+) -> None:
+    """Prefixes of 22 tokens end inside a block and, with two blocks to a chunk, inside a chunk."""
+    consumer, random, batches, shared = Consumer(), Random(0), Batches(), 0
+    streams: list[tuple[list[int], str]] = []
+    with engine_with(
+        windows, num_blocks=32, rows=32, blocks_per_chunk=blocks_per_chunk, publisher=batches if published else None
+    ) as engine:
         for index in range(40):
-            ask(engine, [*tokens(24, seed=index % 5), index], f"r{index}")
+            prompt, salt = [*tokens(22, seed=index % 2), *tokens(7, seed=100 + index)], random.choice("ab")
+            name = engine.add_request(prompt, SamplingParams(max_tokens=4), cache_salt=salt)
+            streams.append(([*prompt, *run(engine)[name].token_ids], salt))
             if random.random() < 0.1:
                 engine.reset_prefix_cache(reset_connector=random.random() < 0.5)
             engine.drain()
-            consumer.apply(engine)
-            assert consumer.held["GPU"] == set(engine._cache._found_by)
-            manager = engine.connector.connector_scheduler.manager  # type: ignore[union-attr]
-            assert isinstance(manager, CPUOffloadingManager)
-            assert len(consumer.held["CPU"]) == manager.stats().ready
+            consumer.apply(batches.take() if published else engine.take_events())
+            assert consumer.held["GPU"] == Counter(engine._cache._found_by.keys())
+            assert consumer.held["CPU"] == blocks_in_pool(engine, streams, blocks_per_chunk)
+            shared = max(shared, *consumer.held["CPU"].values(), 0)
+        assert (shared > 1) == (blocks_per_chunk > 1), "chunks had blocks in common"
+        assert engine.connector is not None
+        assert engine.connector.connector_scheduler.manager.stats().evicted > 0  # type: ignore[union-attr]
+
+
+class Batches:
+    """A publisher that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self._batches: list[KVEventBatch] = []
+
+    def publish(self, events: KVEventBatch) -> None:
+        assert events.events, "a step without events publishes nothing"
+        self._batches.append(events)
+
+    def take(self) -> list[KVCacheEvent]:
+        taken, self._batches = self._batches, []
+        return [event for batch in taken for event in batch.events]
+
+
+def test_a_reset_of_an_idle_engine_is_published_at_once() -> None:
+    """Nobody may step it for hours."""
+    batches = Batches()
+    with engine_with(publisher=batches) as engine:
+        ask(engine, tokens(9), "first")
+        engine.drain()
+        batches.take()
+        engine.reset_prefix_cache(reset_connector=True)
+        assert AllBlocksCleared() in batches.take()
+        assert engine.take_events() == []
 
 
 def play(workload: Workload, engine: Engine) -> None:

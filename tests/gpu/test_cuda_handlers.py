@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from tests.contract.test_handlers import TestHostHandlers as HostSuite
+from tests.unit import test_faults
 
 from kvtier.config import OffloadingConfig
 from kvtier.errors import TransferError
@@ -26,6 +29,7 @@ if not torch.cuda.is_available():
 
 from kvtier.transfer.cuda import CudaHandler, CudaLoadHandler, CudaMemory, CudaStoreHandler, driver
 from kvtier.transfer.cuda.handlers import CudaJob
+from kvtier.transfer.cuda.lanes import LoadLane, StoreLane
 from kvtier.transfer.cuda.pinning import Pinning
 
 
@@ -74,6 +78,15 @@ class TestDirectCopies(TestCudaHandlers):
 
     def options(self, pool: Pool) -> dict[str, Any]:
         return {"direct_bytes": 1}
+
+
+class TestNothingIsShort(TestCudaHandlers):
+    """Small jobs go through buffers too."""
+
+    @pytest.fixture(autouse=True)
+    def _stage_everything(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for lane in (StoreLane, LoadLane):
+            monkeypatch.setattr(lane, "short_bytes", 0)
 
 
 class TestPageable(TestCudaHandlers):
@@ -160,9 +173,9 @@ def test_transfer_async_does_not_wait_for_the_engine(suite: TestCudaHandlers) ->
 
 
 def test_a_failed_call_fails_the_job_and_not_the_next(
-    suite: TestCudaHandlers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rig = Rig(suite, blocks_per_chunk=2)
+    rig = Rig(TestDirectCopies(), blocks_per_chunk=2)
     with monkeypatch.context() as broken:
         broken.setattr(driver, "_IN_STREAM_ORDER", driver._BatchAttributes(src_access_order=77))
         gpu, cpu = GPULoadStoreSpec([1, 2, 5, 6]), CPULoadStoreSpec([3, 9])
@@ -207,6 +220,33 @@ def test_memory_that_nobody_released_is_unpinned(suite: TestCudaHandlers) -> Non
     gc.collect()
     driver.pin(address, rows.nbytes)
     driver.unpin(address)
+
+
+def test_any_thread_can_be_the_workers(suite: TestCudaHandlers) -> None:
+    """Also one that has never heard of CUDA."""
+    rig = Rig(suite)
+    with ThreadPoolExecutor(1) as thread:
+        gpu, cpu = GPULoadStoreSpec([1, 2]), CPULoadStoreSpec([3, 4])
+        assert thread.submit(rig.run_store, 0, gpu, cpu).result().success
+        assert thread.submit(rig.run_load, 1, cpu, GPULoadStoreSpec([5, 6])).result().success
+    rig.check()
+    rig.close()
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        test_faults.test_a_failed_load_leaves_poison_and_nothing_else,
+        test_faults.test_short_loads_deliver_their_leading_blocks,
+        test_faults.test_a_hanging_transfer_is_ended_by_the_real_deadline,
+        test_faults.test_a_failed_store_poisons_its_slots,
+        test_faults.test_corruption_is_reported_as_success,
+        test_faults.test_without_faults_bytes_arrive,
+    ],
+)
+def test_faults_can_be_injected(check: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_faults, "make_caches", partial(make_caches, device="cuda"))
+    check()
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -53,12 +53,13 @@ class HostLane:
     def wait_over(self, fence: threading.Event) -> None:
         fence.wait()
 
-    def enqueue(self, piece: Piece, plan: Plan, places: Ints, timer: None) -> int:
+    def enqueue(self, piece: Piece, plan: Plan, places: Ints, timer: None, oldest: int | None) -> int:
         if self.broken is not None:
             raise self.broken
         ranges = self._memory.pool_map.direct_ranges(piece, places, plan.blocks)
         with self._lock:
             assert len(self._copies) - self._arrived < RUN_AHEAD
+            assert self._arrived >= (len(self._copies) if oldest is None else oldest)
             self._copies.append(list(zip(*(column.tolist() for column in ranges), strict=True)))
             return len(self._copies) - 1
 

@@ -17,12 +17,12 @@ import random, sys
 import torch
 from kvtier.testing.caches import make_caches, make_config, Model
 from kvtier.transfer.base import CPULoadStoreSpec, GPULoadStoreSpec
-from kvtier.transfer.cuda.kernels import PageCopy
+from kvtier.transfer.cuda.kernels import SHORT, STAGED, PageCopy
 from kvtier.transfer.cuda.pieces import find_pages, split_pages
 from kvtier.transfer.layout import canonicalize
 
 layout = sys.argv[1]
-for page in (16, 32, 4096, 20_000):
+for page, shape in ((16, SHORT), (32, STAGED), (4096, STAGED), (4096, SHORT), (20_000, STAGED)):
     caches, twin = (make_caches(layout, page=page, num_blocks=9) for _ in range(2))
     model = Model(twin, make_config(twin, num_slots=9))
     pages = find_pages(canonicalize(caches.layers, caches.groups, num_blocks=9), 0)
@@ -32,10 +32,11 @@ for page in (16, 32, 4096, 20_000):
     model.load(CPULoadStoreSpec(range(5)), GPULoadStoreSpec(elsewhere))
     for part in split_pages(pages, 2 * int(pages.size.max()), 1 << 30):
         staging = torch.full((5 * part.bytes + 64,), 77, dtype=torch.int8)
-        PageCopy(part, "cpu", gather=True)(torch.tensor(ids), 5, staging, 0)
+        rows = [staging.data_ptr() + index * part.bytes for index in range(5)]
+        PageCopy(part, "cpu", shape, gather=True)(torch.tensor(ids + rows), 5, 0)
         expected = b"".join(bytes(row[part.offset : part.offset + part.bytes]) for row in model.rows[:5])
         assert staging.numpy().tobytes() == expected + bytes([77]) * 64, (layout, page, "gather")
-        PageCopy(part, "cpu", gather=False)(torch.tensor(elsewhere), 5, staging, 0)
+        PageCopy(part, "cpu", shape, gather=False)(torch.tensor(elsewhere + rows), 5, 0)
     assert caches.contents() == twin.contents(), (layout, page, "scatter")
 """
 

@@ -88,14 +88,29 @@ def test_a_large_job_is_cut_small_at_both_ends_and_a_small_one_not_at_all() -> N
 
     assert sizes(1) == [1]
     assert sizes(16) == [16]
-    assert sizes(64) == [8, 28, 14, 14]
-    assert sizes(256) == [8, *[32] * 6, 28, 14, 14]
+    assert sizes(32) == [8, 18, 6]
+    assert sizes(64) == [16, 32, 16]
+    assert sizes(256) == [16, *[32] * 7, 16]
 
 
 def test_a_job_of_tiny_blocks_is_cut_by_their_number() -> None:
     parts = [split_pages(pages_of([8]), 1 << 20, 1 << 20)]
     pieces = list(cut_job(plan_of([1] * 9000, [1] * 9000), parts, 32 << 20))
     assert [piece.last - piece.first for piece in pieces] == [4096, 4096, 808]
+
+
+@pytest.mark.parametrize(("page", "expected"), [(6, 2), (8, 8), (40, 8), (4096, 16)])
+def test_places_are_multiples_of_their_alignment(page: int, expected: int) -> None:
+    """Kernels move as many bytes at a time: what is not aligned so would fail on the device."""
+    caches = make_caches("kv_first", page=page)
+    config = make_config(caches, world_size=3, rank=1, blocks_per_chunk=2)
+    pool = PoolMap(1 << 40, config.row_bytes, 1 << 30, config)
+    pages = find_pages(canonicalize(caches.layers, caches.groups, num_blocks=caches.num_blocks), 0)
+    plan = pair_blocks(GPULoadStoreSpec([1, 2, 3, 4]), CPULoadStoreSpec([5, 2]), Geometry(1, 24, config.num_slots, 2))
+    for part in split_pages(pages, 2 * page, 1 << 30):
+        align = pool.alignment(part, 0)
+        assert not ((pool.places(plan) + part.offset) % align).any()
+        assert align >= expected
 
 
 def test_rows_side_by_side_are_one_range_up_to_a_seam() -> None:

@@ -103,7 +103,8 @@ def test_an_index_holds_what_gpu_and_cpu_tier_hold(llama: Path) -> None:
         for seed in range(12):
             engine.generate([make_prompt(seed % 2, 100) + make_prompt(seed, 100)])
         expect_true()
-        assert listener.of("CPU", "BlockRemoved") and listener.of("GPU", "BlockRemoved")
+        assert listener.of("CPU", "BlockRemoved")
+        assert listener.of("GPU", "BlockRemoved")
         engine.forget()
         engine.generate([make_prompt(50, 100)])
         expect_true()

@@ -4,7 +4,7 @@ It is the reference host of the connector: `engine.py` shows the order of calls 
 """
 
 from kvtier.engine.config import EngineConfig
-from kvtier.engine.engine import Engine, Model
+from kvtier.engine.engine import Engine, Model, Publisher
 from kvtier.engine.model import Decoder
 from kvtier.engine.model_config import ModelConfig
 from kvtier.engine.request import RequestOutput, TokenSources
@@ -17,6 +17,7 @@ __all__ = [
     "EngineConfig",
     "Model",
     "ModelConfig",
+    "Publisher",
     "RequestOutput",
     "SamplingParams",
     "TokenSources",

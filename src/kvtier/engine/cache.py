@@ -313,16 +313,16 @@ class KVCache:
 
     def _stored(self, request: Request, index: int, start: int, stop: int) -> BlockStored:
         window = self.groups[index].sliding_window
-        marks = tuple(mark for mark in (request.lora_name, request.cache_salt) if mark is not None)
+        told = request.describe(start * self.block_size, stop * self.block_size, self.block_size)
         return BlockStored(
             block_hashes=list(request.block_hashes[start:stop]),
             parent_block_hash=request.block_hashes[start - 1] if start else None,
-            token_ids=request.tokens[start * self.block_size : stop * self.block_size],
+            token_ids=list(told.token_ids),
             block_size=self.block_size,
             lora_id=None,
             medium=MEDIUM_GPU,
-            lora_name=request.lora_name,
-            extra_keys=[marks] + [None] * (stop - 1) if marks and start == 0 else None,
+            lora_name=told.lora_name,
+            extra_keys=None if told.extra_keys is None else list(told.extra_keys),
             group_idx=index,
             kv_cache_spec_kind="full_attention" if window is None else "sliding_window",
             kv_cache_spec_sliding_window=window,

@@ -38,12 +38,12 @@ from kvtier.engine.sampling import SamplingParams, sample
 from kvtier.engine.scheduler import Chunk, Scheduler, Step
 from kvtier.engine.weights import load_config, load_weights, random_weights
 from kvtier.errors import ConfigError, InputError
-from kvtier.events.types import KVCacheEvent
+from kvtier.events.types import KVCacheEvent, KVEventBatch
 from kvtier.keys import weights_manifest
 from kvtier.offload.base import OffloadingSpec
 from kvtier.offload.factory import OffloadingSpecFactory
 
-__all__ = ["Engine", "Model"]
+__all__ = ["Engine", "Model", "Publisher"]
 
 _IDLE_SECONDS = 0.05  # how long a step without tokens waits for a transfer
 
@@ -58,6 +58,12 @@ class Model(Protocol):
     ) -> Tensor: ...
 
 
+class Publisher(Protocol):
+    """What the engine asks of a publisher of events: `kvtier.events` has some. It must not block."""
+
+    def publish(self, events: KVEventBatch) -> None: ...
+
+
 class Engine:
     """Runs requests on one model, with an optional home for the KV that does not fit."""
 
@@ -69,8 +75,12 @@ class Engine:
         *,
         weights_id: Any = None,
         spec_factory: Callable[[OffloadingConfig], OffloadingSpec] = OffloadingSpecFactory.create_spec,
+        publisher: Publisher | None = None,
     ) -> None:
-        """Allocate the cache. `weights_id`: a JSON value that is equal only for equal weights; default: equal to no other."""
+        """Allocate the cache. `weights_id`: a JSON value that is equal only for equal weights; default: equal to no other.
+
+        `publisher` is given each step's events, and nothing is left for `take_events`; closing it is its owner's business.
+        """
         self.model, self.config = model, config
         self.groups = group_layers(model.config.layer_names, model.config.sliding_windows)
         self._cache = KVCache(
@@ -92,6 +102,7 @@ class Engine:
         self._scheduler = Scheduler(config, self._cache, self.connector)
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
+        self._publisher = publisher
 
     def _connect(self, config: OffloadingConfig, spec_factory: Callable[[OffloadingConfig], OffloadingSpec]) -> None:
         """Make both sides of a connector over one spec, or leave nothing behind."""
@@ -99,7 +110,7 @@ class Engine:
             spec = spec_factory(config)
             undo.callback(spec.shutdown)
             undo.callback(self.close)
-            self.connector = OffloadingConnector(config, ConnectorRole.SCHEDULER, spec)
+            self.connector = OffloadingConnector(config, ConnectorRole.SCHEDULER, spec, Request.describe)
             self.worker = OffloadingConnector(config, ConnectorRole.WORKER, spec)
             self.worker.register_kv_caches(self.kv_caches)
             undo.pop_all()
@@ -197,7 +208,9 @@ class Engine:
         self._begin_transfers(step)
         logits = self._forward(step.chunks) if step.chunks else None
         self._end_transfers(step)
-        return [] if logits is None else self._take_tokens(step.chunks, logits)
+        outputs = [] if logits is None else self._take_tokens(step.chunks, logits)
+        self._publish()
+        return outputs
 
     def _begin_transfers(self, step: Step) -> None:
         """Tell the connector what is scheduled; loads start, and stores that read what is about to be overwritten end."""
@@ -292,6 +305,11 @@ class Engine:
         self._cache.reset(tiers_too=reset_connector or self.connector is None)
         if reset_connector and self.connector is not None:
             self.connector.reset_cache()
+        self._publish()  # an idle engine takes no step that would
+
+    def _publish(self) -> None:
+        if self._publisher is not None and (events := self.take_events()):
+            self._publisher.publish(KVEventBatch(time.time(), events))  # type: ignore[arg-type]
 
     # -- ending ------------------------------------------------------------------------------------------------------------
 

@@ -14,8 +14,9 @@ Threads: one at a time; the weights are never written.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -27,7 +28,17 @@ from torch.nn.attention.bias import causal_lower_right
 from kvtier.engine.model_config import ModelConfig, RopeConfig, weight_shapes
 from kvtier.errors import InputError, ModelError
 
-__all__ = ["Batch", "Decoder", "ModelConfig", "RopeConfig", "SequenceSlice", "split_kv", "weight_shapes"]
+__all__ = [
+    "Attention",
+    "Batch",
+    "Decoder",
+    "ModelConfig",
+    "Pages",
+    "RopeConfig",
+    "SequenceSlice",
+    "split_kv",
+    "weight_shapes",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +88,7 @@ def split_kv(cache: Tensor) -> tuple[Tensor, Tensor]:
 class _Span(NamedTuple):
     """Sequences that attend in one call: N of them with R rows each, over L keys, padded to the longest.
 
-    `rows` [N, R] are rows of the batch, `keys` [N * L] rows of `_Pages`, `mask` [N, 1, R, L] is what each row may see: on a GPU
+    `rows` [N, R] are rows of the batch, `keys` [N * L] rows of `Pages`, `mask` [N, 1, R, L] is what each row may see: on a GPU
     in half precision only a description of it for one sequence without a window, so that a fused kernel can be used.
     """
 
@@ -125,7 +136,7 @@ def _span(
     return _Span(start + each_row, (blocks * stride + keys % block_size).flatten(), mask)
 
 
-class _Pages:
+class Pages:
     """One layer's K or V as rows of tokens, in either layout: token `o` of block `b` is row `b * stride + o`."""
 
     def __init__(self, pages: Tensor) -> None:
@@ -152,6 +163,10 @@ class _Linear:
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
+    def add(self, stream: Tensor, x: Tensor) -> Tensor:
+        """Return the product added to a stream."""
+        return torch.addmm(stream, x, self.weight.T) if x.is_cuda and self.bias is None else stream + self(x)
+
 
 class _Norm:
     """Scale rows to unit root mean square, then by a weight."""
@@ -160,7 +175,23 @@ class _Norm:
         self.weight, self.eps = weight, eps
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.weight.ndim == 1:
+            return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
         return F.rms_norm(x, x.shape[-1:], eps=self.eps) * self.weight
+
+
+Attention = Callable[[Tensor, Pages, Pages], Tensor]
+"""Takes queries `[rows, heads, dim]` and the K and V of a layer, and returns what the queries see, in their shape."""
+
+
+def _attend_spans(spans: list[_Span], q: Tensor, k: Pages, v: Pages) -> Tensor:
+    out = torch.empty_like(q)
+    for rows, keys, mask in spans:
+        query = q[rows].transpose(1, 2)
+        key, value = k.read(keys, len(rows), q.dtype), v.read(keys, len(rows), q.dtype)
+        seen = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+        out[rows] = seen.transpose(1, 2)
+    return out
 
 
 class _Step(NamedTuple):
@@ -169,7 +200,7 @@ class _Step(NamedTuple):
     cos: Tensor
     sin: Tensor
     writes: Tensor
-    spans: list[_Span]
+    attention: Attention
 
 
 class _Layer:
@@ -189,12 +220,12 @@ class _Layer:
             stacked = torch.cat([q.expand(config.num_heads, -1), k.expand(config.num_kv_heads, -1)])
             self.qk_norm = _Norm(stacked, config.rms_norm_eps)
 
-    def __call__(self, x: Tensor, k: _Pages, v: _Pages, step: _Step) -> Tensor:
-        x = x + self.o(self._attend(self.attention_norm(x), k, v, step))
+    def __call__(self, x: Tensor, k: Pages, v: Pages, step: _Step) -> Tensor:
+        x = self.o.add(x, self._attend(self.attention_norm(x), k, v, step))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
+        return self.down.add(x, F.silu(gate) * up)
 
-    def _attend(self, x: Tensor, k: _Pages, v: _Pages, step: _Step) -> Tensor:
+    def _attend(self, x: Tensor, k: Pages, v: Pages, step: _Step) -> Tensor:
         heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
         qkv = self.qkv(x).view(len(x), -1, self.config.head_dim)
         qk, new_v = qkv.tensor_split([heads + kv_heads], dim=1)
@@ -203,19 +234,12 @@ class _Layer:
         q, new_k = _rotate(qk, step.cos, step.sin).tensor_split([heads], dim=1)
         k.write(step.writes, new_k)
         v.write(step.writes, new_v)
-        out = torch.empty_like(q)
-        for rows, keys, mask in step.spans:
-            query = q[rows].transpose(1, 2)
-            key, value = k.read(keys, len(rows), q.dtype), v.read(keys, len(rows), q.dtype)
-            seen = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-            out[rows] = seen.transpose(1, 2)
-        return out.flatten(1)
+        return step.attention(q, k, v).flatten(1)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the halves of each head as the parts of complex numbers."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    """Turn the halves of each head as the parts of complex numbers. `sin` is negative for the first half."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 class Decoder:
@@ -248,6 +272,10 @@ class Decoder:
         self._head = self._embedding if config.tie_word_embeddings else take("lm_head.")["weight"]
         # In float64 whatever the compute dtype: float32 angles are off by a hundredth at position 100,000.
         self._frequencies = torch.tensor(config.rope.frequencies(config.head_dim), dtype=torch.float64, device=device)
+        from kvtier.engine.graphs import StepGraphs
+
+        self.graphs = StepGraphs(self) if StepGraphs.suit(self) else None
+        """Replays small steps; `None`: all steps are computed op by op."""
 
     def forward(
         self, batch: Batch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
@@ -256,27 +284,48 @@ class Decoder:
 
         Logits are float32, or `compute_dtype` where that is wider. `kv_caches` are keyed by `config.layer_names`.
         """
+        if self.graphs is not None:
+            logits = self.graphs.forward(batch, kv_caches, group_of_layer, block_size)
+            if logits is not None:
+                return logits
         last = torch.tensor([sequence.end - 1 for sequence in batch.sequences], device=self.device)
         return self.logits(self.hidden(batch, kv_caches, group_of_layer, block_size)[last])
 
-    @torch.inference_mode()
     def hidden(
         self, batch: Batch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
     ) -> Tensor:
         """Do what `forward` does up to the last layer, and return the hidden state of every row."""
-        angles = batch.positions.to(torch.float64)[:, None, None] * self._frequencies
-        cos, sin = angles.cos().to(self.compute_dtype), angles.sin().to(self.compute_dtype)
+
+        def attention(group: int, window: int | None, stride: int) -> Attention:
+            return partial(_attend_spans, _plan(batch, group, window, block_size, stride, self.compute_dtype))
+
+        return self.run_layers(
+            batch.tokens, batch.positions, batch.slots, kv_caches, group_of_layer, block_size, attention
+        )
+
+    @torch.inference_mode()
+    def run_layers(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Sequence[Tensor],
+        kv_caches: Mapping[str, Tensor],
+        group_of_layer: Sequence[int],
+        block_size: int,
+        attention: Callable[[int, int | None, int], Attention],
+    ) -> Tensor:
+        """Run rows through all layers. `attention(group, window, stride)` attends for those over pages with that stride."""
+        angles = positions.to(torch.float64)[:, None, None] * self._frequencies
+        cos = torch.cat((angles, angles), dim=-1).cos().to(self.compute_dtype)
+        sin = torch.cat((-angles, angles), dim=-1).sin().to(self.compute_dtype)
         steps: dict[tuple[int, int | None, int], _Step] = {}
-        x = self._embedding[batch.tokens]
+        x = self._embedding[tokens]
         layers = zip(self._layers, self.config.layer_names, self.config.sliding_windows, group_of_layer, strict=True)
         for layer, name, window, group in layers:
-            k, v = (_Pages(pages) for pages in split_kv(kv_caches[name]))
+            k, v = (Pages(pages) for pages in split_kv(kv_caches[name]))
             if (key := (group, window, k.stride)) not in steps:
-                slots = batch.slots[group]
-                writes = slots // block_size * k.stride + slots % block_size
-                steps[key] = _Step(
-                    cos, sin, writes, _plan(batch, group, window, block_size, k.stride, self.compute_dtype)
-                )
+                writes = slots[group] // block_size * k.stride + slots[group] % block_size
+                steps[key] = _Step(cos, sin, writes, attention(*key))
             x = layer(x, k, v, steps[key])
         return x
 

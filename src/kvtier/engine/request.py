@@ -14,6 +14,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from kvtier.engine.cache import BlockTable
+from kvtier.events.tracker import Description
 from kvtier.keys import BlockHash, extra_keys_of, hash_blocks
 
 if TYPE_CHECKING:
@@ -101,6 +102,12 @@ class Request:
                 ),
             )
         return self._hashes
+
+    def describe(self, start: int, stop: int, block_size: int) -> Description:
+        """Tell what the blocks of tokens `[start, stop)` hold: a LoRA and a salt are extra keys of the very first block."""
+        marks = tuple(mark for mark in (self.lora_name, self.cache_salt) if mark is not None)
+        extra = [marks, *[None] * ((stop - start) // block_size - 1)] if marks and start == 0 else None
+        return Description(self.tokens[start:stop], lora_name=self.lora_name, extra_keys=extra)
 
     @property
     def compute_end(self) -> int:

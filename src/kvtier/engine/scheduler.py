@@ -194,7 +194,9 @@ class Scheduler:
         """
         size, rows = self._cache.block_size, request.table.rows
         start, stop = request.num_computed_tokens // size, request.load_end // size
-        arrived = [all(row[position] not in invalid for row in rows) for position in range(start, stop)]
+        arrived = [True] * (stop - start)
+        if invalid:
+            arrived = [all(row[position] not in invalid for row in rows) for position in range(start, stop)]
         if not all(arrived) and any(group.sliding_window is not None for group in self._cache.groups):
             self._send_back(request)
             return

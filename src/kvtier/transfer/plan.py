@@ -26,6 +26,8 @@ __all__ = ["Geometry", "Plan", "pair_blocks"]
 
 Ints = npt.NDArray[np.int64]
 
+_FEW = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
@@ -68,6 +70,8 @@ class Plan:
 
 def pair_blocks(gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, geometry: Geometry) -> Plan:
     """Check the ends of a job against each other and the geometry, and pair them."""
+    if geometry.num_groups == geometry.blocks_per_chunk == len(gpu.group_sizes) == 1:
+        return _pair_one_to_one(gpu, cpu, geometry)
     skipped, taken = _read_groups(gpu, geometry)
     if sum(taken) != len(cpu.block_ids):
         wants = f"{len(gpu.block_ids)} blocks in groups of {gpu.group_sizes}, first indices {gpu.block_indices}"
@@ -84,10 +88,25 @@ def pair_blocks(gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, geometry: Geometry
     positions = np.arange(len(places))
     if not there.all():
         positions, places, groups = positions[there], places[there], groups[there]
-    if per_chunk == 1:
-        return Plan(positions, groups, gpu.block_ids[positions], cpu.block_ids[places], np.zeros_like(places))
     slots, indices = np.divmod(places, per_chunk)
     return Plan(positions, groups, gpu.block_ids[positions], cpu.block_ids[slots], indices)
+
+
+def _pair_one_to_one(gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, geometry: Geometry) -> Plan:
+    """Do the same for one group whose chunks are single blocks: small jobs, of which there are many, are mostly such."""
+    blocks, slots = gpu.block_ids, cpu.block_ids
+    if len(blocks) != len(slots):
+        raise InputError(f"expected {len(blocks)} slots for as many blocks, got {len(slots)}")
+    if gpu.block_indices is not None and gpu.block_indices[0] < 0:
+        raise InputError(f"expected no negative block_indices, got {gpu.block_indices}")
+    least = _check_range("block ids", blocks, geometry.num_blocks)
+    _check_range("slots", slots, geometry.num_slots)
+    positions = np.arange(len(blocks))
+    if least == NULL_BLOCK:
+        positions = (blocks != NULL_BLOCK).nonzero()[0]
+        blocks, slots = blocks[positions], slots[positions]
+    nothing = np.zeros(len(blocks), np.int64)
+    return Plan(positions, nothing, blocks, slots, nothing)
 
 
 def _read_groups(gpu: GPULoadStoreSpec, geometry: Geometry) -> tuple[list[int], list[int]]:
@@ -108,6 +127,12 @@ def _join(arrays: list[Ints]) -> Ints:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
-def _check_range(what: str, ids: Ints, limit: int) -> None:
-    if len(ids) and not 0 <= ids.min() <= ids.max() < limit:
-        raise InputError(f"{what}: expected numbers from 0 to {limit - 1}, got {ids.min()} to {ids.max()}")
+def _check_range(what: str, ids: Ints, limit: int) -> int | None:
+    """Raise `InputError` if ids are not in `[0, limit)`; return the least. For few of them a list is several times faster."""
+    if not len(ids):
+        return None
+    few = ids.tolist() if len(ids) <= _FEW else None
+    least, most = (min(few), max(few)) if few else (int(ids.min()), int(ids.max()))
+    if not 0 <= least <= most < limit:
+        raise InputError(f"{what}: expected numbers from 0 to {limit - 1}, got {least} to {most}")
+    return least

@@ -2,8 +2,7 @@
 
 `handlers` keeps the contract of `OffloadingHandler` and says in which order memory is touched; `memory` is what they move
 bytes between; `lanes` has the streams and buffers; `kernels` the gather and the scatter; `pieces` the arithmetic; `pinning`
-the pool's memory; `driver` the calls that torch lacks. All of it imports without a device, and all but `kernels` without
-Triton.
+the pool's memory; `driver` the calls to CUDA. All of it imports without a device, and all but `kernels` without Triton.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The few calls of the CUDA driver that torch has no name for: copies of many ranges at once, and pinning memory.
+"""The calls of the CUDA driver that a transfer is made of: copies, launches, events, and pinning memory.
 
-`libcuda` comes with the driver, so this needs no package, and a call through ctypes with arrays as they are costs a
-microsecond for any number of ranges. Copies only enqueue: they keep the GIL, since letting it go and getting it back
-takes longer than the call. An error of the driver is a `TransferError` with its name.
+`libcuda` comes with the driver, so this needs no package. Streams and events are torch's, by their handles: a call through
+ctypes takes half the time of torch's own, and torch has no name for some of them. Calls that only enqueue keep the GIL, since
+letting it go and getting it back takes longer than the call. An error of the driver is a `TransferError` with its name.
 
 Callers have a current CUDA context, as every thread has that has used torch on the device. Any thread.
 """
@@ -18,12 +18,29 @@ import numpy.typing as npt
 
 from kvtier.errors import TransferError
 
-__all__ = ["Addresses", "copy_range", "copy_ranges", "has_batches", "pin", "unpin"]
+__all__ = [
+    "Addresses",
+    "Kernel",
+    "copy_range",
+    "copy_ranges",
+    "has_batches",
+    "has_context",
+    "is_idle",
+    "is_over",
+    "pin",
+    "record",
+    "seconds_between",
+    "unpin",
+    "wait_for",
+    "wait_idle",
+    "wait_over",
+]
 
 Addresses = npt.NDArray[np.int64]
 
 _LIBRARY = "libcuda.so.1"
 _PORTABLE = 1  # pinned for every context of this process
+_NOT_READY = 600
 
 
 class _BatchAttributes(ctypes.Structure):
@@ -41,10 +58,18 @@ _IN_STREAM_ORDER = _BatchAttributes(src_access_order=1)
 _FIRST = ctypes.c_size_t(0)
 
 
-_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
+_POINTER, _SIZE, _COUNT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemcpyAsync": (ctypes.c_uint64, ctypes.c_uint64, _SIZE, _POINTER),
     "cuMemcpyBatchAsync": (_POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER),
+    "cuEventElapsedTime": (_POINTER, _POINTER, _POINTER),
+    "cuEventQuery": (_POINTER,),
+    "cuEventRecord": (_POINTER, _POINTER),
+    "cuEventSynchronize": (_POINTER,),
+    "cuLaunchKernel": (_POINTER, *[_COUNT] * 7, _POINTER, _POINTER, _POINTER),
+    "cuStreamQuery": (_POINTER,),
+    "cuStreamSynchronize": (_POINTER,),
+    "cuStreamWaitEvent": (_POINTER, _POINTER, _COUNT),
     "cuMemHostRegister_v2": (_POINTER, _SIZE, ctypes.c_uint),
     "cuMemHostUnregister": (_POINTER,),
 }
@@ -76,17 +101,101 @@ def has_batches() -> bool:
     return hasattr(_enqueuing(), "cuMemcpyBatchAsync")
 
 
-def _expect(status: int, what: str) -> None:
-    if status:
-        name = ctypes.c_char_p()
-        _waiting().cuGetErrorName(status, ctypes.byref(name))
-        raise TransferError(f"{what}: expected success, got {(name.value or b'?').decode()} ({status}) from the driver")
+def _fail(status: int, what: str) -> None:
+    name = ctypes.c_char_p()
+    _waiting().cuGetErrorName(status, ctypes.byref(name))
+    raise TransferError(f"{what}: expected success, got {(name.value or b'?').decode()} ({status}) from the driver")
+
+
+def has_context() -> bool:
+    """Say whether the calling thread has a device to talk to."""
+    context = ctypes.c_void_p()
+    return not _enqueuing().cuCtxGetCurrent(ctypes.byref(context)) and context.value is not None
+
+
+# -- streams and events --------------------------------------------------------------------------------------------------
+
+
+def record(event: int, stream: int) -> None:
+    """Let an event happen when a stream has done all that it has been told so far."""
+    if status := _enqueuing().cuEventRecord(event, stream):
+        _fail(status, "recording an event")
+
+
+def wait_for(stream: int, event: int) -> None:
+    """Let what a stream is told from now on wait for an event, on the device."""
+    if status := _enqueuing().cuStreamWaitEvent(stream, event, 0):
+        _fail(status, "letting a stream wait")
+
+
+def is_over(event: int) -> bool:
+    """Say whether an event has happened."""
+    if status := _enqueuing().cuEventQuery(event):
+        if status == _NOT_READY:
+            return False
+        _fail(status, "asking for an event")
+    return True
+
+
+def is_idle(stream: int) -> bool:
+    """Say whether a stream has done all that it has been told."""
+    if status := _enqueuing().cuStreamQuery(stream):
+        if status == _NOT_READY:
+            return False
+        _fail(status, "asking for a stream")
+    return True
+
+
+def wait_over(event: int) -> None:
+    """Block until an event has happened."""
+    if status := _waiting().cuEventSynchronize(event):
+        _fail(status, "waiting for an event")
+
+
+def wait_idle(stream: int) -> None:
+    """Block until a stream has done all that it has been told."""
+    if status := _waiting().cuStreamSynchronize(stream):
+        _fail(status, "waiting for a stream")
+
+
+def seconds_between(start: int, end: int) -> float:
+    """Return the device's time between two events that have happened."""
+    milliseconds = ctypes.c_float()
+    if status := _enqueuing().cuEventElapsedTime(ctypes.addressof(milliseconds), start, end):
+        _fail(status, "reading the time between events")
+    return milliseconds.value / 1000
+
+
+# -- work ----------------------------------------------------------------------------------------------------------------
+
+
+class Kernel:
+    """A compiled kernel that takes addresses and 32-bit numbers. One thread at a time: arguments are written in place."""
+
+    def __init__(self, function: int, threads: int, shared_bytes: int, num_values: int) -> None:
+        self._function, self._threads, self._shared_bytes = function, threads, shared_bytes
+        self._values = (ctypes.c_uint64 * num_values)()
+        # The driver reads as many arguments as the kernel has. Triton's compiler adds some of its own, which are null.
+        self._null = ctypes.c_uint64(0)
+        at = ctypes.addressof(self._values)
+        places = [at + 8 * index for index in range(len(self._values))] + [ctypes.addressof(self._null)] * 4
+        self._arguments = (ctypes.c_void_p * len(places))(*places)
+        self._address = ctypes.addressof(self._arguments)
+
+    def launch(self, programs: int, stream: int, *values: int) -> None:
+        """Enqueue a run of so many programs."""
+        self._values[:] = list(values)
+        status = _enqueuing().cuLaunchKernel(
+            self._function, programs, 1, 1, self._threads, 1, 1, self._shared_bytes, stream, self._address, None
+        )
+        if status:
+            _fail(status, "launching a kernel")
 
 
 def copy_range(dst: int, src: int, size: int, stream: int, *, pinned: bool = True) -> None:
     """Enqueue one copy. With the host's end not `pinned` the driver may wait for the stream first."""
-    library = _enqueuing() if pinned else _waiting()
-    _expect(library.cuMemcpyAsync(dst, src, size, stream), f"copying {size} bytes")
+    if status := (_enqueuing() if pinned else _waiting()).cuMemcpyAsync(dst, src, size, stream):
+        _fail(status, f"copying {size} bytes")
 
 
 def copy_ranges(dst: Addresses, src: Addresses, sizes: Addresses, stream: int, *, pinned: bool = True) -> None:
@@ -100,14 +209,20 @@ def copy_ranges(dst: Addresses, src: Addresses, sizes: Addresses, stream: int, *
         *(array.ctypes.data for array in (dst, src, sizes)), len(sizes),
         ctypes.addressof(_IN_STREAM_ORDER), ctypes.addressof(_FIRST), 1, ctypes.addressof(failed), stream,
     )  # fmt: skip
-    _expect(status, f"copying {len(sizes)} ranges")
+    if status:
+        _fail(status, f"copying {len(sizes)} ranges")
+
+
+# -- memory --------------------------------------------------------------------------------------------------------------
 
 
 def pin(address: int, size: int) -> None:
     """Lock memory so that the device copies from and to it at full speed, behind the host's back."""
-    _expect(_waiting().cuMemHostRegister_v2(address, size, _PORTABLE), f"pinning {size} bytes")
+    if status := _waiting().cuMemHostRegister_v2(address, size, _PORTABLE):
+        _fail(status, f"pinning {size} bytes")
 
 
 def unpin(address: int) -> None:
     """Undo one `pin`."""
-    _expect(_waiting().cuMemHostUnregister(address), "unpinning memory")
+    if status := _waiting().cuMemHostUnregister(address):
+        _fail(status, "unpinning memory")

@@ -1,11 +1,11 @@
-"""The kernel that moves pages between an engine's cache and a staging buffer, in either direction, at HBM speed.
+"""The kernel that moves pages between an engine's cache and rows, in a staging buffer or in the pool, in either direction.
 
-    staging   [ tile 0 | tile 1 | ... of the first block | tile 0 | ... of the second | ... ]     as in the pool's rows
-    engine    tile t of block b:  base[t] + b * stride[t],  size[t] words
+    rows      tile t of block i:  place[i] + offset[t],            size[t] words
+    engine    tile t of block i:  base[t] + block[i] * stride[t],  as many
 
 A *tile* is a page or a part of one. Where the tiles of any block are is a table that stays on the device; a launch takes
-block ids and a buffer. A program copies `TILES` tiles at once, so that small pages too keep many loads in flight, and goes
-on to the next ones until there are none: the grid is small, and most of the device is left to the engine.
+what it is *told*: block ids and, behind them, as many addresses of rows. A program copies some tiles at once, so that small
+pages too keep many loads in flight, and goes on to the next ones until there are none.
 
 Needs Triton, on a CUDA device or in Triton's interpreter. One thread at a time for each object.
 """
@@ -13,94 +13,115 @@ Needs Triton, on a CUDA device or in Triton's interpreter. One thread at a time 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
+from kvtier.transfer.cuda import driver
 from kvtier.transfer.cuda.pieces import Part
 
-__all__ = ["PageCopy"]
+__all__ = ["SHORT", "STAGED", "PageCopy", "Shape"]
 
-# TB/s read, and as many written, on an H200 for pages of 4 and 64 KiB: 0.5 and 1.2 by 32 programs, 1.0 and 1.7 by 64, 1.8 and
-# 1.9 by 128. The bus needs 0.05; what is beyond that shortens the wait for the first piece of a store and the last of a load.
-PROGRAMS = 64
+
+class Shape(NamedTuple):
+    """How much of the device a copy takes: at most `programs`, each of `program_bytes` in flight by `warps`."""
+
+    programs: int
+    program_bytes: int
+    warps: int
+
+
+STAGED = Shape(programs=128, program_bytes=65536, warps=8)
+"""Between HBM and HBM. On an H200 1.3 TB/s read, and as many written, for pages of 4 KiB and 1.6 for larger ones. The bus needs
+0.05; but a kernel takes its turn on the multiprocessors beside the engine's, and the sooner it is over the better."""
+SHORT = Shape(programs=16, program_bytes=16384, warps=8)
+"""Over the bus itself, for what is too short to be staged: more programs move no more bytes."""
 TILE_BYTES = 16384
-PROGRAM_BYTES = 65536
-WARPS = 8
 
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 
-@triton.jit(do_not_specialize=["num_blocks", "num_tiles", "block_bytes"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_blocks", "num_tiles"])  # type: ignore[untyped-decorator]
 def _copy(  # type: ignore[no-untyped-def]
-    table, block_ids, staging, num_blocks, num_tiles, block_bytes,
-    WORD: tl.constexpr, WORDS: tl.constexpr, TILES: tl.constexpr, GATHER: tl.constexpr,
+    table, told, num_blocks, num_tiles,
+    WORD: tl.constexpr, ALIGN: tl.constexpr, WORDS: tl.constexpr, TILES: tl.constexpr, GATHER: tl.constexpr,
 ):  # fmt: skip
-    """Copy all tiles of some blocks to (`GATHER`) or from the staging buffer."""
+    """Copy all tiles of some blocks to (`GATHER`) or from their rows. Addresses are multiples of `ALIGN` bytes."""
+    WHOLE: tl.constexpr = 2 if ALIGN == 16 else 1
     word = tl.arange(0, WORDS)[None, :]
     count = num_blocks * num_tiles
     for first in range(tl.program_id(0) * TILES, count, tl.num_programs(0) * TILES):
         each = first + tl.arange(0, TILES)
         there = each < count
         index, tile = each // num_tiles, each % num_tiles
-        block = tl.load(block_ids + index, mask=there, other=0)
+        block = tl.load(told + index, mask=there, other=0)
+        place = tl.load(told + num_blocks + index, mask=there, other=0)
         base = tl.load(table + tile, mask=there, other=0)
         stride = tl.load(table + num_tiles + tile, mask=there, other=0)
         offset = tl.load(table + 2 * num_tiles + tile, mask=there, other=0)
         size = tl.load(table + 3 * num_tiles + tile, mask=there, other=0)
-        engine = (base + block * stride).to(tl.pointer_type(WORD), bitcast=True)[:, None] + word
-        row = staging + index.to(tl.int64) * block_bytes + offset
-        staged = row.to(tl.pointer_type(WORD), bitcast=True)[:, None] + word
-        mask = word < size[:, None]
+        engine = tl.multiple_of((base + block * stride).to(tl.pointer_type(WORD), bitcast=True), ALIGN)[:, None] + word
+        row = tl.multiple_of((place + offset).to(tl.pointer_type(WORD), bitcast=True), ALIGN)[:, None] + word
+        mask = word < tl.multiple_of(size.to(tl.int32), WHOLE)[:, None]
+        # What passes through is not wanted again soon: it leaves the L2 cache to the engine.
         if GATHER:
-            tl.store(staged, tl.load(engine, mask=mask), mask=mask)
+            pages = tl.load(engine, mask=mask, eviction_policy="evict_first")
+            tl.store(row, pages, mask=mask, eviction_policy="evict_first")
         else:
-            tl.store(engine, tl.load(staged, mask=mask), mask=mask)
+            pages = tl.load(row, mask=mask, eviction_policy="evict_first")
+            tl.store(engine, pages, mask=mask, eviction_policy="evict_first")
 
 
 class PageCopy:
     """Copies the pages of one part of any blocks, one way. Compiled when it is made."""
 
-    def __init__(self, part: Part, device: torch.device | str, *, gather: bool) -> None:
-        rows, word = _cut_tiles(part)
+    def __init__(
+        self, part: Part, device: torch.device | str, shape: Shape, *, gather: bool, row_align: int = 16
+    ) -> None:
+        """`row_align` divides all addresses of rows that it will be told."""
+        rows, word, align = _cut_tiles(part, row_align)
         self._table = torch.from_numpy(np.stack(rows)).to(device)
         self._num_tiles = len(rows[0])
-        self._block_bytes = part.bytes
         words = triton.next_power_of_2(int(rows[3].max()))
-        self._tiles = max(1, PROGRAM_BYTES // (words * word))
-        self._constants = (_WORDS[word], words, self._tiles, gather)
-        nothing = torch.zeros(2, dtype=torch.int64, device=device)
-        # Calling Triton's compiled kernel takes a third of the time of finding it again by its arguments.
-        self._compiled = self._launch_jit(nothing, 0, nothing.view(torch.int8))
+        self._tiles = max(1, shape.program_bytes // (int(words) * word))
+        self._constants = (_WORDS[word], align, words, self._tiles, gather)
+        self._shape = shape
+        compiled = self._launch_jit(torch.zeros(2, dtype=torch.int64, device=device), 0)
+        # A launch by Triton takes twice as long as the driver's.
+        self._kernel: driver.Kernel | None = None
+        if compiled is not None:
+            self._kernel = driver.Kernel(compiled.function, 32 * shape.warps, compiled.metadata.shared, 4)
+        self._table_address = self._table.data_ptr()
 
-    def __call__(self, block_ids: torch.Tensor, num_blocks: int, staging: torch.Tensor, stream: int) -> None:
-        """Enqueue a copy."""
-        if self._compiled is None:
-            self._launch_jit(block_ids, num_blocks, staging)
+    def __call__(self, told: torch.Tensor, num_blocks: int, stream: int) -> None:
+        """Enqueue a copy. `told`: block ids and addresses of rows, on the device or pinned."""
+        if self._kernel is None:
+            self._launch_jit(told, num_blocks)
             return
-        pointers = (self._table.data_ptr(), block_ids.data_ptr(), staging.data_ptr())
-        counts = (num_blocks, self._num_tiles, self._block_bytes)
-        self._compiled[self._grid(num_blocks)](*pointers, *counts, *self._constants, stream=stream)
+        programs = self._num_programs(num_blocks)
+        self._kernel.launch(programs, stream, self._table_address, told.data_ptr(), num_blocks, self._num_tiles)
 
-    def _grid(self, num_blocks: int) -> tuple[int, int, int]:
-        return max(1, min(PROGRAMS, -(-num_blocks * self._num_tiles // self._tiles))), 1, 1
+    def _num_programs(self, num_blocks: int) -> int:
+        return max(1, min(self._shape.programs, -(-num_blocks * self._num_tiles // self._tiles)))
 
-    def _launch_jit(self, block_ids: torch.Tensor, num_blocks: int, staging: torch.Tensor) -> Any:
+    def _launch_jit(self, told: torch.Tensor, num_blocks: int) -> Any:
         """Compile if need be and launch on the current stream. Returns the compiled kernel; the interpreter has none."""
-        counts = (num_blocks, self._num_tiles, self._block_bytes)
-        grid = self._grid(num_blocks)
-        return _copy[grid](self._table, block_ids, staging, *counts, *self._constants, num_warps=WARPS)
+        grid = (self._num_programs(num_blocks), 1, 1)
+        counts = (num_blocks, self._num_tiles)
+        return _copy[grid](self._table, told, *counts, *self._constants, num_warps=self._shape.warps)
 
 
-def _cut_tiles(part: Part) -> tuple[list[np.ndarray[Any, np.dtype[np.int64]]], int]:
-    """Return base, stride, offset and number of words of each tile, and the bytes of a word, which divides them all."""
+def _cut_tiles(part: Part, row_align: int) -> tuple[list[np.ndarray[Any, np.dtype[np.int64]]], int, int]:
+    """Return base, stride, offset and number of words of each tile, the bytes of a word, and what divides all addresses."""
     pages = part.pages
-    word = math.gcd(8, *pages.base.tolist(), *pages.stride.tolist(), *pages.size.tolist())
+    align = math.gcd(16, row_align, *pages.base.tolist(), *pages.stride.tolist(), *pages.size.tolist())
+    word = min(align, 8)
     counts = -(-pages.size // TILE_BYTES)
     page = np.repeat(np.arange(len(counts)), counts)
     at = (np.arange(len(page)) - np.repeat(np.cumsum(counts) - counts, counts)) * TILE_BYTES
     size = np.minimum(pages.size[page] - at, TILE_BYTES)
-    return [pages.base[page] + at, pages.stride[page], pages.offset[page] - part.offset + at, size // word], word
+    tiles = [pages.base[page] + at, pages.stride[page], pages.offset[page] - part.offset + at, size // word]
+    return tiles, word, align

@@ -27,6 +27,7 @@ DIRECT_BYTES = 2 << 20
 On an H200, jobs of 256 MiB, as parts of one large copy: pages of 512 KiB 0.95 as they are and 0.98 staged, 1 MiB 0.97 and
 0.98, 2 MiB 0.99 as they are, with no kernel and no buffer (`benchmarks/gpu_transfer.py`).
 """
+_ALIGNMENT = 16  # of buffers, so that kernels move as much at a time
 _PAGEABLE_BYTES = 1 << 20  # copies of pageable memory wait, and a lock is held meanwhile
 
 
@@ -54,7 +55,7 @@ class CudaMemory:
         self.pool = pool
         self.pinning = pinning or Pinning(pool, lambda: torch.cuda.set_device(self.device))
         self.staging_bytes = staging_bytes
-        self.piece_bytes = staging_bytes // 2 // BUFFERS
+        self.piece_bytes = max(_ALIGNMENT, staging_bytes // 2 // BUFFERS // _ALIGNMENT * _ALIGNMENT)
         if not self.pinning.pinned:
             self.piece_bytes = min(self.piece_bytes, _PAGEABLE_BYTES)
         direct_bytes = min(direct_bytes, self.piece_bytes)

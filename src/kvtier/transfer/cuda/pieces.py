@@ -10,6 +10,7 @@ Pure functions over numpy arrays of addresses; any thread.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -27,7 +28,7 @@ Ints = npt.NDArray[np.int64]
 
 MOST_BLOCKS = 4096
 """In one piece: what the kernel is told of them is kept in pinned memory."""
-_LEAST_BYTES = 8 << 20  # takes the bus longer than it takes us to prepare the next piece
+_LEAST_BYTES = 8 << 20  # takes the bus longer than it takes us to enqueue the next piece
 
 
 class Pages(NamedTuple):
@@ -111,15 +112,23 @@ def _part(pages: Pages, direct: bool) -> Part:
 
 
 def cut_job(plan: Plan, parts: Sequence[Sequence[Part]], piece_bytes: int) -> Iterator[Piece]:
-    """Yield the pieces of a job in order: at most `piece_bytes`, or one part of one block where that is more.
+    """Return the pieces of a job in order: at most `piece_bytes`, or one part of one block where that is more.
 
     Pieces are small at both ends: the bus waits for the first gather, and whoever wants the bytes for the last scatter.
     """
+    if len(parts) == len(parts[0]) == 1 and 0 < len(plan) <= MOST_BLOCKS:
+        (part,) = parts[0]
+        if len(plan) * part.bytes <= min(2 * _LEAST_BYTES, piece_bytes):
+            return iter((Piece(part, 0, len(plan), len(plan)),))
+    return _cut_large_job(plan, parts, piece_bytes)
+
+
+def _cut_large_job(plan: Plan, parts: Sequence[Sequence[Part]], piece_bytes: int) -> Iterator[Piece]:
     bounds = np.searchsorted(plan.groups, np.arange(len(parts) + 1)).tolist() if len(parts) > 1 else [0, len(plan)]
     spans = [(some, start, end) for some, (start, end) in zip(parts, pairwise(bounds), strict=True)]
     left = sum((end - start) * sum(part.bytes for part in some) for some, start, end in spans)
     least = min(_LEAST_BYTES, piece_bytes)
-    limit = least
+    limit = min(max(least, left // 4), 2 * least)
     for some, first, end in spans:
         largest, block = max(part.bytes for part in some), sum(part.bytes for part in some)
         while first < end:
@@ -128,7 +137,7 @@ def cut_job(plan: Plan, parts: Sequence[Sequence[Part]], piece_bytes: int) -> It
             for part in some:
                 yield Piece(part, first, last, last - first if part is some[-1] else 0)
             left -= (last - first) * block
-            first, limit = last, max(left // 2, least)
+            first, limit = last, max(min(4 * limit, 3 * left // 4), least)
 
 
 class PoolMap:
@@ -150,12 +159,18 @@ class PoolMap:
             places += plan.indices * self._block_bytes[plan.groups]
         return places
 
+    def alignment(self, part: Part, group: int) -> int:
+        """Return what divides all places of a part of a group's blocks, at most 16."""
+        return math.gcd(16, self._first, self._row_bytes, int(self._block_bytes[group]), part.offset)
+
     def staged_ranges(self, piece: Piece, places: Ints, staging: int) -> Ranges:
         """Return the ranges between the staging buffer and the pool."""
         host, size = places[piece.first : piece.last], piece.part.bytes
         if piece.part.offset:
             host = host + piece.part.offset
         starts = self._starts(host, size)
+        if len(starts) == 1:
+            return Ranges(np.array([staging]), host[:1], np.array([size * len(host)]))
         ends = np.append(starts[1:], len(host))
         return Ranges(staging + starts * size, host[starts], (ends - starts) * size)
 

@@ -1,0 +1,130 @@
+"""Small steps of a decoder as CUDA graphs: captured when they are first needed, replayed from then on.
+
+A step of a few rows is a thousand small kernels, and launching them one by one takes several times as long as they run. A
+graph launches them all at once. It knows addresses, not values: tokens, positions, slots and block tables are copied into
+buffers of its own before each replay. Two kinds of steps have graphs, in half precision, where a fused kernel is used anyway:
+
+    up to 16 sequences of one row      decoding; padded to the next power of two
+    one sequence of up to 16 rows      the end of a prompt whose beginning came from a cache; padded to 16
+
+Rows that pad write to the null block, which nobody reads. Logits are good until the next replay. One thread; other threads may
+use the device meanwhile, also while a graph is captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from kvtier.engine.model import Attention, Batch, Decoder, Pages
+
+__all__ = ["MOST_ROWS", "StepGraphs"]
+
+MOST_ROWS = 16
+_HEAD_DIMS = (16, 32, 64, 128, 256)
+
+
+class StepGraphs:
+    """The graphs of one decoder over one set of caches."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._caches: Mapping[str, Tensor] | None = None
+        self._graphs: dict[tuple[int, int], _StepGraph] = {}
+
+    @staticmethod
+    def suit(decoder: Decoder) -> bool:
+        """Say whether a decoder's steps can be captured."""
+        half = decoder.dtype == decoder.compute_dtype and decoder.dtype.itemsize == 2
+        fits = decoder.config.head_dim in _HEAD_DIMS
+        return decoder.device.type == "cuda" and half and fits and find_spec("triton") is not None
+
+    def forward(
+        self, batch: Batch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
+    ) -> Tensor | None:
+        """Do what `Decoder.forward` does, or return `None` for a step that has no graph."""
+        shape = _find_shape(batch)
+        if shape is None:
+            return None
+        if self._caches is not kv_caches:
+            self._caches, self._graphs = kv_caches, {}
+        if shape not in self._graphs:
+            self._graphs[shape] = _StepGraph(self._decoder, *shape, kv_caches, group_of_layer, block_size)
+        return self._graphs[shape].replay(batch)
+
+
+def _find_shape(batch: Batch) -> tuple[int, int] | None:
+    """Return sequences and rows of each, both padded, or `None` if there is no graph for them."""
+    count, rows = len(batch.sequences), len(batch.tokens)
+    if rows > MOST_ROWS:
+        return None
+    if rows == count:
+        return 1 << (count - 1).bit_length(), 1
+    return (1, MOST_ROWS) if count == 1 else None
+
+
+class _StepGraph:
+    """One shape of step. Its inputs are `[sequences * rows]`, its block tables `[sequences, blocks]`, for each group."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        sequences: int,
+        rows: int,
+        kv_caches: Mapping[str, Tensor],
+        group_of_layer: Sequence[int],
+        block_size: int,
+    ) -> None:
+        from kvtier.engine.paged_attention import PagedAttention
+
+        config, device = decoder.config, decoder.device
+        groups, num_blocks = max(group_of_layer) + 1, max(next(iter(kv_caches.values())).shape[:2])
+        self._inputs = torch.zeros(2 + groups, sequences * rows, dtype=torch.int64, device=device)
+        self._last = torch.zeros(sequences, dtype=torch.int64, device=device)
+        self._tables = torch.zeros(groups, sequences, num_blocks, dtype=torch.int64, device=device)
+        self._heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+        paged = PagedAttention(sequences, rows, *self._heads, device)
+
+        def attention(group: int, window: int | None, stride: int) -> Attention:
+            def attend(q: Tensor, k: Pages, v: Pages) -> Tensor:
+                table, positions = self._tables[group], self._inputs[1]
+                return paged(q, k.rows, v.rows, table, positions, block_size, stride, window)
+
+            return attend
+
+        def run() -> Tensor:
+            tokens, positions, *slots = self._inputs
+            hidden = decoder.run_layers(tokens, positions, slots, kv_caches, group_of_layer, block_size, attention)
+            return decoder.logits(hidden[self._last])
+
+        self._graph, self._logits = _capture(run, device)
+
+    def replay(self, batch: Batch) -> Tensor:
+        """Compute a batch of at most this shape."""
+        count = len(batch.tokens)
+        self._inputs.zero_()
+        torch.stack((batch.tokens, batch.positions, *batch.slots), out=self._inputs[:, :count])
+        for index, sequence in enumerate(batch.sequences):
+            for table, blocks in zip(self._tables, sequence.block_tables, strict=True):
+                table[index, : len(blocks)] = blocks
+        ends = [sequence.end - 1 for sequence in batch.sequences]
+        self._last[: len(ends)] = torch.tensor(ends, device=self._last.device)
+        self._graph.replay()
+        return self._logits[: len(ends)]
+
+
+def _capture(run: Callable[[], Tensor], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """Capture a function; return the graph, and what the function returns in each replay."""
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    graph = torch.cuda.CUDAGraph()
+    with torch.inference_mode():
+        with torch.cuda.stream(stream):
+            run()  # kernels are compiled and libraries set up here, which cannot be captured
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            out = run()
+    return graph, out

@@ -1,0 +1,288 @@
+"""The books of a handler: which jobs wait, which are under way, which are over, and one result for each.
+
+Every handler of ours is a `JobHandler` and says only how bytes move. A job is planned and checked, waits in a queue, is run
+by the handler's thread (or by whoever has time), and ends in one of two ways: its last block has arrived, or somebody ends it
+(its deadline, a cancel, a shutdown, a failure). Jobs of one direction begin in the order given.
+
+Deadlines count from `transfer_async` and are looked at by `get_finished` and `wait`. With `max_jobs` jobs accepted and not
+over, `transfer_async` refuses the next one. All public methods belong to the worker's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Generic, TypeVar
+
+from kvtier.errors import InputError, IntegrityError, PoolError, TransferError
+from kvtier.pool import Pool
+from kvtier.transfer.base import (
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
+    OffloadingHandler,
+    TransferResult,
+    TransferSpec,
+    TransferType,
+)
+from kvtier.transfer.plan import Geometry, Plan, pair_blocks
+
+__all__ = ["Clock", "Job", "JobHandler", "Loads", "Stores"]
+
+logger = logging.getLogger(__name__)
+
+Clock = Callable[[], float]
+
+_JOIN_SECONDS = 5.0
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Job:
+    """A job on its way. Its leading `blocks_begun` blocks are being copied, its leading `blocks_done` have arrived."""
+
+    job_id: int
+    plan: Plan
+    deadline: float
+    ending: bool = False
+    """Somebody is about to end it."""
+    blocks_begun: int = 0
+    blocks_done: int = 0
+    bytes_done: int = 0
+
+
+J = TypeVar("J", bound=Job)
+
+
+class JobHandler(OffloadingHandler, Generic[J]):
+    """Keeps the books. A subclass makes jobs, runs and stops them, and is one of `Stores` and `Loads`."""
+
+    transfer_type: ClassVar[TransferType]
+    wait_tick: ClassVar[float]
+    """How late `wait` may notice a deadline."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        geometry: Geometry,
+        piece_bytes: int,
+        deadline: float,
+        *,
+        clock: Clock = time.monotonic,
+        max_jobs: int = 1024,
+    ) -> None:
+        self.piece_bytes = piece_bytes
+        """The most that is copied without looking up, or one block where that is more."""
+        self.probe: Callable[[J], None] | None = None
+        """Called by the thread before each piece, holding no lock. Tests make it wait, or raise `TransferError`."""
+        self.pool, self._geometry = pool, geometry
+        self._deadline, self._clock, self._max_jobs = deadline, clock, max_jobs
+        self._changed = threading.Condition()  # guards everything below
+        self._jobs: dict[int, J] = {}
+        self._queue: deque[J] = deque()
+        self._results: list[TransferResult] = []
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    # -- what a subclass says ----------------------------------------------------------------------------------------------
+
+    @staticmethod
+    @abstractmethod
+    def _ends(spec: TransferSpec) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec] | None:
+        """Return the two ends of a job, or `None` if it does not go this way."""
+
+    @abstractmethod
+    def _make_job(self, job_id: int, plan: Plan, deadline: float) -> J:
+        """Return a new job. What the engine has been told to do so far comes before it."""
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """See to it that the queue, which has a new job at its end, is run. Does not wait; `_changed` is held."""
+
+    @abstractmethod
+    def _run(self, job: J) -> None:
+        """Do something for the first job in the queue. Called by the thread, again and again."""
+
+    @abstractmethod
+    def _end(self, job: J) -> bool:
+        """Stop a job and give it its result; say whether it had none before. Afterwards it touches no memory."""
+
+    @abstractmethod
+    def _wait_a_little(self, job_ids: set[int], seconds: float) -> None:
+        """Block until something has changed, for about `seconds` at most. These jobs were not over just now."""
+
+    def _enter_thread(self) -> None:
+        """Prepare the calling thread, which may be here for the first time."""
+        return
+
+    def _note_progress(self) -> None:
+        """Take note of what has arrived. `_changed` is held."""
+        return
+
+    def _abandon(self, job: J) -> None:
+        """End a job of which a call has failed."""
+        self._end(job)
+
+    # -- the worker's calls ------------------------------------------------------------------------------------------------
+
+    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
+        """Start a job and return at once. A spec that makes no sense is an `InputError` and touches nothing."""
+        if not self.pool.complete:
+            raise PoolError(f"job {job_id}: not every process has attached to the pool; do all have the same config?")
+        plan = self.plan(spec)
+        self._enter_thread()
+        with self._changed:
+            if job_id in self._jobs:
+                raise InputError(f"job {job_id}: expected a new id, got one that is under way")
+            if self._closed or len(self._jobs) >= self._max_jobs:
+                return False
+            job = self._make_job(job_id, plan, self._clock() + self._deadline)
+            self._jobs[job_id] = job
+            self._queue.append(job)
+            self._begin()
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        """Take the results that are in, ending jobs past their deadline first."""
+        self._end_late_jobs()
+        with self._changed:
+            taken, self._results = self._results, []
+        return taken
+
+    def wait(self, job_ids: set[int], timeout: float | None = None) -> bool:
+        """Block until these jobs are over, by their deadlines at the latest, or `timeout`; say whether they are."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while True:
+            self._end_late_jobs()
+            with self._changed:
+                over = self._jobs.keys().isdisjoint(job_ids)
+            left = self.wait_tick if until is None else until - time.monotonic()
+            if over or left <= 0:
+                return over
+            self._wait_a_little(job_ids, min(left, self.wait_tick))
+
+    def wait_ending(self, job: J, timeout: float | None = None) -> bool:
+        """Block until somebody ends a job, or `timeout`; say whether it is ending. For probes that let a job hang."""
+        with self._changed:
+            return self._changed.wait_for(lambda: job.ending, timeout)
+
+    def cancel(self, job_ids: set[int]) -> None:
+        """End these jobs now. Waits for those of their pieces that are being copied."""
+        self._enter_thread()
+        with self._changed:
+            jobs = [self._jobs[job_id] for job_id in job_ids if job_id in self._jobs]
+        for job in jobs:
+            self._end(job)
+
+    def shutdown(self) -> None:
+        """End everything. Idempotent; results remain to be taken."""
+        with self._changed:
+            self._closed = True
+            jobs = set(self._jobs)
+            self._changed.notify_all()
+        self.cancel(jobs)
+        if self._thread is not None:
+            self._thread.join(_JOIN_SECONDS)
+
+    def check(self) -> None:
+        """Raise `IntegrityError` if the books do not agree."""
+        with self._changed:
+            stale = {job.job_id for job in self._queue} - self._jobs.keys()
+            twice = {result.job_id for result in self._results} & self._jobs.keys()
+        if stale or twice:
+            raise IntegrityError(
+                f"{self}: jobs {sorted(stale)} wait though over, {sorted(twice)} are over and under way"
+            )
+
+    def __str__(self) -> str:
+        return " to ".join(self.transfer_type)
+
+    def plan(self, spec: TransferSpec) -> Plan:
+        """Pair the ends of a job, or raise `InputError` if it makes no sense here."""
+        ends = self._ends(spec)
+        if ends is None:
+            raise InputError(f"expected a transfer from {self}, got {' to '.join(type(end).__name__ for end in spec)}")
+        return pair_blocks(*ends, self._geometry)
+
+    # -- the books ---------------------------------------------------------------------------------------------------------
+
+    def _mark_ending(self, job: J) -> None:
+        with self._changed:
+            job.ending = True
+            self._changed.notify_all()
+
+    def _finish(self, job: J, seconds: float | None, *, success: bool) -> None:
+        """Give a job its result. It is under way no more. `_changed` is held."""
+        del self._jobs[job.job_id]
+        if job in self._queue:
+            self._queue.remove(job)
+        failed = None if success else tuple(job.plan.positions[job.blocks_done :].tolist())
+        self._results.append(TransferResult(job.job_id, success, job.bytes_done, seconds, self.transfer_type, failed))
+        self._changed.notify_all()
+
+    def _end_late_jobs(self) -> None:
+        self._enter_thread()
+        now = self._clock()
+        with self._changed:
+            self._note_progress()
+            late = [job for job in self._jobs.values() if now > job.deadline]
+        for job in reversed(late):  # the last first, so that ending the one that runs does not start another
+            if self._end(job):
+                logger.warning("%s job %d was not over after %.3g s", self, job.job_id, self._deadline)
+
+    # -- the thread --------------------------------------------------------------------------------------------------------
+
+    def _wake_thread(self) -> None:
+        """Let the thread look at the queue; it lives from the first time on. `_changed` is held."""
+        self._changed.notify_all()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name=f"kvtier {self}", daemon=True)
+            self._thread.start()
+
+    def _serve(self) -> None:
+        """Run jobs until the handler is closed. The whole life of the thread."""
+        self._enter_thread()
+        while (job := self._next_job()) is not None:
+            try:
+                self._run(job)
+            except TransferError as error:
+                logger.warning("%s job %d failed: %s", self, job.job_id, error)
+                self._abandon(job)
+            except Exception:
+                logger.exception("%s job %d failed", self, job.job_id)
+                self._abandon(job)
+
+    def _next_job(self) -> J | None:
+        with self._changed:
+            while not self._queue and not self._closed:
+                self._changed.wait()
+            return None if self._closed else self._queue[0]
+
+
+class Stores:
+    """Jobs from the engine to the pool."""
+
+    transfer_type: ClassVar[TransferType] = (GPULoadStoreSpec.medium(), CPULoadStoreSpec.medium())
+
+    @staticmethod
+    def _ends(spec: TransferSpec) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec] | None:
+        match spec:
+            case (GPULoadStoreSpec() as gpu, CPULoadStoreSpec() as cpu):
+                return gpu, cpu
+        return None
+
+
+class Loads:
+    """Jobs from the pool to the engine."""
+
+    transfer_type: ClassVar[TransferType] = (CPULoadStoreSpec.medium(), GPULoadStoreSpec.medium())
+
+    @staticmethod
+    def _ends(spec: TransferSpec) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec] | None:
+        match spec:
+            case (CPULoadStoreSpec() as cpu, GPULoadStoreSpec() as gpu):
+                return gpu, cpu
+        return None
