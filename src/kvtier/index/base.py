@@ -1,0 +1,144 @@
+"""What an index is made of: tiers, steps, matches, and the contract that both table forms fulfil.
+
+A table maps a block's hash (64 bits) to its *holders*: which workers hold it in which lane. A lane is a place in which a
+worker can hold blocks (GPU, CPU, STORAGE, and rarer ones made on demand); every lane belongs to one of three tiers.
+Blocks with equal holders share one *holder set*, so a block costs its hash and a number, and clearing a worker touches
+the sets, not the blocks.
+
+A table is used by one thread at a time; `kvtier.index.prefix.PrefixIndex` sees to that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import IntEnum
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "LANES",
+    "MAX_LANES",
+    "MAX_WORKERS",
+    "TIERS",
+    "Columns",
+    "Hashes",
+    "Match",
+    "Op",
+    "Steps",
+    "Table",
+    "TableStats",
+    "Tier",
+    "columns_of",
+]
+
+Hashes = npt.NDArray[np.uint64]
+Steps = npt.NDArray[np.int64]
+"""One row per event, `(op, lane, number of hashes)` and perhaps more; the hashes of all events lie one behind the other."""
+Columns = npt.NDArray[np.int32]
+"""Per worker seven depths: held anywhere; on each tier alone; and the walk down the tiers."""
+
+TIERS = 3
+LANES = 3
+"""Lanes that every table has from the start: one for each tier, with the tier's number."""
+MAX_LANES = 16
+MAX_WORKERS = 4096
+
+
+class Tier(IntEnum):
+    """Where a block can be loaded from, the fastest first."""
+
+    GPU = 0
+    CPU = 1
+    STORAGE = 2
+
+
+class Op(IntEnum):
+    """What an event does."""
+
+    STORED = 1
+    REMOVED = 2
+    CLEARED = 3
+
+
+class Match(NamedTuple):
+    """How many leading blocks of a prefix each worker holds. Row `i` of every array speaks of `workers[i]`.
+
+    `any` counts leading blocks held on whatever tier. `alone[:, tier]` counts those held on that tier. `reach[:, tier]` is
+    the walk down: leading blocks on the GPU, then on with those on the CPU, then on with those in storage; so
+    `reach[:, 2]` is the longest walk. A batch query puts one more dimension, the query, in front.
+    """
+
+    workers: tuple[str | None, ...]
+    any: npt.NDArray[np.int32]
+    alone: npt.NDArray[np.int32]
+    reach: npt.NDArray[np.int32]
+
+
+class TableStats(NamedTuple):
+    """A table's size: blocks held by anyone, holder sets, bytes now and at most, blocks refused for want of room, removals
+    of blocks that were not held."""
+
+    blocks: int
+    sets: int
+    bytes: int
+    budget: int
+    dropped: int
+    unknown: int
+
+
+class Table(Protocol):
+    """Who holds which block. Workers and lanes are small numbers; a worker's number may be used again once it is cleared."""
+
+    form: str
+
+    def grow(self, workers: int) -> bool:
+        """Make room for that many workers; `False` where the budget does not allow it."""
+
+    def add_lane(self, tier: Tier) -> int | None:
+        """Add a lane to a tier and return it, `None` when there can be no more."""
+
+    def apply(self, worker: int, steps: Steps, hashes: Hashes, unique: bool = False) -> tuple[int, int] | None:
+        """Apply events in their order. What finds no room is dropped and counted.
+
+        If `unique`, stop at a store of a block that the worker holds in that lane already, and return the step and how many of
+        its hashes are done; otherwise such a store changes nothing.
+        """
+
+    def store(self, worker: int, lane: int, hashes: Hashes) -> npt.NDArray[np.bool_]:
+        """Add the worker to the blocks' holders; return which of them it did not hold there before."""
+
+    def refuse(self, worker: int, count: int) -> None:
+        """Count blocks that the caller could not even give."""
+
+    def clear(self, worker: int) -> None:
+        """Forget all that the worker holds, in time that depends on the number of holder sets, not of blocks."""
+
+    def match(self, hashes: Hashes, offsets: npt.NDArray[np.int64]) -> Columns:
+        """Return `[query, worker, column]` for the queries `hashes[offsets[i]:offsets[i + 1]]`."""
+
+    def holds(self, worker: int, hashes: Hashes) -> npt.NDArray[np.bool_]:
+        """Tell of each block whether the worker holds it in any lane."""
+
+    def holdings(self) -> int:
+        """Return how many blocks all workers hold in all lanes together, each counted once per worker and lane."""
+
+    def held(self, worker: int) -> list[int]:
+        """Return how many blocks the worker holds in each lane."""
+
+    def dropped(self) -> list[int]:
+        """Return, per worker, how many of its blocks were refused since it was last cleared."""
+
+    def entries(self) -> Iterator[tuple[int, int, int]]:
+        """Return `(hash, worker, lane)` of all that is held now; later changes do not show."""
+
+    def stats(self) -> TableStats: ...
+
+    def check(self) -> None:
+        """Raise `IntegrityError` where the table contradicts itself."""
+
+
+def columns_of(workers: tuple[str | None, ...], columns: Columns) -> Match:
+    """Name the columns of a match."""
+    return Match(workers, columns[..., 0], columns[..., 1:4], columns[..., 4:7])

@@ -1,0 +1,182 @@
+"""What events do to the compiled table: stores, removals, whole batches.
+
+All arrays of the table go in; see `slots` and `sets` for what they are. `held[worker, lane]` counts a worker's blocks, and
+its last column those that found no room.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvtier.index.base import Op
+from kvtier.index.compiled.jit import jit, lowest_bit
+from kvtier.index.compiled.sets import toggled
+from kvtier.index.compiled.slots import (
+    AGAIN,
+    CLOSED,
+    DEAD,
+    DEPTH,
+    DROPPED,
+    FILL,
+    HARD_LIMIT,
+    LIMIT,
+    SECRET,
+    UNKNOWN,
+    USED,
+    erase,
+    find,
+    make_room,
+    mix,
+    put,
+    segment_of,
+    sweep,
+)
+
+__all__ = ["apply", "store"]
+
+_STORED, _CLEARED = int(Op.STORED), int(Op.CLEARED)
+_ONE = np.uint64(1)
+
+
+@jit
+def store(
+    meta: Any, directory: Any, slots: Any, segments: Any, rows: Any, refs: Any, alias: Any, intern: Any, free: Any, held: Any,
+    worker: Any, lane: Any, hashes: Any, start: Any, stop: Any, fresh: Any, unique: Any,
+) -> Any:  # fmt: skip
+    """Add a holder to `hashes[start:stop]`; return where it stopped.
+
+    That is before `stop` for want of a set's number; and, if `unique`, at a block that the worker holds in that lane
+    already, with `meta[AGAIN]` set. Tells in `fresh`, if it is not empty, which ones it did not hold.
+    """
+    word, bit = lane * ((held.shape[0] + 63) >> 6) + (worker >> 6), _ONE << np.uint64(worker & 63)
+    drops = held.shape[1] - 1
+    known, next_set = np.int64(-2), np.int64(0)
+    for i in range(start, stop):
+        key = hashes[i]
+        mixed = mix(key, meta[SECRET])
+        segment = segment_of(directory, meta[DEPTH], mixed)
+        place = find(slots, segment, mixed, key)
+        if place < 0 and segments[segment, FILL] >= LIMIT:
+            room = make_room(meta, directory, slots, segments, refs, alias, mixed)
+            segment = segment_of(directory, meta[DEPTH], mixed)
+            if not room and segments[segment, FILL] >= HARD_LIMIT:
+                meta[DROPPED] += 1
+                held[worker, drops] += 1
+                continue
+            place = find(slots, segment, mixed, key)
+        number = np.int64(0) if place < 0 else np.int64(slots[place + 2])
+        holders = np.int64(alias[number])
+        if rows[holders, word] & bit:
+            if unique:
+                meta[AGAIN] = 1
+                return i
+            continue
+        if holders != known:
+            next_set = toggled(meta, rows, alias, intern, free, holders, word, bit)
+            if next_set < 0:
+                if not meta[CLOSED]:
+                    return i
+                known = np.int64(-2)
+                meta[DROPPED] += 1
+                held[worker, drops] += 1
+                continue
+            known = holders
+        if place < 0:
+            place = ~place
+            segments[segment, FILL] += 1
+            meta[USED] += 1
+        else:
+            refs[number] -= 1
+            meta[DEAD] -= holders == 0
+        put(slots, place, key, next_set)
+        refs[next_set] += 1
+        held[worker, lane] += 1
+        if fresh.size:
+            fresh[i] = True
+    return stop
+
+
+@jit
+def _remove(
+    meta: Any, directory: Any, slots: Any, segments: Any, rows: Any, refs: Any, alias: Any, intern: Any, free: Any, held: Any,
+    worker: Any, lane: Any, hashes: Any, start: Any, stop: Any,
+) -> Any:  # fmt: skip
+    """Take a holder from `hashes[start:stop]`; return where it stopped, as `store` does.
+
+    Where no smaller set can be made any more, the block is forgotten whole: an index may know too little, never too much.
+    """
+    word, bit = lane * ((held.shape[0] + 63) >> 6) + (worker >> 6), _ONE << np.uint64(worker & 63)
+    known, next_set = np.int64(-2), np.int64(0)
+    for i in range(start, stop):
+        key = hashes[i]
+        mixed = mix(key, meta[SECRET])
+        segment = segment_of(directory, meta[DEPTH], mixed)
+        place = find(slots, segment, mixed, key)
+        number = np.int64(0) if place < 0 else np.int64(slots[place + 2])
+        holders = np.int64(alias[number])
+        if not rows[holders, word] & bit:
+            meta[UNKNOWN] += 1
+            continue
+        if holders != known:
+            next_set = toggled(meta, rows, alias, intern, free, holders, word, bit)
+            if next_set < 0:
+                if not meta[CLOSED]:
+                    return i
+                _forget(meta, rows, held, holders)
+                next_set = np.int64(0)
+                held[worker, lane] += 1  # taken back below
+            known = holders if next_set else np.int64(-2)
+        refs[number] -= 1
+        held[worker, lane] -= 1
+        if next_set:
+            slots[place + 2] = next_set
+            refs[next_set] += 1
+        else:
+            erase(meta, slots, segments, segment, place)
+    return stop
+
+
+@jit
+def _forget(meta: Any, rows: Any, held: Any, holders: Any) -> None:
+    """Count a block out for all its holders."""
+    words = (held.shape[0] + 63) >> 6
+    meta[DROPPED] += 1
+    for at in range(rows.shape[1]):
+        bits = rows[holders, at]
+        while bits:
+            worker = lowest_bit(bits) + 64 * (at % words)
+            held[worker, at // words] -= 1
+            held[worker, held.shape[1] - 1] += 1
+            bits &= bits - _ONE
+
+
+@jit
+def apply(
+    meta: Any, directory: Any, slots: Any, segments: Any, rows: Any, refs: Any, alias: Any, intern: Any, free: Any, held: Any,
+    worker: Any, steps: Any, hashes: Any, step: Any, done: Any, unique: Any,
+) -> Any:  # fmt: skip
+    """Apply events from `step` on, of which `done` hashes are done already.
+
+    Returns `(step, done)`: at the end `(len(steps), 0)`; at a clear, which is the caller's; or where `store` stopped.
+    """
+    nothing = np.empty(0, np.bool_)
+    first = np.int64(0)
+    for at in range(step):
+        first += steps[at, 2]
+    while step < steps.shape[0]:
+        op, lane, count = steps[step, 0], steps[step, 1], steps[step, 2]
+        if op == _CLEARED:
+            return step, np.int64(0)
+        start, stop = first + done, first + count
+        if op == _STORED:
+            end = store(meta, directory, slots, segments, rows, refs, alias, intern, free, held, worker, lane, hashes, start, stop, nothing, unique)  # fmt: skip  # noqa: E501
+        else:
+            end = _remove(meta, directory, slots, segments, rows, refs, alias, intern, free, held, worker, lane, hashes, start, stop)  # fmt: skip  # noqa: E501
+        if end < stop:
+            return step, end - first
+        first, done = stop, np.int64(0)
+        step += 1
+    sweep(meta, directory, slots, segments, refs, alias, 1 + hashes.size // 64)
+    return step, np.int64(0)

@@ -1,0 +1,144 @@
+"""Pieces of msgpack, read from an array of bytes: heads, texts, integers.
+
+Each function takes a place in the array and returns what follows the piece, -1 where there is no such piece. None ever
+reads past the end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.index.compiled.jit import jit
+
+__all__ = ["head", "integer", "read_u32", "skip_integers", "text", "word_in"]
+
+
+def _lengths() -> npt.NDArray[np.int64]:
+    """Return how long the integer is that begins with a byte, 0 where none does."""
+    lengths = np.zeros(256, np.int64)
+    lengths[:0x80] = lengths[0xE0:] = 1
+    lengths[0xCC:0xD4] = 2, 3, 5, 9, 2, 3, 5, 9
+    return lengths
+
+
+_LENGTH = _lengths()
+# Unsigned integers of at most 32 bits: their lengths, and where they lie in the five bytes from their first on.
+_U32_LENGTH = np.where((np.arange(256) < 0x80) | ((np.arange(256) >= 0xCC) & (np.arange(256) < 0xCF)), _LENGTH, 0)
+_U32_SHIFT = np.where(_U32_LENGTH > 0, 40 - 8 * _U32_LENGTH, 0).astype(np.uint64)
+_U32_MASK = np.where(_U32_LENGTH == 1, 0x7F, (1 << 8 * np.maximum(_U32_LENGTH - 1, 0)) - 1).astype(np.uint64)
+
+
+@jit
+def head(data: Any, at: Any, small: Any, limit: Any, word: Any) -> Any:
+    """Read the head of an array, a map or a text; return its length and what follows, or -1.
+
+    `small` is the first byte of the short form, which has up to `limit` elements; `word` is that of the 16-bit form.
+    """
+    if at >= data.size:
+        return np.int64(-1), at
+    byte = np.int64(data[at])
+    if small <= byte < small + limit:
+        return byte - small, at + 1
+    if byte == word and at + 3 <= data.size:
+        return (np.int64(data[at + 1]) << 8) | np.int64(data[at + 2]), at + 3
+    if byte == word + 1 and at + 5 <= data.size:
+        size = np.int64(0)
+        for i in range(1, 5):
+            size = (size << 8) | np.int64(data[at + i])
+        return size, at + 5
+    return np.int64(-1), at
+
+
+@jit
+def text(data: Any, at: Any) -> Any:
+    """Read a text's head; return where the text begins and ends, -1 where there is none."""
+    if at + 1 < data.size and data[at] == 0xD9:
+        size, start = np.int64(data[at + 1]), at + 2
+    else:
+        size, start = head(data, at, 0xA0, 32, 0xDA)
+    if size < 0 or start + size > data.size:
+        return np.int64(-1), np.int64(-1)
+    return start, start + size
+
+
+@jit
+def word_in(data: Any, start: Any, stop: Any, words: Any, ends: Any) -> Any:
+    """Return which word of a dictionary a text is, -1 for none."""
+    for word in range(ends.size - 1):
+        first = ends[word]
+        if ends[word + 1] - first != stop - start:
+            continue
+        same = True
+        for i in range(stop - start):
+            if data[start + i] != words[first + i]:
+                same = False
+                break
+        if same:
+            return word
+    return -1
+
+
+@jit
+def integer(data: Any, at: Any) -> Any:
+    """Read an integer; return its low 64 bits and what follows, -1 where there is none."""
+    if at >= data.size:
+        return np.uint64(0), np.int64(-1)
+    byte = np.int64(data[at])
+    if byte < 0x80:
+        return np.uint64(byte), at + 1
+    if byte >= 0xE0:
+        return np.uint64(byte - 256), at + 1
+    if not 0xCC <= byte <= 0xD3:
+        return np.uint64(0), np.int64(-1)
+    width = 1 << ((byte - 0xCC) & 3)
+    if at + 1 + width > data.size:
+        return np.uint64(0), np.int64(-1)
+    value = np.uint64(0)
+    for i in range(1, width + 1):
+        value = (value << np.uint64(8)) | np.uint64(data[at + i])
+    if byte >= 0xD0 and width < 8 and data[at + 1] >= 0x80:
+        value |= ~np.uint64(0) << np.uint64(8 * width)
+    return value, at + 1 + width
+
+
+@jit
+def skip_integers(data: Any, at: Any, count: Any) -> Any:
+    """Return what follows that many integers, -1 where something else is among them."""
+    size, whole = data.size, True
+    for _ in range(count):
+        if at >= size:
+            return np.int64(-1)
+        length = _LENGTH[data[at]]
+        whole = whole and length > 0
+        at += length
+    return at if whole and at <= size else np.int64(-1)
+
+
+@jit
+def read_u32(data: Any, at: Any, count: Any, out: Any, start: Any) -> Any:
+    """Read that many integers of at most 32 bits into `out[start:]`; return what follows, -1 where something else is there.
+
+    Lengths of tokens change from one to the next as nobody can predict, so they come from a table and not from branches.
+    """
+    sure = data.size - 5  # up to here, what is looked at lies in the array
+    for i in range(start, start + count):
+        if at <= sure and _U32_LENGTH[data[at]]:
+            head = data[at]
+            word = (
+                np.uint64(head) << np.uint64(32)
+                | np.uint64(data[at + 1]) << np.uint64(24)
+                | np.uint64(data[at + 2]) << np.uint64(16)
+                | np.uint64(data[at + 3]) << np.uint64(8)
+                | np.uint64(data[at + 4])
+            )
+            out[i] = np.uint32((word >> _U32_SHIFT[head]) & _U32_MASK[head])
+            at += _U32_LENGTH[head]
+        else:
+            value, at = integer(data, at)
+            if at < 0 or value > np.uint64(0xFFFFFFFF):
+                return np.int64(-1)
+            out[i] = np.uint32(value)
+    return at

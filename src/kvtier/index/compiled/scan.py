@@ -1,0 +1,340 @@
+"""Reads the batches of the event stream straight into arrays, without making an object per hash or token.
+
+`Scanner` reads what publishers send nearly always: whole batches of plain stores, removals and clears, as maps or as
+arrays. It reads exactly what it knows; at the first byte that is anything else (a mark, hashes as bytes, extra keys, a
+rarer medium or group, damage) it gives the batch to `decode_batch`, so both always agree. Tokens are passed over, or read
+into an array as well.
+
+Any thread may call it, with a `Scanner` of its own.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.events.shapes import Event
+from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored, Mark
+from kvtier.events.wire import Change, DecodedBatch, decode_batch, place_weight
+from kvtier.index.base import LANES, Hashes, Op, Steps
+from kvtier.index.compiled.jit import jit
+from kvtier.index.compiled.msgpack import head, integer, read_u32, skip_integers, text, word_in
+from kvtier.index.places import PLACES
+
+__all__ = [
+    "FIRST_TOKEN",
+    "HAS_PARENT",
+    "PARENT",
+    "SCANNED_BLOCK_SIZE",
+    "TOKEN_COUNT",
+    "Scanned",
+    "ScannedBatch",
+    "Scanner",
+]
+
+_U64 = (1 << 64) - 1
+_TS = struct.Struct(">d")
+_STORED, _REMOVED, _CLEARED = int(Op.STORED), int(Op.REMOVED), int(Op.CLEARED)
+_OTHER, _FULL = -1, -2  # not for us; no room in the arrays that were given
+
+# Fields of `totals`; the last ones are the sum of the hashes in each lane.
+_HASHES, _STEPS, _TOKENS, _RANK, _HAS_RANK, _WIPED, _BLOCKS, _SUMS = range(8)
+# Columns of a scanned batch's steps, behind those that all steps have.
+_OP, _LANE, _COUNT, PARENT, HAS_PARENT, FIRST_TOKEN, TOKEN_COUNT, SCANNED_BLOCK_SIZE, _COLUMNS = range(9)
+
+# What a field may be. A field is known by its place in the event; `_FIELDS` gives the names that maps use.
+_F_HASHES, _F_PARENT, _F_TOKENS, _F_INT, _F_TEXT, _F_MEDIUM, _F_ZERO, _F_KIND, _F_NIL, _F_WHOLE = range(10)
+_STORED_FIELDS = (
+    ("block_hashes", _F_HASHES), ("parent_block_hash", _F_PARENT), ("token_ids", _F_TOKENS), ("block_size", _F_WHOLE),
+    ("lora_id", _F_INT), ("medium", _F_MEDIUM), ("lora_name", _F_TEXT), ("extra_keys", _F_NIL), ("group_idx", _F_ZERO),
+    ("kv_cache_spec_kind", _F_KIND), ("kv_cache_spec_sliding_window", _F_INT), ("locality", _F_NIL), ("ownership", _F_NIL),
+    ("session_id", _F_TEXT),
+)  # fmt: skip
+_REMOVED_FIELDS = (
+    ("block_hashes", _F_HASHES), ("medium", _F_MEDIUM), ("group_idx", _F_ZERO), ("locality", _F_NIL), ("ownership", _F_NIL),
+)  # fmt: skip
+
+
+def _dictionary(words: list[str]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    """Return words as their bytes one behind the other, and where each begins."""
+    ends = np.cumsum([0] + [len(word) for word in words])
+    return np.frombuffer("".join(words).encode(), np.uint8), ends.astype(np.int64)
+
+
+_NAMES, _NAME_ENDS = _dictionary([name for name, _ in _STORED_FIELDS])
+_FORMS = np.array([form for _, form in _STORED_FIELDS], np.int64)
+_REMOVED_AT = np.array([[name for name, _ in _STORED_FIELDS].index(name) for name, _ in _REMOVED_FIELDS], np.int64)
+_IN_REMOVED = sum(1 << int(field) for field in _REMOVED_AT)
+_LORA_NAME = [name for name, _ in _STORED_FIELDS].index("lora_name")
+_TAGS, _TAG_ENDS = _dictionary(["BlockStored", "BlockRemoved", "AllBlocksCleared"])
+_MEDIA, _MEDIUM_ENDS = _dictionary([place[0] for place in PLACES])
+_KINDS, _KIND_ENDS = _dictionary(["full_attention", "mla_attention", "sink_full_attention"])
+_TYPE, _TYPE_ENDS = _dictionary(["type"])
+
+
+@jit
+def _hash_list(data: Any, at: Any, hashes: Any, totals: Any) -> Any:
+    """Read a list of hashes behind those already read; return their number and what follows."""
+    count, at = head(data, at, 0x90, 16, 0xDC)
+    if count < 0 or count > data.size - at:
+        return np.int64(_OTHER), at
+    if totals[_HASHES] + count > hashes.size:
+        return np.int64(_FULL), at
+    for i in range(count):
+        hashes[totals[_HASHES] + i], at = integer(data, at)
+        if at < 0:
+            return np.int64(_OTHER), at
+    return count, at
+
+
+@jit
+def _token_list(data: Any, at: Any, tokens: Any, totals: Any) -> Any:
+    """Read a list of tokens behind those already read; return their number and what follows."""
+    count, at = head(data, at, 0x90, 16, 0xDC)
+    if count < 0 or count > data.size - at:
+        return np.int64(_OTHER), at
+    first = totals[_TOKENS]
+    if first + count > tokens.size:
+        return np.int64(_FULL), at
+    at = read_u32(data, at, count, tokens, first)
+    return (count, at) if at >= 0 else (np.int64(_OTHER), at)
+
+
+@jit
+def _plain(data: Any, at: Any, form: Any) -> Any:
+    """Pass a field whose value does not matter, if it is what it should be; -1 if not."""
+    if at >= data.size:
+        return np.int64(-1)
+    if form not in (_F_TOKENS, _F_WHOLE) and data[at] == 0xC0:
+        return at + 1
+    if form in (_F_INT, _F_PARENT, _F_WHOLE):
+        return integer(data, at)[1]
+    if form == _F_ZERO:
+        return at + 1 if data[at] == 0 else np.int64(-1)
+    if form == _F_TOKENS:
+        count, at = head(data, at, 0x90, 16, 0xDC)
+        return skip_integers(data, at, count) if count >= 0 else np.int64(-1)
+    if form == _F_NIL:
+        return np.int64(-1)
+    start, stop = text(data, at)
+    if start < 0 or (form == _F_KIND and word_in(data, start, stop, _KINDS, _KIND_ENDS) < 0):
+        return np.int64(-1)
+    for i in range(start, stop):
+        if data[i] >= 0x80:  # may not be UTF-8
+            return np.int64(-1)
+    return stop
+
+
+@jit
+def _lane_of(data: Any, at: Any) -> Any:
+    """Read a medium; return its lane and what follows."""
+    if at < data.size and data[at] == 0xC0:
+        return 0, at + 1
+    start, stop = text(data, at)
+    if start < 0:
+        return -1, at
+    return (0 if start == stop else word_in(data, start, stop, _MEDIA, _MEDIUM_ENDS)), stop
+
+
+@jit
+def _event(data: Any, at: Any, hashes: Any, steps: Any, tokens: Any, totals: Any) -> Any:
+    """Read one event into the next step; return what follows, or why not."""
+    as_map = data[at] < 0x90 or data[at] == 0xDE
+    size, at = head(data, at, 0x80, 16, 0xDE) if as_map else head(data, at, 0x90, 16, 0xDC)
+    if size < 1:
+        return np.int64(_OTHER)
+    if as_map:
+        start, at = text(data, at)
+        if start < 0 or word_in(data, start, at, _TYPE, _TYPE_ENDS) < 0:
+            return np.int64(_OTHER)
+    start, at = text(data, at)
+    tag = word_in(data, start, at, _TAGS, _TAG_ENDS) if start >= 0 else -1
+    if tag < 0 or (tag == 2 and size > 1):
+        return np.int64(_OTHER)
+    seen, lane, count = 0, 0, np.int64(0)
+    row = totals[_STEPS]
+    for column in range(_COLUMNS):
+        steps[row, column] = 0
+    for i in range(size - 1):
+        if as_map:
+            start, at = text(data, at)
+            field = word_in(data, start, at, _NAMES, _NAME_ENDS) if start >= 0 else -1
+        elif tag == 0:
+            field = i if i < _FORMS.size else -1
+        else:
+            field = _REMOVED_AT[i] if i < _REMOVED_AT.size else -1
+        if field < 0 or seen >> field & 1 or (tag == 1 and not _IN_REMOVED >> field & 1):
+            return np.int64(_OTHER)
+        seen |= 1 << field
+        if _FORMS[field] == _F_HASHES:
+            count, at = _hash_list(data, at, hashes, totals)
+            if count < 0:
+                return count
+        elif _FORMS[field] == _F_TOKENS and tokens.size:
+            steps[row, FIRST_TOKEN] = totals[_TOKENS]
+            steps[row, TOKEN_COUNT], at = _token_list(data, at, tokens, totals)
+            if steps[row, TOKEN_COUNT] < 0:
+                return steps[row, TOKEN_COUNT]
+        elif _FORMS[field] == _F_WHOLE or (_FORMS[field] == _F_PARENT and at < data.size and data[at] != 0xC0):
+            value, at = integer(data, at)
+            if at < 0:
+                return np.int64(_OTHER)
+            if _FORMS[field] == _F_WHOLE:
+                steps[row, SCANNED_BLOCK_SIZE] = np.int64(value)
+            else:
+                steps[row, PARENT], steps[row, HAS_PARENT] = np.int64(value), 1
+        elif _FORMS[field] == _F_MEDIUM:
+            lane, at = _lane_of(data, at)
+            if lane < 0:
+                return np.int64(_OTHER)
+        else:
+            # an adapter is part of what tokens are hashed with
+            at = _plain(data, at, _F_NIL if tokens.size and field == _LORA_NAME else _FORMS[field])
+            if at < 0:
+                return np.int64(_OTHER)
+    if tag < 2 and not seen & 1:
+        return np.int64(_OTHER)
+    steps[row, _OP], steps[row, _LANE], steps[row, _COUNT] = tag + 1, lane, count
+    return at
+
+
+@jit
+def _add_up(hashes: Any, steps: Any, totals: Any) -> None:
+    """Add the newest step to the batch's change. Sums are modulo 2^64; their sign means nothing."""
+    row = totals[_STEPS]
+    op, lane, count = steps[row, _OP], steps[row, _LANE], steps[row, _COUNT]
+    if op == _CLEARED:
+        totals[_WIPED], totals[_BLOCKS] = 1, 0
+        totals[_SUMS:] = 0
+    total = np.uint64(0)
+    for i in range(totals[_HASHES], totals[_HASHES] + count):
+        total += hashes[i]
+    totals[_SUMS + lane] += np.int64(total) if op == _STORED else -np.int64(total)
+    totals[_BLOCKS] += count if op == _STORED else -count
+    totals[_HASHES] += count
+    totals[_TOKENS] += steps[row, TOKEN_COUNT]
+    totals[_STEPS] += 1
+
+
+@jit
+def _scan(data: Any, hashes: Any, steps: Any, tokens: Any, totals: Any) -> Any:
+    """Read a batch; return 0, or why not."""
+    totals[:] = 0
+    if data.size < 12 or data[0] != 0x93 or data[1] != 0xCB:
+        return _OTHER
+    events, at = head(data, 10, 0x90, 16, 0xDC)
+    for _ in range(events):
+        if at >= data.size:
+            return _OTHER
+        if totals[_STEPS] == steps.shape[0]:
+            return _FULL
+        at = _event(data, at, hashes, steps, tokens, totals)
+        if at < 0:
+            return at
+        _add_up(hashes, steps, totals)
+    if events < 0 or at >= data.size:
+        return _OTHER
+    if data[at] == 0xC0:
+        at += 1
+    else:
+        totals[_HAS_RANK] = 1
+        rank, at = integer(data, at)
+        totals[_RANK] = np.int64(rank)
+    return 0 if at == data.size else _OTHER
+
+
+_WEIGHTS = [place_weight(place) for place in PLACES]
+
+
+class Scanned:
+    """Events as arrays: their steps, and the hashes and tokens of all of them one behind the other."""
+
+    __slots__ = ("hashes", "steps", "tokens")
+
+    def __init__(self, steps: Steps, hashes: Hashes, tokens: npt.NDArray[np.uint32]) -> None:
+        """Take arrays; they belong to the events from here on."""
+        self.steps, self.hashes, self.tokens = steps, hashes, tokens
+
+    def event(self, step: int) -> Event:
+        """Return one of the events as an object."""
+        op, lane, count, parent, has_parent, start, tokens, block_size = self.steps[step].tolist()
+        if op == Op.CLEARED:
+            return AllBlocksCleared()
+        first = int(self.steps[:step, _COUNT].sum())
+        hashes, medium = self.hashes[first : first + count].tolist(), PLACES[lane][0]
+        if op == Op.REMOVED:
+            return BlockRemoved(hashes, medium)
+        ids = self.tokens[start : start + tokens].tolist()
+        return BlockStored(hashes, parent & _U64 if has_parent else None, ids, block_size, None, medium, None)
+
+    @staticmethod
+    def join(parts: Sequence[Scanned]) -> Scanned:
+        """Return the events of several batches as one: applying it once is faster than applying each."""
+        steps = np.concatenate([part.steps for part in parts])
+        row = offset = 0
+        for part in parts:
+            steps[row : row + len(part.steps), FIRST_TOKEN] += offset
+            row, offset = row + len(part.steps), offset + len(part.tokens)
+        hashes, tokens = [part.hashes for part in parts], [part.tokens for part in parts]
+        return Scanned(steps, np.concatenate(hashes), np.concatenate(tokens) if offset else parts[0].tokens)
+
+
+class ScannedBatch(Scanned):
+    """A batch as arrays."""
+
+    __slots__ = ("_totals", "data_parallel_rank", "ts")
+
+    mark: Mark | None = None
+    skipped = 0
+
+    def __init__(
+        self, ts: float, totals: list[int], steps: Steps, hashes: Hashes, tokens: npt.NDArray[np.uint32]
+    ) -> None:
+        """Take what a scan found."""
+        super().__init__(steps, hashes, tokens)
+        self.ts, self._totals = ts, totals
+        self.data_parallel_rank = totals[_RANK] if totals[_HAS_RANK] else None
+
+    def change(self) -> Change:
+        """Return what the batch does to the set of held blocks."""
+        *_, wiped, blocks, gpu, cpu, storage = self._totals
+        digest = gpu * _WEIGHTS[0] + cpu * _WEIGHTS[1] + storage * _WEIGHTS[2]
+        return Change(wiped == 1, blocks, digest & _U64)
+
+
+class Scanner:
+    """Decodes batches: a `decode` for a subscriber that feeds an index. Not for several threads at once."""
+
+    def __init__(self, tokens: bool = False) -> None:
+        """Start with arrays for batches of some hundred events; they grow with what comes."""
+        self._hashes = np.empty(4096, np.uint64)
+        self._steps = np.empty((256, _COLUMNS), np.int64)
+        self._tokens = np.empty(65536 if tokens else 0, np.uint32)
+        self._totals = np.zeros(_SUMS + LANES, np.int64)
+        self.scanned = self.decoded = 0
+
+    def __call__(self, payload: bytes) -> ScannedBatch | DecodedBatch:
+        """Read a batch in either encoding. Raises `ValueError` where the payload is not a batch at all."""
+        data = np.frombuffer(payload, np.uint8)
+        while (status := _scan(data, self._hashes, self._steps, self._tokens, self._totals)) == _FULL:
+            self._grow()
+        if status == _OTHER:
+            self.decoded += 1
+            return decode_batch(payload, tokens=len(self._tokens) > 0)
+        self.scanned += 1
+        (ts,) = _TS.unpack_from(payload, 2)
+        totals = self._totals.tolist()
+        steps, hashes = self._steps[: totals[_STEPS]].copy(), self._hashes[: totals[_HASHES]].copy()
+        # without tokens there is nothing to copy
+        tokens = self._tokens[: totals[_TOKENS]].copy() if len(self._tokens) else self._tokens
+        return ScannedBatch(ts, totals, steps, hashes, tokens)
+
+    def _grow(self) -> None:
+        """Double the arrays. An element takes a byte of the batch at least, so the batch's size bounds this."""
+        self._hashes = np.empty(2 * len(self._hashes), np.uint64)
+        self._steps = np.empty((2 * len(self._steps), _COLUMNS), np.int64)
+        self._tokens = np.empty(2 * len(self._tokens), np.uint32)

@@ -1,0 +1,255 @@
+"""The table with compiled loops: numpy arrays, and the compiled loops of this package over them.
+
+Memory is bounded by construction. Address space for the whole budget is reserved at the start; the system gives memory
+to a part of it only when that part is first written, and the table takes it segment by segment. `stats().bytes` counts
+what was taken; it never exceeds the budget, not even for a moment. A block that finds no room is refused and counted.
+The smallest budget is 256 KiB.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.errors import InputError, IntegrityError
+from kvtier.index.base import LANES, MAX_LANES, MAX_WORKERS, Columns, Hashes, Op, Steps, TableStats, Tier
+from kvtier.index.compiled import changes, questions, sets
+from kvtier.index.compiled.slots import (
+    AGAIN,
+    CLOSED,
+    DEAD,
+    DEPTH,
+    DROPPED,
+    FREE,
+    MAX_DEPTH,
+    MAX_SEGMENTS,
+    META,
+    SECRET,
+    SEGMENTS,
+    SLOT_WORDS,
+    SLOTS,
+    UNKNOWN,
+    USED,
+)
+
+__all__ = ["MIN_BUDGET", "CompiledTable"]
+
+MIN_BUDGET = 256 << 10
+_FIRST_SETS = 64
+# per segment: its slots, its row in `segments`, and its eight entries in the directory at most
+_SEGMENT_BYTES = SLOTS * SLOT_WORDS * 4 + 2 * 4 + 8 * 4
+_SET_BYTES = (
+    8 + 4 + 2 * 4 + 4
+)  # a set's reference count, alias, two seats, and place on the free list; its row comes on top
+
+
+class CompiledTable:
+    """A table of arrays. See `kvtier.index.base.Table`."""
+
+    form = "numba"
+
+    def __init__(self, budget: int) -> None:
+        """Reserve address space for `budget` bytes and take the first few of them."""
+        if budget < MIN_BUDGET:
+            raise InputError(f"budget: expected at least {MIN_BUDGET} bytes for a compiled table, got {budget}")
+        self._budget = budget
+        most = budget // _SEGMENT_BYTES
+        self._meta = np.zeros(META, np.int64)
+        self._slots = np.zeros(most * SLOTS * SLOT_WORDS, np.uint32)
+        self._segments = np.zeros((most, 2), np.int32)
+        self._meta[MAX_DEPTH] = most.bit_length() + 2
+        self._directory = np.zeros(1 << int(self._meta[MAX_DEPTH]), np.uint32)
+        self._meta[[DEPTH, SEGMENTS, SECRET]] = 1, 2, secrets.randbits(63)
+        self._directory[1] = 1
+        self._segments[:2, 1] = 1
+        self._tiers = np.arange(LANES, dtype=np.int64)
+        self._held = np.zeros((64, MAX_LANES + 1), np.int64)
+        self._words = 1
+        self._refs = np.zeros(1, np.int64)
+        self._make_sets(_FIRST_SETS, np.zeros((1, LANES, 1), np.uint64))
+
+    # -- shape ------------------------------------------------------------------------------------------------------------
+
+    def grow(self, workers: int) -> bool:
+        have = len(self._held)
+        if workers <= have:
+            return True
+        wanted = max(-(-workers // 64) * 64, min(2 * have, MAX_WORKERS))
+        if workers > MAX_WORKERS or not self._fits(self._room, len(self._tiers), wanted // 64):
+            return False
+        held = np.zeros((wanted, MAX_LANES + 1), np.int64)
+        held[:have] = self._held
+        rows = self._grid()
+        self._held, self._words = held, wanted // 64
+        self._make_sets(self._room, rows)
+        return True
+
+    def add_lane(self, tier: Tier) -> int | None:
+        lane = len(self._tiers)
+        if lane == MAX_LANES or not self._fits(self._room, lane + 1, self._words):
+            return None
+        rows = self._grid()
+        self._tiers = np.append(self._tiers, np.int64(tier))
+        self._make_sets(self._room, rows)
+        return lane
+
+    @property
+    def _room(self) -> int:
+        """How many set numbers there are, 0 included, which is the set of nobody."""
+        return len(self._refs)
+
+    def _grid(self) -> npt.NDArray[np.uint64]:
+        """Return the sets' rows as `[set, lane, word]`."""
+        return self._rows[: self._room].reshape(self._room, len(self._tiers), self._words)
+
+    def _sets_bytes(self, room: int, lanes: int, words: int) -> int:
+        return room * _SET_BYTES + (room + 1) * lanes * words * 8 + words * 64 * (MAX_LANES + 1) * 8
+
+    def _fits(self, room: int, lanes: int, words: int) -> bool:
+        """Tell whether sets of that shape can be made while the present ones are still there."""
+        return self._bytes() + self._sets_bytes(room, lanes, words) <= self._budget
+
+    def _make_sets(self, room: int, rows: npt.NDArray[np.uint64]) -> None:
+        """Make room for sets in the present shape, and take over what there is."""
+        lanes, words = len(self._tiers), self._words
+        have, old_lanes, old_words = rows.shape
+        grid = np.zeros((room + 1, lanes, words), np.uint64)  # the last row is scratch
+        grid[:have, :old_lanes, :old_words] = rows
+        refs = np.zeros(room, np.int64)
+        refs[:have] = self._refs
+        self._rows, self._refs = grid.reshape(room + 1, lanes * words), refs
+        self._alias, self._free = np.zeros(room, np.uint32), np.zeros(room, np.uint32)
+        self._intern = np.zeros(2 * room, np.uint32)
+        self._meta[MAX_SEGMENTS] = (self._budget - self._sets_bytes(room, lanes, words)) // _SEGMENT_BYTES
+        self._intern_all()
+
+    def _intern_all(self) -> None:
+        sets.intern_all(self._meta, self._rows, self._refs, self._alias, self._intern, self._free)
+
+    def _more_sets(self) -> None:
+        """Find numbers for new sets: those no longer used, else more; or close for new sets when the budget is spent."""
+        self._intern_all()
+        if self._meta[FREE] >= self._room // 4:
+            return
+        if self._fits(2 * self._room, len(self._tiers), self._words):
+            self._make_sets(2 * self._room, self._grid())
+        elif not self._meta[FREE]:
+            self._meta[CLOSED] = 1
+
+    # -- changes -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def _state(self) -> tuple[npt.NDArray[Any], ...]:
+        return (self._meta, self._directory, self._slots, self._segments, self._rows, self._refs, self._alias, self._intern, self._free, self._held)  # fmt: skip  # noqa: E501
+
+    def apply(self, worker: int, steps: Steps, hashes: Hashes, unique: bool = False) -> tuple[int, int] | None:
+        step, done = 0, 0
+        while step < len(steps):
+            step, done = changes.apply(*self._state, worker, steps, hashes, step, done, unique)
+            if step == len(steps):
+                break
+            if steps[step, 0] == Op.CLEARED:
+                self.clear(worker)
+                step, done = step + 1, 0
+            elif self._meta[AGAIN]:
+                self._meta[AGAIN] = 0
+                return step, done
+            else:
+                self._more_sets()
+        return None
+
+    def store(self, worker: int, lane: int, hashes: Hashes) -> npt.NDArray[np.bool_]:
+        fresh = np.zeros(len(hashes), np.bool_)
+        start = 0
+        while (start := changes.store(*self._state, worker, lane, hashes, start, len(hashes), fresh, False)) < len(
+            hashes
+        ):
+            self._more_sets()
+        return fresh
+
+    def refuse(self, worker: int, count: int) -> None:
+        self._meta[DROPPED] += count
+        self._held[worker, MAX_LANES] += count
+
+    def clear(self, worker: int) -> None:
+        self._held[worker] = 0
+        self._meta[CLOSED] = 0
+        self._grid()[:, :, worker >> 6] &= ~np.uint64(1 << (worker & 63))
+        self._intern_all()
+
+    # -- questions ---------------------------------------------------------------------------------------------------------
+
+    def match(self, hashes: Hashes, offsets: npt.NDArray[np.int64]) -> Columns:
+        out = np.zeros((len(offsets) - 1, len(self._held), 7), np.int32)
+        questions.match(self._meta, self._directory, self._slots, self._rows, self._alias, self._tiers, hashes, offsets, out)  # fmt: skip  # noqa: E501
+        return out
+
+    @property
+    def holders_state(self) -> tuple[Any, ...]:
+        """What `questions.holds_one` needs to know of the table."""
+        return self._meta, self._directory, self._slots, self._rows, self._alias, self._words
+
+    def holds(self, worker: int, hashes: Hashes) -> npt.NDArray[np.bool_]:
+        found: npt.NDArray[np.bool_] = questions.holds(*self.holders_state, worker, hashes)
+        return found
+
+    def holdings(self) -> int:
+        return int(self._held[:, :MAX_LANES].sum())
+
+    def held(self, worker: int) -> list[int]:
+        counts: list[int] = self._held[worker, : len(self._tiers)].tolist()
+        return counts
+
+    def dropped(self) -> list[int]:
+        counts: list[int] = self._held[:, MAX_LANES].tolist()
+        return counts
+
+    def entries(self) -> Iterator[tuple[int, int, int]]:
+        keys, numbers = questions.export(self._meta, self._slots)
+        numbers = self._alias[numbers]
+        holders = {int(number): self._holders(int(number)) for number in np.unique(numbers)}
+        return (
+            (key, worker, lane)
+            for key, number in zip(keys.tolist(), numbers.tolist(), strict=True)
+            for worker, lane in holders[number]
+        )
+
+    def _holders(self, number: int) -> list[tuple[int, int]]:
+        bits = np.unpackbits(self._grid()[number].view(np.uint8), axis=1, bitorder="little")
+        return [(int(worker), int(lane)) for lane, worker in zip(*np.nonzero(bits), strict=True)]
+
+    def _bytes(self) -> int:
+        return int(self._meta[SEGMENTS]) * _SEGMENT_BYTES + self._sets_bytes(self._room, len(self._tiers), self._words)
+
+    def stats(self) -> TableStats:
+        meta = self._meta
+        sets = int(np.count_nonzero(self._refs))
+        return TableStats(
+            int(meta[USED] - meta[DEAD]), sets, self._bytes(), self._budget, int(meta[DROPPED]), int(meta[UNKNOWN])
+        )
+
+    def check(self) -> None:
+        keys, numbers = questions.export(self._meta, self._slots)
+        meta, alias = self._meta, self._alias
+        fills = np.count_nonzero(self._slots[2::SLOT_WORDS][: meta[SEGMENTS] * SLOTS].reshape(-1, SLOTS), axis=1)
+        found = questions.find_all(meta, self._directory, self._slots, alias, keys)
+        counted = np.zeros_like(self._held[:, :MAX_LANES])
+        for number, count in zip(*np.unique(alias[numbers], return_counts=True), strict=True):
+            for worker, lane in self._holders(int(number)):
+                counted[worker, lane] += count
+        wrong = {
+            "entries": len(keys) != meta[USED],
+            "a hash twice": len(np.unique(keys)) != len(keys),
+            "dead entries": np.count_nonzero(alias[numbers] == 0) != meta[DEAD],
+            "segment fills": (fills != self._segments[: meta[SEGMENTS], 0]).any(),
+            "a hash out of its place": (found != alias[numbers]).any(),
+            "reference counts": (np.bincount(numbers, minlength=self._room) != self._refs).any(),
+            "blocks per worker": (counted != self._held[:, :MAX_LANES]).any(),
+            "bytes": self._bytes() > self._budget,
+        }
+        if any(wrong.values()):
+            raise IntegrityError(f"index table: wrong {', '.join(name for name, bad in wrong.items() if bad)}")

@@ -1,0 +1,302 @@
+"""The table in plain Python: a dict of holder sets. Same answers as the compiled one, no compiler needed.
+
+A block costs more here, 128 bytes by the worst reckoning (its hash, its place in a dict just after the dict has doubled,
+and the old dict that is copied from at that moment), and that is what the budget counts. A block that finds no room is
+refused and counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.errors import IntegrityError
+from kvtier.index.base import LANES, MAX_LANES, MAX_WORKERS, TIERS, Columns, Hashes, Op, Steps, TableStats, Tier
+
+__all__ = ["PlainTable"]
+
+_BLOCK_BYTES = 128
+_SET_BYTES = 512  # a set's object, its mask, and its places in two dicts
+_LANE_BITS = (1 << MAX_LANES) - 1
+
+
+class _Holders:
+    """A holder set: bit `worker * MAX_LANES + lane` of `mask` for each holder, and how many blocks have it."""
+
+    __slots__ = ("blocks", "mask")
+
+    def __init__(self, mask: int) -> None:
+        self.mask, self.blocks = mask, 0
+
+
+class PlainTable:
+    """A table in a dict. See `kvtier.index.base.Table`."""
+
+    form = "python"
+
+    def __init__(self, budget: int) -> None:
+        """Hold as many blocks as `budget` bytes are sure to be enough for."""
+        self._budget = budget
+        self._blocks: dict[int, _Holders] = {}
+        self._sets: dict[int, _Holders] = {}  # by mask
+        self._all: dict[_Holders, None] = {}  # also those that became equal to another, or empty, by a clear
+        self._dead = 0  # entries of `_blocks` that nobody holds
+        self._tiers = list(range(LANES))
+        self._held: list[list[int]] = []
+        self._drops: list[int] = []
+        self._dropped = self._unknown = 0
+
+    def grow(self, workers: int) -> bool:
+        if workers > MAX_WORKERS:
+            return False
+        while len(self._held) < workers:
+            self._held.append([0] * MAX_LANES)
+            self._drops.append(0)
+        return True
+
+    def add_lane(self, tier: Tier) -> int | None:
+        if len(self._tiers) == MAX_LANES:
+            return None
+        self._tiers.append(int(tier))
+        return len(self._tiers) - 1
+
+    # -- changes -----------------------------------------------------------------------------------------------------------
+
+    def apply(self, worker: int, steps: Steps, hashes: Hashes, unique: bool = False) -> tuple[int, int] | None:
+        keys, start = hashes.tolist(), 0
+        for step, (op, lane, count) in enumerate(steps[:, :3].tolist()):
+            part = keys[start : start + count]
+            start += count
+            if op == Op.CLEARED:
+                self.clear(worker)
+            elif op == Op.REMOVED:
+                self._remove(worker, lane, part)
+            elif unique and (done := self._new_ones(worker, lane, part)) < count:
+                self._store(worker, lane, part[:done])
+                return step, done
+            else:
+                self._store(worker, lane, part)
+        return None
+
+    def _new_ones(self, worker: int, lane: int, keys: list[int]) -> int:
+        """Return how many leading blocks the worker does not hold in that lane, nor names twice."""
+        bit, seen = 1 << (worker * MAX_LANES + lane), set[int]()
+        for number, key in enumerate(keys):
+            holders = self._blocks.get(key)
+            if key in seen or (holders is not None and holders.mask & bit):
+                return number
+            seen.add(key)
+        return len(keys)
+
+    def store(self, worker: int, lane: int, hashes: Hashes) -> npt.NDArray[np.bool_]:
+        return np.array(self._store(worker, lane, hashes.tolist()), np.bool_)
+
+    def _store(self, worker: int, lane: int, keys: list[int]) -> list[bool]:
+        bit = 1 << (worker * MAX_LANES + lane)
+        fresh = []
+        for key in keys:
+            old = self._blocks.get(key)
+            if old is not None and old.mask & bit:
+                fresh.append(False)
+                continue
+            new = self._sets.get(bit if old is None else old.mask | bit)
+            if (new is None or old is None) and not self._has_room(old is None, new is None):
+                self.refuse(worker, 1)
+                fresh.append(False)
+                continue
+            self._replace(key, old, new or self._new_set(bit if old is None else old.mask | bit))
+            self._held[worker][lane] += 1
+            fresh.append(True)
+        return fresh
+
+    def _remove(self, worker: int, lane: int, keys: list[int]) -> None:
+        bit = 1 << (worker * MAX_LANES + lane)
+        for key in keys:
+            old = self._blocks.get(key)
+            if old is None or not old.mask & bit:
+                self._unknown += 1
+                continue
+            self._held[worker][lane] -= 1
+            rest = old.mask ^ bit
+            new = self._sets.get(rest)
+            if rest and new is None and self._has_room(False, True):
+                new = self._new_set(rest)
+            if rest and new is None:
+                self._forget(rest)
+            self._replace(key, old, new)
+
+    def refuse(self, worker: int, count: int) -> None:
+        self._dropped += count
+        self._drops[worker] += count
+
+    def _forget(self, mask: int) -> None:
+        """Count a block out for its holders: an index may know too little, never too much."""
+        self._dropped += 1
+        for worker, lane in _holders(mask):
+            self._held[worker][lane] -= 1
+            self._drops[worker] += 1
+
+    def _has_room(self, for_block: bool, for_set: bool) -> bool:
+        """Tell whether a block or a set more fits into the budget; sweep first if that helps."""
+        needed = for_block * _BLOCK_BYTES + for_set * _SET_BYTES
+        if self._bytes() + needed > self._budget and self._dead:
+            self._sweep()
+        return self._bytes() + needed <= self._budget
+
+    def _new_set(self, mask: int) -> _Holders:
+        new = self._sets[mask] = _Holders(mask)
+        self._all[new] = None
+        return new
+
+    def _replace(self, key: int, old: _Holders | None, new: _Holders | None) -> None:
+        """Give a block another holder set; `None` removes it."""
+        if new is None:
+            del self._blocks[key]
+        else:
+            new.blocks += 1
+            self._blocks[key] = new
+        if old is not None:
+            self._dead -= not old.mask
+            self._release(old)
+
+    def _release(self, holders: _Holders) -> None:
+        holders.blocks -= 1
+        if holders.blocks == 0:
+            del self._all[holders]
+            if self._sets.get(holders.mask) is holders:
+                del self._sets[holders.mask]
+
+    def clear(self, worker: int) -> None:
+        self._held[worker] = [0] * MAX_LANES
+        self._drops[worker] = 0
+        keep = ~(_LANE_BITS << (worker * MAX_LANES))
+        self._sets.clear()
+        for holders in self._all:
+            holders.mask &= keep
+            self._sets.setdefault(holders.mask, holders)
+        self._sets.pop(0, None)
+        self._dead = sum(holders.blocks for holders in self._all if not holders.mask)
+        if 2 * self._dead > len(self._blocks):
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Remove the entries that nobody holds. Done when they are half of all, so that an entry is passed but a few times."""
+        for key in [key for key, holders in self._blocks.items() if not holders.mask]:
+            self._release(self._blocks.pop(key))
+        self._dead = 0
+
+    # -- questions ---------------------------------------------------------------------------------------------------------
+
+    def match(self, hashes: Hashes, offsets: npt.NDArray[np.int64]) -> Columns:
+        out = np.zeros((len(offsets) - 1, len(self._held), 7), np.int32)
+        keys, ends = hashes.tolist(), offsets.tolist()
+        for query, (start, stop) in enumerate(pairwise(ends)):
+            for worker, columns in self._walk(keys[start:stop]).items():
+                out[query, worker] = columns
+        return out
+
+    def _walk(self, keys: list[int]) -> dict[int, list[int]]:
+        """Return the columns of each worker that holds the first block; runs of blocks with equal holders count as one step."""
+        columns: dict[int, list[int]] = {}
+        walkers: dict[int, list[int]] = {}  # worker -> which columns still run
+        last: int | None = None
+        for depth, key in enumerate(keys):
+            holders = self._blocks.get(key)
+            mask = 0 if holders is None else holders.mask
+            if mask == last:
+                continue
+            on = self._tiers_of(mask)
+            if last is None:
+                columns = {worker: [0] * 7 for worker in on}
+                walkers = {worker: [0, 1, 2, 3, 4] for worker in on}
+            last = mask
+            for worker in list(walkers):
+                walkers[worker] = _narrow(walkers[worker], on.get(worker, 0), columns[worker], depth)
+                if not walkers[worker]:
+                    del walkers[worker]
+            if not walkers:
+                break
+        for worker, running in walkers.items():
+            for column in running:
+                # who never fell off a tier goes as far on the ones below it
+                for at in range(column, 7 if column >= 4 else column + 1):
+                    columns[worker][at] = len(keys)
+        return columns
+
+    def _tiers_of(self, mask: int) -> dict[int, int]:
+        """Return for each worker of a set a bit per tier that it holds the block on."""
+        on: dict[int, int] = {}
+        for worker, lane in _holders(mask):
+            on[worker] = on.get(worker, 0) | 1 << self._tiers[lane]
+        return on
+
+    def holds(self, worker: int, hashes: Hashes) -> npt.NDArray[np.bool_]:
+        bits = _LANE_BITS << (worker * MAX_LANES)
+        masks = (self._blocks[key].mask if key in self._blocks else 0 for key in hashes.tolist())
+        return np.array([bool(mask & bits) for mask in masks], np.bool_)
+
+    def holdings(self) -> int:
+        return sum(map(sum, self._held))
+
+    def held(self, worker: int) -> list[int]:
+        return self._held[worker][: len(self._tiers)]
+
+    def dropped(self) -> list[int]:
+        return list(self._drops)
+
+    def entries(self) -> Iterator[tuple[int, int, int]]:
+        now = [(key, holders.mask) for key, holders in self._blocks.items()]
+        return ((key, worker, lane) for key, mask in now for worker, lane in _holders(mask))
+
+    def _bytes(self) -> int:
+        return len(self._blocks) * _BLOCK_BYTES + len(self._all) * _SET_BYTES
+
+    def stats(self) -> TableStats:
+        blocks = len(self._blocks) - self._dead
+        return TableStats(blocks, len(self._all), self._bytes(), self._budget, self._dropped, self._unknown)
+
+    def check(self) -> None:
+        counted = Counter((worker, lane) for _, worker, lane in self.entries())
+        held = {(w, lane): n for w, lanes in enumerate(self._held) for lane, n in enumerate(lanes) if n}
+        wrong = {
+            "blocks of a set": Counter(self._blocks.values()) != Counter({each: each.blocks for each in self._all}),
+            "sets by mask": any(each.mask != mask or each not in self._all for mask, each in self._sets.items()),
+            "dead entries": sum(not each.mask for each in self._blocks.values()) != self._dead,
+            "blocks per worker": counted != held,
+            "bytes": self._bytes() > self._budget,
+        }
+        if any(wrong.values()):
+            raise IntegrityError(f"index table: wrong {', '.join(name for name, bad in wrong.items() if bad)}")
+
+
+def _holders(mask: int) -> Iterator[tuple[int, int]]:
+    """Yield `(worker, lane)` of each bit."""
+    while mask:
+        lowest = mask & -mask
+        yield divmod(lowest.bit_length() - 1, MAX_LANES)
+        mask ^= lowest
+
+
+def _narrow(running: list[int], tiers: int, columns: list[int], depth: int) -> list[int]:
+    """Return which of a worker's columns go on past a block that it holds on `tiers`, and write down where the others end.
+
+    Column 0 needs any tier, 1 to 3 theirs, and 4 to 6 are one walk: off the GPU it goes on with the CPU, then with storage.
+    """
+    left = []
+    for column in running:
+        if column == 0:
+            ends = not tiers
+        else:
+            while column >= 4 and not tiers >> (column - 4) & 1 and column < 3 + TIERS:
+                columns[column] = depth
+                column += 1
+            ends = not tiers >> ((column - 1) % TIERS) & 1
+        if ends:
+            columns[column] = depth
+        else:
+            left.append(column)
+    return left

@@ -1,0 +1,131 @@
+"""An index over HTTP: `kvtier index serve`.
+
+`serve` blocks until it is told to stop; `IndexServer` does the same in a thread of its own. Two threads do the work: one follows
+the publishers and owns their sockets, the other serves HTTP. Requests under way are finished before it stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Callable, Iterable
+from typing import Self
+
+from kvtier.errors import InputError, OutsideError
+from kvtier.index.api import Api
+from kvtier.index.http import HttpLimits, HttpServer
+from kvtier.index.service import GroupKey, Registration, Service, Settings
+
+__all__ = ["GroupKey", "HttpLimits", "IndexServer", "Registration", "Settings", "serve"]
+
+Start = tuple[Registration, int]
+"""A publisher to follow from the start, and its block size."""
+
+
+def serve(
+    host: str = "127.0.0.1",
+    port: int = 8090,
+    *,
+    settings: Settings | None = None,
+    limits: HttpLimits | None = None,
+    follow: Iterable[Start] = (),
+    on_ready: Callable[[str], None] | None = None,
+) -> None:
+    """Serve an index until SIGTERM or SIGINT comes; call it in the main thread.
+
+    `on_ready` is called with the address once requests are answered. Port 0 takes a free one.
+    """
+    asyncio.run(_serve_until_signalled(host, port, settings, limits, list(follow), on_ready))
+
+
+async def _serve_until_signalled(
+    host: str,
+    port: int,
+    settings: Settings | None,
+    limits: HttpLimits | None,
+    follow: list[Start],
+    on_ready: Callable[[str], None] | None,
+) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await _serve(host, port, settings, limits, follow, on_ready, stop)
+
+
+async def _serve(
+    host: str,
+    port: int,
+    settings: Settings | None,
+    limits: HttpLimits | None,
+    follow: list[Start],
+    on_ready: Callable[[str], None] | None,
+    stop: asyncio.Event,
+) -> None:
+    """Serve until `stop` is set."""
+    service = Service(settings)
+    server = HttpServer(Api(service), limits)
+    try:
+        for registration, block_size in follow:
+            service.register(registration, block_size)
+        try:
+            bound, number = await server.start(host, port)
+        except OSError as error:
+            raise OutsideError(f"cannot listen on {host} port {port}: {error}") from None
+        if on_ready is not None:
+            on_ready(f"http://[{bound}]:{number}" if ":" in bound else f"http://{bound}:{number}")
+        await stop.wait()
+    finally:
+        await server.close()
+        service.close()
+
+
+class IndexServer:
+    """A server in a thread of its own. A context manager: it listens when entered and has stopped when left."""
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        settings: Settings | None = None,
+        limits: HttpLimits | None = None,
+        follow: Iterable[Start] = (),
+    ) -> None:
+        """Take what `serve` takes."""
+        self.url = ""
+        self._arguments = host, port, settings, limits, list(follow)
+        self._ready = threading.Event()
+        self._failure: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._thread = threading.Thread(target=self._run, name="kvtier-index-http", daemon=True)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._main())
+        except (InputError, OutsideError) as error:
+            self._failure = error
+        finally:
+            self._ready.set()
+
+    async def _main(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        await _serve(*self._arguments, self._on_ready, self._stop)
+
+    def _on_ready(self, url: str) -> None:
+        self.url = url
+        self._ready.set()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._ready.wait()
+        if self._failure is not None:
+            raise self._failure
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._loop is not None and self._stop is not None and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()

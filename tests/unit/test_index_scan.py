@@ -1,0 +1,166 @@
+"""The scanner agrees with the decoder on every payload, whole or damaged."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("numba")
+
+from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored, Mark
+from kvtier.events.wire import Change, DecodedBatch, EventEncoder, decode_batch, frame_batch, place_of, to_u64
+from kvtier.index.base import Op
+from kvtier.index.compiled.scan import ScannedBatch, Scanner
+from kvtier.index.places import PLACES
+
+SCANNERS = {tokens: Scanner(tokens) for tokens in (False, True)}
+ENCODERS = [EventEncoder("map"), *(EventEncoder("array", version) for version in ("0.8", "0.14", "0.23", "0.32"))]
+
+hash_st = st.integers(-(1 << 63), (1 << 64) - 1) | st.integers(-40, 300)
+token_st = st.integers(0, (1 << 32) - 1) | st.integers(0, 200)
+stored_st = st.builds(
+    BlockStored,
+    st.lists(hash_st, max_size=20) | st.lists(st.binary(min_size=8, max_size=32), max_size=2),
+    st.none() | hash_st,
+    st.lists(token_st, max_size=40),
+    st.integers(0, 1 << 20),
+    st.none() | st.integers(0, 5),
+    st.sampled_from([None, "GPU", "CPU", "STORAGE", "", "DISK"]),
+    st.none() | st.text(max_size=40),
+    group_idx=st.sampled_from([None, 0, 1]),
+    kv_cache_spec_kind=st.sampled_from([None, "full_attention", "mamba"]),
+    locality=st.sampled_from([None, None, "LOCAL"]),
+    session_id=st.sampled_from([None, "s" * 40]),
+)
+removed_st = st.builds(BlockRemoved, st.lists(hash_st, max_size=5), st.sampled_from([None, "GPU", "CPU", "FS"]))
+batches_st = st.builds(
+    lambda encoder, events, rank: frame_batch(1.5, [encoder.event(each) for each in events], rank),
+    st.sampled_from(ENCODERS),
+    st.lists(stored_st | removed_st | st.just(AllBlocksCleared()), max_size=20),
+    st.none() | st.integers(-3, 70000),
+)
+
+
+def told(read: Any) -> tuple[Any, ...]:
+    """Return all that a batch says, in the same form for both kinds."""
+    events = [read.event(step) for step in range(len(read.steps))] if isinstance(read, ScannedBatch) else read.events
+    said = [
+        ("cleared",)
+        if isinstance(each, AllBlocksCleared)
+        else (type(each).__name__, place_of(each), [to_u64(block) for block in each.block_hashes])
+        for each in events
+    ]
+    ts = None if math.isnan(read.ts) else read.ts
+    return said, read.change(), read.data_parallel_rank, read.mark, read.skipped, ts
+
+
+def read_by(decode: Any, payload: bytes) -> tuple[Any, ...] | None:
+    try:
+        return told(decode(payload))
+    except ValueError:
+        return None
+
+
+@settings(max_examples=300, deadline=None)
+@given(batches_st, st.booleans())
+def test_scanning_is_decoding(payload: bytes, tokens: bool) -> None:
+    assert read_by(SCANNERS[tokens], payload) == read_by(lambda data: decode_batch(data, tokens), payload)
+
+
+@settings(max_examples=200, deadline=None)
+@given(batches_st)
+def test_scanned_tokens_and_parents_are_those_sent(payload: bytes) -> None:
+    scanned = SCANNERS[True](payload)
+    if isinstance(scanned, ScannedBatch):
+        for step, event in enumerate(decode_batch(payload).events):
+            found = scanned.event(step)
+            if isinstance(event, BlockStored) and isinstance(found, BlockStored):
+                parent = None if event.parent_block_hash is None else to_u64(event.parent_block_hash)
+                assert (found.parent_block_hash, found.token_ids) == (parent, event.token_ids)
+                assert found.block_size == event.block_size
+
+
+def test_damaged_payloads_are_read_alike() -> None:
+    rng = random.Random(7)
+    events = [
+        BlockStored([rng.getrandbits(64) for _ in range(3)], 5, [1, 300, 70000] * 4, 4, None, "CPU", None),
+        BlockRemoved([1, 2], None),
+        AllBlocksCleared(),
+    ]
+    payloads = [frame_batch(1.0, [encoder.event(each) for each in events], 0) for encoder in ENCODERS]
+    scanner, seen = SCANNERS[False], SCANNERS[False].scanned
+    for _ in range(8000):
+        payload = damaged(rng, rng.choice(payloads))
+        assert read_by(scanner, payload) == read_by(lambda data: decode_batch(data, False), payload), payload.hex()
+    assert scanner.scanned - seen > 500, "the scanner must have read some of them itself"
+
+
+def damaged(rng: random.Random, payload: bytes) -> bytes:
+    data = bytearray(payload)
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        at = rng.randrange(len(data) + 1)
+        match rng.randrange(3):
+            case 0 if at < len(data):
+                data[at] = rng.choice((rng.getrandbits(8), 0xC0, 0x90, 0x80, 0xCF, 0xA0, 0xDC, 0xDD, 0xDF))
+            case 1:
+                del data[at : at + rng.randrange(5)]
+            case _:
+                data[at:at] = rng.randbytes(rng.randrange(3))
+    return bytes(data)
+
+
+@pytest.mark.parametrize(
+    "cut", ["93cb3ff00000000000009", "93cb3ff0000000000000dd7fffffff", "93cb3ff0000000000000dcffff"]
+)
+def test_short_payloads_are_no_batches(cut: str) -> None:
+    payload = bytes.fromhex(cut[: len(cut) // 2 * 2])
+    assert read_by(SCANNERS[False], payload) is None
+
+
+def test_what_publishers_send_is_scanned_not_decoded() -> None:
+    """vLLM's usual events must take the fast way, or the index is slow without anybody noticing."""
+    scanner = Scanner()
+    usual = BlockStored(
+        [1 << 63], None, [1] * 16, 16, None, "GPU", None, group_idx=0, kv_cache_spec_kind="full_attention"
+    )
+    for encoder in ENCODERS:
+        read = scanner(frame_batch(1.0, [encoder.event(usual), encoder.event(BlockRemoved([4], "CPU"))], 3))
+        assert isinstance(read, ScannedBatch)
+        assert read.steps[:, :3].tolist() == [[Op.STORED, 0, 1], [Op.REMOVED, 0 if encoder is ENCODERS[1] else 1, 1]]
+        assert read.hashes.tolist() == [1 << 63, 4]
+        assert read.data_parallel_rank == 3
+    assert (scanner.scanned, scanner.decoded) == (len(ENCODERS), 0)
+
+
+def test_a_mark_is_left_to_the_decoder() -> None:
+    mark = Mark(7, 1, 99)
+    read = Scanner()(frame_batch(1.0, [ENCODERS[0].mark(mark)], 0))
+    assert isinstance(read, DecodedBatch)
+    assert read.mark == mark
+
+
+def test_a_clear_starts_the_change_anew() -> None:
+    events = [BlockStored([1, 2], None, [], 0, None, "CPU", None), AllBlocksCleared(), BlockRemoved([5], "GPU")]
+    read = Scanner()(frame_batch(1.0, [ENCODERS[0].event(each) for each in events], 0))
+    assert isinstance(read, ScannedBatch)
+    assert read.change() == decode_batch(frame_batch(1.0, [ENCODERS[0].event(each) for each in events], 0)).change()
+    assert read.change()[:2] == Change(True, -1, 0)[:2]
+
+
+def test_big_batches_make_the_arrays_grow() -> None:
+    hashes = list(range(1 << 60, (1 << 60) + 20_000))
+    events = [BlockStored(hashes, None, [7] * 100_000, 5, None, "GPU", None)] + [BlockRemoved([1], "GPU")] * 1000
+    for tokens in (False, True):
+        read = Scanner(tokens)(frame_batch(1.0, [ENCODERS[0].event(each) for each in events], 0))
+        assert isinstance(read, ScannedBatch)
+        assert read.hashes[:20_000].tolist() == hashes
+        assert len(read.tokens) == (100_000 if tokens else 0)
+
+
+def test_the_first_places_are_the_lanes() -> None:
+    assert [place[0] for place in PLACES] == ["GPU", "CPU", "STORAGE"]
