@@ -101,6 +101,12 @@ def test_a_small_tier_evicts_and_says_so(capsys: pytest.CaptureFixture[str]) -> 
     assert "expect evictions" in captured.err
 
 
+def test_a_tier_without_capacity_serves(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--quick", "--cpu-capacity", "0"]) == 0
+    assert "0 B" in capsys.readouterr().out
+    assert (here / "kvtier-report.html").exists()
+
+
 def test_chunks_of_several_blocks(capsys: pytest.CaptureFixture[str]) -> None:
     result = run_small(capsys, "--block-size", "8", "--chunk-blocks", "4", "--dtype", "bfloat16")
     assert result["identical"]
@@ -139,7 +145,7 @@ def test_the_same_seed_gives_the_same_demo(capsys: pytest.CaptureFixture[str]) -
             "--policy: expected one of arc, lru or 'package.module:Class', got 'lruu'; did you mean 'lru'?",
         ),
         (["--policy", "no.such:Thing"], "--policy: expected an importable 'package.module:Class', got 'no.such:Thing'"),
-        (["--cpu-capacity", "1KiB"], "--cpu-capacity: expected at least one row (32.0 KiB), got 1.0 KiB"),
+        (["--cpu-capacity", "1KiB"], "--cpu-capacity: expected at least one row (32.0 KiB), or 0 to keep nothing, got 1.0 KiB"),
         (["--chunk-blocks", "500"], "--chunk-blocks: expected chunks no longer than the longest conversation"),
         (["--gpu-blocks", "9"], "--gpu-blocks: expected room for the longest conversation"),
         (["--gpu-blocks", "2"], "--gpu-blocks: expected a whole number of at least 3"),

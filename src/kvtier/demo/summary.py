@@ -93,4 +93,6 @@ def _times(more: float, less: float, word: str) -> str:
 
 
 def _in_use(pool: PoolUse) -> str:
+    if pool.slots == 0:
+        return "0 B"
     return f"{format_size(pool.used * pool.row_bytes)} ({pool.used / pool.slots:.0%})"
