@@ -47,6 +47,7 @@ bench: $(DEV) $(VLLM) ## Measure the README's claims (bench-gpu: those about GPU
 	@mkdir -p $(RESULTS)
 	$(PEER)/python benchmarks/keys.py --json $(RESULTS)/keys.json
 	$(PEER)/python benchmarks/manager.py --json $(RESULTS)/manager.json
+	$(PEER)/python benchmarks/publisher.py --json $(RESULTS)/publisher.json
 	$(BIN)/python benchmarks/overhead.py --json $(RESULTS)/overhead.json
 	$(BIN)/python benchmarks/ttft.py --json $(RESULTS)/ttft.json
 

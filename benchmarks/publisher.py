@@ -2,11 +2,12 @@
 
 Both publish the same batches in one run, in turns, each from this process to a subscriber in another, replay endpoint on, kvtier
 with everything at its default: set-like filter, state, digest, marks, which vLLM's has not. A rate counts from the first
-`publish()` until the subscriber has the last batch. *Room*: every batch stores blocks of 16 tokens in a cache that has room.
-*Full*: the cache is full, and every batch removes as many blocks as it stores, the last of the oldest prompt first, one event
-each, as vLLM's block pool does. `publish()` is timed in that burst, while the publisher's thread is busy, and at a thousand
-batches a second (*paced*), when the thread rests in between. Idle round trip: a replay request that has nothing to give. A
-replay that loses its end marker, as vLLM's may when the client is slow, counts as none.
+`publish()` until the subscriber has the last batch. Every batch stores blocks of 16 tokens, in a cache that has room; with a
+*full cache* it also removes as many, the last of the oldest prompt first, one event each, as vLLM's block pool does. Where more
+than 64 batches wait, as they do here, kvtier joins them into messages of up to 32, and `batches_per_message` says how many it
+came to; vLLM sends one message a batch. `publish()` is timed in that burst, while the publisher's thread is busy, and at a
+thousand batches a second (*paced*), when the thread rests in between. Idle round trip: a replay request that has nothing to
+give. A replay that loses its end marker, as vLLM's may when the client is slow, counts as none.
 Needs vLLM 0.32 for the comparison (`make bench` builds an environment that has it); without it, kvtier is measured alone.
 """
 
@@ -73,7 +74,7 @@ def subscribe(endpoint: str, replay_endpoint: str, control: str) -> None:
 
 
 def receive_until(sub: zmq.Socket[bytes], ts: bytes) -> int:
-    """Receive up to the batch of that time; return how many batches came."""
+    """Receive up to the batch of that time; return how many messages came."""
     recv, count = sub.recv, 1
     while True:
         recv()
@@ -163,10 +164,11 @@ class Bench:
             before = clock()
             publish(batch)
             took.append(clock() - before)
-        self.finish()
+        messages = self.finish()
         seconds = time.perf_counter() - begin
         return {
             "batches_per_s": len(batches) / seconds,
+            "batches_per_message": len(batches) / messages,
             "cpu_us": (time.process_time() - cpu) / len(batches) * 1e6,
             **percentiles(took, "publish"),
         }
@@ -246,10 +248,10 @@ def measure(modules: dict[str, Any], repeat: int) -> dict[str, dict[str, dict[st
     """Measure all publishers in turns; return the median of each figure by situation and publisher."""
     found: dict[str, dict[str, list[dict[str, float]]]] = {}
     for _ in range(repeat):
-        for blocks in SIZES:
-            for room in (True, False):
+        for room in (True, False):
+            for blocks in SIZES:
                 for name, module in modules.items():
-                    situation = f"{blocks} block{'s' * (blocks > 1)}, {'room' if room else 'full'}"
+                    situation = f"{blocks} block{'s' * (blocks > 1)}{'' if room else ', full cache'}"
                     found.setdefault(situation, {}).setdefault(name, []).append(measure_rate(module, blocks, room))
         for name, module in modules.items():
             found.setdefault("otherwise", {}).setdefault(name, []).append(measure_rest(module))
@@ -270,8 +272,9 @@ def print_table(console: Console, results: dict[str, dict[str, dict[str, float]]
             theirs = by_name["vllm"][figure] if peer else 0.0
             upper, lower = (ours, theirs) if figure.endswith("per_s") else (theirs, ours)
             better = upper / lower if lower else math.inf
+            ratio = "" if figure == "batches_per_message" else f"{better:.1f}x"
             cells = [situation, figure, *([f"{theirs:,.2f}"] if peer else []), f"{ours:,.2f}"]
-            table.add_row(*cells, *([f"{better:.1f}x"] if peer else []))
+            table.add_row(*cells, *([ratio] if peer else []))
             situation = ""
     console.print(table)
 
@@ -298,6 +301,7 @@ def main() -> int:
     console = Console(stderr=arguments.json == "-", highlight=False, soft_wrap=True)
     results = measure(load_modules(console), arguments.repeat)
     print_table(console, results)
+    console.print("Many batches wait here: kvtier joins up to 32 of them into one message, vLLM sends one each.")
     console.print(f"kvtier's hot steps in {HOT_BY}. Targets: {TARGETS}")
     machine = {"cores": len(os.sched_getaffinity(0)), "zmq": zmq.zmq_version(), "hot_by": HOT_BY}
     text = json.dumps({"results": results, "targets": TARGETS, "machine": machine}, indent=2) + "\n"

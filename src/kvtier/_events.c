@@ -1,14 +1,16 @@
-/* The steps of publishing that touch every block and every token: writing a stored event, holding its blocks, collecting those that
- * an engine removes one by one, and letting them go. Optional: where this was not compiled, `kvtier.events.hot` does the same in Python; what the functions promise is written there, and
- * tests/unit/test_events_hot.py holds the two against each other.
+/* The steps of publishing that touch every block and every token: writing an event, holding its blocks, collecting those that
+ * an engine removes one by one, and letting them go. Optional: where this was not compiled, `kvtier.events.hot` does the same in Python;
+ * what is promised is written there, and tests/unit/test_events_hot.py holds the two against each other.
  *
- * A thousand tokens are a thousand ints, and the time goes into asking each what it is. So this looks into lists and ints directly,
- * which the limited API does not allow: a binary serves the one version of Python that it was compiled for.
+ * A thousand tokens are a thousand ints, and the time goes into asking each what it is. So this looks into lists, ints and the slots
+ * of structs directly, which the limited API does not allow: a binary serves the one version of Python that it was compiled for.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <endian.h>
 #include <stdint.h>
 #include <string.h>
+#include <structmember.h>
 #include <unistd.h>
 
 /* -- ints ------------------------------------------------------------------------------------------------------------------ */
@@ -40,12 +42,23 @@ static inline int read_uint(PyObject *object, uint64_t *value) {
     return 1;
 }
 
+/* -- scratch --------------------------------------------------------------------------------------------------------------- */
+
+static void *scratch; /* what is being worked on; whoever holds the GIL has it */
+static size_t scratch_size;
+
+static int make_room(size_t room) {
+    if (room <= scratch_size) return 0;
+    void *grown = PyMem_Realloc(scratch, 2 * room);
+    if (grown == NULL) return PyErr_NoMemory(), -1;
+    scratch = grown;
+    scratch_size = 2 * room;
+    return 0;
+}
+
 /* -- msgpack --------------------------------------------------------------------------------------------------------------- */
 
 enum { MOST_INT = 9, MOST_HEAD = 5 };
-
-static uint8_t *scratch; /* what is being written; whoever holds the GIL has it */
-static size_t scratch_size;
 
 static inline uint8_t *put(uint8_t *out, uint8_t tag, uint64_t value, int size) {
     *out++ = tag;
@@ -53,12 +66,20 @@ static inline uint8_t *put(uint8_t *out, uint8_t tag, uint64_t value, int size) 
     return out;
 }
 
+/* Write an int; up to 8 bytes behind it are overwritten. Tokens have random lengths, which a branch cannot foresee: so none. */
 static inline uint8_t *put_uint(uint8_t *out, uint64_t value) {
-    if (value < 0x80) return put(out, (uint8_t)value, 0, 0);
-    if (value <= 0xff) return put(out, 0xcc, value, 1);
-    if (value <= 0xffff) return put(out, 0xcd, value, 2);
-    if (value <= 0xffffffff) return put(out, 0xce, value, 4);
-    return put(out, 0xcf, value, 8);
+    static const uint64_t tags[] = {0, 0, 0xcc00, 0xcd0000, 0, 0xce00000000};
+    int size = 8;
+    uint64_t word = value;
+    if (value > UINT32_MAX) {
+        *out++ = 0xcf;
+    } else {
+        size = 1 + (value > 0x7f) + (value > 0xff) + 2 * (value > 0xffff);
+        word = (tags[size] | value) << 8 * (8 - size);
+    }
+    word = htobe64(word);
+    memcpy(out, &word, 8);
+    return out + size;
 }
 
 static inline uint8_t *put_text(uint8_t *out, const char *text, size_t size) {
@@ -84,29 +105,74 @@ static uint8_t *put_uints(uint8_t *out, PyObject *list) {
     return out;
 }
 
-/* -- a stored event ---------------------------------------------------------------------------------------------------------- */
+/* -- events ------------------------------------------------------------------------------------------------------------------ */
 
-enum { HASHES, PARENT, TOKENS, BLOCK_SIZE, LORA_ID, MEDIUM, LORA_NAME, EXTRA_KEYS, FIELDS = 14, REQUIRED = LORA_NAME + 1 };
-static const char *const names[FIELDS] = {
-    "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name",
-    "extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality", "ownership", "session_id"};
-static PyObject *interned[FIELDS];
+/* A kind of event. `at` says where the fields are in instances of `type`, the class that was met last; ours, or an engine's own. */
+enum { MOST_FIELDS = 14, HASHES = 0, PLACE = 1 };
+typedef struct {
+    const char *name;
+    int fields, required, hashes; /* how many there are; how many are written also if they are None; how many are hashes */
+    const char *names[MOST_FIELDS];
+    PyTypeObject *type;
+    Py_ssize_t at[MOST_FIELDS];
+} Kind;
 
-/* Say how many bytes a field's value takes at most; 0 if it is of a kind that is left to Python. */
-static size_t room_for(int field, PyObject *value) {
-    if (field == HASHES || field == TOKENS)
-        return PyList_CheckExact(value) ? MOST_HEAD + MOST_INT * (size_t)PyList_GET_SIZE(value) : 0;
-    if (field == EXTRA_KEYS) return value == Py_None;
-    if (PyUnicode_CheckExact(value)) {
+static Kind kinds[] = {
+    {"BlockStored", 14, 7, 2, {"block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name",
+     "extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality", "ownership", "session_id"}, NULL, {0}},
+    {"BlockRemoved", 5, 2, 1, {"block_hashes", "medium", "group_idx", "locality", "ownership"}, NULL, {0}},
+};
+static Kind *const removed = &kinds[1];
+
+/* Find out where a field is; 0 if it is not a plain slot that comes at that place, perhaps with an exception set. */
+static int learn_field(Kind *kind, PyTypeObject *type, PyObject *fields, int i) {
+    PyObject *name = PyTuple_GET_ITEM(fields, i);
+    if (!PyUnicode_Check(name) || PyUnicode_CompareWithASCIIString(name, kind->names[i]) != 0) return 0;
+    PyObject *slot = PyObject_GetAttr((PyObject *)type, name);
+    int plain = slot != NULL && Py_IS_TYPE(slot, &PyMemberDescr_Type) && ((PyMemberDescrObject *)slot)->d_member->type == T_OBJECT_EX;
+    if (plain) kind->at[i] = ((PyMemberDescrObject *)slot)->d_member->offset;
+    Py_XDECREF(slot);
+    return plain;
+}
+
+/* Return the kind that a class is of; NULL if it is of none, or has other fields. */
+static Kind *kind_of(PyTypeObject *type) {
+    for (size_t k = 0; k < Py_ARRAY_LENGTH(kinds); k++)
+        if (kinds[k].type == type) return &kinds[k];
+    for (size_t k = 0; k < Py_ARRAY_LENGTH(kinds); k++) {
+        if (strcmp(type->tp_name, kinds[k].name) != 0) continue;
+        Py_CLEAR(kinds[k].type);
+        PyObject *fields = PyObject_GetAttrString((PyObject *)type, "__struct_fields__");
+        int known = fields != NULL && PyTuple_CheckExact(fields) && PyTuple_GET_SIZE(fields) == kinds[k].fields;
+        for (int i = 0; i < kinds[k].fields && known; i++) known = learn_field(&kinds[k], type, fields, i);
+        Py_XDECREF(fields);
+        PyErr_Clear();
+        if (!known) return NULL;
+        kinds[k].type = (PyTypeObject *)Py_NewRef((PyObject *)type);
+        return &kinds[k];
+    }
+    return NULL;
+}
+
+static inline PyObject *field_of(const Kind *kind, PyObject *event, int i) {
+    return *(PyObject **)((char *)event + kind->at[i]);
+}
+
+/* Say how many bytes a field's value takes at most; 0 if it is of a type that is left to Python. */
+static size_t room_for(const Kind *kind, int i, PyObject *value) {
+    if (value == NULL) return 0;
+    if (PyList_CheckExact(value)) return i > HASHES && i < kind->hashes ? 0 : MOST_HEAD + MOST_INT * (size_t)PyList_GET_SIZE(value);
+    if (i == HASHES) return 0;
+    if (PyUnicode_CheckExact(value) && i >= kind->hashes) {
         Py_ssize_t size;
         return PyUnicode_AsUTF8AndSize(value, &size) == NULL ? 0 : MOST_HEAD + (size_t)size;
     }
     return value == Py_None || PyLong_CheckExact(value) ? MOST_INT : 0;
 }
 
-static uint8_t *put_value(uint8_t *out, int field, PyObject *value) {
-    if (field == HASHES || field == TOKENS) return put_uints(out, value);
+static uint8_t *put_value(uint8_t *out, PyObject *value) {
     if (value == Py_None) return put(out, 0xc0, 0, 0);
+    if (PyList_CheckExact(value)) return put_uints(out, value);
     if (PyUnicode_CheckExact(value)) {
         Py_ssize_t size;
         const char *text = PyUnicode_AsUTF8AndSize(value, &size);
@@ -116,187 +182,306 @@ static uint8_t *put_value(uint8_t *out, int field, PyObject *value) {
     return read_uint(value, &number) ? put_uint(out, number) : NULL;
 }
 
-/* Write `[ts, [event], tail` to the scratch; return its end, or NULL if the event is left to Python. */
-static uint8_t *put_batch(double ts, PyObject **values, PyObject *tail) {
-    uint64_t bits;
+/* Write the event to the scratch; return its end, or NULL if it is left to Python. Nobody else runs, so it stays as it is. */
+static uint8_t *put_event(const Kind *kind, PyObject *event) {
+    size_t room = 64;
     int count = 1;
-    for (int i = 0; i < FIELDS; i++) count += i < REQUIRED || values[i] != Py_None;
-    memcpy(&bits, &ts, 8);
-    uint8_t *out = put(scratch, 0x93, 0, 0);
-    out = put(out, 0xcb, bits, 8);
-    *out++ = 0x91;
-    *out++ = (uint8_t)(0x80 | count);
-    out = put_text(put_text(out, "type", 4), "BlockStored", 11);
-    for (int i = 0; i < FIELDS && out != NULL; i++) {
-        if (i >= REQUIRED && values[i] == Py_None) continue;
-        out = put_value(put_text(out, names[i], strlen(names[i])), i, values[i]);
-    }
-    if (out == NULL) return NULL;
-    memcpy(out, PyBytes_AS_STRING(tail), (size_t)PyBytes_GET_SIZE(tail));
-    return out + PyBytes_GET_SIZE(tail);
-}
-
-static int make_room(size_t room) {
-    if (room <= scratch_size) return 0;
-    uint8_t *grown = PyMem_Realloc(scratch, 2 * room);
-    if (grown == NULL) return PyErr_NoMemory(), -1;
-    scratch = grown;
-    scratch_size = 2 * room;
-    return 0;
-}
-
-static PyObject *frame_stored(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
-    (void)module;
-    if (count != 3 || !PyFloat_Check(arguments[0]) || !PyBytes_CheckExact(arguments[2]))
-        return PyErr_SetString(PyExc_TypeError, "expected a float, an event and bytes"), NULL;
-    PyObject *values[FIELDS], *result = NULL;
-    size_t room = 64 + (size_t)PyBytes_GET_SIZE(arguments[2]);
-    int read = 0, plain = 1;
-    while (read < FIELDS && (values[read] = PyObject_GetAttr(arguments[1], interned[read])) != NULL) read++;
-    for (int i = 0; i < read && plain; i++) { /* from here on nobody else runs, so lists stay as long as they are */
-        size_t needed = room_for(i, values[i]);
-        plain = needed > 0;
+    for (int i = 0; i < kind->fields; i++) {
+        PyObject *value = field_of(kind, event, i);
+        size_t needed = room_for(kind, i, value);
+        if (needed == 0) return NULL;
         room += needed + 32; /* the longest name has 28 letters */
+        count += i < kind->required || value != Py_None;
     }
-    if (read == FIELDS && plain && make_room(room) == 0) {
-        uint8_t *end = put_batch(PyFloat_AS_DOUBLE(arguments[0]), values, arguments[2]);
-        if (end != NULL) result = PyBytes_FromStringAndSize((char *)scratch, end - scratch);
+    if (make_room(room) < 0) return NULL;
+    uint8_t *out = put(scratch, (uint8_t)(0x80 | count), 0, 0);
+    out = put_text(put_text(out, "type", 4), kind->name, strlen(kind->name));
+    for (int i = 0; i < kind->fields && out != NULL; i++) {
+        PyObject *value = field_of(kind, event, i);
+        if (i < kind->required || value != Py_None) out = put_value(put_text(out, kind->names[i], strlen(kind->names[i])), value);
     }
-    while (read--) Py_DECREF(values[read]);
-    if (result == NULL && PyErr_Occurred()) PyErr_Clear(); /* Python finds the same fault, and says it better */
-    return result != NULL ? result : Py_NewRef(Py_None);
+    return out;
 }
 
-/* -- blocks ------------------------------------------------------------------------------------------------------------------ */
-
-/* Add the low 64 bits of a hash; -1 with an exception set if it is none. */
-static int add_hash(PyObject *hash, uint64_t *sum) {
-    uint64_t value;
-    if (read_uint(hash, &value)) {
-        *sum += value;
-    } else if (PyLong_Check(hash)) {
-        *sum += PyLong_AsUnsignedLongLongMask(hash);
-    } else if (PyBytes_Check(hash)) {
-        Py_ssize_t size = PyBytes_GET_SIZE(hash);
-        const uint8_t *bytes = (const uint8_t *)PyBytes_AS_STRING(hash);
-        value = 0;
-        for (Py_ssize_t i = size < 8 ? 0 : size - 8; i < size; i++) value = value << 8 | bytes[i];
-        *sum += value;
-    } else {
-        PyErr_Format(PyExc_TypeError, "a block hash is an int or bytes, not %.100s", Py_TYPE(hash)->tp_name);
-        return -1;
-    }
-    return 0;
-}
-
-static int let_go(PyObject *blocks, PyObject *hashes, Py_ssize_t count, PyObject *record) {
-    for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *hash = PyTuple_GET_ITEM(hashes, i);
-        if (PyDict_GetItemWithError(blocks, hash) == record && PyDict_DelItem(blocks, hash) < 0) return -1;
-    }
-    return 0;
-}
-
-static PyObject *hold(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
+static PyObject *encode_plain(PyObject *module, PyObject *event) {
     (void)module;
-    if (count != 3 || !PyDict_CheckExact(arguments[0]) || !PyTuple_CheckExact(arguments[1]))
-        return PyErr_SetString(PyExc_TypeError, "expected a dict, a tuple of hashes and a record"), NULL;
-    PyObject *blocks = arguments[0], *hashes = arguments[1], *record = arguments[2];
-    Py_ssize_t before = PyDict_GET_SIZE(blocks), size = PyTuple_GET_SIZE(hashes), done = 0;
-    uint64_t sum = 0;
-    for (; done < size; done++)
-        if (add_hash(PyTuple_GET_ITEM(hashes, done), &sum) < 0) return NULL;
-    for (done = 0; done < size; done++) {
-        PyObject *found = PyDict_SetDefault(blocks, PyTuple_GET_ITEM(hashes, done), record);
-        if (found == NULL) return NULL;
-        if (found != record) break;
-    }
-    if (PyDict_GET_SIZE(blocks) == before + size) return PyLong_FromUnsignedLongLong(sum);
-    if (let_go(blocks, hashes, done, record) < 0) return NULL;
-    return Py_NewRef(Py_None);
+    Kind *kind = kind_of(Py_TYPE(event));
+    uint8_t *end = kind == NULL ? NULL : put_event(kind, event);
+    if (end != NULL) return PyBytes_FromStringAndSize(scratch, end - (uint8_t *)scratch);
+    PyErr_Clear(); /* Python finds the same fault, and says it better */
+    Py_RETURN_NONE;
 }
 
 /* -- removals ---------------------------------------------------------------------------------------------------------------- */
 
-enum { PLACE = 4 };
-static const char *const place_names[PLACE] = {"medium", "group_idx", "locality", "ownership"};
-static PyObject *place_interned[PLACE];
-
-/* Say whether an event is in the place that `wanted` names: 1, 0, or -1 with an exception set. */
-static int is_there(PyObject *event, PyObject **wanted) {
+/* Say whether two removals are from one place: 1, 0, or -1 with an exception set. */
+static int is_same_place(PyObject *one, PyObject *other) {
     int same = 1;
-    for (int i = 0; i < PLACE && same == 1; i++) {
-        PyObject *value = PyObject_GetAttr(event, place_interned[i]);
-        if (value == NULL) return -1;
-        same = value == wanted[i] ? 1 : PyObject_RichCompareBool(value, wanted[i], Py_EQ);
-        Py_DECREF(value);
+    for (int i = PLACE; i < removed->fields && same == 1; i++) {
+        PyObject *mine = field_of(removed, one, i), *its = field_of(removed, other, i);
+        if (mine == its) continue;
+        same = mine == NULL || its == NULL ? 0 : PyObject_RichCompareBool(mine, its, Py_EQ);
     }
     return same;
 }
 
-/* Append the event's hashes; -1 with an exception set where that fails. */
-static int take_hashes(PyObject *event, PyObject *hashes) {
-    PyObject *more = PyObject_GetAttr(event, interned[HASHES]);
-    if (more == NULL) return -1;
-    int status;
-    if (PyList_CheckExact(more) && PyList_GET_SIZE(more) == 1) status = PyList_Append(hashes, PyList_GET_ITEM(more, 0));
-    else status = PyList_SetSlice(hashes, PyList_GET_SIZE(hashes), PyList_GET_SIZE(hashes), more);
-    Py_DECREF(more);
+static PyObject *join_removals(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
+    (void)module;
+    Py_ssize_t stop = count == 2 ? PyLong_AsSsize_t(arguments[1]) : -1;
+    if (stop < 0 || !PyList_CheckExact(arguments[0]) || stop >= PyList_GET_SIZE(arguments[0]))
+        return PyErr_SetString(PyExc_TypeError, "expected a list of events and the place of one"), NULL;
+    PyObject *events = arguments[0], *first = Py_NewRef(PyList_GET_ITEM(events, stop)), *hashes = NULL;
+    int there = kind_of(Py_TYPE(first)) == removed ? 1 : -1;
+    if (there == 1) hashes = PyList_New(0);
+    while (hashes != NULL && stop < PyList_GET_SIZE(events)) {
+        PyObject *event = PyList_GET_ITEM(events, stop);
+        there = Py_IS_TYPE(event, removed->type) ? is_same_place(first, event) : 0;
+        if (there != 1) break;
+        PyObject *more = field_of(removed, event, HASHES);
+        there = -1;
+        if (more == NULL || !PyList_CheckExact(more)) break;
+        Py_ssize_t end = PyList_GET_SIZE(hashes);
+        if (PyList_GET_SIZE(more) == 1 ? PyList_Append(hashes, PyList_GET_ITEM(more, 0)) : PyList_SetSlice(hashes, end, end, more)) break;
+        there = 1;
+        stop++;
+    }
+    Py_DECREF(first);
+    if (there >= 0 && hashes != NULL) return Py_BuildValue("Nn", hashes, stop);
+    Py_XDECREF(hashes);
+    return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+}
+
+/* -- blocks ------------------------------------------------------------------------------------------------------------------ */
+
+/* Hashes and their numbers, in a table with linear probing. A slot whose number is 0 is empty; three of four are in use at most. */
+typedef struct __attribute__((packed)) {
+    uint64_t hash;
+    uint32_t number;
+} Slot;
+
+typedef struct {
+    PyObject_HEAD
+    Slot *slots;
+    size_t used;
+    int bits;
+} Blocks;
+
+enum { LEAST_BITS = 6 };
+
+static inline size_t mask_of(const Blocks *self) { return ((size_t)1 << self->bits) - 1; }
+
+static inline size_t home_of(const Blocks *self, uint64_t hash) { return (size_t)(hash * 0x9E3779B97F4A7C15 >> (64 - self->bits)); }
+
+/* Return the place of a hash, or the empty one where it would go. */
+static inline size_t find(const Blocks *self, uint64_t hash) {
+    size_t place = home_of(self, hash);
+    while (self->slots[place].number != 0 && self->slots[place].hash != hash) place = (place + 1) & mask_of(self);
+    return place;
+}
+
+/* Empty a place; those behind it that it kept from their home move up. */
+static void empty(Blocks *self, size_t hole) {
+    size_t mask = mask_of(self);
+    for (size_t next = (hole + 1) & mask; self->slots[next].number != 0; next = (next + 1) & mask) {
+        if (((next - home_of(self, self->slots[next].hash)) & mask) < ((next - hole) & mask)) continue;
+        self->slots[hole] = self->slots[next];
+        hole = next;
+    }
+    self->slots[hole].number = 0;
+    self->used--;
+}
+
+static int reserve(Blocks *self, size_t more) {
+    int bits = self->bits;
+    while (4 * (self->used + more) > (size_t)3 << bits) bits++;
+    if (bits == self->bits) return 0;
+    Blocks old = *self;
+    Slot *slots = PyMem_Calloc((size_t)1 << bits, sizeof(Slot));
+    if (slots == NULL) return PyErr_NoMemory(), -1;
+    self->slots = slots;
+    self->bits = bits;
+    for (size_t i = 0; i <= mask_of(&old); i++)
+        if (old.slots[i].number != 0) slots[find(self, old.slots[i].hash)] = old.slots[i];
+    PyMem_Free(old.slots);
+    return 0;
+}
+
+static int read_hash(PyObject *object, uint64_t *hash) {
+    if (read_uint(object, hash)) return 0;
+    PyErr_Format(PyExc_TypeError, "a block hash is an int from 0 to 2^64 - 1 here, not %.100R", object);
+    return -1;
+}
+
+/* Read the hashes of a list or tuple into the scratch, and fetch their slots; return how many, -1 with an exception set. */
+static Py_ssize_t read_hashes(const Blocks *self, PyObject *hashes) {
+    if (!PyList_CheckExact(hashes) && !PyTuple_CheckExact(hashes))
+        return PyErr_Format(PyExc_TypeError, "expected a list or tuple of block hashes, not %.100R", hashes), -1;
+    Py_ssize_t count = PySequence_Fast_GET_SIZE(hashes);
+    if (make_room((size_t)count * sizeof(uint64_t)) < 0) return -1;
+    uint64_t *read = scratch;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (read_hash(PySequence_Fast_GET_ITEM(hashes, i), &read[i]) < 0) return -1;
+        __builtin_prefetch(&self->slots[home_of(self, read[i])], 1);
+    }
+    return count;
+}
+
+static int read_number(PyObject *object, uint32_t *number) {
+    unsigned long value = PyLong_AsUnsignedLong(object);
+    if (value == (unsigned long)-1 && PyErr_Occurred()) return -1;
+    *number = (uint32_t)value;
+    if (value > 0 && value <= UINT32_MAX) return 0;
+    return PyErr_Format(PyExc_OverflowError, "expected a number from 1 to 2^32 - 1, not %lu", value), -1;
+}
+
+static PyObject *hold(Blocks *self, PyObject *const *arguments, Py_ssize_t count) {
+    uint32_t number;
+    if (count != 2) return PyErr_SetString(PyExc_TypeError, "expected hashes and a number"), NULL;
+    Py_ssize_t size = read_hashes(self, arguments[0]), done = 0;
+    if (size < 0 || read_number(arguments[1], &number) < 0 || reserve(self, (size_t)size) < 0) return NULL;
+    uint64_t *hashes = scratch, sum = 0;
+    for (; done < size; done++) {
+        size_t place = find(self, hashes[done]);
+        if (self->slots[place].number != 0) break;
+        self->slots[place].hash = hashes[done];
+        self->slots[place].number = number;
+        self->used++;
+        sum += hashes[done];
+    }
+    if (done == size) return PyLong_FromUnsignedLongLong(sum);
+    while (done--) empty(self, find(self, hashes[done]));
+    Py_RETURN_NONE;
+}
+
+/* Append `[number, times]`, or one more time to the last one; -1 with an exception set. */
+static int add_run(PyObject *runs, uint32_t number, Py_ssize_t times) {
+    PyObject *run = times == 0 ? NULL : Py_BuildValue("In", number, times);
+    int status = times == 0 ? 0 : run == NULL ? -1 : PyList_Append(runs, run);
+    Py_XDECREF(run);
     return status;
 }
 
-static Py_ssize_t take_run(PyObject *events, Py_ssize_t start, PyObject **place, PyObject *hashes) {
-    PyTypeObject *type = Py_TYPE(PyList_GET_ITEM(events, start));
-    Py_ssize_t stop = start;
-    while (stop < PyList_GET_SIZE(events)) {
-        PyObject *event = PyList_GET_ITEM(events, stop);
-        int there = Py_TYPE(event) == type ? is_there(event, place) : 0;
-        if (there == 0) break;
-        if (there < 0 || take_hashes(event, hashes) < 0) return -1;
-        stop++;
-    }
-    return stop;
-}
-
-static PyObject *join_removals(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
-    (void)module;
-    Py_ssize_t start = count == 2 ? PyLong_AsSsize_t(arguments[1]) : -1;
-    if (start < 0 || !PyList_CheckExact(arguments[0]) || start >= PyList_GET_SIZE(arguments[0]))
-        return PyErr_SetString(PyExc_TypeError, "expected a list of events and the place of one"), NULL;
-    PyObject *place[PLACE], *hashes = PyList_New(0), *result = NULL;
-    int read = 0;
-    while (read < PLACE && (place[read] = PyObject_GetAttr(PyList_GET_ITEM(arguments[0], start), place_interned[read])) != NULL) read++;
-    if (read == PLACE && hashes != NULL) {
-        Py_ssize_t stop = take_run(arguments[0], start, place, hashes);
-        if (stop >= 0) result = Py_BuildValue("On", hashes, stop);
-    }
-    while (read--) Py_DECREF(place[read]);
-    Py_XDECREF(hashes);
-    return result;
-}
-
-static PyObject *drop_leaves(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
-    (void)module;
-    if (count != 3 || !PyDict_CheckExact(arguments[0]) || !PyDict_CheckExact(arguments[1]) || !PyList_CheckExact(arguments[2]))
-        return PyErr_SetString(PyExc_TypeError, "expected two dicts and a list of hashes"), NULL;
-    PyObject *blocks = arguments[0], *children = arguments[1], *hashes = arguments[2];
-    Py_ssize_t size = PyList_GET_SIZE(hashes);
-    uint64_t sum = 0;
-    for (Py_ssize_t i = 0; i < size; i++)
-        if (add_hash(PyList_GET_ITEM(hashes, i), &sum) < 0) return NULL;
+/* Take out the hashes that were read; list those that were there in `gone` unless all were, and their numbers in `runs`. */
+static int drop_all(Blocks *self, PyObject *names, Py_ssize_t size, PyObject **gone, PyObject *runs, uint64_t *sum) {
+    uint64_t *hashes = scratch;
+    uint32_t last = 0;
+    Py_ssize_t times = 0;
     for (Py_ssize_t i = 0; i < size; i++) {
-        int hung = PyDict_Contains(children, PyList_GET_ITEM(hashes, i));
-        if (hung < 0) return NULL;
-        if (hung) return Py_NewRef(Py_None);
+        size_t place = find(self, hashes[i]);
+        uint32_t number = self->slots[place].number;
+        if (number == 0) {
+            if (*gone == NULL && (*gone = PyList_GetSlice(names, 0, i)) == NULL) return -1;
+            continue;
+        }
+        if (*gone != NULL && PyList_Append(*gone, PyList_GET_ITEM(names, i)) < 0) return -1;
+        empty(self, place);
+        *sum += hashes[i];
+        if (number != last && add_run(runs, last, times) < 0) return -1;
+        times = number == last ? times + 1 : 1;
+        last = number;
     }
-    PyObject *records = PyList_New(size);
-    for (Py_ssize_t i = 0; i < size && records != NULL; i++) {
-        PyObject *hash = PyList_GET_ITEM(hashes, i), *record = PyDict_GetItemWithError(blocks, hash);
-        PyList_SET_ITEM(records, i, Py_NewRef(record == NULL ? Py_None : record));
-        if (record == NULL ? PyErr_Occurred() != NULL : PyDict_DelItem(blocks, hash) < 0) Py_CLEAR(records);
-    }
-    return records == NULL ? NULL : Py_BuildValue("KN", (unsigned long long)sum, records);
+    return add_run(runs, last, times);
 }
+
+static PyObject *drop(Blocks *self, PyObject *const *arguments, Py_ssize_t count) {
+    if (count != 2 || !PyList_CheckExact(arguments[0]) || !Py_IS_TYPE(arguments[1], Py_TYPE(self)))
+        return PyErr_SetString(PyExc_TypeError, "expected a list of hashes and a table of the same kind"), NULL;
+    PyObject *names = arguments[0], *gone = NULL;
+    const Blocks *children = (Blocks *)arguments[1];
+    Py_ssize_t size = read_hashes(self, names);
+    for (Py_ssize_t i = 0; i < size; i++)
+        if (children->slots[find(children, ((uint64_t *)scratch)[i])].number != 0) Py_RETURN_NONE;
+    PyObject *runs = size < 0 ? NULL : PyList_New(0);
+    uint64_t sum = 0;
+    if (runs == NULL) return NULL;
+    if (drop_all(self, names, size, &gone, runs, &sum) == 0)
+        return Py_BuildValue("KNN", (unsigned long long)sum, gone != NULL ? gone : Py_NewRef(names), runs);
+    Py_XDECREF(gone);
+    Py_DECREF(runs);
+    return NULL;
+}
+
+static PyObject *get(Blocks *self, PyObject *object) {
+    uint64_t hash;
+    return read_hash(object, &hash) < 0 ? NULL : PyLong_FromUnsignedLong(self->slots[find(self, hash)].number);
+}
+
+static PyObject *put_number(Blocks *self, PyObject *const *arguments, Py_ssize_t count) {
+    uint64_t hash;
+    uint32_t number;
+    if (count != 2) return PyErr_SetString(PyExc_TypeError, "expected a hash and a number"), NULL;
+    if (read_hash(arguments[0], &hash) < 0 || read_number(arguments[1], &number) < 0 || reserve(self, 1) < 0) return NULL;
+    Slot *slot = &self->slots[find(self, hash)];
+    self->used += slot->number == 0;
+    slot->hash = hash;
+    slot->number = number;
+    Py_RETURN_NONE;
+}
+
+static PyObject *pop(Blocks *self, PyObject *object) {
+    uint64_t hash;
+    if (read_hash(object, &hash) < 0) return NULL;
+    size_t place = find(self, hash);
+    uint32_t number = self->slots[place].number;
+    if (number != 0) empty(self, place);
+    return PyLong_FromUnsignedLong(number);
+}
+
+static PyObject *count_of(Blocks *self, PyObject *const *arguments, Py_ssize_t count) {
+    uint32_t number;
+    if (count != 2) return PyErr_SetString(PyExc_TypeError, "expected hashes and a number"), NULL;
+    Py_ssize_t size = read_hashes(self, arguments[0]), found = 0;
+    if (size < 0 || read_number(arguments[1], &number) < 0) return NULL;
+    for (Py_ssize_t i = 0; i < size; i++) found += self->slots[find(self, ((uint64_t *)scratch)[i])].number == number;
+    return PyLong_FromSsize_t(found);
+}
+
+static PyObject *new_blocks(PyTypeObject *type, size_t used, int bits) {
+    Blocks *self = (Blocks *)type->tp_alloc(type, 0);
+    if (self == NULL) return NULL;
+    self->used = used;
+    self->bits = bits;
+    self->slots = PyMem_Calloc((size_t)1 << bits, sizeof(Slot));
+    if (self->slots != NULL) return (PyObject *)self;
+    Py_DECREF(self);
+    return PyErr_NoMemory();
+}
+
+static PyObject *make_blocks(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+    (void)keywords;
+    if (PyTuple_GET_SIZE(arguments) != 0) return PyErr_SetString(PyExc_TypeError, "Blocks() takes no arguments"), NULL;
+    return new_blocks(type, 0, LEAST_BITS);
+}
+
+static PyObject *copy(Blocks *self, PyObject *unused) {
+    (void)unused;
+    PyObject *made = new_blocks(Py_TYPE(self), self->used, self->bits);
+    if (made != NULL) memcpy(((Blocks *)made)->slots, self->slots, (mask_of(self) + 1) * sizeof(Slot));
+    return made;
+}
+
+static void free_blocks(Blocks *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    PyMem_Free(self->slots);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static Py_ssize_t length(Blocks *self) { return (Py_ssize_t)self->used; }
+
+static PyMethodDef blocks_methods[] = {
+    {"hold", (PyCFunction)(void (*)(void))hold, METH_FASTCALL, NULL},
+    {"drop", (PyCFunction)(void (*)(void))drop, METH_FASTCALL, NULL},
+    {"get", (PyCFunction)get, METH_O, NULL},
+    {"put", (PyCFunction)(void (*)(void))put_number, METH_FASTCALL, NULL},
+    {"pop", (PyCFunction)pop, METH_O, NULL},
+    {"count", (PyCFunction)(void (*)(void))count_of, METH_FASTCALL, NULL},
+    {"copy", (PyCFunction)copy, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+static PyType_Slot blocks_slots[] = {
+    {Py_tp_new, make_blocks}, {Py_tp_dealloc, free_blocks}, {Py_tp_methods, blocks_methods}, {Py_sq_length, length}, {0, NULL}};
+static PyType_Spec blocks_spec = {"kvtier._events.Blocks", sizeof(Blocks), 0, Py_TPFLAGS_DEFAULT, blocks_slots};
 
 /* -- waking ------------------------------------------------------------------------------------------------------------------- */
 
@@ -312,24 +497,16 @@ static PyObject *wake(PyObject *module, PyObject *fd) {
 /* -- the module ---------------------------------------------------------------------------------------------------------- */
 
 static int fill_module(PyObject *module) {
-    (void)module;
-    for (int i = 0; i < FIELDS; i++) {
-        if (interned[i] == NULL) interned[i] = PyUnicode_InternFromString(names[i]);
-        if (interned[i] == NULL) return -1;
-    }
-    for (int i = 0; i < PLACE; i++) {
-        if (place_interned[i] == NULL) place_interned[i] = PyUnicode_InternFromString(place_names[i]);
-        if (place_interned[i] == NULL) return -1;
-    }
-    return 0;
+    PyObject *type = PyType_FromSpec(&blocks_spec);
+    int status = type == NULL ? -1 : PyModule_AddType(module, (PyTypeObject *)type);
+    Py_XDECREF(type);
+    return status;
 }
 
 static PyMethodDef methods[] = {
-    {"frame_stored", (PyCFunction)(void (*)(void))frame_stored, METH_FASTCALL, NULL},
+    {"encode_plain", encode_plain, METH_O, NULL},
     {"join_removals", (PyCFunction)(void (*)(void))join_removals, METH_FASTCALL, NULL},
-    {"drop_leaves", (PyCFunction)(void (*)(void))drop_leaves, METH_FASTCALL, NULL},
     {"wake", wake, METH_O, NULL},
-    {"hold", (PyCFunction)(void (*)(void))hold, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, fill_module}, {0, NULL}};

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from itertools import product
 from typing import Any
 
 import msgspec
@@ -11,14 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvtier.events import BlockRemoved, BlockStored
-from kvtier.events.hot import (
-    ONE_EVENT_AT,
-    python_drop_leaves,
-    python_frame_stored,
-    python_hold,
-    python_join_removals,
-    python_wake,
-)
+from kvtier.events.hot import PythonBlocks, python_encode_plain, python_join_removals, python_wake
+from kvtier.events.wire import U64
 
 _events = pytest.importorskip("kvtier._events", reason="kvtier._events was not compiled here")
 
@@ -51,61 +48,135 @@ def events(hashes: Any, tokens: Any, parents: Any, extra: Any) -> Any:
     )
 
 
-@given(st.floats(), events(uints, uints, numbers, st.none()), st.binary(max_size=9))
+@given(events(uints, uints, numbers, st.none()))
 @settings(deadline=None)
-def test_plain_events_are_written_alike(ts: float, event: BlockStored, tail: bytes) -> None:
-    written = _events.frame_stored(ts, event, tail)
-    assert written == python_frame_stored(ts, event, tail)
-    assert written[ONE_EVENT_AT : len(written) - len(tail)] == msgspec.msgpack.encode(event)
+def test_plain_events_are_written_alike(event: BlockStored) -> None:
+    assert _events.encode_plain(event) == python_encode_plain(event) == msgspec.msgpack.encode(event)
 
 
-@given(events(wild, wild, wild, st.one_of(st.none(), st.just([("a", 1)]))))
+@given(events(wild, wild, wild, st.one_of(st.none(), st.just([("a", 1)]), st.just([]))))
 @settings(deadline=None)
 def test_other_events_are_written_alike_or_left(event: BlockStored) -> None:
-    assert _events.frame_stored(1.0, event, b"\x00") in (None, python_frame_stored(1.0, event, b"\x00"))
+    written = _events.encode_plain(event)
+    assert written is None or written == python_encode_plain(event)
 
 
-@pytest.mark.parametrize("wrong", [object(), BlockRemoved([], None), None])
-def test_what_is_no_stored_event_is_left(wrong: Any) -> None:
-    assert _events.frame_stored(1.0, wrong, b"") is None
+@given(st.lists(uints, max_size=20), texts, numbers, texts, texts)
+def test_removals_are_written_alike(hashes: list[int], medium: Any, group: Any, locality: Any, ownership: Any) -> None:
+    event = BlockRemoved(hashes, medium, group, locality, ownership)
+    assert _events.encode_plain(event) == python_encode_plain(event) == msgspec.msgpack.encode(event)
+
+
+@pytest.mark.parametrize("encode", [_events.encode_plain, python_encode_plain])
+@pytest.mark.parametrize("wrong", [b"x" * 8, -1, 2**64, True, "a", None, 1.5])
+def test_hashes_that_are_no_u64_are_left(encode: Any, wrong: Any) -> None:
+    assert encode(BlockRemoved([1, wrong], None)) is None
+    assert encode(BlockStored([wrong], None, [], 0, None, None, None)) is None
+    if wrong is not None:
+        assert encode(BlockStored([1], wrong, [], 0, None, None, None)) is None
+
+
+class Other:
+    """Classes that share a name with ours and nothing else, or have one field more."""
+
+    class BlockStored(msgspec.Struct, tag=True):
+        block_hashes: list[int]
+
+    class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True):
+        block_hashes: list[int]
+        medium: str | None
+        group_idx: int | None = None
+        locality: str | None = None
+        tenant: str | None = None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [object(), None, Other.BlockStored([1]), Other.BlockRemoved([1], None, tenant="x"), type("BlockStored", (), {})()],
+)
+def test_other_classes_are_left(other: Any) -> None:
+    ours = BlockRemoved([1], "GPU")
+    for _ in range(2):
+        assert _events.encode_plain(other) is None
+        assert _events.join_removals([other], 0) is None
+        assert _events.encode_plain(ours) == msgspec.msgpack.encode(ours)
+
+
+def test_an_engines_own_class_is_as_good_as_ours() -> None:
+    own = type("BlockRemoved", (BlockRemoved,), {}, tag="BlockRemoved")
+    for event in (own([1, 2], "CPU", 3), BlockRemoved([1, 2], "CPU", 3), own([1, 2], "CPU", 3)):
+        assert _events.encode_plain(event) == msgspec.msgpack.encode(event)
+        assert _events.join_removals([event, event], 0) == ([1, 2, 1, 2], 2)
 
 
 def test_long_lists_are_written_alike() -> None:
     event = BlockStored(list(range(70_000)), None, list(range(1_200_000)), 16, None, "GPU", None)
-    assert _events.frame_stored(1.0, event, b"\x00") == python_frame_stored(1.0, event, b"\x00")
+    assert _events.encode_plain(event) == msgspec.msgpack.encode(event)
 
 
-@given(st.lists(st.lists(wild, max_size=6), max_size=8))
-@example([[1, 2], [3, 2], [4, 4]])
-@settings(deadline=None)
-def test_blocks_are_held_alike(names: list[list[Any]]) -> None:
-    ours: dict[Any, Any] = {}
-    theirs: dict[Any, Any] = {}
-    for hashes in map(tuple, names):
-        record = object()
-        assert attempt(_events.hold, ours, hashes, record) == attempt(python_hold, theirs, hashes, record)
-        assert ours == theirs
-
-
-def attempt(function: Any, *arguments: Any) -> Any:
-    try:
-        return function(*arguments)
-    except TypeError:
-        return TypeError
-
-
-@given(
-    st.dictionaries(uints, st.integers(0, 3)), st.dictionaries(uints, st.just(1)), st.lists(wild, max_size=6), st.data()
+crowded = [n * pow(0x9E3779B97F4A7C15, -1, 2**64) & U64 for n in range(40)]
+"""Hashes whose home in a small table is the same place: its first."""
+some = st.sampled_from([*range(12), *crowded, U64])
+hash_lists = st.lists(some, max_size=6)
+steps = st.one_of(
+    st.tuples(st.just("hold"), hash_lists.map(tuple), st.integers(1, 3)),
+    st.tuples(st.just("drop"), hash_lists, st.lists(some, max_size=2)),
+    st.tuples(st.just("put"), some, st.integers(1, 3)),
+    st.tuples(st.just("count"), hash_lists, st.integers(1, 3)),
+    st.tuples(st.sampled_from(["get", "pop"]), some),
 )
+
+
+@given(st.lists(steps, max_size=60))
+@example([("hold", tuple(crowded), 1), ("drop", crowded[:20], []), ("count", crowded, 1)])
+@example([("hold", (1, 2), 1), ("hold", (3, 2), 2), ("hold", (4, 4), 2), ("count", [1, 2, 3, 4], 1)])
 @settings(deadline=None)
-def test_leaves_are_dropped_alike(
-    held: dict[int, int], children: dict[int, int], more: list[Any], data: st.DataObject
-) -> None:
-    known = data.draw(st.lists(st.sampled_from(sorted(held)))) if held else []
-    ours, theirs = dict(held), dict(held)
-    hashes = [*known, *(each for each in more if data.draw(st.booleans()))]
-    assert attempt(_events.drop_leaves, ours, children, hashes) == attempt(python_drop_leaves, theirs, children, hashes)
-    assert ours == theirs
+def test_blocks_are_held_alike(steps: list[Any]) -> None:
+    ours, theirs = _events.Blocks(), PythonBlocks()
+    for name, *arguments in steps:
+        if name == "drop":
+            children = _events.Blocks(), PythonBlocks()
+            for table, block in product(children, arguments.pop()):
+                table.put(block, 1)
+            assert ours.drop(*arguments, children[0]) == theirs.drop(*arguments, children[1])
+        else:
+            assert getattr(ours, name)(*arguments) == getattr(theirs, name)(*arguments)
+        assert len(ours) == len(theirs)
+    before = [theirs.get(each) for each in [*range(12), *crowded, U64]]
+    kept = ours.copy()
+    for each in range(12):
+        ours.pop(each)
+    assert [kept.get(each) for each in [*range(12), *crowded, U64]] == before
+
+
+def test_tables_grow_and_shrink_alike() -> None:
+    ours, theirs = _events.Blocks(), PythonBlocks()
+    hashes = [(n * 0xD1342543DE82EF95 + 1) & U64 for n in range(20_000)]
+    for start in range(0, 20_000, 50):
+        part = tuple(hashes[start : start + 50])
+        assert ours.hold(part, start + 1) == theirs.hold(part, start + 1)
+    for start in range(0, 20_000, 70):
+        some = hashes[start : start + 60]
+        assert ours.drop(some, _events.Blocks()) == theirs.drop(some, PythonBlocks())
+    assert list(map(ours.get, hashes)) == list(map(theirs.get, hashes))
+    assert 2_000 < len(ours) == len(theirs) < 3_000
+
+
+@pytest.mark.parametrize("wrong", [-1, 2**64, b"x" * 8, None, "a", True, 1.5])
+def test_what_is_no_u64_changes_nothing(wrong: Any) -> None:
+    blocks = _events.Blocks()
+    blocks.hold((1,), 1)
+    for call in (
+        lambda: blocks.hold((2, wrong), 2),
+        lambda: blocks.drop([1, wrong], _events.Blocks()),
+        lambda: blocks.put(wrong, 1),
+        lambda: blocks.count([wrong], 1),
+        lambda: blocks.get(wrong),
+        lambda: blocks.pop(wrong),
+    ):
+        with pytest.raises(TypeError, match="block hash"):
+            call()
+    assert (len(blocks), blocks.get(1), blocks.get(2)) == (1, 1, 0)
 
 
 removals = st.builds(
@@ -137,9 +208,14 @@ def test_waking(wake: Any) -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: _events.hold({}, [1], 0),
-        lambda: _events.hold({}),
-        lambda: _events.frame_stored(1, None, b""),
+        lambda: _events.Blocks(1),
+        lambda: _events.Blocks().hold((1,)),
+        lambda: _events.Blocks().hold({1}, 1),
+        lambda: _events.Blocks().hold((1,), "a"),
+        lambda: _events.Blocks().drop((1,), _events.Blocks()),
+        lambda: _events.Blocks().drop([1], PythonBlocks()),
+        lambda: _events.Blocks().put(1),
+        lambda: _events.Blocks().count(1, 1),
         lambda: _events.join_removals([], 0),
         lambda: _events.join_removals([1], -1),
     ],
@@ -147,3 +223,16 @@ def test_waking(wake: Any) -> None:
 def test_misuse_is_told(call: Any) -> None:
     with pytest.raises(TypeError):
         call()
+
+
+@pytest.mark.parametrize("number", [0, 2**32, -1])
+def test_numbers_that_do_not_fit_are_told(number: int) -> None:
+    with pytest.raises(OverflowError):
+        _events.Blocks().hold((1,), number)
+
+
+def test_the_python_form_can_be_asked_for() -> None:
+    code = "import kvtier.events.hot as hot; print(hot.HOT_BY, hot.Blocks is hot.PythonBlocks)"
+    environment = {**os.environ, "KVTIER_EVENTS": "python"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "python True\n"

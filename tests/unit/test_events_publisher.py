@@ -41,6 +41,7 @@ from kvtier.events import (
     NullEventPublisher,
     TierCleared,
     ZmqEventPublisher,
+    change_of,
     decode_batch,
 )
 from kvtier.events.endpoints import check_ports
@@ -118,8 +119,13 @@ def test_a_hundred_events_in_each_of_many_batches_all_arrive(client: Client) -> 
         sub = client.subscribe(made)
         for n in range(1000):
             made.publish(batch(*(stored([100 * n + k + 1]) for k in range(100))))
-        seqs = [int.from_bytes(receive(sub)[1], "big") for _ in range(1000)]
-        assert seqs == list(range(1000))
+        seqs, blocks = [], []
+        while len(blocks) < 100_000:
+            _, seq, payload = receive(sub)
+            seqs.append(int.from_bytes(seq, "big"))
+            blocks += [block for event in decode_batch(payload).events for block in event.block_hashes]
+        assert seqs == list(range(len(seqs)))
+        assert blocks == list(range(1, 100_001))
 
 
 @pytest.mark.parametrize(
@@ -377,6 +383,16 @@ def test_hashes_in_the_form_that_is_asked_for(client: Client, form: str, expecte
         assert (first[1].block_hashes, second) == ([expected], [removed([expected])])
 
 
+def test_hashes_are_u64_where_nothing_is_said(client: Client) -> None:
+    """Dynamo reads no others; vLLM's ints pass unchanged."""
+    with publisher(**PLAIN) as made:
+        made.publish(batch(stored([b"\xff" * 32, 5, 2**64 + 7, -1 - 1], b"\x00" * 31 + b"\x09")))
+        made.publish(batch(removed([b"\xff" * 32]), removed([5])))
+        first, second = (decode_batch(payload).events for _, payload in replay(made, 0, client))
+        assert (first[0].block_hashes, first[0].parent_block_hash) == ([2**64 - 1, 5, 7, 2**64 - 2], 9)
+        assert second == [removed([2**64 - 1, 5])]
+
+
 @pytest.mark.parametrize(
     ("given", "expected"), [(0, 1 << 62), (5, (1 << 62) | 5), (1 << 63, 1 << 62), (1 << 40, 1 << 40)]
 )
@@ -394,7 +410,7 @@ def test_events_as_arrays(client: Client, version: str) -> None:
 
 
 def test_a_batch_that_cannot_be_encoded_takes_no_number(client: Client, caplog: pytest.LogCaptureFixture) -> None:
-    with publisher(**PLAIN) as made:
+    with publisher(hash_format="as_is", **PLAIN) as made:
         made.publish(batch(stored([1])))
         made.publish(batch(stored([2]), stored([3], lora_name=object())))
         made.publish(batch(stored([2**70])))
@@ -457,6 +473,77 @@ def test_a_full_queue_leaves_a_gap_that_replay_fills(client: Client) -> None:
         assert mark.blocks == 9
 
 
+# -- batches that wait --------------------------------------------------------------------------------------------------------
+
+
+def test_up_to_64_batches_that_wait_keep_their_numbers(client: Client) -> None:
+    with publisher(**PLAIN) as made:
+        with Held(made):
+            for n in range(64):
+                made.publish(batch(stored([n + 1])))
+        assert numbers(replay(made, 0, client)) == list(range(64))
+        assert made.stats().joined == 0
+
+
+def test_more_batches_that_wait_travel_together(client: Client) -> None:
+    with publisher(**PLAIN) as made:
+        with Held(made):
+            for n in range(300):
+                made.publish(batch(stored([n + 1], n or None), ts=float(n)))
+        sent = replay(made, 0, client)
+        batches = [decode_batch(payload) for _, payload in sent]
+        assert numbers(sent) == list(range(len(sent)))
+        assert [event for each in batches for event in each.events] == [stored([n + 1], n or None) for n in range(300)]
+        sizes = [len(each.events) for each in batches]
+        assert (max(sizes), sizes[0], set(sizes[-60:])) == (32, 32, {1})
+        assert all(each.ts == float(each.events[-1].block_hashes[0] - 1) for each in batches)
+        assert (made.stats().joined, made.stats().sent) == (300 - len(sent), len(sent))
+
+
+def test_a_joined_message_is_not_large(client: Client) -> None:
+    with publisher(**PLAIN) as made:
+        with Held(made):
+            for n in range(100):
+                made.publish(batch(stored([1000 * n + k + 1 for k in range(1000)])))
+        sizes = [len(payload) for _, payload in replay(made, 0, client)]
+        assert 48 << 10 < max(sizes) < 64 << 10
+
+
+def test_what_is_joined_keeps_ranks_clears_and_faults_apart(
+    client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvtier.events.loop._BEHIND", 0)
+    with publisher(heartbeat_interval=60.0, clear_on_start=False) as made:
+        with Held(made):
+            made._loop.sender._mark_due = True
+            made.publish(batch(stored([1, 2])))
+            made.publish(batch(stored([3], lora_name=object())))
+            made.publish(batch(stored([1, 2])))  # no news
+            made.publish(batch())
+            made.publish(batch(AllBlocksCleared(), stored([4])))
+            made.publish(batch(removed([4]), stored([5])))
+            made.publish(EventBatch(2.0, [stored([6])], 7))
+            made.publish(EventBatch(3.0, [stored([7])], 7))
+        one, two = (decode_batch(payload) for _, payload in replay(made, 0, client))
+        assert one.events == [stored([1, 2]), AllBlocksCleared(), stored([4]), removed([4]), stored([5])]
+        assert (two.events, two.ts, two.data_parallel_rank) == ([stored([6]), stored([7])], 3.0, 7)
+        assert one.mark is not None
+        assert (one.mark.blocks, one.mark.digest, two.mark) == (1, change_of([stored([5])]).digest, None)
+        stats = made.stats()
+        assert (stats.unencodable, stats.filtered, stats.joined) == (1, 1, 4)
+
+
+def test_tasks_and_folds_come_after_what_was_joined_before_them(client: Client) -> None:
+    with publisher(max_queue_size=100, **PLAIN) as made:
+        with Held(made):
+            for n in range(150):
+                made.publish(batch(stored([n + 1])))
+        sent = replay(made, 0, client)
+        assert {block for _, block in consume(sent).held} == set(range(1, 151))
+        assert made.stats().folded == 50
+        assert made.stats().next_seq == 100 - made.stats().joined + 50
+
+
 def test_publishing_never_waits() -> None:
     with publisher(max_queue_size=10, **PLAIN) as made, Held(made):
         start = time.monotonic()
@@ -478,11 +565,11 @@ def test_shutdown_sends_what_waits_and_is_final(client: Client) -> None:
         made.shutdown()
         made.shutdown()
         assert time.monotonic() - start < ZmqEventPublisher.SHUTDOWN_TIMEOUT
-        for n in range(2000):
-            assert receive(sub)[1] == n.to_bytes(8, "big")
+        found = [receive(sub) for _ in range(made.stats().next_seq)]
+        assert [int.from_bytes(seq, "big") for _, seq, _ in found] == list(range(len(found)))
+        assert {block for _, block in consume((0, payload) for *_, payload in found).held} == set(range(1, 2001))
         with pytest.raises(RuntimeError, match="Publisher is closed"):
             made.publish(batch())
-        assert made.stats().next_seq == 2000
 
 
 def test_shutdown_returns_when_the_thread_is_stuck_and_the_queue_full() -> None:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.unit.event_kit import Consumer, removed, stored
 
@@ -25,7 +25,7 @@ from kvtier.events import (
 )
 from kvtier.events.fold import Fold
 from kvtier.events.formats import HashFormat
-from kvtier.events.hot import sum_of
+from kvtier.events.hot import Blocks, PythonBlocks, sum_of
 from kvtier.events.snapshot import Snapshot
 from kvtier.events.state import PublishedState, runs
 from kvtier.events.wire import U64, decode_batch
@@ -97,10 +97,10 @@ def apply(state: PublishedState, encoder: EventEncoder, event: Any, out: list[by
 
 
 def run(
-    events: Iterable[Any], counting: str = "count", encoding: str = "map"
+    events: Iterable[Any], counting: str = "count", encoding: str = "map", table: Any = Blocks
 ) -> tuple[PublishedState, Model, list[bytes]]:
     encoder = EventEncoder(encoding)
-    state, model, out = PublishedState(encoder, counting), Model(counting), []
+    state, model, out = PublishedState(encoder, counting, table), Model(counting), []
     for event in events:
         apply(state, encoder, event, out)
         model.apply(event)
@@ -114,10 +114,11 @@ def consume(events: list[bytes]) -> Consumer:
     return consumer
 
 
+@pytest.mark.parametrize("table", [Blocks, PythonBlocks])
 @pytest.mark.parametrize("counting", ["count", "set"])
 @given(wild_events)
-def test_what_goes_out_is_set_like_and_adds_up(counting: str, events: list[Any]) -> None:
-    state, model, out = run(events, counting)
+def test_what_goes_out_is_set_like_and_adds_up(counting: str, table: Any, events: list[Any]) -> None:
+    state, model, out = run(events, counting, table=table)
     assert consume(out).held == model.held()
     change = change_of(decode_batch(frame_batch(0.0, out, 0)).events)
     assert (state.blocks, state.digest) == (change.blocks, change.digest)
@@ -138,6 +139,7 @@ def test_a_snapshot_is_the_state(encoding: str, events: list[Any]) -> None:
 
 
 @given(events)
+@example([make_stored(36, 3, "GPU", None), removed([18]), make_stored(18, 1, "GPU", None)])  # each hangs from the other
 def test_a_snapshot_brings_parents_first(events: list[Any]) -> None:
     """Tree-building consumers drop orphans: a block that found its parent in the stream finds it in the snapshot."""
     state, model, out = run(events)
@@ -187,7 +189,7 @@ def test_a_fold_converts_hashes() -> None:
     fold = Fold()
     fold.add([stored([b"\xff" * 8, b"\x01" * 8])])
     fold.apply(state, HashFormat("i64"))
-    assert [sorted(holding.blocks) for holding in state.holdings()] == [[-1, 0x0101010101010101]]
+    assert [sorted(state.held(holding)) for holding in state.holdings()] == [[-1, 0x0101010101010101]]
 
 
 def test_a_fold_survives_what_it_cannot_read() -> None:
@@ -195,6 +197,17 @@ def test_a_fold_survives_what_it_cannot_read() -> None:
     fold = Fold()
     fold.add([stored([1]), object(), stored([2], lora_name=object()), BlockRemoved(7, None)])  # type: ignore[arg-type]
     assert fold.apply(state, HashFormat()) == 1
+    assert state.blocks == 1
+    state.check()
+
+
+@pytest.mark.parametrize("wrong", ["a", None, 1.5])
+def test_a_fold_survives_what_is_no_hash(wrong: Any) -> None:
+    """It ended the turn, and with it the whole fold, once hashes were converted."""
+    state = PublishedState(EventEncoder(), table=Blocks)
+    fold = Fold()
+    fold.add([stored([1]), stored([wrong], token_ids=[], block_size=0)])
+    assert fold.apply(state, HashFormat("u64")) == 1
     assert state.blocks == 1
     state.check()
 
@@ -233,7 +246,7 @@ def test_ghosts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_chains_of_any_length_are_freed() -> None:
     """Records that referred to each other crashed the interpreter when a long chain of them was freed."""
     encoder = EventEncoder()
-    state = PublishedState(encoder)
+    state = PublishedState(encoder, table=Blocks)
     for n in range(1, 100_000):
         state.store(stored([n], n - 1 or None), b"", [])
     for n in range(1, 100_000):
@@ -241,9 +254,10 @@ def test_chains_of_any_length_are_freed() -> None:
     assert (state.blocks, state.ghosts()) == (0, {})
 
 
-@pytest.mark.parametrize("wrong", [None, ["a"], [1.5], [None]])
-def test_what_is_no_hash_changes_nothing(wrong: Any) -> None:
-    state, _, _ = run([stored([1, 2])])
+@pytest.mark.parametrize("table", [Blocks, PythonBlocks])
+@pytest.mark.parametrize("wrong", [None, ["a"], [1.5], [None], [1, "a"]])
+def test_what_is_no_hash_changes_nothing(wrong: Any, table: Any) -> None:
+    state, _, _ = run([stored([1, 2])], table=table)
     for event in (stored([3]), removed([1])):
         bad = type(event)(**{f: getattr(event, f) for f in event.__struct_fields__} | {"block_hashes": wrong})
         with pytest.raises(TypeError):
@@ -272,7 +286,9 @@ def test_runs(places: set[int]) -> None:
 BREAKERS: list[Callable[[PublishedState], None]] = [
     lambda state: setattr(state, "blocks", 7),
     lambda state: setattr(state, "digest", 7),
-    lambda state: state.ghosts().update({5: next(iter(next(iter(state.holdings())).blocks.values()))}),
+    lambda state: state.ghosts().update({5: state.records()[1]}),
+    lambda state: state.records().pop(1),
+    lambda state: next(iter(state.holdings())).blocks.pop(3),
     lambda state: next(iter(state.holdings())).counts.update({99: 2}),
 ]
 

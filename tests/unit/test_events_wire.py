@@ -107,6 +107,14 @@ FIELDS = [
 ]
 
 
+def test_arrays_of_an_engines_own_classes_have_those_fields_too() -> None:
+    """They had those of a removal, whatever they were."""
+    encoder = EventEncoder("array", "0.10.2")
+    own = msgspec.defstruct("BlockStored", [(name, object) for name in BlockStored.__struct_fields__], tag=True)
+    event = BlockStored([1], None, [2, 3], 2, None, "GPU", None)
+    assert encoder.event(own(*msgspec.structs.astuple(event))) == encoder.event(event)
+
+
 @pytest.mark.parametrize(("version", "of_stored", "of_removed"), FIELDS)
 def test_arrays_have_the_fields_of_their_version(version: str, of_stored: int, of_removed: int) -> None:
     assert array_fields(version) == (of_stored, of_removed)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import random
+from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +18,9 @@ pytest.importorskip("numba")
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored, Mark
 from kvtier.events.wire import Change, DecodedBatch, EventEncoder, decode_batch, frame_batch, place_of, to_u64
 from kvtier.index.base import Op
+from kvtier.index.compiled.changes import apply
+from kvtier.index.compiled.jit import stamp_of
+from kvtier.index.compiled.msgpack import integer, skip_integers
 from kvtier.index.compiled.scan import ScannedBatch, Scanner
 from kvtier.index.places import PLACES
 
@@ -154,12 +160,80 @@ def test_a_clear_starts_the_change_anew() -> None:
 
 def test_big_batches_make_the_arrays_grow() -> None:
     hashes = list(range(1 << 60, (1 << 60) + 20_000))
-    events = [BlockStored(hashes, None, [7] * 100_000, 5, None, "GPU", None)] + [BlockRemoved([1], "GPU")] * 1000
+    events = [BlockStored(hashes, None, [7] * 200_000, 5, None, "GPU", None)] + [BlockRemoved([1], "GPU")] * 1000
     for tokens in (False, True):
         read = Scanner(tokens)(frame_batch(1.0, [ENCODERS[0].event(each) for each in events], 0))
         assert isinstance(read, ScannedBatch)
         assert read.hashes[:20_000].tolist() == hashes
-        assert len(read.tokens) == (100_000 if tokens else 0)
+        assert read.event(0).token_ids == ([7] * 200_000 if tokens else [])
+
+
+def stores(number: int, tokens: int = 4) -> list[bytes]:
+    """Return batches of one store each, and each with other hashes and tokens."""
+    return [
+        frame_batch(
+            1.0, [ENCODERS[0].event(BlockStored([n, -n], None, list(range(n, n + tokens)), 2, None, "GPU", None))], 0
+        )
+        for n in range(1, number + 1)
+    ]
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_neighbours_are_joined_and_say_the_same(tokens: bool) -> None:
+    """Enough batches for several rooms: those of one room become one, in order, and nobody's arrays are written again."""
+    scanner = Scanner(tokens)
+    batches = [scanner(payload) for payload in stores(600)]
+    expected = [read_event for payload in stores(600) for read_event in decode_batch(payload, tokens=tokens).events]
+    joined = list(batches[0].join(batches))  # type: ignore[union-attr, arg-type]
+    assert 1 < len(joined) < 10
+    for parts in (batches, joined):
+        events = [part.event(step) for part in parts for step in range(len(part.steps))]  # type: ignore[union-attr]
+        assert [each.token_ids for each in events] == [each.token_ids for each in expected]  # type: ignore[union-attr]
+        assert [each.block_hashes for each in events] == [[to_u64(b) for b in each.block_hashes] for each in expected]  # type: ignore[union-attr]
+
+
+def test_a_batch_that_was_left_out_is_not_joined_in() -> None:
+    scanner = Scanner()
+    first, _, third, fourth = (scanner(payload) for payload in stores(4))
+    joined = list(first.join([first, third, fourth]))  # type: ignore[union-attr, list-item]
+    assert [part.hashes[::2].tolist() for part in joined] == [[1], [3, 4]]
+
+
+def test_what_cannot_be_scanned_leaves_no_trace_in_the_room() -> None:
+    scanner = Scanner()
+    good, half = stores(2)
+    first = scanner(good)
+    with pytest.raises(ValueError, match=r".+"):
+        scanner(half[:-3])
+    second = scanner(half)
+    assert [part.hashes[::2].tolist() for part in first.join([first, second])] == [[1, 2]]  # type: ignore[union-attr, list-item]
+
+
+def test_long_lists_of_integers_are_skipped_like_one_by_one() -> None:
+    """Guessed places may be inside a token, behind the list or in damage: none of it may show."""
+    rng = random.Random(5)
+    for _ in range(3000):
+        count, top = rng.choice([63, 64, 65, 100, 300]), rng.choice([1, 128, 300, 70_000, 128_000, 1 << 40])
+        body = bytearray(b"".join(msgspec.msgpack.encode(rng.randrange(-3, top)) for _ in range(count)))
+        body += rng.randbytes(rng.choice([0, 1, 5, 300]))
+        for _ in range(rng.choice([0, 0, 1, 3])):
+            body[rng.randrange(len(body))] = rng.choice([0xC1, 0xCC, 0xCD, 0xCE, 0xCF, 0, 0xFF])
+        data, wanted = np.frombuffer(bytes(body[: rng.choice([len(body), rng.randrange(1, len(body))])]), np.uint8), 0
+        count += rng.choice([-1, 0, 0, 1])
+        for _ in range(count):
+            wanted = integer(data, wanted)[1] if wanted >= 0 else -1
+        assert skip_integers(data, 0, count) == wanted
+
+
+def test_compiled_code_is_kept_only_while_no_module_of_the_index_changes(tmp_path: Path) -> None:
+    """What is kept on disk has what it calls, and the layout of arrays, compiled in; numba looks at one file only."""
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "callee.py").write_text("LAYOUT = 1")
+    before = stamp_of(tmp_path)
+    (tmp_path / "sub" / "callee.py").write_text("LAYOUT = 2")
+    assert stamp_of(tmp_path) != before
+    here = stamp_of(Path(apply.py_func.__code__.co_filename).parents[1])
+    assert apply._cache._cache_file._source_stamp[0] == here
 
 
 def test_the_first_places_are_the_lanes() -> None:

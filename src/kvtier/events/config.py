@@ -33,9 +33,11 @@ class KVEventsConfig:
     - `replay_endpoint`: ROUTER address for replay and snapshots, always bound; without one there is no replay.
     - `buffer_steps`, `buffer_bytes`: how many batches, and how many bytes of them, are kept for replay.
     - `hwm`: how many batches wait for a slow subscriber before it misses some.
-    - `max_queue_size`: how many batches wait for the publisher's thread before they are folded into the state unsent.
+    - `max_queue_size`: how many batches wait for the publisher's thread before they are folded into the state unsent. Where
+      more than 64 wait, up to 32 travel as one batch, with all their events, the last one's time and one number.
     - `encoding`, `array_version`: events as `map` (vLLM 0.24 and later) or as `array`, with the fields of that version.
-    - `hash_format`: `as_is`, `u64`, `u63` (in [2^32, 2^63): the range every known consumer takes), `i64` (SGLang's).
+    - `hash_format`: `u64` (the low 64 bits, as Dynamo wants them; vLLM's ints unchanged), `as_is` (bytes stay bytes),
+      `u63` (in [2^32, 2^63): the range every known consumer takes), `i64` (SGLang's).
     - `counting`: `count` if a block stored twice must be removed twice, `set` if one removal ends it.
     - `heartbeat_interval`: seconds after which a silent publisher speaks, and the least time between two marks; `None`: never.
     - `clear_on_start`: tell consumers to forget what an earlier process published.
@@ -56,7 +58,7 @@ class KVEventsConfig:
     topic: str = ""
     encoding: str = "map"
     array_version: str = "0.23"
-    hash_format: str = "as_is"
+    hash_format: str = "u64"
     counting: str = "count"
     heartbeat_interval: float | None = 1.0
     clear_on_start: bool = True

@@ -53,7 +53,7 @@ class Facts:
     growing: bool = False  # a replay is building the picture: it is not what it was, and not yet what it will be
     blocks: int = 0
     digest: int = 0
-    proof: int | None = None  # the hash of the last batch applied, where the publisher sends no marks
+    last: bytes | None = None  # the last batch applied, where the publisher sends no marks
 
     @property
     def is_ours(self) -> bool:
@@ -65,9 +65,14 @@ class Facts:
         """Whether the picture is what the publisher held at `seq`, as far as can be known."""
         return self.seq is not None and self.complete and not self.doubt and not self.growing and self.seq >= self.ahead
 
+    @property
+    def proof(self) -> int | None:
+        """The hash of the last batch applied, where the publisher sends no marks; hashed when it is asked for."""
+        return None if self.last is None else payload_hash(self.last)
+
     def blank(self) -> None:
         """Have no picture; still know who publishes, and how far it is."""
-        self.seq = self.proof = None
+        self.seq = self.last = None
         self.complete = self.doubt = self.hopeless = self.growing = False
         self.blocks = self.digest = 0
 
@@ -77,20 +82,21 @@ class Facts:
 
     def add(self, seq: int, change: Change, payload: bytes) -> None:
         """Count a batch that was applied."""
-        if change.cleared:
+        cleared, blocks, digest = change
+        if cleared:
             self.blocks = self.digest = 0
             self.complete, self.hopeless = True, False
-        self.blocks += change.blocks
-        self.digest = (self.digest + change.digest) & _U64
+        self.blocks += blocks
+        self.digest = (self.digest + digest) & _U64
         self.seq = seq
-        self.proof = None if self.is_ours else payload_hash(payload)
+        self.last = None if self.kind is Kind.KVTIER else payload
 
     def skip_to(self, seq: int) -> int:
         """Go on at batch `seq` without those before it; return how many they are."""
         assert self.seq is not None
         missing = seq - self.seq - 1
         self.seq, self.ahead = seq - 1, max(self.ahead, seq - 1)
-        self.complete, self.proof = False, None
+        self.complete, self.last = False, None
         return missing
 
     def judge(self, mark: Mark) -> Verdict:

@@ -94,15 +94,20 @@ class Fold:
 def _apply_nets(state: PublishedState, nets: dict[ExternalBlockHash, _Net], formats: HashFormat) -> int:
     """Let go first, then take in, then set counts; return how many blocks could not be taken in."""
     stored: dict[int, tuple[Any, dict[ExternalBlockHash, int]]] = {}
+    lost = 0
     for original, net in nets.items():
-        block = formats.block(original)
+        try:
+            block = formats.block(original)
+        except TypeError:  # it is no hash
+            lost += 1
+            continue
         before = state.count_of(net.event, block)
         after = int(max(before + net.step, net.least))
         if before:
             state.set_count(net.event, block, after)
         elif after:
             stored.setdefault(id(net.event), (net.event, {}))[1][block] = after
-    return sum(_adopt(state, event, counts, formats) for event, counts in stored.values())
+    return lost + sum(_adopt(state, event, counts, formats) for event, counts in stored.values())
 
 
 def _adopt(state: PublishedState, event: Any, counts: dict[ExternalBlockHash, int], formats: HashFormat) -> int:

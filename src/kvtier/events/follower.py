@@ -3,7 +3,8 @@
 The caller puts in what happens (`live`, `reply`, `end`, `connected`, `disconnected`, `tick`) with the time, and takes out
 `take_updates()`, the request that should be under way (`ask`), and when it wants to be ticked (`deadline`). Every input
 changes the facts (see `kvtier.events.facts`) and ends with `_settle`, which says how good the picture is and starts the
-request that makes it better. A request that fails is tried again with growing pauses, so nothing here can spin.
+request that makes it better; a plain batch that was to come next leaves an exact picture exact, and is spared this. A
+request that fails is tried again with growing pauses, so nothing here can spin.
 
 Guarantees: no batch is delivered twice; batches of one incarnation are delivered in order, over a hole only where it could
 not be filled (then the state is not exact); memory is bounded by `Limits`; no payload raises. Not for several threads at once.
@@ -60,7 +61,7 @@ class Follower(Generic[B]):
         self._held = HeldBatches(limits.held_batches, limits.held_bytes)
         self._is_dirty = False  # something was delivered since the last reset
         self._live_seq: int | None = None
-        self._live_hash = 0
+        self._live_payload = b""
         self._replayed: dict[int, int] = {}  # hashes of what a replay brought and the live stream may bring again
         self._hole: int | None = None  # behind which batch the last replay left something out
         self._answer: tuple[int, Mark] | None = None
@@ -143,17 +144,20 @@ class Follower(Generic[B]):
     def live(self, seq: int, payload: bytes, now: float) -> None:
         """Take a message of the live stream."""
         self._now = self._heard = now
+        if self._is_next(seq):
+            self._live_seq, self._live_payload = seq, payload
+            self._follow_closely(seq, payload)
+            return
         if not self._was_connected:
             self.connected(now)
-        digest = payload_hash(payload)
-        if self._went_back(seq, digest):
+        if self._went_back(seq, payload):
             self._restart(f"sequence went back from {self._live_seq} to {seq}")
             self._live_seq = None
         elif seq == self._live_seq:
             self.counters.duplicates += 1
             return
         if seq != END_SEQ:
-            self._live_seq, self._live_hash = seq, digest
+            self._live_seq, self._live_payload = seq, payload
             self._take_live(seq, payload)
         self._settle()
 
@@ -215,13 +219,30 @@ class Follower(Generic[B]):
 
     # -- the live stream -------------------------------------------------------------------------------------------------
 
-    def _went_back(self, seq: int, digest: int) -> bool:
+    def _is_next(self, seq: int) -> bool:
+        """Say whether this is the batch that was to come, and nothing else is going on."""
+        if self.state is not State.EXACT or self.ask is not None or self._held:
+            return False
+        return seq - 1 == self._facts.seq == self._live_seq
+
+    def _follow_closely(self, seq: int, payload: bytes) -> None:
+        """Apply the batch that was to come. Nearly all come this way, so it settles only what is no longer settled."""
+        batch = self._read(payload)
+        if batch is None:
+            self._miss_or_lose(seq)
+            self._settle()
+            return
+        self._deliver(seq, batch, payload)
+        if batch.mark is not None or batch.skipped:
+            self._settle()
+
+    def _went_back(self, seq: int, payload: bytes) -> bool:
         """Say whether the live stream began anew: its numbers go up, whatever is replayed meanwhile."""
         if seq == END_SEQ:
             return True
         if self._live_seq is None or seq > self._live_seq:
             return False
-        return seq < self._live_seq or digest != self._live_hash
+        return seq < self._live_seq or payload != self._live_payload
 
     def _take_live(self, seq: int, payload: bytes) -> None:
         """Apply a live batch, or hold it where it is not its turn."""
@@ -263,13 +284,18 @@ class Follower(Generic[B]):
                 return False
             self._lose(seq)
         batch = self._read(payload)
-        if batch is not None:
+        if batch is None:
+            self._miss_or_lose(seq)
+        else:
             self._deliver(seq, batch, payload)
-        elif self._does_without():
+        return True
+
+    def _miss_or_lose(self, seq: int) -> None:
+        """Go on without a batch that cannot be read, unless a replay may have it whole."""
+        if self._does_without():
             self._lose(seq + 1)
         else:
-            self._miss(seq)  # perhaps the replay has it whole
-        return True
+            self._miss(seq)
 
     def _does_without(self) -> bool:
         """Say whether the stream goes on over what is missing, as there is nobody to ask for it, now or at all."""

@@ -32,6 +32,7 @@ __all__ = ["PublisherLoop"]
 logger = logging.getLogger(__name__)
 
 _BATCHES_A_TURN = 64
+_BEHIND = 64  # batches that wait: from there on they are joined
 _DOZE = 0.002  # seconds that a batch may wait right after another
 _LINGER = 250  # milliseconds for what a subscriber has not taken yet when all is sent
 _AFTER_ERROR = 0.01  # seconds, lest a fault that stays fills the log at full speed
@@ -148,19 +149,23 @@ class PublisherLoop:
                 self._sleep(wait)
 
     def _send_some(self) -> int:
-        """Send waiting batches, but not too many; return how many."""
-        take, send = self.outbox.take, self.sender.send
-        for sent in range(_BATCHES_A_TURN):
-            item = take()
-            if item is None:
-                return sent
-            if type(item) is Fold:
-                self.sender.absorb(item)
-            elif type(item) is _Task:
-                item.run()
-            else:
-                send(item)
-        return _BATCHES_A_TURN
+        """Send waiting batches, but not too many; return how many. With many behind it, a batch may travel with the next."""
+        outbox, sender = self.outbox, self.sender
+        try:
+            for sent in range(_BATCHES_A_TURN):
+                item = outbox.take()
+                if item is None:
+                    return sent
+                if type(item) is Fold:
+                    sender.absorb(item)
+                elif type(item) is _Task:
+                    sender.flush()
+                    item.run()
+                else:
+                    sender.send(item, more=len(outbox) > _BEHIND)
+            return _BATCHES_A_TURN
+        finally:
+            sender.flush()
 
     def _doze(self, seconds: float) -> None:
         """Rest a moment without asking to be woken by batches: where one came others follow, and waking costs the engine time."""

@@ -1,6 +1,7 @@
 """Publishers of KV events: the contract, the one that does nothing, the one over ZeroMQ, and the factory.
 
-`ZmqEventPublisher` guarantees: batches leave in the order of `publish()`, numbered without reuse; whatever a subscriber missed it
+`ZmqEventPublisher` guarantees: batches leave in the order of `publish()`, numbered without reuse, several under one number only
+where more than 64 wait; whatever a subscriber missed it
 gets by replay, batch by batch while the buffer has them and as state after that. `publish()` never waits: when the thread is
 far behind, batches are folded into the state and their numbers left out, a gap that everybody sees. `shutdown()` returns
 within `SHUTDOWN_TIMEOUT`. Any thread may call the methods; one thread owns the sockets and the state. A forked child has a
@@ -69,6 +70,7 @@ class PublisherStats:
     ghosts: int
     sessions: int
     sent: int
+    joined: int
     events: int
     filtered: int
     unencodable: int
@@ -103,7 +105,7 @@ class ZmqEventPublisher(EventPublisher):
         *,
         encoding: str = "map",
         array_version: str = "0.23",
-        hash_format: str = "as_is",
+        hash_format: str = "u64",
         counting: str = "count",
         heartbeat_interval: float | None = 1.0,
         clear_on_start: bool = True,

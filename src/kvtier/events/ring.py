@@ -1,10 +1,15 @@
-"""The last batches that were sent, by sequence number, within a count and a number of bytes. One thread owns it."""
+"""The last batches that were sent, by sequence number, within a count and a number of bytes. One thread owns it.
+
+A batch is kept in the parts that it was made of: those that the state holds too are there once.
+"""
 
 from __future__ import annotations
 
 from kvtier.errors import IntegrityError
 
-__all__ = ["Ring"]
+__all__ = ["Parts", "Ring"]
+
+Parts = tuple[bytes, ...]
 
 
 class Ring:
@@ -17,15 +22,15 @@ class Ring:
         self.bytes = 0
         self._capacity = capacity
         self._max_bytes = max_bytes
-        self._slots = [b""] * capacity
+        self._slots: list[Parts] = [()] * capacity
 
-    def append(self, payload: bytes) -> None:
+    def append(self, parts: Parts) -> None:
         """Keep the payload of number `next`."""
         if self.next - self.head == self._capacity:
             self._forget_oldest()
-        self._slots[self.next % self._capacity] = payload
+        self._slots[self.next % self._capacity] = parts
         self.next += 1
-        self.bytes += len(payload)
+        self.bytes += _size(parts)
         while self.bytes > self._max_bytes and self.head < self.next:
             self._forget_oldest()
 
@@ -33,7 +38,7 @@ class Ring:
         """Return the payload of a number in `[head, next)`."""
         if not self.head <= seq < self.next:
             raise IndexError(f"sequence number {seq} is not in [{self.head}, {self.next})")
-        return self._slots[seq % self._capacity]
+        return b"".join(self._slots[seq % self._capacity])
 
     def __len__(self) -> int:
         return self.next - self.head
@@ -42,7 +47,7 @@ class Ring:
         """Forget everything; the next payload has number `start`."""
         self.head = self.next = start
         self.bytes = 0
-        self._slots = [b""] * self._capacity
+        self._slots = [()] * self._capacity
 
     def check(self) -> None:
         """Raise `IntegrityError` where the bounds do not hold or the bytes do not add up."""
@@ -54,6 +59,10 @@ class Ring:
 
     def _forget_oldest(self) -> None:
         place = self.head % self._capacity
-        self.bytes -= len(self._slots[place])
-        self._slots[place] = b""
+        self.bytes -= _size(self._slots[place])
+        self._slots[place] = ()
         self.head += 1
+
+
+def _size(parts: Parts) -> int:
+    return sum(map(len, parts))

@@ -1,7 +1,8 @@
 """The sending half of a publisher: batches in, numbered messages out, and the state that they add up to.
 
 Every batch that leaves is in the ring before it is on the wire, and the state is exactly what all of them together say. An
-event is encoded once; its bytes go into the message and into the state. One thread owns a sender.
+event is encoded once; its bytes go into the message and into the state. Where many batches wait, several travel as one: their
+events in order, under one number. One thread owns a sender.
 """
 
 from __future__ import annotations
@@ -13,19 +14,18 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import msgspec
 import zmq
 
 from kvtier.events.config import KVEventsConfig
 from kvtier.events.fold import Fold
 from kvtier.events.formats import HashFormat
-from kvtier.events.hot import ONE_EVENT_AT, frame_stored, join_removals
+from kvtier.events.hot import Blocks, PythonBlocks, encode_plain, join_removals
 from kvtier.events.ring import Ring
 from kvtier.events.sequence import SequenceFile
 from kvtier.events.snapshot import Snapshot
 from kvtier.events.state import PublishedState
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, Mark, blocks_of
-from kvtier.events.wire import EventEncoder, frame_batch
+from kvtier.events.wire import EventEncoder, batch_parts, frame_batch
 
 __all__ = ["Sender"]
 
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _UNENCODABLE = (AttributeError, OverflowError, RecursionError, TypeError, ValueError)
 _SHARED_FOR = 0.25  # seconds that a snapshot serves newcomers
+_JOINED_BATCHES, _JOINED_BYTES = 32, 48 << 10  # ZeroMQ's cost is per message up to about there
 _MORE = int(zmq.SNDMORE)
 _Draft = tuple[str, Any, bytes]
 """An event on its way out: the name of its kind, the event, its bytes."""
@@ -46,19 +47,22 @@ class Sender:
         self.epoch = secrets.randbits(63)
         self.rank = rank
         self.encoder = EventEncoder(config.encoding, config.array_version)
-        self.state = PublishedState(self.encoder, config.counting)
+        is_u64 = config.hash_format in ("u64", "u63")
+        self.state = PublishedState(self.encoder, config.counting, Blocks if is_u64 else PythonBlocks)
         self.next_seq = numbers.start if numbers is not None else 0
         self.ring = Ring(config.buffer_steps, config.buffer_bytes, self.next_seq)
-        self.counters = dict.fromkeys(("sent", "events", "filtered", "unencodable", "heartbeats", "snapshots"), 0)
-        self._send = pub.send
-        self._encode = self.encoder.event
+        self.counters = dict.fromkeys(
+            ("sent", "joined", "events", "filtered", "unencodable", "heartbeats", "snapshots"), 0
+        )
+        self._pub = pub
         self._numbers = numbers
         self._reserved: float = numbers.start if numbers is not None else float("inf")
         self._formats = HashFormat(config.hash_format)
-        self._converts = config.hash_format != "as_is"
+        self._encodes_plain = config.encoding == "map" and config.hash_format in ("as_is", "u64")
         self._most_blocks = config.max_blocks_per_event
-        self._plain = config.encoding == "map" and not self._converts and self._most_blocks is None
-        self._tails: dict[int, bytes] = {}
+        self._waiting: list[bytes] = []  # the events of batches that are to leave together
+        self._batches = self._bytes = 0  # of those
+        self._waiting_ts, self._waiting_rank = 0.0, rank
         self._interval = config.heartbeat_interval
         self._mark_due = False
         self._spoke_at = self._marked_at = time.monotonic()
@@ -72,13 +76,14 @@ class Sender:
         """Send the first batch: whatever an earlier process said is void."""
         self._emit(time.time(), [self.encoder.event(AllBlocksCleared()), self._mark()], self.rank)
 
-    def send(self, batch: Any) -> None:
-        """Send what of a batch is news. One that cannot be encoded is logged; it changes nothing and takes no number."""
+    def send(self, batch: Any, more: bool = False) -> None:
+        """Send what of a batch is news. One that cannot be encoded is logged; it changes nothing and takes no number.
+
+        If there is `more` to come it may wait for the next one, or for `flush`, to travel with it.
+        """
         rank, events = batch.data_parallel_rank, batch.events
         if rank is None:
             rank = self.rank
-        if len(events) == 1 and self._plain and not self._mark_due and self._send_whole(batch.ts, events[0], rank):
-            return
         try:
             if len(events) > 1 or self._most_blocks is not None:
                 events = self._shape(events)
@@ -87,30 +92,39 @@ class Sender:
         except _UNENCODABLE as error:
             self.counters["unencodable"] += 1
             logger.error("a batch of events cannot be encoded and is dropped whole: %s", error)
-            return
-        out: list[bytes] = []
+        else:
+            if rank != self._waiting_rank:
+                self.flush()
+            self._take(ts, drafts, rank)
+        if not more or self._batches >= _JOINED_BATCHES or self._bytes >= _JOINED_BYTES:
+            self.flush()
+
+    def _take(self, ts: float, drafts: list[_Draft], rank: int) -> None:
+        """Bring a batch into the state, and what of it is news among what is to leave."""
+        before = len(self._waiting)
         for draft in drafts:
-            self._apply(draft, out)
-        if drafts and not out:
+            self._apply(draft, self._waiting)
+        if drafts and len(self._waiting) == before:
             self.counters["filtered"] += 1
             return
-        if self._mark_due:
-            out.append(self._mark())
-        self._emit(ts, out, rank)
+        self._waiting_ts, self._waiting_rank = ts, rank
+        self._bytes += sum(map(len, self._waiting[before:]))
+        self._batches += 1
 
-    def _send_whole(self, ts: Any, event: Any, rank: int) -> bool:
-        """Send a stored event that is all news, the usual batch, written in one go; return whether it was that."""
-        if type(event).__name__ != "BlockStored" or type(ts) is not float:
-            return False
-        tail = self._tails.get(rank) or self._tails.setdefault(rank, msgspec.msgpack.encode(rank))
-        payload = frame_stored(ts, event, tail)
-        if payload is None or not self.state.store_whole(event, payload, ONE_EVENT_AT, len(payload) - len(tail)):
-            return False
-        self._post(payload, 1)
-        return True
+    def flush(self) -> None:
+        """Send the batches that wait for others, as one; nothing if there are none."""
+        if not self._batches:
+            return
+        events, self._waiting = self._waiting, []
+        self.counters["joined"] += self._batches - 1
+        self._batches = self._bytes = 0
+        if self._mark_due:
+            events.append(self._mark())
+        self._emit(self._waiting_ts, events, self._waiting_rank)
 
     def absorb(self, fold: Fold) -> None:
         """Take over what batches did that found no room. Their numbers stay unused, so that everybody sees a gap."""
+        self.flush()
         lost = fold.apply(self.state, self._formats)
         logger.warning("%d batches found no room and were not sent; replay gives their effect", fold.batches)
         if lost:
@@ -139,22 +153,20 @@ class Sender:
         return min(wait, self._spoke_at + self._interval - now)
 
     def _emit(self, ts: float, events: Sequence[bytes], rank: int) -> None:
-        self._post(frame_batch(ts, events, rank), len(events))
-
-    def _post(self, payload: bytes, num_events: int) -> None:
-        """Number a payload, keep it, send it."""
+        """Number a batch, keep it, send it."""
+        parts = batch_parts(ts, events, rank)
         seq = self.next_seq
         if seq >= self._reserved:
             self._reserve(seq)
-        self.ring.append(payload)
+        self.ring.append(parts)
         self.next_seq = seq + 1
         self._spoken = True
-        send = self._send
+        send = self._pub.send
         send(self.topic, _MORE)
         send(seq.to_bytes(8, "big"), _MORE)
-        send(payload)
+        send(b"".join(parts))
         self.counters["sent"] += 1
-        self.counters["events"] += num_events
+        self.counters["events"] += len(events)
 
     def _mark(self) -> bytes:
         self._mark_due, self._marked_at = False, time.monotonic()
@@ -169,16 +181,19 @@ class Sender:
 
     def _shape(self, events: list[Any]) -> list[Any]:
         """Return the same changes in the events that are to be sent: removals in a row as one, stores not too large."""
-        events = _join_removals(list(events))
+        events = _join_removals(events if type(events) is list else list(events))
         if self._most_blocks is not None:
             events = [part for event in events for part in _cut_event(event, self._most_blocks)]
         return events
 
     def _draft(self, event: Any) -> _Draft:
         kind = type(event).__name__  # not the class: an engine's own events are as good as ours
-        if self._converts and kind in ("BlockStored", "BlockRemoved"):
-            event = self._formats.event(event)
-        return kind, event, self._encode(event)
+        data = encode_plain(event) if self._encodes_plain else None
+        if data is None:
+            if kind in ("BlockStored", "BlockRemoved"):
+                event = self._formats.event(event)
+            data = self.encoder.event(event)
+        return kind, event, data
 
     def _apply(self, draft: _Draft, out: list[bytes]) -> None:
         kind, event, data = draft
@@ -228,14 +243,12 @@ def _join_removals(events: list[Any]) -> list[Any]:
     while place < len(events):
         event = events[place]
         if type(event).__name__ == "BlockRemoved":
-            hashes, stop = join_removals(events, place)
-            if stop - place > 1:
-                event = BlockRemoved(hashes, event.medium, event.group_idx, event.locality, event.ownership)
-            joined.append(event)
-            place = stop
-        else:
-            joined.append(event)
-            place += 1
+            run = join_removals(events, place)
+            if run is not None and run[1] - place > 1:
+                event = BlockRemoved(run[0], event.medium, event.group_idx, event.locality, event.ownership)
+                place = run[1] - 1
+        joined.append(event)
+        place += 1
     return joined
 
 

@@ -1,6 +1,6 @@
 """A publisher's state at one moment, as encoded events: parents before children, removed ancestors first stored, then removed.
 
-Taking a snapshot copies a few dicts and is quick; its events are made as they are asked for, once for all who ask, while
+Taking a snapshot copies a few tables and is quick; its events are made as they are asked for, once for all who ask, while
 the state goes on changing. The first is `AllBlocksCleared`, the last carries the mark; applied in order they give exactly
 the state as it was. One thread owns it.
 """
@@ -22,8 +22,8 @@ _FIELDS = len(BlockStored.__struct_fields__)
 _REMOVED_AT_ONCE = 4096
 _decode_map = msgspec.msgpack.Decoder(BlockStored).decode
 
-_Need = tuple[Record, int]
-"""A record, and how many of its blocks must have been sent."""
+_Need = tuple[int, Record, int]
+"""Before which place of a record it is needed, another record, and how many of its blocks must have been sent."""
 
 
 class Snapshot:
@@ -36,8 +36,9 @@ class Snapshot:
         self._encoder = encoder
         self._holdings = {holding.place: holding for holding in state.holdings()}
         self._held = {place: holding.blocks.copy() for place, holding in self._holdings.items()}
+        self._records = state.records().copy()
         self._ghosts = state.ghosts().copy()
-        self._sent: dict[int, int] = {}  # by id of a record: how many of its blocks were dealt with
+        self._sent: dict[int, int] = {}  # by number of a record: how many of its blocks were dealt with
         self._ancestors: dict[Place, dict[ExternalBlockHash, None]] = {}  # sent though not held
         self._made: list[bytes] = []
         self._making = self._make()
@@ -62,17 +63,12 @@ class Snapshot:
 
     def _make(self) -> Iterator[bytes]:
         yield self._encoder.event(AllBlocksCleared())
-        for held in self._held.values():
-            last = None
-            for record in held.values():
-                if record is last:
-                    continue
-                last = record
-                if self._can_go(record):
-                    self._sent[id(record)] = len(record.hashes)
-                    yield record.encoded()
-                else:
-                    yield from self._send(record)
+        for record in self._records.values():
+            if self._can_go(record):
+                self._sent[record.number] = len(record.hashes)
+                yield record.data
+            else:
+                yield from self._send(record)
         for place, hashes in self._ancestors.items():
             gone = list(hashes)
             for start in range(0, len(gone), _REMOVED_AT_ONCE):
@@ -81,51 +77,53 @@ class Snapshot:
 
     def _can_go(self, record: Record) -> bool:
         """Return whether the record is whole, was not sent, and hangs from nothing or from what was sent: so most are."""
-        if id(record) in self._sent or not self._is_whole(record):
+        if record.number in self._sent or not self._is_whole(record):
             return False
-        parent = None if record.parent is None else self._held[record.place].get(record.parent)
-        return record.parent is None or (parent is not None and self._sent.get(id(parent)) == len(parent.hashes))
+        parent = None if record.parent is None else self._holder(record.place, record.parent)
+        return record.parent is None or (parent is not None and self._sent.get(parent.number) == len(parent.hashes))
 
     def _send(self, record: Record) -> Iterator[bytes]:
         """Yield the events of a record, and before it those of the records that it hangs from."""
         path = [(record, self._end(record))]
-        on_path = {id(record)}  # hashes chain, so none hangs from itself; were one to, it is left hanging
+        on_path = {record.number}  # hashes chain, so none hangs from itself; were one to, it is left hanging
         while path:
             record, stop = path[-1]
-            need = next((each for each in self._needs(record, stop) if id(each[0]) not in on_path), None)
+            need = next((each for each in self._needs(record, stop) if each[1].number not in on_path), None)
             if need is not None:
-                path.append(need)
-                on_path.add(id(need[0]))
+                place, owner, owner_stop = need
+                yield from self._events(record, place)  # the owner's blocks may hang from these
+                path.append((owner, owner_stop))
+                on_path.add(owner.number)
                 continue
             path.pop()
-            on_path.discard(id(record))
+            on_path.discard(record.number)
             yield from self._events(record, stop)
 
     def _needs(self, record: Record, stop: int) -> Iterator[_Need]:
-        """Yield the records that must be sent before this one's blocks up to `stop`."""
-        start = self._sent.get(id(record), 0)
+        """Yield what must be sent before this record's blocks up to `stop`, each with the place before which it must."""
+        start = self._sent.get(record.number, 0)
         if start >= stop:
             return
         named = record.hashes[start:stop] if not self._is_whole(record) else ()
-        above = () if start or record.parent is None else (record.parent,)
-        for block in (*above, *named):
+        above = [] if start or record.parent is None else [(0, record.parent)]
+        for place, block in [*above, *enumerate(named, start)]:
             owner = self._owner(record.place, block)
             if owner is not None and owner is not record:
                 position = owner.hashes.index(block) + 1
-                if self._sent.get(id(owner), 0) < position:
-                    yield owner, max(position, self._end(owner))
+                if self._sent.get(owner.number, 0) < position:
+                    yield place, owner, len(owner.hashes) if self._is_whole(owner) else position
 
     def _events(self, record: Record, stop: int) -> Iterator[bytes]:
         """Yield events for the record's blocks up to `stop` that are its own to send and have not been."""
-        start = self._sent.get(id(record), 0)
+        start = self._sent.get(record.number, 0)
         if start >= stop:
             return
-        self._sent[id(record)] = stop
+        self._sent[record.number] = stop
         if start == 0 and self._is_whole(record):
-            yield record.encoded()
+            yield record.data
             return
         wanted = [place for place in range(start, stop) if self._is_own(record, record.hashes[place])]
-        event = self._decode(record.encoded())
+        event = self._decode(record.data)
         for first, end in runs(wanted):
             yield self._encoder.event(blocks_of(event, first, end))
 
@@ -134,7 +132,7 @@ class Snapshot:
         owner = self._owner(record.place, block)
         if owner is not None and owner is not record:
             return False
-        if self._held[record.place].get(block) is record:
+        if self._held[record.place].get(block) == record.number:
             return True
         ancestors = self._ancestors.setdefault(record.place, {})
         new = block not in ancestors
@@ -143,20 +141,24 @@ class Snapshot:
 
     def _owner(self, place: Place, block: ExternalBlockHash) -> Record | None:
         """Return the record that sends a block: the one that holds it there, else elsewhere, else its ghost."""
-        found = self._held[place].get(block)
+        found = self._holder(place, block)
         if found is None:
-            elsewhere = (held.get(block) for held in self._held.values())
+            elsewhere = (self._holder(other, block) for other in self._held)
             found = next((record for record in elsewhere if record is not None), None) or self._ghosts.get(block)
         return found
 
+    def _holder(self, place: Place, block: ExternalBlockHash) -> Record | None:
+        """Return the record that holds a block in a place."""
+        return self._records.get(self._held[place].get(block))
+
     def _is_whole(self, record: Record) -> bool:
         """Return whether the record holds all its blocks."""
-        return list(map(self._held[record.place].get, record.hashes)).count(record) == len(record.hashes)
+        return self._held[record.place].count(record.hashes, record.number) == len(record.hashes)
 
     def _end(self, record: Record) -> int:
         """Return the place behind the last block that the record holds."""
-        held = self._held[record.place]
-        return next((n for n in range(len(record.hashes), 0, -1) if held.get(record.hashes[n - 1]) is record), 0)
+        held, hashes = self._held[record.place], record.hashes
+        return next((n for n in range(len(hashes), 0, -1) if held.get(hashes[n - 1]) == record.number), 0)
 
     def _decode(self, data: bytes) -> BlockStored:
         if self._encoder.encoding is Encoding.MAP:

@@ -157,15 +157,15 @@ class EventEncoder:
     def __init__(self, encoding: Encoding | str = Encoding.MAP, version: str = "0.32") -> None:
         """Encode as `encoding`; `version` is the vLLM version whose field counts arrays have."""
         self.encoding = Encoding(encoding)
-        self._stored, self._removed = array_fields(version)
+        self._fields = dict(zip(("BlockStored", "BlockRemoved"), array_fields(version), strict=True))
         self._encode = msgspec.msgpack.Encoder().encode
 
     def event(self, event: KVCacheEvent) -> bytes:
         """Return one event's bytes. An event that cannot be encoded raises `TypeError`, `ValueError` or `OverflowError`."""
         if self.encoding is Encoding.MAP:
             return self._encode(event)
-        fields = self._stored if isinstance(event, BlockStored) else self._removed
-        return self._encode((type(event).__name__, *msgspec.structs.astuple(event)[:fields]))
+        kind = type(event).__name__  # not the class: an engine's own events are as good as ours
+        return self._encode((kind, *msgspec.structs.astuple(event)[: self._fields.get(kind)]))
 
     def mark(self, mark: Mark) -> bytes:
         """Return the bytes of the event that carries a mark."""
@@ -176,6 +176,11 @@ class EventEncoder:
 
 def frame_batch(ts: float, events: Sequence[bytes], rank: int | None) -> bytes:
     """Return the batch made of encoded events."""
+    return b"".join(batch_parts(ts, events, rank))
+
+
+def batch_parts(ts: float, events: Sequence[bytes], rank: int | None) -> tuple[bytes, ...]:
+    """Return the bytes that are a batch when put together; each event is one of the parts."""
     count = len(events)
     if count < 16:
         head = _SHORT_HEAD(0x93, 0xCB, ts, 0x90 | count)
@@ -183,7 +188,12 @@ def frame_batch(ts: float, events: Sequence[bytes], rank: int | None) -> bytes:
         head = _MIDDLE_HEAD(0x93, 0xCB, ts, 0xDC, count)
     else:
         head = _LONG_HEAD(0x93, 0xCB, ts, 0xDD, count)
-    return b"".join((head, *events, msgspec.msgpack.encode(rank)))
+    return head, *events, _rank_bytes(rank)
+
+
+@lru_cache(maxsize=1024, typed=True)
+def _rank_bytes(rank: int | None) -> bytes:
+    return msgspec.msgpack.encode(rank)
 
 
 # -- in -------------------------------------------------------------------------------------------------------------------

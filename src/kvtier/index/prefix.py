@@ -212,7 +212,7 @@ class PrefixIndex:
         with self._lock:
             for is_decoded, run in groupby(batches, lambda batch: isinstance(batch, DecodedBatch)):
                 parts = list(run)
-                for batch in parts if is_decoded else [parts[0].join(parts)]:
+                for batch in parts if is_decoded else parts[0].join(parts):
                     self.apply(worker, batch)
 
     def _apply_tokens(self, worker: _Worker, translator: Translator, batch: Any) -> None:

@@ -26,6 +26,7 @@ from kvtier.index.compiled.slots import (
     UNKNOWN,
     USED,
     erase,
+    expect,
     find,
     make_room,
     mix,
@@ -54,6 +55,7 @@ def store(
     drops = held.shape[1] - 1
     known, next_set = np.int64(-2), np.int64(0)
     for i in range(start, stop):
+        expect(meta, directory, slots, hashes, i, stop)
         key = hashes[i]
         mixed = mix(key, meta[SECRET])
         segment = segment_of(directory, meta[DEPTH], mixed)
@@ -110,6 +112,7 @@ def _remove(
     word, bit = lane * ((held.shape[0] + 63) >> 6) + (worker >> 6), _ONE << np.uint64(worker & 63)
     known, next_set = np.int64(-2), np.int64(0)
     for i in range(start, stop):
+        expect(meta, directory, slots, hashes, i, stop)
         key = hashes[i]
         mixed = mix(key, meta[SECRET])
         segment = segment_of(directory, meta[DEPTH], mixed)

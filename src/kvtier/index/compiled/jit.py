@@ -1,25 +1,47 @@
 """How the index's inner loops are compiled, and the machine instructions that Python has no name for.
 
-Needs numba. A function marked with `jit` is compiled at its first call, kept on disk for the next process, and lets other
-threads run meanwhile.
+Needs numba. A function marked with `jit` is compiled at its first call, kept on disk for the next process until any module
+of the index changes, and lets other threads run meanwhile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numba
+import xxhash
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["fold_product", "jit", "lowest_bit", "swap_bytes"]
+__all__ = ["fold_product", "jit", "lowest_bit", "prefetch", "swap_bytes"]
+
+
+def stamp_of(folder: Path) -> int:
+    """Return what changes with any module in a folder or below it."""
+    digest = xxhash.xxh3_64()
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.intdigest()
+
+
+_STAMP = stamp_of(Path(__file__).parents[1])
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """Compile a function."""
-    return numba.njit(cache=True, nogil=True, boundscheck=False, error_model="numpy")(function)
+    """Compile a function.
+
+    numba compiles anew when the function's own file changes. But what it calls is compiled into it, and so are constants:
+    after an upgrade, code with the old layout of an array would run beside code with the new one.
+    """
+    compiled = numba.njit(cache=True, nogil=True, boundscheck=False, error_model="numpy")(function)
+    kept = getattr(compiled._cache, "_cache_file", None)  # there is none where no folder can be written
+    if kept is not None:
+        kept._source_stamp = (_STAMP, kept._source_stamp)
+    return compiled
 
 
 def _lowest_bit(_context: Any, word: Any) -> Any:
@@ -52,6 +74,22 @@ def _swap_bytes(_context: Any, word: Any) -> Any:
     return types.uint64(types.uint64), generate
 
 
+def _prefetch(_context: Any, array: Any, place: Any) -> Any:
+    """Begin to load an element of an array of one dimension; it will be wanted soon."""
+
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        data = context.make_array(array)(context, builder, arguments[0]).data
+        address = builder.bitcast(builder.gep(data, [arguments[1]]), pointer)
+        builder.call(function, [address, *(ir.Constant(number, each) for each in (0, 3, 1))])  # to read, keep, data
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), generate
+
+
 lowest_bit: Any = intrinsic(_lowest_bit)
+prefetch: Any = intrinsic(_prefetch)
 fold_product: Any = intrinsic(_fold_product)
 swap_bytes: Any = intrinsic(_swap_bytes)

@@ -91,6 +91,18 @@ def integer(data: Any, at: Any) -> Any:
         return np.uint64(byte), at + 1
     if byte >= 0xE0:
         return np.uint64(byte - 256), at + 1
+    if byte == 0xCF and at + 9 <= data.size:  # as nearly all hashes are: one load where the width is known
+        value = (
+            np.uint64(data[at + 1]) << np.uint64(56)
+            | np.uint64(data[at + 2]) << np.uint64(48)
+            | np.uint64(data[at + 3]) << np.uint64(40)
+            | np.uint64(data[at + 4]) << np.uint64(32)
+            | np.uint64(data[at + 5]) << np.uint64(24)
+            | np.uint64(data[at + 6]) << np.uint64(16)
+            | np.uint64(data[at + 7]) << np.uint64(8)
+            | np.uint64(data[at + 8])
+        )
+        return value, at + 9
     if not 0xCC <= byte <= 0xD3:
         return np.uint64(0), np.int64(-1)
     width = 1 << ((byte - 0xCC) & 3)
@@ -105,16 +117,48 @@ def integer(data: Any, at: Any) -> Any:
 
 
 @jit
+def _length(byte: Any) -> Any:
+    """Return how long the integer is that begins with a byte, 0 where none does."""
+    if 0xCC <= byte <= 0xD3:
+        return 1 + (1 << (byte & 3))
+    return 1 if byte < 0x80 or byte >= 0xE0 else 0
+
+
+@jit
 def skip_integers(data: Any, at: Any, count: Any) -> Any:
-    """Return what follows that many integers, -1 where something else is among them."""
-    size, whole = data.size, True
+    """Return what follows that many integers, -1 where something else is among them.
+
+    Where an integer begins is known only once those before it were looked at, so a core does little but wait. Long lists
+    are therefore walked from two places at once, the second one guessed:
+
+        at ---- steps ----> goal ---- steps ----> ahead
+
+    If the first walk meets the place where the second one began, both together are one walk; else the second was in vain.
+    """
+    size = data.size
+    while count >= 64 and at + count <= size:
+        goal = at + count - 8
+        while goal < at + count and data[goal] & 0xFC != 0xCC:  # tokens of several bytes begin like this
+            goal += 1
+        ahead, steps = goal, np.int64(0)  # at most `count` steps, as each takes a byte
+        while at < goal:
+            length = _length(np.int64(data[at]))
+            if length == 0:
+                return np.int64(-1)
+            at += length
+            steps += 1
+            if ahead >= 0:
+                length = _length(np.int64(data[ahead])) if ahead < size else 0
+                ahead = ahead + length if length else np.int64(-1)
+        count -= steps
+        if at == goal and 0 <= ahead <= size and steps <= count:
+            at, count = ahead, count - steps
     for _ in range(count):
-        if at >= size:
+        length = _length(np.int64(data[at])) if at < size else 0
+        if length == 0:
             return np.int64(-1)
-        length = _LENGTH[data[at]]
-        whole = whole and length > 0
         at += length
-    return at if whole and at <= size else np.int64(-1)
+    return at if at <= size else np.int64(-1)
 
 
 @jit

@@ -16,7 +16,7 @@ import numpy as np
 from kvtier.errors import IntegrityError
 from kvtier.index.base import MAX_WORKERS, Hashes, Op
 from kvtier.index.compiled.hashing import chain_one, hash_block
-from kvtier.index.compiled.jit import jit
+from kvtier.index.compiled.jit import jit, prefetch
 from kvtier.index.compiled.questions import holds_one
 from kvtier.index.compiled.scan import FIRST_TOKEN, HAS_PARENT, PARENT, SCANNED_BLOCK_SIZE, TOKEN_COUNT, Scanned
 from kvtier.index.compiled.slots import DEPTH, MAX_DEPTH, MAX_SEGMENTS, META, SECRET, SEGMENTS, SLOTS, USED, mix
@@ -64,6 +64,13 @@ def _find(slots: Any, segment: Any, mixed: Any, engine_hash: Any, tag: Any) -> A
         if slots[place + _TAG] == tag and _word(slots, place) == engine_hash:
             return place
         at = (at + _ONE) & _MASK
+
+
+@jit
+def _expect(meta: Any, directory: Any, slots: Any, engine_hash: Any, tag: Any) -> None:
+    """Begin to load the slot of a name that will be put soon."""
+    mixed = _mixed(meta, engine_hash, tag)
+    prefetch(slots, (_segment(meta, directory, mixed) * SLOTS + np.int64(mixed & _MASK)) * _WORDS)
 
 
 @jit
@@ -198,11 +205,12 @@ def _translate(
                     return step, first
             at = steps[step, FIRST_TOKEN]
             for i in range(first, first + count):
+                _expect(meta, directory, slots, hashes[i], tag)
                 local = hash_block(tokens, at, block_size, _BLOCK_SEED)
                 parent = chain_one(parent, local) if found else local
                 found, keys[i] = True, parent
                 at += block_size
-            # a loop of its own, so that the processor waits for several slots at once
+            # a loop of its own, so that slots are loaded while keys are computed
             for i in range(first, first + count):
                 if not _put(meta, directory, slots, segments, hashes[i], tag, keys[i]):
                     return step, first

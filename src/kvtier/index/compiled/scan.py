@@ -11,7 +11,7 @@ Any thread may call it, with a `Scanner` of its own.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ import numpy.typing as npt
 from kvtier.events.shapes import Event
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored, Mark
 from kvtier.events.wire import Change, DecodedBatch, decode_batch, place_weight
-from kvtier.index.base import LANES, Hashes, Op, Steps
+from kvtier.index.base import Hashes, Op, Steps
 from kvtier.index.compiled.jit import jit
 from kvtier.index.compiled.msgpack import head, integer, read_u32, skip_integers, text, word_in
 from kvtier.index.places import PLACES
@@ -41,8 +41,8 @@ _TS = struct.Struct(">d")
 _STORED, _REMOVED, _CLEARED = int(Op.STORED), int(Op.REMOVED), int(Op.CLEARED)
 _OTHER, _FULL = -1, -2  # not for us; no room in the arrays that were given
 
-# Fields of `totals`; the last ones are the sum of the hashes in each lane.
-_HASHES, _STEPS, _TOKENS, _RANK, _HAS_RANK, _WIPED, _BLOCKS, _SUMS = range(8)
+# Fields of `totals`: how full the arrays are, and what the batch is and does.
+_HASHES, _STEPS, _TOKENS, _RANK, _HAS_RANK, _WIPED, _BLOCKS, _DIGEST, _TOTALS = range(9)
 # Columns of a scanned batch's steps, behind those that all steps have.
 _OP, _LANE, _COUNT, PARENT, HAS_PARENT, FIRST_TOKEN, TOKEN_COUNT, SCANNED_BLOCK_SIZE, _COLUMNS = range(9)
 
@@ -74,6 +74,7 @@ _TAGS, _TAG_ENDS = _dictionary(["BlockStored", "BlockRemoved", "AllBlocksCleared
 _MEDIA, _MEDIUM_ENDS = _dictionary([place[0] for place in PLACES])
 _KINDS, _KIND_ENDS = _dictionary(["full_attention", "mla_attention", "sink_full_attention"])
 _TYPE, _TYPE_ENDS = _dictionary(["type"])
+_WEIGHTS = np.array([place_weight(place) for place in PLACES], np.uint64)
 
 
 @jit
@@ -204,16 +205,16 @@ def _event(data: Any, at: Any, hashes: Any, steps: Any, tokens: Any, totals: Any
 
 @jit
 def _add_up(hashes: Any, steps: Any, totals: Any) -> None:
-    """Add the newest step to the batch's change. Sums are modulo 2^64; their sign means nothing."""
+    """Add the newest step to the batch's change. The digest is modulo 2^64; its sign means nothing."""
     row = totals[_STEPS]
     op, lane, count = steps[row, _OP], steps[row, _LANE], steps[row, _COUNT]
     if op == _CLEARED:
-        totals[_WIPED], totals[_BLOCKS] = 1, 0
-        totals[_SUMS:] = 0
+        totals[_WIPED], totals[_BLOCKS], totals[_DIGEST] = 1, 0, 0
     total = np.uint64(0)
     for i in range(totals[_HASHES], totals[_HASHES] + count):
         total += hashes[i]
-    totals[_SUMS + lane] += np.int64(total) if op == _STORED else -np.int64(total)
+    total *= _WEIGHTS[lane]
+    totals[_DIGEST] += np.int64(total) if op == _STORED else -np.int64(total)
     totals[_BLOCKS] += count if op == _STORED else -count
     totals[_HASHES] += count
     totals[_TOKENS] += steps[row, TOKEN_COUNT]
@@ -222,8 +223,8 @@ def _add_up(hashes: Any, steps: Any, totals: Any) -> None:
 
 @jit
 def _scan(data: Any, hashes: Any, steps: Any, tokens: Any, totals: Any) -> Any:
-    """Read a batch; return 0, or why not."""
-    totals[:] = 0
+    """Read a batch into the arrays, behind what `totals` says is in them already; return 0, or why not."""
+    totals[_RANK:] = 0
     if data.size < 12 or data[0] != 0x93 or data[1] != 0xCB:
         return _OTHER
     events, at = head(data, 10, 0x90, 16, 0xDC)
@@ -247,17 +248,41 @@ def _scan(data: Any, hashes: Any, steps: Any, tokens: Any, totals: Any) -> Any:
     return 0 if at == data.size else _OTHER
 
 
-_WEIGHTS = [place_weight(place) for place in PLACES]
-
-
-class Scanned:
-    """Events as arrays: their steps, and the hashes and tokens of all of them one behind the other."""
+class Room:
+    """Arrays that consecutive batches are read into, one behind the other, so that no batch needs any of its own."""
 
     __slots__ = ("hashes", "steps", "tokens")
 
-    def __init__(self, steps: Steps, hashes: Hashes, tokens: npt.NDArray[np.uint32]) -> None:
-        """Take arrays; they belong to the events from here on."""
-        self.steps, self.hashes, self.tokens = steps, hashes, tokens
+    def __init__(self, hashes: int, steps: int, tokens: int) -> None:
+        """Make room for so many hashes, steps and tokens."""
+        self.hashes = np.empty(hashes, np.uint64)
+        self.steps = np.empty((steps, _COLUMNS), np.int64)
+        self.tokens = np.empty(tokens, np.uint32)
+
+
+class Scanned:
+    """Events as arrays: their steps, the hashes of all of them one behind the other, and the tokens that steps point into."""
+
+    __slots__ = ("_begin", "_end", "_room")
+
+    def __init__(self, room: Room, begin: Sequence[int], end: Sequence[int]) -> None:
+        """Take what lies in a room from `begin` to `end`, each the numbers of hashes and of steps before it."""
+        self._room, self._begin, self._end = room, begin, end
+
+    @property
+    def steps(self) -> Steps:
+        """One row for each event."""
+        return self._room.steps[self._begin[_STEPS] : self._end[_STEPS]]
+
+    @property
+    def hashes(self) -> Hashes:
+        """The hashes of all events."""
+        return self._room.hashes[self._begin[_HASHES] : self._end[_HASHES]]
+
+    @property
+    def tokens(self) -> npt.NDArray[np.uint32]:
+        """The tokens of these events and of others."""
+        return self._room.tokens
 
     def event(self, step: int) -> Event:
         """Return one of the events as an object."""
@@ -272,69 +297,66 @@ class Scanned:
         return BlockStored(hashes, parent & _U64 if has_parent else None, ids, block_size, None, medium, None)
 
     @staticmethod
-    def join(parts: Sequence[Scanned]) -> Scanned:
-        """Return the events of several batches as one: applying it once is faster than applying each."""
-        steps = np.concatenate([part.steps for part in parts])
-        row = offset = 0
-        for part in parts:
-            steps[row : row + len(part.steps), FIRST_TOKEN] += offset
-            row, offset = row + len(part.steps), offset + len(part.tokens)
-        hashes, tokens = [part.hashes for part in parts], [part.tokens for part in parts]
-        return Scanned(steps, np.concatenate(hashes), np.concatenate(tokens) if offset else parts[0].tokens)
+    def join(parts: Sequence[Scanned]) -> Iterator[Scanned]:
+        """Yield the events of several batches as few: neighbours in a room are one, without a copy."""
+        first = last = parts[0]
+        for part in parts[1:]:
+            if part._room is not last._room or part._begin is not last._end:
+                yield Scanned(first._room, first._begin, last._end)
+                first = part
+            last = part
+        yield Scanned(first._room, first._begin, last._end)
 
 
 class ScannedBatch(Scanned):
     """A batch as arrays."""
 
-    __slots__ = ("_totals", "data_parallel_rank", "ts")
+    __slots__ = ("data_parallel_rank", "ts")
 
     mark: Mark | None = None
     skipped = 0
 
-    def __init__(
-        self, ts: float, totals: list[int], steps: Steps, hashes: Hashes, tokens: npt.NDArray[np.uint32]
-    ) -> None:
+    def __init__(self, ts: float, room: Room, begin: Sequence[int], totals: Sequence[int]) -> None:
         """Take what a scan found."""
-        super().__init__(steps, hashes, tokens)
-        self.ts, self._totals = ts, totals
+        self._room, self._begin, self._end = room, begin, totals
+        self.ts = ts
         self.data_parallel_rank = totals[_RANK] if totals[_HAS_RANK] else None
 
     def change(self) -> Change:
         """Return what the batch does to the set of held blocks."""
-        *_, wiped, blocks, gpu, cpu, storage = self._totals
-        digest = gpu * _WEIGHTS[0] + cpu * _WEIGHTS[1] + storage * _WEIGHTS[2]
-        return Change(wiped == 1, blocks, digest & _U64)
+        end = self._end
+        return Change(end[_WIPED] == 1, end[_BLOCKS], end[_DIGEST] & _U64)
 
 
 class Scanner:
     """Decodes batches: a `decode` for a subscriber that feeds an index. Not for several threads at once."""
 
     def __init__(self, tokens: bool = False) -> None:
-        """Start with arrays for batches of some hundred events; they grow with what comes."""
-        self._hashes = np.empty(4096, np.uint64)
-        self._steps = np.empty((256, _COLUMNS), np.int64)
-        self._tokens = np.empty(65536 if tokens else 0, np.uint32)
-        self._totals = np.zeros(_SUMS + LANES, np.int64)
+        """Start with room for some hundred events; it grows with what comes."""
+        self._room = Room(8192, 256, 1 << 17 if tokens else 0)
+        self._begin = [0] * _TOTALS  # where the next batch goes
+        self._totals = np.zeros(_TOTALS, np.int64)
         self.scanned = self.decoded = 0
 
     def __call__(self, payload: bytes) -> ScannedBatch | DecodedBatch:
         """Read a batch in either encoding. Raises `ValueError` where the payload is not a batch at all."""
         data = np.frombuffer(payload, np.uint8)
-        while (status := _scan(data, self._hashes, self._steps, self._tokens, self._totals)) == _FULL:
-            self._grow()
-        if status == _OTHER:
-            self.decoded += 1
-            return decode_batch(payload, tokens=len(self._tokens) > 0)
+        while status := _scan(data, self._room.hashes, self._room.steps, self._room.tokens, self._totals):
+            self._totals[:_RANK] = self._begin[:_RANK]
+            if status == _OTHER:
+                self.decoded += 1
+                return decode_batch(payload, tokens=len(self._room.tokens) > 0)
+            self._move()
         self.scanned += 1
-        (ts,) = _TS.unpack_from(payload, 2)
-        totals = self._totals.tolist()
-        steps, hashes = self._steps[: totals[_STEPS]].copy(), self._hashes[: totals[_HASHES]].copy()
-        # without tokens there is nothing to copy
-        tokens = self._tokens[: totals[_TOKENS]].copy() if len(self._tokens) else self._tokens
-        return ScannedBatch(ts, totals, steps, hashes, tokens)
+        begin, self._begin = self._begin, self._totals.tolist()
+        return ScannedBatch(_TS.unpack_from(payload, 2)[0], self._room, begin, self._begin)
 
-    def _grow(self) -> None:
-        """Double the arrays. An element takes a byte of the batch at least, so the batch's size bounds this."""
-        self._hashes = np.empty(2 * len(self._hashes), np.uint64)
-        self._steps = np.empty((2 * len(self._steps), _COLUMNS), np.int64)
-        self._tokens = np.empty(2 * len(self._tokens), np.uint32)
+    def _move(self) -> None:
+        """Go to an empty room; a batch that did not fit into one is given twice as much.
+
+        An element takes a byte of the batch at least, so the batch's size bounds this.
+        """
+        room, times = self._room, 1 if any(self._begin[:_RANK]) else 2
+        self._room = Room(times * len(room.hashes), times * len(room.steps), times * len(room.tokens))
+        self._begin = [0] * _TOTALS
+        self._totals[:] = 0

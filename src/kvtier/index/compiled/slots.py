@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.index.compiled.jit import jit
+from kvtier.index.compiled.jit import jit, prefetch
 
 __all__ = [
     "AGAIN", "CLOSED", "DEAD", "DEPTH", "DROPPED", "FILL", "FREE", "HAND", "HARD_LIMIT", "LIMIT", "LOCAL", "MAX_DEPTH",
-    "MAX_SEGMENTS", "META", "SECRET", "SEGMENTS", "SLOTS", "SLOT_WORDS", "UNKNOWN", "USED", "erase", "find", "key_at",
+    "MAX_SEGMENTS", "META", "SECRET", "SEGMENTS", "SLOTS", "SLOT_WORDS", "UNKNOWN", "USED", "erase", "expect", "find", "key_at",
     "make_room", "mix", "put", "segment_of", "sweep",
 ]  # fmt: skip
 
@@ -29,6 +29,7 @@ LIMIT = SLOTS * 4 // 5
 """A segment this full is split."""
 HARD_LIMIT = SLOTS * 15 // 16
 """A segment may become this full when the budget allows no more of them."""
+_AHEAD = 8  # as many loads as a core has under way without trouble
 _WORTH = SLOTS // 16  # a sweep that frees fewer slots than this does not spare the split
 
 # Fields of `meta`.
@@ -70,6 +71,15 @@ def find(slots: Any, segment: Any, mixed: Any, key: Any) -> Any:
         if slots[place] == low and slots[place + 1] == high:
             return place
         at = (at + _ONE) & _MASK
+
+
+@jit
+def expect(meta: Any, directory: Any, slots: Any, hashes: Any, at: Any, stop: Any) -> None:
+    """Begin to load the slot of a hash some places ahead: tables are larger than caches, and waiting is most of the work."""
+    if at + _AHEAD < stop:
+        mixed = mix(hashes[at + _AHEAD], meta[SECRET])
+        segment = segment_of(directory, meta[DEPTH], mixed)
+        prefetch(slots, (segment * SLOTS + np.int64(mixed & _MASK)) * SLOT_WORDS)
 
 
 @jit
