@@ -43,7 +43,7 @@ BLOCK_SIZE, PROMPT_BATCHES = 16, 8
 SIZES = {1: 15_000, 64: 5_000}
 """Blocks a batch: how many batches are timed."""
 CACHE = {1: 4_096, 64: 65_536}
-WARM_UP = 2_000
+WARM_UP = 12_000  # beyond both buffers of 10,000 batches: what is measured is how it goes on, not how it starts
 PACED, ROUND_TRIPS, RING = 1_000, 10, 10_000
 WAIT_MS, LOST_AFTER_MS = 60_000, 3_000
 END = b"\xff" * 8
