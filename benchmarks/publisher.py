@@ -36,7 +36,7 @@ from rich.console import Console
 from rich.table import Table
 
 import kvtier.events
-from kvtier.events.hot import HOT_BY
+from kvtier.events.publish.hot import HOT_BY
 
 TARGETS = {"rate": 2.0, "publish_p99_us": 20.0, "idle_round_trip_ms": 2.0}
 BLOCK_SIZE, PROMPT_BATCHES = 16, 8

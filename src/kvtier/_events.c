@@ -1,5 +1,5 @@
 /* The steps of publishing that touch every block and every token: writing an event, holding its blocks, collecting those that
- * an engine removes one by one, and letting them go. Optional: where this was not compiled, `kvtier.events.hot` does the same in Python;
+ * an engine removes one by one, and letting them go. Optional: where this was not compiled, `kvtier.events.publish.hot` does the same in Python;
  * what is promised is written there, and tests/unit/test_events_hot.py holds the two against each other.
  *
  * A thousand tokens are a thousand ints, and the time goes into asking each what it is. So this looks into lists, ints and the slots

@@ -145,7 +145,10 @@ def test_the_same_seed_gives_the_same_demo(capsys: pytest.CaptureFixture[str]) -
             "--policy: expected one of arc, lru or 'package.module:Class', got 'lruu'; did you mean 'lru'?",
         ),
         (["--policy", "no.such:Thing"], "--policy: expected an importable 'package.module:Class', got 'no.such:Thing'"),
-        (["--cpu-capacity", "1KiB"], "--cpu-capacity: expected at least one row (32.0 KiB), or 0 to keep nothing, got 1.0 KiB"),
+        (
+            ["--cpu-capacity", "1KiB"],
+            "--cpu-capacity: expected at least one row (32.0 KiB), or 0 to keep nothing, got 1.0 KiB",
+        ),
         (["--chunk-blocks", "500"], "--chunk-blocks: expected chunks no longer than the longest conversation"),
         (["--gpu-blocks", "9"], "--gpu-blocks: expected room for the longest conversation"),
         (["--gpu-blocks", "2"], "--gpu-blocks: expected a whole number of at least 3"),

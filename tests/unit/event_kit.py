@@ -22,7 +22,7 @@ from kvtier.events import (
     decode_batch,
     place_of,
 )
-from kvtier.events.loop import _Task
+from kvtier.events.publish.loop import _Task
 from kvtier.events.types import ExternalBlockHash
 
 END = b"\xff" * 8

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvtier.events import BlockRemoved, BlockStored
-from kvtier.events.hot import PythonBlocks, python_encode_plain, python_join_removals, python_wake
+from kvtier.events.publish.hot import PythonBlocks, python_encode_plain, python_join_removals, python_wake
 from kvtier.events.wire import U64
 
 _events = pytest.importorskip("kvtier._events", reason="kvtier._events was not compiled here")
@@ -232,7 +232,7 @@ def test_numbers_that_do_not_fit_are_told(number: int) -> None:
 
 
 def test_the_python_form_can_be_asked_for() -> None:
-    code = "import kvtier.events.hot as hot; print(hot.HOT_BY, hot.Blocks is hot.PythonBlocks)"
+    code = "import kvtier.events.publish.hot as hot; print(hot.HOT_BY, hot.Blocks is hot.PythonBlocks)"
     environment = {**os.environ, "KVTIER_EVENTS": "python"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "python True\n"

@@ -44,8 +44,8 @@ from kvtier.events import (
     change_of,
     decode_batch,
 )
-from kvtier.events.endpoints import check_ports
-from kvtier.events.formats import HashFormat
+from kvtier.events.publish.endpoints import check_ports
+from kvtier.events.publish.formats import HashFormat
 
 PLAIN: dict[str, Any] = {"clear_on_start": False, "heartbeat_interval": None}
 
@@ -512,7 +512,7 @@ def test_a_joined_message_is_not_large(client: Client) -> None:
 def test_what_is_joined_keeps_ranks_clears_and_faults_apart(
     client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvtier.events.loop._BEHIND", 0)
+    monkeypatch.setattr("kvtier.events.publish.loop._BEHIND", 0)
     with publisher(heartbeat_interval=60.0, clear_on_start=False) as made:
         with Held(made):
             made._loop.sender._mark_due = True

@@ -27,8 +27,8 @@ from tests.unit.event_kit import (
 
 from kvtier.errors import IntegrityError
 from kvtier.events import AllBlocksCleared, ZmqEventPublisher, decode_batch
-from kvtier.events import replay as replay_module
-from kvtier.events.ring import Ring
+from kvtier.events.publish import replay as replay_module
+from kvtier.events.publish.ring import Ring
 
 PLAIN: dict[str, Any] = {"clear_on_start": False, "heartbeat_interval": None}
 
@@ -36,7 +36,7 @@ PLAIN: dict[str, Any] = {"clear_on_start": False, "heartbeat_interval": None}
 @pytest.fixture(autouse=True)
 def _one_number_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep batches apart however many wait: what is asked for here is numbers. Joining is tested with the publisher."""
-    monkeypatch.setattr("kvtier.events.loop._BEHIND", 10**9)
+    monkeypatch.setattr("kvtier.events.publish.loop._BEHIND", 10**9)
 
 
 @pytest.fixture
@@ -230,7 +230,7 @@ def test_snapshots_are_shared_by_those_who_come_together(client: Client) -> None
 
 
 def test_a_snapshot_is_given_up_after_a_while(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.events.sender._SHARED_FOR", 0.01)
+    monkeypatch.setattr("kvtier.events.publish.sender._SHARED_FOR", 0.01)
     with publisher(**PLAIN) as made:
         publish(made, 10)
         replay(made, b"snapshot", client)

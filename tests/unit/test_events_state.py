@@ -23,11 +23,11 @@ from kvtier.events import (
     frame_batch,
     place_of,
 )
-from kvtier.events.fold import Fold
-from kvtier.events.formats import HashFormat
-from kvtier.events.hot import Blocks, PythonBlocks, sum_of
-from kvtier.events.snapshot import Snapshot
-from kvtier.events.state import PublishedState, runs
+from kvtier.events.publish.fold import Fold
+from kvtier.events.publish.formats import HashFormat
+from kvtier.events.publish.hot import Blocks, PythonBlocks, sum_of
+from kvtier.events.publish.snapshot import Snapshot
+from kvtier.events.publish.state import PublishedState, runs
 from kvtier.events.wire import U64, decode_batch
 
 settings.register_profile("state", deadline=None)
@@ -238,7 +238,7 @@ def test_a_dead_tail_is_left_out_of_a_snapshot() -> None:
 
 
 def test_ghosts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.events.state._LEAST_GHOSTS", 5)
+    monkeypatch.setattr("kvtier.events.publish.state._LEAST_GHOSTS", 5)
     state, _, _ = run([event for n in range(1, 50) for event in (stored([n], n - 1 or None), removed([n - 1]))])
     assert len(state.ghosts()) == 5
 

@@ -19,9 +19,9 @@ from typing import Any, ClassVar
 from kvtier.errors import InputError
 from kvtier.events.config import VLLM_FIELDS, KVEventsConfig
 from kvtier.events.curve import CurveServer
-from kvtier.events.endpoints import client_endpoint, offset_endpoint
-from kvtier.events.loop import PublisherLoop
-from kvtier.events.replay import END_SEQ
+from kvtier.events.publish.endpoints import client_endpoint, offset_endpoint
+from kvtier.events.publish.loop import PublisherLoop
+from kvtier.events.publish.replay import END_SEQ
 from kvtier.events.types import EventBatch
 
 __all__ = ["EventPublisher", "EventPublisherFactory", "NullEventPublisher", "PublisherStats", "ZmqEventPublisher"]

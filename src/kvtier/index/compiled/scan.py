@@ -333,7 +333,7 @@ class Scanner:
 
     def __init__(self, tokens: bool = False) -> None:
         """Start with room for some hundred events; it grows with what comes."""
-        self._room = Room(8192, 256, 1 << 17 if tokens else 0)
+        self._room = Room(4096, 256, 1 << 15 if tokens else 0)
         self._begin = [0] * _TOTALS  # where the next batch goes
         self._totals = np.zeros(_TOTALS, np.int64)
         self.scanned = self.decoded = 0

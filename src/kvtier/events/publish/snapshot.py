@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import msgspec
 
 from kvtier.errors import IntegrityError
-from kvtier.events.state import PublishedState, Record, runs
+from kvtier.events.publish.state import PublishedState, Record, runs
 from kvtier.events.types import AllBlocksCleared, BlockStored, ExternalBlockHash, Mark, blocks_of
 from kvtier.events.wire import Encoding, EventEncoder, Place
 

@@ -21,15 +21,14 @@ import zmq
 
 from kvtier.errors import IntegrityError
 from kvtier.events.config import KVEventsConfig
-from kvtier.events.sender import Sender
+from kvtier.events.frames import SNAPSHOT, STATUS
+from kvtier.events.publish.sender import Sender
 
-__all__ = ["END_SEQ", "SNAPSHOT", "STATUS", "ReplayServer"]
+__all__ = ["END_SEQ", "ReplayServer"]
 
 logger = logging.getLogger(__name__)
 
 END_SEQ = b"\xff" * 8
-SNAPSHOT = b"snapshot"
-STATUS = b"kvtier:status"
 
 MAX_SESSIONS = 256
 MAX_WAITING = 16  # further requests of one client while it is served

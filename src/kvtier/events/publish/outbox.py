@@ -14,8 +14,8 @@ from contextlib import suppress
 from typing import Any
 
 from kvtier.errors import IntegrityError
-from kvtier.events.fold import Fold
-from kvtier.events.hot import wake
+from kvtier.events.publish.fold import Fold
+from kvtier.events.publish.hot import wake
 
 __all__ = ["Outbox"]
 

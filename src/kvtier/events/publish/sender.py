@@ -17,13 +17,13 @@ from typing import Any
 import zmq
 
 from kvtier.events.config import KVEventsConfig
-from kvtier.events.fold import Fold
-from kvtier.events.formats import HashFormat
-from kvtier.events.hot import Blocks, PythonBlocks, encode_plain, join_removals
-from kvtier.events.ring import Ring
-from kvtier.events.sequence import SequenceFile
-from kvtier.events.snapshot import Snapshot
-from kvtier.events.state import PublishedState
+from kvtier.events.publish.fold import Fold
+from kvtier.events.publish.formats import HashFormat
+from kvtier.events.publish.hot import Blocks, PythonBlocks, encode_plain, join_removals
+from kvtier.events.publish.ring import Ring
+from kvtier.events.publish.sequence import SequenceFile
+from kvtier.events.publish.snapshot import Snapshot
+from kvtier.events.publish.state import PublishedState
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, Mark, blocks_of
 from kvtier.events.wire import EventEncoder, batch_parts, frame_batch
 

@@ -13,8 +13,8 @@ from math import inf
 from typing import Any
 
 from kvtier.errors import IntegrityError
-from kvtier.events.formats import HashFormat
-from kvtier.events.state import PublishedState
+from kvtier.events.publish.formats import HashFormat
+from kvtier.events.publish.state import PublishedState
 from kvtier.events.types import BlockRemoved, BlockStored, ExternalBlockHash
 from kvtier.events.wire import Place, place_of
 

@@ -21,7 +21,7 @@ from operator import attrgetter
 import msgspec
 
 from kvtier.errors import IntegrityError
-from kvtier.events.hot import BlockTable, PythonBlocks, sum_of
+from kvtier.events.publish.hot import BlockTable, PythonBlocks, sum_of
 from kvtier.events.types import BlockRemoved, BlockStored, ExternalBlockHash, blocks_of
 from kvtier.events.wire import U64, EventEncoder, Place, hash_sum, place_of, place_weight
 

@@ -20,12 +20,12 @@ import zmq
 
 from kvtier.events.config import KVEventsConfig
 from kvtier.events.curve import Gate
-from kvtier.events.endpoints import attach, check_ports, is_bound, offset_endpoint
-from kvtier.events.fold import Fold
-from kvtier.events.outbox import Outbox
-from kvtier.events.replay import ReplayServer
-from kvtier.events.sender import Sender
-from kvtier.events.sequence import SequenceFile
+from kvtier.events.publish.endpoints import attach, check_ports, is_bound, offset_endpoint
+from kvtier.events.publish.fold import Fold
+from kvtier.events.publish.outbox import Outbox
+from kvtier.events.publish.replay import ReplayServer
+from kvtier.events.publish.sender import Sender
+from kvtier.events.publish.sequence import SequenceFile
 
 __all__ = ["PublisherLoop"]
 
