@@ -31,6 +31,7 @@ __all__ = [
     "PARENT",
     "SCANNED_BLOCK_SIZE",
     "TOKEN_COUNT",
+    "Room",
     "Scanned",
     "ScannedBatch",
     "Scanner",
@@ -249,7 +250,10 @@ def _scan(data: Any, hashes: Any, steps: Any, tokens: Any, totals: Any) -> Any:
 
 
 class Room:
-    """Arrays that consecutive batches are read into, one behind the other, so that no batch needs any of its own."""
+    """Arrays that consecutive batches are read into, one behind the other, so that no batch needs any of its own.
+
+    What is written stays; a room lives as long as any of its batches.
+    """
 
     __slots__ = ("hashes", "steps", "tokens")
 
