@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from kvtier.events.aggregator import KVConnectorKVEvents, KVEventAggregator
-from kvtier.events.asks import Ask, What
 from kvtier.events.config import KVEventsConfig
 from kvtier.events.curve import CurveClient, CurveServer, make_keys
-from kvtier.events.follower import Follower
-from kvtier.events.link import SocketOptions, Source
+from kvtier.events.follow.asks import Ask, What
+from kvtier.events.follow.follower import Follower
+from kvtier.events.follow.link import SocketOptions, Source
 from kvtier.events.orphans import OrphanFilter, Orphans
 from kvtier.events.publisher import (
     EventPublisher,

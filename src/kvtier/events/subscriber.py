@@ -31,8 +31,8 @@ import msgspec
 import zmq
 
 from kvtier.errors import InputError
-from kvtier.events.follower import Follower
-from kvtier.events.link import Link, SocketOptions, Source
+from kvtier.events.follow.follower import Follower
+from kvtier.events.follow.link import Link, SocketOptions, Source
 from kvtier.events.orphans import OrphanFilter
 from kvtier.events.updates import (
     Counters,

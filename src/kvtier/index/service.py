@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 from kvtier.errors import InputError, KVTierError
 from kvtier.events.curve import CurveClient
-from kvtier.events.link import Source
+from kvtier.events.follow.link import Source
 from kvtier.events.subscriber import Limits, Subscriber
 from kvtier.events.updates import Received, Reset, SourceStatus, State, StateChanged, Update
 from kvtier.index.prefix import PrefixIndex

@@ -16,7 +16,7 @@ from enum import Enum, auto
 
 import xxhash
 
-from kvtier.events.asks import Ask
+from kvtier.events.follow.asks import Ask
 from kvtier.events.types import Mark
 from kvtier.events.updates import Kind
 from kvtier.events.wire import Change

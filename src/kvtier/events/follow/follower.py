@@ -2,7 +2,7 @@
 
 The caller puts in what happens (`live`, `reply`, `end`, `connected`, `disconnected`, `tick`) with the time, and takes out
 `take_updates()`, the request that should be under way (`ask`), and when it wants to be ticked (`deadline`). Every input
-changes the facts (see `kvtier.events.facts`) and ends with `_settle`, which says how good the picture is and starts the
+changes the facts (see `kvtier.events.follow.facts`) and ends with `_settle`, which says how good the picture is and starts the
 request that makes it better; a plain batch that was to come next leaves an exact picture exact, and is spared this. A
 request that fails is tried again with growing pauses, so nothing here can spin.
 
@@ -16,10 +16,10 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from kvtier.errors import IntegrityError
-from kvtier.events.asks import Ask, What
-from kvtier.events.facts import FAR, Facts, Verdict, payload_hash
+from kvtier.events.follow.asks import Ask, What
+from kvtier.events.follow.facts import FAR, Facts, Verdict, payload_hash
+from kvtier.events.follow.held import HeldBatches
 from kvtier.events.frames import END_SEQ
-from kvtier.events.held import HeldBatches
 from kvtier.events.types import Mark
 from kvtier.events.updates import Counters, Kind, Limits, Received, Reset, State, StateChanged, Update
 from kvtier.events.wire import Batch

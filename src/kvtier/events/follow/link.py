@@ -14,9 +14,9 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvtier.errors import InputError, OutsideError
-from kvtier.events.asks import Ask
 from kvtier.events.curve import CurveClient
-from kvtier.events.follower import Follower
+from kvtier.events.follow.asks import Ask
+from kvtier.events.follow.follower import Follower
 from kvtier.events.frames import END_SEQ, read_live, read_reply
 from kvtier.events.wire import Batch
 
