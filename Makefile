@@ -50,6 +50,8 @@ bench: $(DEV) $(VLLM) ## Measure the README's claims (bench-gpu: those about GPU
 	$(PEER)/python benchmarks/publisher.py --json $(RESULTS)/publisher.json
 	$(BIN)/python benchmarks/overhead.py --json $(RESULTS)/overhead.json
 	$(BIN)/python benchmarks/ttft.py --json $(RESULTS)/ttft.json
+	$(BIN)/python benchmarks/index.py --json $(RESULTS)/index.json
+	$(PEER)/python benchmarks/vllm_ttft.py --json $(RESULTS)/vllm_ttft.json
 
 # On a machine with a CUDA device. PYTHON_GPU names a Python that has torch and Triton for it; ours has what PyPI offers.
 PYTHON_GPU ?= $(BIN)/python
