@@ -170,6 +170,15 @@ def test_tail_without_replay_shows_the_live_stream() -> None:
         assert "stored   GPU  2 blocks" in read_until(process, "stored")
 
 
+@pytest.fixture
+def heeds_ctrl_c() -> Iterator[None]:
+    """Let children heed it, also where the tests run in the background of a shell that had them ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_ctrl_c_ends_tail_quietly() -> None:
     with publisher() as one, running("tail", *addresses(one)) as process:
         read_until(process, "mark")
