@@ -2,7 +2,7 @@
 
 A block costs more here, 128 bytes by the worst reckoning (its hash, its place in a dict just after the dict has doubled,
 and the old dict that is copied from at that moment), and that is what the budget counts. A block that finds no room is
-refused and counted.
+refused and counted. Not for several threads at once: `PrefixIndex` sees to that.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Memory is bounded by construction. Address space for the whole budget is reserved at the start; the system gives memory
 to a part of it only when that part is first written, and the table takes it segment by segment. `stats().bytes` counts
 what was taken; it never exceeds the budget, not even for a moment. A block that finds no room is refused and counted.
-The smallest budget is 256 KiB.
+The smallest budget is 256 KiB. Not for several threads at once: `PrefixIndex` sees to that.
 """
 
 from __future__ import annotations
