@@ -46,6 +46,11 @@ class Caches:
             layer = self.layers[name]
             yield from [layer[block]] if len(layer) == self.num_blocks else [layer[0, block], layer[1, block]]
 
+    def page(self, layer: str, block: int) -> torch.Tensor:
+        """Return what a layer has in a block."""
+        tensor = self.layers[layer]
+        return tensor[block] if len(tensor) == self.num_blocks else tensor[:, block]
+
     def contents(self) -> bytes:
         """Return every byte, padding included."""
         return b"".join(_to_bytes(allocation) for allocation in self.allocations)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -143,6 +143,8 @@ class CanonicalKVCaches:
 
     tensors: list[CanonicalKVCacheTensor]
     group_data_refs: list[list[CanonicalKVCacheRef]]
+    layer_ends: list[dict[str, int]] = field(default_factory=list)
+    """For each group, if known, how many leading refs hold a layer and all layers before it."""
 
     def block_bytes(self, group: int) -> int:
         """Return the bytes of one block of a group, without padding."""
@@ -159,6 +161,18 @@ class OffloadingHandler(ABC):
     @abstractmethod
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
         """Start a job and return at once. `False`: the job was refused, there will be no result."""
+
+    def transfer_by_layer(self, job_id: int, spec: TransferSpec) -> bool:
+        """Start a load of which the first layers should arrive first, for who begins with them. May be in any order."""
+        return self.transfer_async(job_id, spec)
+
+    def await_layer(self, job_id: int, layer: str, timeout: float) -> bool:
+        """Let what the caller does next find a layer of a load in place. On a device the caller's stream waits, not the caller.
+
+        May block for `timeout` seconds. `False`: it cannot be promised, and the result is to be waited for. Whatever is
+        made of the layer is good only if the job succeeds.
+        """
+        return False
 
     @abstractmethod
     def get_finished(self) -> list[TransferResult]:

@@ -49,7 +49,7 @@ class HostHandler(JobHandler[HostJob]):
     def _copy(self, spans: list[Span], blocks: Plan) -> None:
         """Copy blocks between the engine and the pool."""
 
-    def _make_job(self, job_id: int, plan: Plan, deadline: float) -> HostJob:
+    def _make_job(self, job_id: int, plan: Plan, deadline: float, by_layer: bool) -> HostJob:
         return HostJob(job_id=job_id, plan=plan, deadline=deadline, fence=self.spans.memory.fence())
 
     def _begin(self) -> None:

@@ -95,7 +95,7 @@ class JobHandler(OffloadingHandler, Generic[J]):
         """Return the two ends of a job, or `None` if it does not go this way."""
 
     @abstractmethod
-    def _make_job(self, job_id: int, plan: Plan, deadline: float) -> J:
+    def _make_job(self, job_id: int, plan: Plan, deadline: float, by_layer: bool) -> J:
         """Return a new job. What the engine has been told to do so far comes before it."""
 
     @abstractmethod
@@ -130,6 +130,9 @@ class JobHandler(OffloadingHandler, Generic[J]):
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
         """Start a job and return at once. A spec that makes no sense is an `InputError` and touches nothing."""
+        return self._accept(job_id, spec)
+
+    def _accept(self, job_id: int, spec: TransferSpec, *, by_layer: bool = False) -> bool:
         if not self.pool.complete:
             raise PoolError(f"job {job_id}: not every process has attached to the pool; do all have the same config?")
         plan = self.plan(spec)
@@ -139,7 +142,7 @@ class JobHandler(OffloadingHandler, Generic[J]):
                 raise InputError(f"job {job_id}: expected a new id, got one that is under way")
             if self._closed or len(self._jobs) >= self._max_jobs:
                 return False
-            job = self._make_job(job_id, plan, self._clock() + self._deadline)
+            job = self._make_job(job_id, plan, self._clock() + self._deadline, by_layer)
             self._jobs[job_id] = job
             self._queue.append(job)
             self._begin()
@@ -151,6 +154,10 @@ class JobHandler(OffloadingHandler, Generic[J]):
         with self._changed:
             taken, self._results = self._results, []
         return taken
+
+    def await_layer(self, job_id: int, layer: str, timeout: float) -> bool:
+        """Block until a job is over, for `timeout` seconds at most; say whether it has succeeded."""
+        return self.wait({job_id}, timeout) and self._has_succeeded(job_id)
 
     def wait(self, job_ids: set[int], timeout: float | None = None) -> bool:
         """Block until these jobs are over, by their deadlines at the latest, or `timeout`; say whether they are."""
@@ -222,6 +229,10 @@ class JobHandler(OffloadingHandler, Generic[J]):
         failed = None if success else tuple(job.plan.positions[job.blocks_done :].tolist())
         self._results.append(TransferResult(job.job_id, success, job.bytes_done, seconds, self.transfer_type, failed))
         self._changed.notify_all()
+
+    def _has_succeeded(self, job_id: int) -> bool:
+        with self._changed:
+            return any(result.job_id == job_id and result.success for result in self._results)
 
     def _end_late_jobs(self) -> None:
         self._enter_thread()

@@ -7,13 +7,15 @@ Order of memory, which is all that a caller must know:
   ending a job never waits for the engine's kernels.
 - Once a job has a result, none of its pieces is on the device, or ever will be: both ends may be handed to someone else.
   What the engine enqueues after a result sees the bytes of the load.
+- `await_layer` puts the caller's stream, not the caller, behind the pieces that bring a layer. These are all on the device by
+  then and depend on nothing else, so the stream waits for the bus alone, at most `lanes.RUN_AHEAD` pieces long.
 - Jobs of one direction begin in the order given. Stores and loads do not wait for each other. Jobs that are under way
   together share no block or slot that one of them writes: their managers see to that.
 
 If the engine's stream is idle, `transfer_async` enqueues the first pieces itself: most jobs need no other thread. The rest is
 the thread's, or that of a caller who waits, at most `lanes.RUN_AHEAD` pieces ahead of the device. Ending a job early waits for
 those of its pieces that are under way, a few milliseconds, and of a load it is known which blocks have arrived. No call waits
-for the compute stream, and none puts anything on it.
+for the compute stream, and only `await_layer` puts anything on it.
 
 `JobHandler` says what belongs to which thread, and when jobs end.
 """
@@ -21,6 +23,7 @@ for the compute stream, and none puts anything on it.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -29,9 +32,10 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from kvtier.errors import IntegrityError, TransferError
+from kvtier.transfer.base import TransferSpec
 from kvtier.transfer.cuda.lanes import RUN_AHEAD, Lane, LoadLane, StoreLane
 from kvtier.transfer.cuda.memory import CudaMemory
-from kvtier.transfer.cuda.pieces import Ints, Piece, cut_job
+from kvtier.transfer.cuda.pieces import Ints, Piece, cut_by_layer, cut_job
 from kvtier.transfer.jobs import Clock, Job, JobHandler, Loads, Stores
 from kvtier.transfer.plan import Plan
 
@@ -51,6 +55,9 @@ class CudaJob(Job):
     timer: int
     left: Iterator[Piece]
     upcoming: Piece | None
+    stage_ends: list[int]
+    """How many pieces there are up to the end of each stage; nothing if it does not come layer by layer."""
+    num_enqueued: int = 0
     last_pieces: tuple[int, ...] = ()
     """The numbers of the last two that were enqueued: they are on two streams, and either may arrive last."""
     seconds: float = 0.0
@@ -59,6 +66,8 @@ class CudaJob(Job):
 class _UnderWay(NamedTuple):
     number: int
     job: CudaJob
+    place: int
+    """Which of the job's pieces it is."""
     piece: Piece
 
 
@@ -97,8 +106,13 @@ class CudaHandler(JobHandler[CudaJob]):
 
     # -- jobs --------------------------------------------------------------------------------------------------------------
 
-    def _make_job(self, job_id: int, plan: Plan, deadline: float) -> CudaJob:
-        pieces = cut_job(plan, self.memory.parts, self.piece_bytes)
+    def _make_job(self, job_id: int, plan: Plan, deadline: float, by_layer: bool) -> CudaJob:
+        stage_ends: list[int] = []
+        if by_layer and self.memory.stages:
+            cut, stage_ends = cut_by_layer(plan, self.memory.stages, self.piece_bytes)
+            pieces = iter(cut)
+        else:
+            pieces = cut_job(plan, self.memory.parts, self.piece_bytes)
         return CudaJob(
             job_id=job_id,
             plan=plan,
@@ -108,6 +122,7 @@ class CudaHandler(JobHandler[CudaJob]):
             timer=self._lane.timer(),
             left=pieces,
             upcoming=next(pieces, None),
+            stage_ends=stage_ends,
         )
 
     def _begin(self) -> None:
@@ -169,7 +184,7 @@ class CudaHandler(JobHandler[CudaJob]):
         under_way, lane = self._under_way, self._lane
         try:
             while under_way and lane.is_done(under_way[0].number):
-                number, job, piece = under_way.popleft()
+                number, job, _, piece = under_way.popleft()
                 job.blocks_done += piece.completes
                 job.bytes_done += piece.bytes
                 if number in job.last_pieces:
@@ -210,7 +225,8 @@ class CudaHandler(JobHandler[CudaJob]):
                 logger.warning("%s job %d failed: %s", self, job.job_id, error)
                 self._abandon(job)
                 return True
-            under_way.append(_UnderWay(number, job, piece))
+            under_way.append(_UnderWay(number, job, job.num_enqueued, piece))
+            job.num_enqueued += 1
             job.last_pieces, job.upcoming = (*job.last_pieces[-1:], number), next(job.left, None)
             job.blocks_begun += piece.completes
         if job.upcoming is None:
@@ -261,3 +277,36 @@ class CudaLoadHandler(Loads, CudaHandler):
     """Copies blocks out of the pool."""
 
     lane_type = LoadLane
+
+    def transfer_by_layer(self, job_id: int, spec: TransferSpec) -> bool:
+        """Start a load that comes stage by stage. If it ends early no block of it has arrived."""
+        return self._accept(job_id, spec, by_layer=True)
+
+    def await_layer(self, job_id: int, layer: str, timeout: float) -> bool:
+        """Put the caller's current stream behind a layer of a load, enqueuing what is missing; say whether that was possible."""
+        self._enter_thread()
+        until = time.monotonic() + timeout
+        while (found := self._follow(job_id, self.memory.stage_of.get(layer))) is None:
+            if time.monotonic() >= until:
+                return False
+            self._wait_a_little({job_id}, self.wait_tick)
+        return found
+
+    def _follow(self, job_id: int, stage: int | None) -> bool | None:
+        """Put the caller's stream behind a stage of a job, or all of it. `None`: not all of that is on the device yet."""
+        with self._changed:
+            self._note_progress()
+            job = self._jobs.get(job_id)
+            if job is None:
+                return self._has_succeeded(job_id)
+            needed = job.stage_ends[stage] if job.stage_ends and stage is not None else math.inf
+            if job.ending or (job.upcoming is not None and job.num_enqueued < needed):
+                return False if job.ending else None
+            try:
+                for each in self._under_way:
+                    if each.job is job and each.place < needed:
+                        self._lane.let_follow(each.number)
+            except TransferError as error:
+                self._break(error)
+                return False
+            return True

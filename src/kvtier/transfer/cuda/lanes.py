@@ -17,6 +17,7 @@ handles, as `driver` takes them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,7 +25,7 @@ import torch
 
 from kvtier.transfer.cuda import driver
 from kvtier.transfer.cuda.memory import BUFFERS, CudaMemory
-from kvtier.transfer.cuda.pieces import MOST_BLOCKS, Ints, Piece, Ranges
+from kvtier.transfer.cuda.pieces import MOST_BLOCKS, Ints, Part, Piece, Ranges
 from kvtier.transfer.plan import Plan
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class Lane(ABC):
 
         self._staged_copies: dict[int, PageCopy] = {}
         self._short_copies: dict[int, PageCopy] = {}
-        for group, parts in enumerate(memory.parts):
+        for group, parts in self._parts(memory):
             for part in parts:
                 if not part.direct:
                     align = memory.pool_map.alignment(part, group)
@@ -103,6 +104,10 @@ class Lane(ABC):
                     self._short_copies[id(part)] = PageCopy(
                         part, self._device, SHORT, gather=self.gathers, row_align=align
                     )
+
+    def _parts(self, memory: CudaMemory) -> Iterator[tuple[int, Sequence[Part]]]:
+        """Yield all parts that pieces of this direction may have, with their groups."""
+        yield from enumerate(memory.parts)
 
     def enter_thread(self) -> None:
         """Make the device that of the calling thread, if it has none."""
@@ -204,6 +209,11 @@ class Lane(ABC):
         """Block until a piece has arrived. May be called beside the thread that enqueues."""
         driver.wait_over(self._done[number % RUN_AHEAD])
 
+    def let_follow(self, number: int) -> None:
+        """Let what the caller's current stream is told from now on wait for a piece, on the device."""
+        stream = torch._C._cuda_getCurrentRawStream(self._device.index or 0)
+        driver.wait_for(stream, self._done[number % RUN_AHEAD])
+
     def seconds(self, timer: int, number: int) -> float:
         """Return the device's time from the start of a timer to the end of a piece that has arrived."""
         return driver.seconds_between(timer, self._done[number % RUN_AHEAD])
@@ -286,6 +296,11 @@ class LoadLane(Lane):
 
     gathers = False
     short_bytes = 2 << 20
+
+    def _parts(self, memory: CudaMemory) -> Iterator[tuple[int, Sequence[Part]]]:
+        yield from super()._parts(memory)
+        for stage in memory.stages:
+            yield from enumerate(stage)
 
     def _may_go_alone(self, piece: Piece, plan: Plan) -> bool:
         return piece.completes == len(plan)  # else the copy of the next piece would wait for its kernel

@@ -11,11 +11,11 @@ from kvtier.config import OffloadingConfig
 from kvtier.errors import LayoutError
 from kvtier.pool import Pool
 from kvtier.transfer.base import CanonicalKVCaches
-from kvtier.transfer.cuda.pieces import PoolMap, find_pages, split_pages
+from kvtier.transfer.cuda.pieces import Part, PoolMap, find_pages, find_stages, split_pages
 from kvtier.transfer.cuda.pinning import Pinning
 from kvtier.transfer.plan import Geometry
 
-__all__ = ["BUFFERS", "DIRECT_BYTES", "STAGING_BYTES", "CudaMemory"]
+__all__ = ["BUFFERS", "DIRECT_BYTES", "STAGE_BYTES", "STAGING_BYTES", "CudaMemory"]
 
 STAGING_BYTES = 256 << 20
 """Device memory for the buffers of both directions together."""
@@ -27,6 +27,8 @@ DIRECT_BYTES = 2 << 20
 On an H200, jobs of 256 MiB, as parts of one large copy: pages of 512 KiB 0.95 as they are and 0.98 staged, 1 MiB 0.97 and
 0.98, 2 MiB 0.99 as they are, with no kernel and no buffer (`benchmarks/gpu_transfer.py`).
 """
+STAGE_BYTES = 256 << 10
+"""The least that a block must have in a stage for loads to come layer by layer: its rows are cut into as many ranges."""
 _ALIGNMENT = 16  # of buffers, so that kernels move as much at a time
 _PAGEABLE_BYTES = 1 << 20  # copies of pageable memory wait, and a lock is held meanwhile
 
@@ -42,6 +44,7 @@ class CudaMemory:
         *,
         staging_bytes: int = STAGING_BYTES,
         direct_bytes: int = DIRECT_BYTES,
+        stage_bytes: int = STAGE_BYTES,
         pinning: Pinning | None = None,
     ) -> None:
         groups = range(len(config.groups))
@@ -60,5 +63,19 @@ class CudaMemory:
             self.piece_bytes = min(self.piece_bytes, _PAGEABLE_BYTES)
         direct_bytes = min(direct_bytes, self.piece_bytes)
         self.parts = [split_pages(find_pages(kv_caches, group), self.piece_bytes, direct_bytes) for group in groups]
+        self.stages, self.stage_of = self._find_stages(direct_bytes, stage_bytes)
         self.geometry = Geometry(len(groups), len(first), pool.num_slots, config.settings.blocks_per_chunk)
         self.pool_map = PoolMap(self.pinning.address, pool.row_bytes, self.pinning.seam, config)
+
+    def _find_stages(self, direct_bytes: int, stage_bytes: int) -> tuple[list[list[tuple[Part, ...]]], dict[str, int]]:
+        """Return the parts of each stage by group, and the stage of each layer; nothing where stages do not pay."""
+        if not self.kv_caches.layer_ends or not self.pinning.pinned:
+            return [], {}
+        found = [find_stages(self.kv_caches, group) for group in range(len(self.parts))]
+        if any(pages is not None and pages.size.sum() < stage_bytes for stages, _ in found for pages in stages[:1]):
+            return [], {}
+        stages = [
+            [() if pages is None else split_pages(pages, self.piece_bytes, direct_bytes) for pages in stage]
+            for stage in zip(*(stages for stages, _ in found), strict=True)
+        ]
+        return stages, {name: stage for _, stage_of in found for name, stage in stage_of.items()}

@@ -2,7 +2,9 @@
 
 The pages of a block fall into *parts*: pages small enough to be staged, up to a buffer full of them, or large ones that are
 copied as they are. A *piece* is one part of some consecutive blocks of a job; of its blocks those count as arrived whose last
-part it is. Its bytes are dense in the staging buffer, block after block, and so are the blocks of a chunk in the pool: ranges
+part it is. A load may also come layer by layer: in *stages*, each with parts of its own.
+
+The bytes of a piece are dense in the staging buffer, block after block, and so are the blocks of a chunk in the pool: ranges
 that are neighbours at both ends are one.
 
 Pure functions over numpy arrays of addresses; any thread.
@@ -22,12 +24,26 @@ from kvtier.config import OffloadingConfig
 from kvtier.transfer.base import CanonicalKVCaches
 from kvtier.transfer.plan import Plan
 
-__all__ = ["MOST_BLOCKS", "Pages", "Part", "Piece", "PoolMap", "Ranges", "cut_job", "find_pages", "split_pages"]
+__all__ = [
+    "MOST_BLOCKS",
+    "Pages",
+    "Part",
+    "Piece",
+    "PoolMap",
+    "Ranges",
+    "cut_by_layer",
+    "cut_job",
+    "find_pages",
+    "find_stages",
+    "split_pages",
+]
 
 Ints = npt.NDArray[np.int64]
 
 MOST_BLOCKS = 4096
 """In one piece: what the kernel is told of them is kept in pinned memory."""
+_STAGES = (1 / 4, 1 / 2, 3 / 4, 15 / 16, 1)
+"""Shares of the layers that are in after each stage. The last one is short: whoever computes meanwhile has only that left."""
 _LEAST_BYTES = 8 << 20  # takes the bus longer than it takes us to enqueue the next piece
 
 
@@ -75,11 +91,12 @@ class Ranges(NamedTuple):
     size: Ints
 
 
-def find_pages(kv_caches: CanonicalKVCaches, group: int) -> Pages:
-    """Return the pages of a group. Pages that are neighbours in every block are one."""
+def find_pages(kv_caches: CanonicalKVCaches, group: int, first: int = 0, last: int | None = None) -> Pages:
+    """Return the pages of a group, or of its refs `[first, last)`. Pages that are neighbours in every block are one."""
     found: list[list[int]] = []
-    offset = 0
-    for ref in kv_caches.group_data_refs[group]:
+    refs = kv_caches.group_data_refs[group]
+    offset = sum(ref.page_size_bytes for ref in refs[:first])
+    for ref in refs[first:last]:
         tensor = kv_caches.tensors[ref.tensor_idx].tensor
         base, stride, size = tensor.data_ptr(), tensor.stride(0), ref.page_size_bytes
         if found and found[-1][:2] == [base - found[-1][2], stride]:
@@ -105,6 +122,16 @@ def split_pages(pages: Pages, part_bytes: int, direct_bytes: int) -> tuple[Part,
         total += size
     ends = [*starts[1:], len(pages.size)]
     return tuple(_part(pages.select(*span), bool(direct[span[0]])) for span in zip(starts, ends, strict=True))
+
+
+def find_stages(kv_caches: CanonicalKVCaches, group: int) -> tuple[list[Pages | None], dict[str, int]]:
+    """Return the pages of each stage of a group, `None` for an empty one, and the stage after which each layer is in."""
+    layers = kv_caches.layer_ends[group]
+    ends = sorted(set(layers.values()))
+    bounds = [ends[count - 1] if (count := round(share * len(ends))) else 0 for share in _STAGES]
+    spans = pairwise([0, *bounds])
+    pages = [find_pages(kv_caches, group, first, last) if first < last else None for first, last in spans]
+    return pages, {name: next(i for i, bound in enumerate(bounds) if bound >= end) for name, end in layers.items()}
 
 
 def _part(pages: Pages, direct: bool) -> Part:
@@ -138,6 +165,28 @@ def _cut_large_job(plan: Plan, parts: Sequence[Sequence[Part]], piece_bytes: int
                 yield Piece(part, first, last, last - first if part is some[-1] else 0)
             left -= (last - first) * block
             first, limit = last, max(min(4 * limit, 3 * left // 4), least)
+
+
+def cut_by_layer(
+    plan: Plan, stages: Sequence[Sequence[Sequence[Part]]], piece_bytes: int
+) -> tuple[list[Piece], list[int]]:
+    """Return the pieces of a job stage after stage, and how many of them there are up to the end of each stage.
+
+    A stage has parts for each group. No block has arrived before the last piece.
+    """
+    spans = list(pairwise(np.searchsorted(plan.groups, np.arange(len(stages[0]) + 1)).tolist()))
+    pieces: list[Piece] = []
+    ends = []
+    for stage in stages:
+        for parts, (start, end) in zip(stage, spans, strict=True):
+            for part in parts:
+                most = max(1, min(piece_bytes // part.bytes, MOST_BLOCKS))
+                step = -(-(end - start) // -(-(end - start) // most)) if end > start else 1  # all about as long
+                pieces += [Piece(part, first, min(first + step, end), 0) for first in range(start, end, step)]
+        ends.append(len(pieces))
+    if pieces:
+        pieces[-1] = pieces[-1]._replace(completes=len(plan))
+    return pieces, ends
 
 
 class PoolMap:
