@@ -95,6 +95,9 @@ class Outcome:
     from_tiers: int = 0
     preemptions: int = 0
     steps: int = 0
+    ahead: int = 0
+    """Steps that were computed ahead of a load, and used."""
+    ahead_in_vain: int = 0
     stats: ConnectorStats = field(default_factory=ConnectorStats)
 
 
@@ -187,6 +190,7 @@ def run(
             outcome.steps += 1
         engine.drain()
         engine.check()
+        outcome.ahead, outcome.ahead_in_vain = engine.ahead.used, engine.ahead.runs - engine.ahead.used
         _expect_nothing_left(engine, outcome)
     return outcome
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from kvtier.config import KVTierConfig
 from kvtier.demo.models import QUICK_MODEL
 from kvtier.engine import Decoder, Engine, EngineConfig, ModelConfig, SamplingParams, model, random_weights
 from kvtier.engine.model import Batch, SequenceSlice
+from kvtier.transfer import cuda
 from kvtier.transfer.cuda import CudaHandler
 
 
@@ -52,8 +54,32 @@ def test_the_tier_gives_the_same_tokens(kv_layout: str, blocks_per_chunk: int) -
         tiered.drain()
         tiered.check()
     assert loaded > 1000
+    assert tiered.ahead.used > 8
     tiered.close()
     plain.close()
+
+
+@pytest.mark.parametrize("kv_layout", ["blocks_first", "kv_first"])
+def test_computing_ahead_of_a_load_changes_nothing(kv_layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 with graphs, loads layer by layer and stage by stage; once more with nothing computed ahead."""
+    monkeypatch.setattr(cuda, "CudaMemory", partial(cuda.CudaMemory, stage_bytes=1))
+    kvtier = KVTierConfig.from_dict({"cpu": {"capacity": "64MiB"}, "load_if_faster": False})
+    config = EngineConfig(
+        num_blocks=80, max_num_batched_tokens=64, device="cuda", dtype="bfloat16", kv_layout=kv_layout
+    )
+    model = QUICK_MODEL | {"head_dim": 64, "num_hidden_layers": 8}
+    tokens: dict[bool, list[list[int]]] = {}
+    for ahead in (True, False):
+        if not ahead:
+            monkeypatch.setattr(Engine, "_compute_ahead", lambda *_: None)
+        with Engine.from_config(model, config, kvtier) as engine:
+            outputs = [engine.generate([each], SamplingParams(max_tokens=8))[0] for each in prompts(12) * 2]
+            engine.drain()
+            engine.check()
+            assert sum(output.source.tiers.get("cpu", 0) for output in outputs if output.source) > 1000
+            assert (engine.ahead.used > 8) == ahead
+        tokens[ahead] = [output.token_ids for output in outputs]
+    assert tokens[True] == tokens[False]
 
 
 @pytest.mark.parametrize("window", [None, 24])

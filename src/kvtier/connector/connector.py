@@ -137,9 +137,20 @@ class OffloadingConnector:
         """Make sure that no running store reads a block which this step overwrites. Comes first in a step."""
         self._worker.handle_preemptions(metadata)
 
-    def start_load_kv(self, forward_context: Any = None, **kwargs: Any) -> None:
-        """Start this step's loads."""
-        self._worker.start_load_kv(self._bound())
+    def start_load_kv(self, forward_context: Any = None, *, by_layer: bool = False, **kwargs: Any) -> None:
+        """Start this step's loads; `by_layer`: the first layers first, for an engine that will `await_layer`."""
+        self._worker.start_load_kv(self._bound(), by_layer=by_layer)
+
+    def await_layer(self, req_id: ReqId, layer_name: str, timeout: float) -> bool:
+        """Let what the caller does next find a layer of a request's load in place; say whether that could be done.
+
+        For an engine that computes ahead of what it has been told: the result is good only if the load succeeds.
+        """
+        return self._worker.await_layer(req_id, layer_name, timeout)
+
+    def is_storing(self, block_ids: set[int]) -> bool:
+        """Say whether a running store reads one of these blocks. Who computes ahead must not write there."""
+        return self._worker.is_storing(block_ids)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: a request is not scheduled before its load is over."""

@@ -90,6 +90,8 @@ class StepView:
     preempted_req_ids: set[ReqId] = field(default_factory=set)
     finished_req_ids: set[ReqId] = field(default_factory=set)
     """Requests for which `request_finished` was called since the last step."""
+    computed_ahead: bool = False
+    """It has been computed before it was scheduled, so that the time it takes says nothing."""
 
 
 def yield_req_data(step: StepView) -> Iterator[tuple[ReqId, BlockIds, bool]]:

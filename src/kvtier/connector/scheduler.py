@@ -209,7 +209,7 @@ class OffloadingConnectorScheduler:
             meta.reqs_to_store[job.req_id] = spec
             meta.store_jobs[job.req_id] = job.job_id
         self._allocated = set()
-        self._timer.begin(self._clock(), sum(step.num_scheduled_tokens.values()))
+        self._timer.begin(self._clock(), 0 if step.computed_ahead else sum(step.num_scheduled_tokens.values()))
         return meta
 
     def _update_blocks(self, step: StepView) -> None:

@@ -68,10 +68,24 @@ class OffloadingConnectorWorker:
             if jobs and not handler.wait(jobs, _FLUSH_SECONDS):
                 handler.cancel(jobs)
 
-    def start_load_kv(self, metadata: OffloadingConnectorMetadata) -> None:
-        """Start this step's loads."""
+    def start_load_kv(self, metadata: OffloadingConnectorMetadata, *, by_layer: bool = False) -> None:
+        """Start this step's loads, `by_layer` if somebody will `await_layer`."""
         for req_id, spec in metadata.reqs_to_load.items():
-            self._start(self._loads, metadata.load_jobs[req_id], req_id, spec)
+            self._start(self._loads, metadata.load_jobs[req_id], req_id, spec, by_layer=by_layer)
+
+    def await_layer(self, req_id: ReqId, layer: str, timeout: float) -> bool:
+        """Let what the caller does next find a layer of a request's load in place; say whether that could be done.
+
+        It is good for what is used only if the load succeeds. On a device the caller's stream waits, not the caller.
+        """
+        for job_id, load in self._loads.items():
+            if load.req_id == req_id:
+                return load.handler.await_layer(job_id, layer, timeout)
+        return False
+
+    def is_storing(self, block_ids: set[int]) -> bool:
+        """Say whether a running store reads one of these blocks."""
+        return any(not block_ids.isdisjoint(_gpu_end(store.spec).block_ids.tolist()) for store in self._stores.values())
 
     def start_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
         """Start this step's stores. The forward pass has been given to the device by now."""
@@ -126,7 +140,9 @@ class OffloadingConnectorWorker:
         self._handlers.clear()
         self.spec.shutdown()
 
-    def _start(self, jobs: dict[int, _Running], job_id: int, req_id: ReqId, spec: TransferSpec) -> None:
+    def _start(
+        self, jobs: dict[int, _Running], job_id: int, req_id: ReqId, spec: TransferSpec, *, by_layer: bool = False
+    ) -> None:
         handler = self._handlers.get((spec[0].medium(), spec[1].medium()))
         if handler is None:
             raise InputError(
@@ -134,7 +150,7 @@ class OffloadingConnectorWorker:
             )
         jobs[job_id] = _Running(req_id, spec, handler)
         try:
-            taken = handler.transfer_async(job_id, spec)
+            taken = (handler.transfer_by_layer if by_layer else handler.transfer_async)(job_id, spec)
         except KVTierError as error:
             logger.error("job %d of request %s could not be started: %s", job_id, req_id, error)
             taken = False
@@ -153,8 +169,11 @@ class OffloadingConnectorWorker:
         if result.success:
             return
         self._failed_loads.add(load.req_id)
-        destination = load.spec[1]
-        assert isinstance(destination, GPULoadStoreSpec)
-        ids = destination.block_ids.tolist()
+        ids = _gpu_end(load.spec).block_ids.tolist()
         missing = ids if result.failed_blocks is None else [ids[position] for position in result.failed_blocks]
         self._invalid_block_ids.update(missing)
+
+
+def _gpu_end(spec: TransferSpec) -> GPULoadStoreSpec:
+    (end,) = (end for end in spec if isinstance(end, GPULoadStoreSpec))
+    return end

@@ -5,10 +5,11 @@ A step schedules, computes and samples. The connector's calls stand around the f
 
     schedule    S.get_num_new_matched_tokens, S.update_state_after_alloc, for each request that comes in
     begin       S.build_connector_meta -> W.bind_connector_metadata, W.handle_preemptions, W.start_load_kv
-    forward
-    end         W.wait_for_save, W.get_finished, W.get_block_ids_with_load_errors, W.take_reports,
-                W.clear_connector_metadata -> S.update_connector_output
-    sample      S.request_finished, for each request that ends
+    forward     or, with nothing to run, W.is_storing, W.await_layer: ahead of the oldest load (`ahead`)
+    sample      W.wait_for_save comes first, so that stores run behind the forward pass
+    end         W.get_finished, W.get_block_ids_with_load_errors, W.take_reports, W.clear_connector_metadata
+                -> S.update_connector_output
+    append      S.request_finished, for each request that ends
 
 An engine of several processes carries the metadata to every worker and merges what they return with `OutputAggregator`; here
 both sides live in one process. Without kvtier there is no connector, and nothing else changes. One thread calls an engine.
@@ -17,17 +18,18 @@ both sides live in one process. Without kvtier there is no connector, and nothin
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 from torch import Tensor
 
 from kvtier.config import KVTierConfig, OffloadingConfig
 from kvtier.connector import ConnectorRole, Explanation, KVConnectorOutput, OffloadingConnector
+from kvtier.engine.ahead import Ahead, written_blocks
 from kvtier.engine.assembly import allocate_kv, describe_cache, make_batch, make_decoder
 from kvtier.engine.cache import KVCache, group_layers
 from kvtier.engine.config import EngineConfig
@@ -56,6 +58,15 @@ class Model(Protocol):
     def forward(
         self, batch: Batch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
     ) -> Tensor: ...
+
+
+@runtime_checkable
+class LayeredModel(Model, Protocol):
+    """A model that can wait for the KV of each layer, so that it computes while a load is on its way."""
+
+    def forward_by_layer(
+        self, batch: Batch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
+    ) -> Generator[str, None, Tensor]: ...
 
 
 class Publisher(Protocol):
@@ -100,6 +111,7 @@ class Engine:
         if kvtier is not None:
             self._connect(describe_cache(model.config, config, self.groups, kvtier, weights_id), spec_factory)
         self._scheduler = Scheduler(config, self._cache, self.connector)
+        self.ahead = Ahead()
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
         self._publisher = publisher
@@ -206,9 +218,16 @@ class Engine:
         """Compute one batch and return an output for each request that got a token. Without a batch, wait for transfers."""
         step = self._scheduler.schedule()
         self._begin_transfers(step)
-        logits = self._forward(step.chunks) if step.chunks else None
+        tokens: list[int] = []
+        if step.chunks:
+            logits = self._forward(step.chunks)
+            self._begin_stores()
+            tokens = self._sample(step.chunks, logits)
+        else:
+            self._begin_stores()
+            self._idle()
         self._end_transfers(step)
-        outputs = [] if logits is None else self._take_tokens(step.chunks, logits)
+        outputs = self._take_tokens(step.chunks, tokens)
         self._publish()
         return outputs
 
@@ -216,18 +235,42 @@ class Engine:
         """Tell the connector what is scheduled; loads start, and stores that read what is about to be overwritten end."""
         if self.connector is None or self.worker is None:
             return
+        step.view.computed_ahead = self.ahead.has(step.chunks)
         metadata = self.connector.build_connector_meta(step.view)
         self.worker.bind_connector_metadata(metadata)
         self.worker.handle_preemptions(metadata)
-        self.worker.start_load_kv()
+        self.worker.start_load_kv(by_layer=not step.chunks)
+
+    def _begin_stores(self) -> None:
+        if self.worker is not None:
+            self.worker.wait_for_save()
+
+    def _idle(self) -> None:
+        """Compute ahead of the oldest load, if that can be done, and wait for a transfer to end, but not for long."""
+        if self.worker is not None:
+            until = time.monotonic() + _IDLE_SECONDS
+            self._compute_ahead(self.worker, until)
+            self.worker.wait_for_transfers(max(0.0, until - time.monotonic()))
+
+    def _compute_ahead(self, worker: OffloadingConnector, until: float) -> None:
+        chunk = self._scheduler.foresee() if isinstance(self.model, LayeredModel) else None
+        if chunk is None or self.ahead.has([chunk]):
+            return
+        if worker.is_storing(written_blocks(chunk, self.config.block_size)):
+            return  # nobody has told the connector that these blocks are to be written
+
+        def arrives(layer: str) -> bool:
+            return worker.await_layer(chunk.request.request_id, layer, max(0.0, until - time.monotonic()))
+
+        assert isinstance(self.model, LayeredModel)
+        batch = make_batch([chunk], len(self.groups), self.config.block_size, self.config.device)
+        layers = self.model.forward_by_layer(batch, self.kv_caches, self._group_of_layer, self.config.block_size)
+        self.ahead.run(chunk, layers, arrives)
 
     def _end_transfers(self, step: Step) -> None:
-        """Start the step's stores behind the forward pass, and take in which transfers are over."""
+        """Take in which transfers are over."""
         if self.connector is None or self.worker is None:
             return
-        self.worker.wait_for_save()
-        if not step.chunks:
-            self.worker.wait_for_transfers(_IDLE_SECONDS)
         sending, recving = self.worker.get_finished(step.view.finished_req_ids)
         invalid = self.worker.get_block_ids_with_load_errors()
         output = KVConnectorOutput(sending, recving, invalid, self.worker.take_reports())
@@ -236,19 +279,26 @@ class Engine:
         self._scheduler.take_transfers(output)
 
     def _forward(self, chunks: list[Chunk]) -> Tensor:
+        computed = self.ahead.take(chunks)
+        if computed is not None:
+            return computed
         batch = make_batch(chunks, len(self.groups), self.config.block_size, self.config.device)
         return self.model.forward(batch, self.kv_caches, self._group_of_layer, self.config.block_size)
 
-    def _take_tokens(self, chunks: list[Chunk], logits: Tensor) -> list[RequestOutput]:
-        """Count the chunks as computed, and sample for those that ended with their request's last token."""
+    def _sample(self, chunks: list[Chunk], logits: Tensor) -> list[int]:
+        """Return a token for each chunk that ended with its request's last one. On a device, the step is over then."""
         rows = [row for row, chunk in enumerate(chunks) if chunk.is_last]
-        requests = [chunks[row].request for row in rows]
-        for chunk in chunks:
-            self._scheduler.finish_chunk(chunk)
         if not rows:
             return []
+        requests = [chunks[row].request for row in rows]
         generated = [request.num_tokens - request.num_prompt_tokens for request in requests]
-        tokens = sample(logits[rows], [request.params for request in requests], generated)
+        return sample(logits[rows], [request.params for request in requests], generated)
+
+    def _take_tokens(self, chunks: list[Chunk], tokens: list[int]) -> list[RequestOutput]:
+        """Count the chunks as computed, and give their requests the tokens that were sampled."""
+        requests = [chunk.request for chunk in chunks if chunk.is_last]
+        for chunk in chunks:
+            self._scheduler.finish_chunk(chunk)
         now = time.perf_counter()
         return [self._append(request, token, now) for request, token in zip(requests, tokens, strict=True)]
 
@@ -348,8 +398,9 @@ class Engine:
         if not 0 < len(prompt) < self.max_model_len:
             limit = f"{self.max_model_len - 1}, what {self.config.num_blocks} blocks and max_model_len leave room for"
             raise InputError(f"prompt: expected 1 to {limit}, got {len(prompt)} tokens")
-        if bad := [token for token in prompt if not 0 <= token < vocabulary]:
-            raise InputError(f"prompt: expected token ids from 0 to {vocabulary - 1}, got {bad[0]}")
+        if not 0 <= min(prompt) <= max(prompt) < vocabulary:
+            bad = next(token for token in prompt if not 0 <= token < vocabulary)
+            raise InputError(f"prompt: expected token ids from 0 to {vocabulary - 1}, got {bad}")
 
     def _find_max_model_len(self) -> int:
         asked, positions = self.config.max_model_len, self.model.config.max_position_embeddings

@@ -7,21 +7,24 @@ buffers of its own before each replay. Two kinds of steps have graphs, in half p
     up to 16 sequences of one row      decoding; padded to the next power of two
     one sequence of up to 16 rows      the end of a prompt whose beginning came from a cache; padded to 16
 
+A step is a few graphs, one after the other, each of some layers: so it can begin while the KV of the last layers is not there.
 Rows that pad write to the null block, which nobody reads. Logits are good until the next replay. One thread; other threads may
 use the device meanwhile, also while a graph is captured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from importlib.util import find_spec
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from kvtier.engine.model import Attention, Batch, Decoder, Pages
+from kvtier.engine.model import Attention, Batch, Decoder, Pages, run_to_end
+from kvtier.transfer.plan import stage_bounds
 
-__all__ = ["MOST_ROWS", "StepGraphs"]
+__all__ = ["MOST_ROWS", "StepGraph", "StepGraphs"]
 
 MOST_ROWS = 16
 _HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -33,7 +36,7 @@ class StepGraphs:
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self._caches: Mapping[str, Tensor] | None = None
-        self._graphs: dict[tuple[int, int], _StepGraph] = {}
+        self._graphs: dict[tuple[int, int], StepGraph] = {}
 
     @staticmethod
     def suit(decoder: Decoder) -> bool:
@@ -42,18 +45,18 @@ class StepGraphs:
         fits = decoder.config.head_dim in _HEAD_DIMS
         return decoder.device.type == "cuda" and half and fits and find_spec("triton") is not None
 
-    def forward(
+    def find(
         self, batch: Batch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
-    ) -> Tensor | None:
-        """Do what `Decoder.forward` does, or return `None` for a step that has no graph."""
+    ) -> StepGraph | None:
+        """Return what computes a batch, or `None` for a step that has no graph."""
         shape = _find_shape(batch)
         if shape is None:
             return None
         if self._caches is not kv_caches:
             self._caches, self._graphs = kv_caches, {}
         if shape not in self._graphs:
-            self._graphs[shape] = _StepGraph(self._decoder, *shape, kv_caches, group_of_layer, block_size)
-        return self._graphs[shape].replay(batch)
+            self._graphs[shape] = StepGraph(self._decoder, *shape, kv_caches, group_of_layer, block_size)
+        return self._graphs[shape]
 
 
 def _find_shape(batch: Batch) -> tuple[int, int] | None:
@@ -66,7 +69,7 @@ def _find_shape(batch: Batch) -> tuple[int, int] | None:
     return (1, MOST_ROWS) if count == 1 else None
 
 
-class _StepGraph:
+class StepGraph:
     """One shape of step. Its inputs are `[sequences * rows]`, its block tables `[sequences, blocks]`, for each group."""
 
     def __init__(
@@ -95,15 +98,18 @@ class _StepGraph:
 
             return attend
 
-        def run() -> Tensor:
+        def run() -> Generator[str, None, Tensor]:
             tokens, positions, *slots = self._inputs
-            hidden = decoder.run_layers(tokens, positions, slots, kv_caches, group_of_layer, block_size, attention)
+            layers = decoder.run_layers(tokens, positions, slots, kv_caches, group_of_layer, block_size, attention)
+            hidden = yield from layers
             return decoder.logits(hidden[self._last])
 
-        self._graph, self._logits = _capture(run, device)
+        self._layers = [config.layer_names[first:last] for first, last in _stages(config.num_layers)]
+        warm_up, steps = run(), run()
+        self._graphs, self._logits = _capture(warm_up, steps, [len(names) for names in self._layers], device)
 
-    def replay(self, batch: Batch) -> Tensor:
-        """Compute a batch of at most this shape."""
+    def replay(self, batch: Batch) -> Generator[str, None, Tensor]:
+        """Compute a batch of at most this shape. Yields the layers that come next, and returns the logits."""
         count = len(batch.tokens)
         self._inputs.zero_()
         torch.stack((batch.tokens, batch.positions, *batch.slots), out=self._inputs[:, :count])
@@ -112,19 +118,35 @@ class _StepGraph:
                 table[index, : len(blocks)] = blocks
         ends = [sequence.end - 1 for sequence in batch.sequences]
         self._last[: len(ends)] = torch.tensor(ends, device=self._last.device)
-        self._graph.replay()
+        for names, graph in zip(self._layers, self._graphs, strict=True):
+            yield from names
+            graph.replay()
         return self._logits[: len(ends)]
 
 
-def _capture(run: Callable[[], Tensor], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """Capture a function; return the graph, and what the function returns in each replay."""
+def _stages(num_layers: int) -> list[tuple[int, int]]:
+    """Return the layers `[first, last)` of each graph: as those that a load brings together."""
+    return [(first, last) for first, last in pairwise([0, *stage_bounds(num_layers)]) if first < last]
+
+
+def _capture(
+    warm_up: Generator[str, None, Tensor], steps: Generator[str, None, Tensor], sizes: list[int], device: torch.device
+) -> tuple[list[torch.cuda.CUDAGraph], Tensor]:
+    """Capture a forward pass in graphs of some layers each; return them, and its result after each replay of all."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
-    graph = torch.cuda.CUDAGraph()
+    graphs: list[torch.cuda.CUDAGraph] = []
     with torch.inference_mode():
         with torch.cuda.stream(stream):
-            run()  # kernels are compiled and libraries set up here, which cannot be captured
+            run_to_end(warm_up)  # kernels are compiled and libraries set up here, which cannot be captured
         stream.synchronize()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            out = run()
-    return graph, out
+        pool = torch.cuda.graph_pool_handle()
+        for size in sizes[:-1]:
+            graphs.append(torch.cuda.CUDAGraph())
+            with torch.cuda.graph(graphs[-1], pool=pool, stream=stream, capture_error_mode="thread_local"):
+                for _ in range(size + (len(graphs) == 1)):  # the first also goes up to the first layer
+                    next(steps)
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1], pool=pool, stream=stream, capture_error_mode="thread_local"):
+            out = run_to_end(steps)
+    return graphs, out

@@ -14,11 +14,11 @@ Threads: one at a time; the weights are never written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,7 @@ __all__ = [
     "Pages",
     "RopeConfig",
     "SequenceSlice",
+    "run_to_end",
     "split_kv",
     "weight_shapes",
 ]
@@ -242,6 +243,19 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
+T = TypeVar("T")
+
+
+def run_to_end(steps: Generator[object, None, T]) -> T:
+    """Run what stops here and there without stopping, and return what it returns."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            value: T = end.value
+            return value
+
+
 class Decoder:
     """A model's weights on a device, ready to run. `dtype` is that of the KV caches, `compute_dtype` of the rest."""
 
@@ -284,18 +298,29 @@ class Decoder:
 
         Logits are float32, or `compute_dtype` where that is wider. `kv_caches` are keyed by `config.layer_names`.
         """
+        return run_to_end(self.forward_by_layer(batch, kv_caches, group_of_layer, block_size))
+
+    def forward_by_layer(
+        self, batch: Batch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
+    ) -> Generator[str, None, Tensor]:
+        """Do what `forward` does, stopping before each layer: its name is yielded when its cache is about to be read."""
         if self.graphs is not None:
-            logits = self.graphs.forward(batch, kv_caches, group_of_layer, block_size)
-            if logits is not None:
-                return logits
+            graph = self.graphs.find(batch, kv_caches, group_of_layer, block_size)
+            if graph is not None:
+                return (yield from graph.replay(batch))
         last = torch.tensor([sequence.end - 1 for sequence in batch.sequences], device=self.device)
-        return self.logits(self.hidden(batch, kv_caches, group_of_layer, block_size)[last])
+        hidden = yield from self._hidden_by_layer(batch, kv_caches, group_of_layer, block_size)
+        return self.logits(hidden[last])
 
     def hidden(
         self, batch: Batch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
     ) -> Tensor:
         """Do what `forward` does up to the last layer, and return the hidden state of every row."""
+        return run_to_end(self._hidden_by_layer(batch, kv_caches, group_of_layer, block_size))
 
+    def _hidden_by_layer(
+        self, batch: Batch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
+    ) -> Generator[str, None, Tensor]:
         def attention(group: int, window: int | None, stride: int) -> Attention:
             return partial(_attend_spans, _plan(batch, group, window, block_size, stride, self.compute_dtype))
 
@@ -313,8 +338,11 @@ class Decoder:
         group_of_layer: Sequence[int],
         block_size: int,
         attention: Callable[[int, int | None, int], Attention],
-    ) -> Tensor:
-        """Run rows through all layers. `attention(group, window, stride)` attends for those over pages with that stride."""
+    ) -> Generator[str, None, Tensor]:
+        """Run rows through all layers, yielding the name of each before it, and return their hidden state.
+
+        `attention(group, window, stride)` attends for those over pages with that stride.
+        """
         angles = positions.to(torch.float64)[:, None, None] * self._frequencies
         cos = torch.cat((angles, angles), dim=-1).cos().to(self.compute_dtype)
         sin = torch.cat((-angles, angles), dim=-1).sin().to(self.compute_dtype)
@@ -322,6 +350,7 @@ class Decoder:
         x = self._embedding[tokens]
         layers = zip(self._layers, self.config.layer_names, self.config.sliding_windows, group_of_layer, strict=True)
         for layer, name, window, group in layers:
+            yield name
             k, v = (Pages(pages) for pages in split_kv(kv_caches[name]))
             if (key := (group, window, k.stride)) not in steps:
                 writes = slots[group] // block_size * k.stride + slots[group] % block_size

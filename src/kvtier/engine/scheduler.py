@@ -178,6 +178,18 @@ class Scheduler:
             request.state = RequestState.LOADING
             insort(self.loading, request, key=_by_arrival)
 
+    def foresee(self) -> Chunk | None:
+        """Return what the oldest loading request will compute first if its load succeeds, with blocks for it.
+
+        `None`: nobody loads, or blocks are missing.
+        """
+        if not self.loading:
+            return None
+        request, size = self.loading[0], self._cache.block_size
+        start = min(request.load_end // size * size, request.num_tokens - 1)
+        end = min(request.num_tokens, start + self._config.max_num_batched_tokens)
+        return None if self._cache.extend(request.table, start, end) is None else Chunk(request, start, end)
+
     def take_transfers(self, output: KVConnectorOutput) -> None:
         """Take in which transfers are over: loaded requests run, and blocks that were held for a transfer are free."""
         for request in [request for request in self.loading if request.request_id in output.finished_recving]:

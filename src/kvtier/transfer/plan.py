@@ -22,11 +22,12 @@ import numpy.typing as npt
 from kvtier.errors import InputError
 from kvtier.transfer.base import NULL_BLOCK, CPULoadStoreSpec, GPULoadStoreSpec
 
-__all__ = ["Geometry", "Plan", "pair_blocks"]
+__all__ = ["Geometry", "Plan", "pair_blocks", "stage_bounds"]
 
 Ints = npt.NDArray[np.int64]
 
 _FEW = 64
+_STAGES = (8 / 32, 16 / 32, 22 / 32, 26 / 32, 29 / 32, 31 / 32, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,14 @@ class Plan:
             group = int(self.groups[start])
             for first in range(start, stop, longest[group]):
                 yield group, self.part(slice(first, min(stop, first + longest[group])))
+
+
+def stage_bounds(num_layers: int) -> list[int]:
+    """Return how many layers are there after each stage of a load that comes layer by layer.
+
+    Stages get shorter: while one comes in, whoever computes does the one before it, and has only the last left in the end.
+    """
+    return [round(share * num_layers) for share in _STAGES]
 
 
 def pair_blocks(gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, geometry: Geometry) -> Plan:

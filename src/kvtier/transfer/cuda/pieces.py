@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from kvtier.config import OffloadingConfig
 from kvtier.transfer.base import CanonicalKVCaches
-from kvtier.transfer.plan import Plan
+from kvtier.transfer.plan import Plan, stage_bounds
 
 __all__ = [
     "MOST_BLOCKS",
@@ -42,8 +42,6 @@ Ints = npt.NDArray[np.int64]
 
 MOST_BLOCKS = 4096
 """In one piece: what the kernel is told of them is kept in pinned memory."""
-_STAGES = (1 / 4, 1 / 2, 3 / 4, 15 / 16, 1)
-"""Shares of the layers that are in after each stage. The last one is short: whoever computes meanwhile has only that left."""
 _LEAST_BYTES = 8 << 20  # takes the bus longer than it takes us to enqueue the next piece
 
 
@@ -128,7 +126,7 @@ def find_stages(kv_caches: CanonicalKVCaches, group: int) -> tuple[list[Pages | 
     """Return the pages of each stage of a group, `None` for an empty one, and the stage after which each layer is in."""
     layers = kv_caches.layer_ends[group]
     ends = sorted(set(layers.values()))
-    bounds = [ends[count - 1] if (count := round(share * len(ends))) else 0 for share in _STAGES]
+    bounds = [ends[count - 1] if count else 0 for count in stage_bounds(len(ends))]
     spans = pairwise([0, *bounds])
     pages = [find_pages(kv_caches, group, first, last) if first < last else None for first, last in spans]
     return pages, {name: next(i for i, bound in enumerate(bounds) if bound >= end) for name, end in layers.items()}

@@ -1,0 +1,66 @@
+"""Computing ahead: what a request does behind its load, while the load is still on its way.
+
+An engine that has nothing else to do begins the forward pass of the request that it waits for. Each layer waits for its own KV
+only (`await_layer`), on a GPU on the device, so that when the last layer has arrived there is little left to compute. What
+comes of it is kept aside, and the next step uses it if that step computes the same tokens in the same blocks. It does so only
+if the load has succeeded: a load that failed leaves more to compute, and then nothing was lost but time that nobody wanted.
+
+    step n      load layers  0 ... 8 ... 16 ... 24 ... 31         no other request can run
+                compute           0-7 | 8-15 | 16-23 | 24-31
+    step n+1    the load is over: its tokens are scheduled, and their logits are there
+
+Until then the pass may have written the KV of the request's own next tokens, in blocks that nothing else reads. One thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+
+from torch import Tensor
+
+from kvtier.connector.metadata import BlockIds
+from kvtier.engine.scheduler import Chunk
+
+__all__ = ["Ahead", "written_blocks"]
+
+
+class Ahead:
+    """The logits of one chunk that was computed ahead, if any."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+        """How often something was computed ahead to its end."""
+        self.used = 0
+        """How often it served a step."""
+        self._chunk: Chunk | None = None
+        self._blocks: BlockIds = ()
+        self._logits: Tensor | None = None
+
+    def run(self, chunk: Chunk, layers: Generator[str, None, Tensor], arrives: Callable[[str], bool]) -> None:
+        """Compute a chunk as far as its layers arrive, and keep its logits if all do. Forgets the one before."""
+        self._chunk, self._blocks, self._logits = chunk, chunk.request.table.block_ids(), None
+        try:
+            while arrives(next(layers)):
+                pass
+            layers.close()
+        except StopIteration as end:
+            self._logits = end.value
+            self.runs += 1
+
+    def has(self, chunks: list[Chunk]) -> bool:
+        """Say whether it has the logits of a step that computes these chunks."""
+        there = self._logits is not None and chunks == [self._chunk]
+        return there and chunks[0].request.table.rows == self._blocks
+
+    def take(self, chunks: list[Chunk]) -> Tensor | None:
+        """Return the logits of a step, `None` if it must be computed. Whatever was computed ahead is forgotten."""
+        logits = self._logits if self.has(chunks) else None
+        self.used += logits is not None
+        self._chunk, self._blocks, self._logits = None, (), None
+        return logits
+
+
+def written_blocks(chunk: Chunk, block_size: int) -> set[int]:
+    """Return the blocks into which a chunk's own KV goes."""
+    first, last = chunk.start // block_size, (chunk.end - 1) // block_size
+    return {block for row in chunk.request.table.rows for block in row[first : last + 1]}
