@@ -18,8 +18,9 @@ PEER := .venv-vllm/bin
 ENGINE := .venv/engine.stamp
 DEV := .venv/dev.stamp
 VLLM := .venv-vllm/vllm.stamp
-BUILD := pyproject.toml src/kvtier/_chain.c src/kvtier/_events.c src/kvtier/_pages.c src/kvtier/_slots.c
+BUILD := pyproject.toml src/kvtier/_blocks.h src/kvtier/_chain.c src/kvtier/_cuda.c src/kvtier/_events.c src/kvtier/_pages.c src/kvtier/_slots.c
 VLLM_VERSION := 0.32.0
+SGLANG := $(addprefix .venv-vllm/sglang/,0.5.9 0.5.23)
 RESULTS := build/bench
 
 .PHONY: help install demo test test-vllm check bench bench-gpu clean
@@ -35,7 +36,7 @@ demo: $(ENGINE) ## See KV that the GPU forgot come back: same tokens, sooner.
 test: $(DEV) ## Run all tests. ARGS='-k keys' selects some.
 	$(BIN)/python -m pytest $(ARGS)
 
-test-vllm: $(VLLM) ## Run the tests inside vLLM's CPU build. ARGS as above.
+test-vllm: $(VLLM) $(SGLANG) ## Run the tests inside vLLM's CPU build. ARGS as above.
 	$(PEER)/python -m pytest --timeout 300 tests/vllm $(ARGS)
 
 check: $(DEV) ## Lint, format and type-check without changing anything.
@@ -92,3 +93,8 @@ $(VLLM): $(BUILD) | python
 	$(PEER)/pip install -r .venv-vllm/requirements.txt
 	$(PEER)/pip install -e . pytest pytest-timeout
 	@touch $@
+
+# For its event publisher alone, in the forms it had and has: none of the rest is imported, so nothing else is needed. There
+# is no wheel of a new one for every machine; the tests say what they skip.
+$(SGLANG): .venv-vllm/sglang/%: | $(VLLM)
+	$(PEER)/pip install --no-deps --no-compile --target $@ sglang==$* || echo "make: no SGLang $* for this machine" >&2

@@ -1000,7 +1000,7 @@ def test_without_replay_a_reconnected_stock_stream_is_not_trusted() -> None:
 
 def test_check_finds_a_false_claim() -> None:
     bench = ours()
-    bench.follower.state = State.EXACT
+    bench.follower.picture.state = State.EXACT
     with pytest.raises(IntegrityError, match="says exact"):
         bench.follower.check()
 

@@ -76,13 +76,11 @@ def source_of(publisher: ZmqEventPublisher, name: str = "p") -> Source:
 
 
 class StockPublisher(threading.Thread):
-    """Publishes and replays as vLLM or SGLang do: PUB and ROUTER, no marks, with or without the topic frame."""
+    """Publishes and replays as engines do: PUB and ROUTER, no marks, with or without topics. The real ones: tests/vllm."""
 
-    def __init__(
-        self, *, has_topic: bool = True, encoding: str = "map", live_frames: int = 3, is_inproc: bool = False
-    ) -> None:
+    def __init__(self, *, has_topic: bool = True, encoding: str = "map", is_inproc: bool = False) -> None:
         super().__init__(daemon=True)
-        self.has_topic, self.live_frames = has_topic, live_frames
+        self.topic = [b"kv-events"] if has_topic else []
         self.encoder = EventEncoder(encoding)
         self.ring: list[bytes] = []
         self.context = zmq.Context.instance()
@@ -101,7 +99,7 @@ class StockPublisher(threading.Thread):
             self.send(len(self.ring) - 1, self.ring[-1])
 
     def send(self, seq: int, payload: bytes) -> None:
-        self.pub.send_multipart([b"kv-events", seq.to_bytes(8, "big"), payload][-self.live_frames :])
+        self.pub.send_multipart([*self.topic, seq.to_bytes(8, "big"), payload])
 
     def run(self) -> None:
         stop = self.context.socket(zmq.PAIR)
@@ -116,26 +114,15 @@ class StockPublisher(threading.Thread):
 
     def _answer(self, client: bytes, empty: bytes, request: bytes) -> None:
         start = int.from_bytes(request, "big")
-        head = [client, empty, b"kv-events"] if self.has_topic else [client, empty]
         for seq, payload in list(enumerate(self.ring))[min(start, len(self.ring)) :]:
-            self.router.send_multipart([*head, seq.to_bytes(8, "big"), payload])
-        end = [client, empty, b""] if self.has_topic else [client, empty]
-        self.router.send_multipart([*end, b"\xff" * 8, b""])
+            self.router.send_multipart([client, empty, *self.topic, seq.to_bytes(8, "big"), payload])
+        self.router.send_multipart([client, empty, *(b"" for _ in self.topic), b"\xff" * 8, b""])
 
     def stop(self) -> None:
         self.control.send(b"")
         self.join(PATIENCE)
         self.control.close(linger=0)
         self.pub.close(linger=0)
-
-
-@pytest.fixture(
-    params=[{}, {"has_topic": False, "encoding": "array"}, {"live_frames": 2}], ids=["vllm", "sglang", "bare"]
-)
-def stock(request: pytest.FixtureRequest) -> Iterator[StockPublisher]:
-    made = StockPublisher(**request.param)
-    yield made
-    made.stop()
 
 
 # -- frames ---------------------------------------------------------------------------------------------------------------
@@ -225,7 +212,8 @@ def test_updates_are_iterated_until_the_subscriber_is_closed(publisher: ZmqEvent
     assert subscriber.poll(0) == []
 
 
-def test_stock_publishers_are_followed_in_either_reply_form(stock: StockPublisher) -> None:
+def test_a_publisher_that_sends_as_little_as_any_is_followed() -> None:
+    stock = StockPublisher(has_topic=False, encoding="array")
     for i in range(20):
         stock.publish(i)
     pictures: dict[str, Picture] = {}
@@ -240,6 +228,7 @@ def test_stock_publishers_are_followed_in_either_reply_form(stock: StockPublishe
         assert {each for _, each in pictures["s"].held} == {*range(20), 100, 101, 102, 103}
         assert subscriber.status("s").kind is Kind.STOCK
         assert subscriber.status("s").counters.lost_batches == 0
+    stock.stop()
 
 
 def test_a_topic_selects_and_no_replay_endpoint_means_live_only() -> None:

@@ -253,7 +253,7 @@ def test_a_whole_number_is_a_time_too() -> None:
 
 
 def test_fewer_fields_than_the_newest_are_understood() -> None:
-    """The first vLLM with events, and SGLang, which sends no medium, as arrays; a map of what there must be."""
+    """The first vLLM with events and the first SGLang, as arrays; a map of what there must be."""
     values = {
         "type": "BlockStored",
         "block_hashes": [1, 2],
@@ -275,8 +275,25 @@ def test_sglang_goes_its_own_way_behind_the_medium(slot: Any, tokens: bool) -> N
     assert batch.skipped == 0
     assert isinstance(first, BlockStored)
     assert (first.block_hashes, first.medium, first.block_size, first.lora_name) == ([1, 2], "CPU_PINNED", 1, None)
+    assert first.token_ids == ([5, 6] if tokens else [])
     assert isinstance(second, BlockRemoved)
     assert (second.block_hashes, second.medium) == ([3], "DISK")
+
+
+@pytest.mark.parametrize("tokens", [True, False])
+@pytest.mark.parametrize(("besides", "keys"), [({}, ("s",)), ({"lora_name": "a"}, ("a", "s"))])
+def test_sglangs_salt_is_an_extra_key_of_a_chains_first_block(
+    besides: dict[str, str], keys: tuple[str, ...], tokens: bool
+) -> None:
+    """As a field of maps (since 0.5.20) and behind the medium of arrays (0.5.18 and 0.5.19)."""
+    names = ("type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id")
+    as_map = dict(zip(names, STORED, strict=True)) | {"medium": "GPU", "cache_salt": "s"}
+    begins = [as_map | besides] if besides else [as_map, [*STORED, "GPU", {"cache_salt": "s"}]]
+    for first in begins:
+        batch = decode_batch(pack(first, as_map | {"parent_block_hash": 2}, as_map | {"cache_salt": 5}), tokens)
+        assert [each.extra_keys for each in batch.events if isinstance(each, BlockStored)] == [[keys, None], None, None]
+        assert batch.events[0].token_ids == ([5, 6] if tokens else [])  # type: ignore[union-attr]
+        assert batch.skipped == 0
 
 
 @pytest.mark.parametrize("form", [list, dict])

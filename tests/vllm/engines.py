@@ -15,8 +15,6 @@ from typing import Any
 
 from tests.vllm.models import VOCAB
 
-from kvtier.connector.jobs import LoadJob
-
 BLOCK = 32
 """Tokens of a block: the least that vLLM's CPU backend takes."""
 
@@ -122,8 +120,7 @@ class Engine:
     @property
     def loading(self) -> int:
         """Loads on their way."""
-        jobs = self.connector._connector.connector_scheduler._jobs.values()
-        return sum(isinstance(job, LoadJob) for job in jobs)
+        return len(list(self.connector._connector.connector_scheduler._jobs.loads()))
 
     def count_preemptions(self) -> int:
         """Return the preemptions so far."""

@@ -89,9 +89,11 @@ def test_fields_that_are_read_are_there() -> None:
 def test_another_version_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     import vllm
 
+    import kvtier.integrations.vllm
+
     monkeypatch.setattr(vllm, "__version__", version)
     with pytest.raises(InputError, match=rf"vllm >=0\.32,<0\.33, but vllm {version} is installed") as caught:
-        runpy.run_module("kvtier.integrations.vllm")
+        runpy.run_path(str(kvtier.integrations.vllm.__file__))
     assert "\n" not in str(caught.value)
 
 
@@ -113,7 +115,7 @@ def test_a_bad_setting_stops_the_start_in_one_line(llama: Path, settings: dict[s
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What kvtier writes to vLLM's log. vLLM takes handlers away when an engine starts."""
-    from kvtier.integrations.vllm import logger
+    from kvtier.integrations.vllm.connector import logger
 
     lines: list[str] = []
     monkeypatch.setattr(logger, "info", lambda text, *values: lines.append(text % values))
@@ -164,9 +166,9 @@ def test_every_step_is_ended_once(engine: Engine) -> None:
 
 
 def test_every_counter_is_shown() -> None:
-    from kvtier.integrations.vllm import _COUNTERS
+    from kvtier.integrations.vllm.metrics import COUNTERS
 
-    assert _COUNTERS.keys() == {field.name for field in fields(ConnectorStats)}
+    assert COUNTERS.keys() == {field.name for field in fields(ConnectorStats)}
 
 
 def test_a_capacity_of_zero_is_said_once(llama: Path, said: list[str]) -> None:

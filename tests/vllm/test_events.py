@@ -129,7 +129,7 @@ def test_an_image_is_an_extra_key_of_its_blocks() -> None:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
 
-    from kvtier.integrations.vllm import _describe_blocks
+    from kvtier.integrations.vllm.translate import describe_blocks
 
     def image(name: str, offset: int, length: int) -> MultiModalFeatureSpec:
         where = PlaceholderRange(offset=offset, length=length)
@@ -143,7 +143,7 @@ def test_an_image_is_an_extra_key_of_its_blocks() -> None:
         mm_features=[image("cat", 5, 20), image("dog", 40, 4)],
         cache_salt="tenant",
     )
-    first, second = _describe_blocks(request, 0, 32, 16), _describe_blocks(request, 32, 64, 16)
+    first, second = describe_blocks(request, 0, 32, 16), describe_blocks(request, 32, 64, 16)
     assert first.extra_keys == [(("cat", 5), "tenant"), (("cat", -11),)]
     assert second.extra_keys == [(("dog", 8),), None]
     assert (list(second.token_ids), second.lora_id, second.lora_name) == (list(range(32, 64)), None, None)

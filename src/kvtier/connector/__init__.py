@@ -16,7 +16,8 @@ from kvtier.connector.metadata import (
     TransferReport,
     yield_req_data,
 )
-from kvtier.connector.scheduler import ConnectorStats, OffloadingConnectorScheduler
+from kvtier.connector.scheduler import OffloadingConnectorScheduler
+from kvtier.connector.stats import ConnectorStats
 from kvtier.connector.worker import OffloadingConnectorWorker
 from kvtier.transfer.base import TransferSpec
 

@@ -14,16 +14,15 @@ Everything runs on the scheduler thread; nothing waits and there are no locks.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from kvtier.config import Recompute
+from kvtier.connector.choice import Choice
 from kvtier.connector.cost import CostModel, StepTimer
 from kvtier.connector.explain import Explainer, Explanation
 from kvtier.connector.jobs import LoadJob, StoreJob, plan_load, plan_store, reordered
-from kvtier.connector.lookup import Match, match_prefix
+from kvtier.connector.lookup import match_prefix
 from kvtier.connector.metadata import (
     BlockIds,
     CachedRequest,
@@ -36,7 +35,10 @@ from kvtier.connector.metadata import (
     TransferReport,
     yield_req_data,
 )
+from kvtier.connector.running import RunningJobs
 from kvtier.connector.state import Geometry, GroupState, RequestState
+from kvtier.connector.stats import ConnectorStats
+from kvtier.connector.strikes import Strikes
 from kvtier.errors import IntegrityError
 from kvtier.events.tracker import Describe, OffloadingEventsTracker
 from kvtier.events.types import KVCacheEvent
@@ -44,31 +46,9 @@ from kvtier.keys import OffloadKey
 from kvtier.offload.base import MissReason, OffloadingSpec, ReqContext
 from kvtier.transfer.base import NULL_BLOCK, TransferSpec
 
-__all__ = ["ConnectorStats", "OffloadingConnectorScheduler"]
+__all__ = ["OffloadingConnectorScheduler"]
 
-_UNKNOWN_PATIENCE = 0.05  # how long to wait for a chunk while the price of computing it is not known
 _STORE_RETRY_STEPS = 16
-_STRIKES = 2  # loads of one chunk that may fail in a row before the chunk itself is blamed
-_MAX_STRUCK = 4096
-
-
-@dataclass(slots=True)
-class ConnectorStats:
-    """Totals since the start."""
-
-    loads: int = 0
-    loads_failed: int = 0
-    load_bytes: int = 0
-    stores: int = 0
-    stores_failed: int = 0
-    store_bytes: int = 0
-    waits: int = 0
-    not_worth: int = 0
-    flushes: int = 0
-    asked_tokens: int = 0
-    """Prompt tokens that the engine did not have, of requests that have run."""
-    loaded_tokens: int = 0
-    """Those of them that need not be computed."""
 
 
 class OffloadingConnectorScheduler:
@@ -86,14 +66,13 @@ class OffloadingConnectorScheduler:
         self._geometry = Geometry(spec.config)
         self._clock = clock
         self._requests: dict[ReqId, RequestState] = {}
-        self._jobs: dict[int, LoadJob | StoreJob] = {}
-        self._next_job = 0
+        self._jobs = RunningJobs()
+        self._choice = Choice(self._settings, self._geometry, self.cost, self._jobs, clock)
+        self._strikes = Strikes()
         self._step = 0
         self._timer = StepTimer()
         self._planned = OffloadingConnectorMetadata()
         self._allocated: set[int] = set()
-        self._loading: dict[OffloadKey, int] = {}
-        self._strikes: Counter[OffloadKey] = Counter()
         self._explainer = Explainer(self.manager)
         described = spec.config.enable_kv_cache_events and self._settings.self_describing_kv_events
         self._tracker = OffloadingEventsTracker(describe if described else None)
@@ -120,54 +99,15 @@ class OffloadingConnectorScheduler:
         if max_num_new_tokens is not None:
             limit = min(limit, num_computed_tokens + max_num_new_tokens)
         match = match_prefix(self._geometry, self.manager, state, limit)
-        if self._should_wait(state, match):
+        if self._choice.should_wait(state, match):
             self.stats.waits += 1
             return None, False
         state.waiting_since = None
-        end = match.end if self._worth_loading(state, match) else state.local
+        is_worth = self._choice.is_worth_loading(state, match)
+        self.stats.not_worth += not is_worth
+        end = match.end if is_worth else state.local
         self._explainer.note_match(state, match, end)
         return end - state.local, end > state.local
-
-    def _should_wait(self, state: RequestState, match: Match) -> bool:
-        """Say whether the request should be asked about later: a chunk is on its way and worth the wait."""
-        tokens, known_to_take = 0, 0.0
-        if match.pending:
-            tokens = state.view.num_tokens - match.end
-        elif (job := self._shared_load(state, match.end)) is not None:
-            tokens = match.end - state.local
-            known_to_take = self._seconds_left(job)
-        if tokens == 0:
-            return False
-        now = self._clock()
-        if state.waiting_since is None:
-            state.waiting_since = now
-        compute = self.cost.compute_seconds(tokens)
-        patience = min(self._settings.load_deadline, _UNKNOWN_PATIENCE if compute is None else compute)
-        return known_to_take <= patience and now - state.waiting_since < patience
-
-    def _shared_load(self, state: RequestState, end: int) -> LoadJob | None:
-        """Return the running load of another request that brings the first chunk which this one needs."""
-        if end <= state.local:
-            return None
-        for group in state.groups:
-            first = group.geometry.first_needed(state.local, end) // group.geometry.chunk_size
-            job = self._jobs.get(self._loading.get(group.keys[first], -1))
-            if isinstance(job, LoadJob):
-                return job
-        return None
-
-    def _seconds_left(self, job: LoadJob) -> float:
-        expected = self.cost.load_seconds(job.num_bytes)
-        return 0.0 if expected is None else max(0.0, expected - (self._clock() - job.started))
-
-    def _worth_loading(self, state: RequestState, match: Match) -> bool:
-        if not self._settings.load_if_faster or match.end == state.local:
-            return True
-        queued = sum(job.num_bytes for job in self._jobs.values() if isinstance(job, LoadJob))
-        num_bytes = queued + self._geometry.load_bytes(state.local, match.end)
-        worth = self.cost.worth_loading(num_bytes, match.end - state.local)
-        self.stats.not_worth += not worth
-        return worth
 
     # -- loading -----------------------------------------------------------------------------------------------------------
 
@@ -182,20 +122,13 @@ class OffloadingConnectorScheduler:
     def _plan_load(self, state: RequestState, end: int) -> None:
         job = plan_load(self.spec.config, state, end)
         source = self.manager.prepare_load(job.keys, state.context)
-        self._start_job(job)
+        self._jobs.start(job, self._clock())
         state.load_job = job.job_id
         for group in state.groups:
             group.next_store = max(group.next_store, end // group.geometry.chunk_size)
-        self._loading.update(dict.fromkeys(job.keys, job.job_id))
         self._allocated |= job.block_ids
         self._planned.reqs_to_load[job.req_id] = (source, job.gpu_end)
         self._planned.load_jobs[job.req_id] = job.job_id
-
-    def _start_job(self, job: LoadJob | StoreJob) -> None:
-        self._next_job += 1
-        job.job_id = self._next_job
-        job.started = self._clock()
-        self._jobs[job.job_id] = job
 
     # -- one step ----------------------------------------------------------------------------------------------------------
 
@@ -204,7 +137,8 @@ class OffloadingConnectorScheduler:
         self._step += 1
         self._update_blocks(step)
         meta, self._planned = self._planned, OffloadingConnectorMetadata()
-        meta.jobs_to_flush = self._fenced_jobs()
+        meta.jobs_to_flush = self._jobs.stores_reading(self._allocated)
+        self.stats.flushes += len(meta.jobs_to_flush)
         for job, spec in self._get_reqs_to_store(step):
             meta.reqs_to_store[job.req_id] = spec
             meta.store_jobs[job.req_id] = job.job_id
@@ -251,17 +185,6 @@ class OffloadingConnectorScheduler:
         for group in state.groups:
             group.block_ids = []
 
-    def _fenced_jobs(self) -> set[int]:
-        if not self._allocated:
-            return set()
-        jobs = {
-            job.job_id
-            for job in self._jobs.values()
-            if isinstance(job, StoreJob) and not job.block_ids.isdisjoint(self._allocated)
-        }
-        self.stats.flushes += len(jobs)
-        return jobs
-
     # -- storing -----------------------------------------------------------------------------------------------------------
 
     def _get_reqs_to_store(self, step: StepView) -> Iterator[tuple[StoreJob, TransferSpec]]:
@@ -273,7 +196,7 @@ class OffloadingConnectorScheduler:
             if state is None or available < state.next_offer or self._step < state.retry_store_at:
                 continue
             state.extend_keys()
-            self._count_tokens(self._explainer.note_run(state))
+            self.stats.count_tokens(self._explainer.note_run(state))
             available = min(available, state.view.num_tokens)
             state.next_offer = self._geometry.next_chunk_end(available)
             wanted = self._chunks_to_store(state, available)
@@ -307,7 +230,7 @@ class OffloadingConnectorScheduler:
             return None
         taken = [{key: chunks[key] for key in output.keys_to_store if key in chunks} for chunks in wanted]
         job = plan_store(self.spec.config, state, taken)
-        self._start_job(job)
+        self._jobs.start(job, self._clock())
         state.store_jobs.add(job.job_id)
         self._describe_chunks(state, taken)
         return job, (job.gpu_end, reordered(output.store_spec, output.keys_to_store, job.keys))
@@ -334,53 +257,31 @@ class OffloadingConnectorScheduler:
             self.manager.take_events()  # nobody will, and they must not pile up
 
     def _take_report(self, report: TransferReport) -> None:
-        job = self._jobs.get(report.result.job_id)
-        if job is None:
-            return
-        job.take_result(report.result)
-        size, seconds = report.result.transfer_size, report.result.transfer_time
-        if isinstance(job, LoadJob) and report.result.success and size and seconds:
-            self.cost.note_load(size * self.spec.config.world_size, seconds)
-        if job.ranks_left == 0:
-            del self._jobs[job.job_id]
-            if isinstance(job, LoadJob):
+        result = report.result
+        job = self._jobs.take_result(result)
+        if isinstance(job, LoadJob):
+            if result.success and result.transfer_size and result.transfer_time:
+                self.cost.note_load(result.transfer_size * self.spec.config.world_size, result.transfer_time)
+            if job.ranks_left == 0:
                 self._complete_load(job)
-            else:
-                self._complete_store(job)
+        elif job is not None and job.ranks_left == 0:
+            self._complete_store(job)
 
     def _complete_load(self, job: LoadJob) -> None:
         self.manager.complete_load(job.keys)
-        for key in job.keys:
-            if self._loading.get(key) == job.job_id:
-                del self._loading[key]
-        self._blame_chunks(job)
-        self.stats.loads += 1
-        self.stats.loads_failed += bool(job.failed)
-        self.stats.load_bytes += 0 if job.failed else job.num_bytes
+        if guilty := self._strikes.blame(job):
+            self.manager.discard(guilty, MissReason.FAILED)
+        self.stats.count_load(job)
         state = self._requests.get(job.req_id)
         if state is None:
             return
         state.load_job = None
-        self._count_tokens(self._explainer.note_load(state, job, self._recompute))
+        self.stats.count_tokens(self._explainer.note_load(state, job, self._recompute))
         if job.failed:
             state.may_load, state.next_offer = False, 0
             for group in state.groups:
                 group.next_store = min(group.next_store, job.local // group.geometry.chunk_size)
         self._drop_if_done(state)
-
-    def _blame_chunks(self, job: LoadJob) -> None:
-        """Discard chunks whose bytes are wrong, or that fail again and again."""
-        if self._strikes:
-            for key in job.arrived_keys():
-                self._strikes.pop(key, None)
-        for index in job.failed:
-            key = job.keys[index]
-            self._strikes[key] += 1
-            if index in job.corrupt or self._strikes[key] >= _STRIKES:
-                self.manager.discard([key], MissReason.FAILED)
-                del self._strikes[key]
-        if len(self._strikes) > _MAX_STRUCK:
-            self._strikes.clear()
 
     def _complete_store(self, job: StoreJob) -> None:
         if job.failed:
@@ -389,19 +290,11 @@ class OffloadingConnectorScheduler:
         if self._tracker.enabled:
             self._translate_events()
             self._tracker.drop(job.keys)  # what was not announced by now failed, or was made absent meanwhile
-        self.stats.stores += 1
-        self.stats.stores_failed += bool(job.failed)
-        self.stats.store_bytes += 0 if job.failed else job.num_bytes
+        self.stats.count_store(job)
         state = self._requests.get(job.req_id)
         if state is not None:
             state.store_jobs.discard(job.job_id)
             self._drop_if_done(state)
-
-    def _count_tokens(self, explanation: Explanation | None) -> None:
-        if explanation is not None:
-            loaded = sum(explanation.from_tiers.values())
-            self.stats.asked_tokens += loaded + explanation.recomputed
-            self.stats.loaded_tokens += loaded
 
     # -- ending ------------------------------------------------------------------------------------------------------------
 
@@ -473,16 +366,15 @@ class OffloadingConnectorScheduler:
         """Raise `IntegrityError` if jobs and requests disagree, or the manager is broken."""
         self.manager.check()
         self._tracker.check()
-        loads = {job.job_id for job in self._jobs.values() if isinstance(job, LoadJob)}
+        self._jobs.check()
+        loads = {job.job_id for job in self._jobs.loads()}
         for state in self._requests.values():
             if state.load_job is not None and state.load_job not in loads:
                 raise IntegrityError(
                     f"request {state.view.request_id} waits for load {state.load_job}, which does not exist"
                 )
-            if not state.store_jobs <= self._jobs.keys():
+            if not all(job_id in self._jobs for job_id in state.store_jobs):
                 raise IntegrityError(f"request {state.view.request_id} holds blocks for stores that do not exist")
-        if not set(self._loading.values()) <= loads:
-            raise IntegrityError("a chunk is noted as being loaded by a load that does not exist")
 
     def shutdown(self) -> None:
         """Release the manager and the pool. Idempotent."""

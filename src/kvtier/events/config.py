@@ -42,7 +42,7 @@ class KVEventsConfig:
     - `heartbeat_interval`: seconds after which a silent publisher speaks, and the least time between two marks; `None`: never.
     - `clear_on_start`: tell consumers to forget what an earlier process published.
     - `sequence_file`: where the sequence number outlives the process; ranks above 0 append `.dp{rank}`.
-    - `replay_topic_frame`: whether replies carry the topic (vLLM 0.26 and later) or not (before, and SGLang).
+    - `replay_topic_frame`: whether replies carry the topic (vLLM 0.26, SGLang 0.5.22 and later) or not (before).
     - `max_fillers`, `long_replay`: beyond so many empty batches a replay from far back jumps to the buffer, or just ends.
     - `max_blocks_per_event`: cut stored events into parts of at most so many blocks.
     - `curve`: encrypt and authenticate both sockets.

@@ -1,7 +1,8 @@
 """The structs that events are read as before they are public ones: one per encoding, with and without tokens.
 
 The public events have the fields of the newest vLLM and demand them. Older versions and other engines send fewer, arrays
-besides maps, and SGLang's arrays differ behind the medium; the structs here read all of that and become public events.
+besides maps, and SGLang's arrays (up to 0.5.19) differ behind the medium; the structs here read all of that and become
+public events. Marks and SGLang's salts, which are no field of an event, are read by structs of their own.
 Nothing here keeps state: any thread may use it. `kvtier.events.wire` is what to call.
 """
 
@@ -14,10 +15,24 @@ import msgspec
 
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored, ExternalBlockHash, Mark
 
-__all__ = ["CARRIERS", "EACH", "MARK_KEY", "OUTER", "WHOLE", "Encoding", "Event", "Outer", "Reader", "encoding_of"]
+__all__ = [
+    "CARRIERS",
+    "EACH",
+    "MARK_KEY",
+    "OUTER",
+    "SALTS",
+    "SALT_KEY",
+    "WHOLE",
+    "Encoding",
+    "Event",
+    "Outer",
+    "Reader",
+    "encoding_of",
+]
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 MARK_KEY = "kvtier"
+SALT_KEY = "cache_salt"
 
 _T = TypeVar("_T")
 _MAP_HEADS = frozenset((*range(0x80, 0x90), 0xDE, 0xDF))
@@ -53,12 +68,20 @@ class _Tokenless(_Shape):
         return BlockStored(values[0], values[1], [], *values[3:])
 
 
-class _Core(_Tokenless):
-    """A stored event up to its medium, its tokens unread: what SGLang's arrays share with vLLM's."""
+class _Core(_Shape):
+    """A stored event up to its medium: what SGLang's arrays share with vLLM's."""
 
     def public(self) -> Event:
-        values: Any = msgspec.structs.astuple(self)
-        return BlockStored(values[0], values[1], [], values[3], values[4], values[5], None)
+        hashes, parent, tokens, size, lora, medium = cast(Any, msgspec.structs.astuple(self))
+        return BlockStored(hashes, parent, tokens, size, lora, medium, None)
+
+
+class _TokenlessCore(_Tokenless):
+    """The same with its tokens unread."""
+
+    def public(self) -> Event:
+        hashes, parent, _, size, lora, medium = cast(Any, msgspec.structs.astuple(self))
+        return BlockStored(hashes, parent, [], size, lora, medium, None)
 
 
 def _shape(kind: type[Event], form: Encoding, stored: type[_Shape]) -> type[_Shape]:
@@ -69,7 +92,7 @@ def _shape(kind: type[Event], form: Encoding, stored: type[_Shape]) -> type[_Sha
         fields.append((field.name, msgspec.Raw if unread else field.type, _LACKING.get(field.name)))
     made = msgspec.defstruct(
         kind.__name__,
-        fields[: _TO_MEDIUM[kind]] if stored is _Core else fields,
+        fields[: _TO_MEDIUM[kind]] if stored in (_Core, _TokenlessCore) else fields,
         bases=(stored if kind is BlockStored else _Shape,),
         namespace={"kind": kind},
         tag=kind.__name__,
@@ -140,14 +163,36 @@ class _ArrayCarrier(msgspec.Struct, tag="BlockRemoved", array_like=True, gc=Fals
         return self.slot.get(MARK_KEY)
 
 
+class _MapSalt(msgspec.Struct, tag="BlockStored", gc=False):
+    """A stored event of SGLang, as a map: what it says besides is the salt that its chain began with."""
+
+    salt: str = msgspec.field(name=SALT_KEY)
+
+
+class _ArraySalt(msgspec.Struct, tag="BlockStored", array_like=True, gc=False):
+    """The same as an array: the salt is behind the medium, in a map."""
+
+    block_hashes: Any
+    parent_block_hash: Any
+    token_ids: Any
+    block_size: Any
+    lora_id: Any
+    medium: Any
+    slot: dict[str, str]
+
+    @property
+    def salt(self) -> str | None:
+        return self.slot.get(SALT_KEY)
+
+
 _MAP = {tokens: _reader(Encoding.MAP, _Shape if tokens else _Tokenless) for tokens in (True, False)}
 _ARRAY = {tokens: _reader(Encoding.ARRAY, _Shape if tokens else _Tokenless) for tokens in (True, False)}
-_CORE = _reader(Encoding.ARRAY, _Core)
+_CORE = {tokens: _reader(Encoding.ARRAY, _Core if tokens else _TokenlessCore) for tokens in (True, False)}
 
 OUTER = msgspec.msgpack.Decoder(Outer[msgspec.Raw])
 
 WHOLE = {
-    True: (Reader(BlockStored, BlockRemoved, AllBlocksCleared), _ARRAY[True]),
+    True: (Reader(BlockStored, BlockRemoved, AllBlocksCleared), _ARRAY[True], _MAP[True]),
     False: (Reader(_shape(BlockStored, Encoding.MAP, _Tokenless), BlockRemoved, AllBlocksCleared), _ARRAY[False]),
 }
 """What reads a whole batch at once, with or without tokens, to be tried in turn."""
@@ -155,12 +200,17 @@ WHOLE = {
 EACH = {
     (Encoding.MAP, True): (_MAP[True], _MAP[False]),
     (Encoding.MAP, False): (_MAP[False],),
-    (Encoding.ARRAY, True): (_ARRAY[True], _CORE),
-    (Encoding.ARRAY, False): (_ARRAY[False], _CORE),
+    (Encoding.ARRAY, True): (_ARRAY[True], _CORE[True], _CORE[False]),
+    (Encoding.ARRAY, False): (_ARRAY[False], _CORE[False]),
 }
 """What reads one event of an encoding, with or without tokens, to be tried in turn. Tokens that are no numbers are left out."""
 
 CARRIERS: dict[Encoding, msgspec.msgpack.Decoder[Any]] = {
     Encoding.MAP: msgspec.msgpack.Decoder(_MapCarrier),
     Encoding.ARRAY: msgspec.msgpack.Decoder(_ArrayCarrier),
+}
+
+SALTS: dict[Encoding, msgspec.msgpack.Decoder[Any]] = {
+    Encoding.MAP: msgspec.msgpack.Decoder(_MapSalt),
+    Encoding.ARRAY: msgspec.msgpack.Decoder(_ArraySalt),
 }

@@ -328,7 +328,7 @@ class Subscriber(Generic[B]):
 
     def _status(self, link: Link[B]) -> SourceStatus:
         follower = link.follower
-        at, ts = follower.applied_at, follower.ts
+        at, ts = follower.picture.applied_at, follower.picture.ts
         return SourceStatus(
             name=link.source.name,
             state=follower.state,

@@ -21,7 +21,18 @@ from typing import NamedTuple, Protocol
 import msgspec
 import xxhash
 
-from kvtier.events.shapes import CARRIERS, EACH, MARK_KEY, OUTER, WHOLE, Encoding, Event, encoding_of
+from kvtier.events.shapes import (
+    CARRIERS,
+    EACH,
+    MARK_KEY,
+    OUTER,
+    SALT_KEY,
+    SALTS,
+    WHOLE,
+    Encoding,
+    Event,
+    encoding_of,
+)
 from kvtier.events.types import (
     MEDIUM_CPU,
     MEDIUM_GPU,
@@ -51,7 +62,7 @@ __all__ = [
 ]
 
 U64 = (1 << 64) - 1
-_MARK_BYTES = msgspec.msgpack.encode(MARK_KEY)
+_MARK_BYTES, _SALT_BYTES = msgspec.msgpack.encode(MARK_KEY), msgspec.msgpack.encode(SALT_KEY)
 _SHORT_HEAD = struct.Struct(">BBdB").pack
 _MIDDLE_HEAD = struct.Struct(">BBdBH").pack
 _LONG_HEAD = struct.Struct(">BBdBI").pack
@@ -235,7 +246,7 @@ def decode_batch(payload: bytes, tokens: bool = True) -> DecodedBatch:
 
     Raises `ValueError` where the payload is not a batch at all.
     """
-    if _MARK_BYTES not in payload:
+    if _MARK_BYTES not in payload and _SALT_BYTES not in payload:  # both would be read over
         for reader in WHOLE[tokens]:
             try:
                 batch = reader.batch(payload)
@@ -268,10 +279,23 @@ def _decode_event(raw: bytes, tokens: bool) -> Event | None:
     """Read one event, or at least which blocks it is about and where they are; return `None` where even that fails."""
     for reader in EACH[encoding_of(raw), tokens]:
         try:
-            return reader.event(raw)
+            event = reader.event(raw)
         except (ValueError, RecursionError):
             continue
+        return _salted(event, raw) if _SALT_BYTES in raw and isinstance(event, BlockStored) else event
     return None
+
+
+def _salted(event: BlockStored, raw: bytes) -> BlockStored:
+    """Return an event of SGLang with its salt where vLLM has it: among the extra keys of the block that begins a chain."""
+    try:
+        salt = SALTS[encoding_of(raw)].decode(raw).salt
+    except (ValueError, RecursionError):
+        return event
+    if not salt or event.extra_keys is not None or event.parent_block_hash is not None:
+        return event
+    first = (event.lora_name, salt) if event.lora_name else (salt,)
+    return msgspec.structs.replace(event, extra_keys=[first, *[None] * (len(event.block_hashes) - 1)])
 
 
 def _decode_mark(raw: bytes) -> Mark | None:

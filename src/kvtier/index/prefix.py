@@ -98,8 +98,8 @@ class PrefixIndex:
 
         `block_size` is the number of tokens in a block, and `seed` the engine's hash seed: both are needed for questions about
         tokens. `counting` is how workers announce blocks unless `add_worker` says otherwise: `set` once each, as kvtier does,
-        or `count` once for every copy, as vLLM does. `orphan_limit` is how many blocks of a worker may wait for their parent;
-        that matters with keys by XXH3 only, and they are not part of the budget.
+        or `count` once for every copy, as vLLM and SGLang do. `orphan_limit` is how many blocks of a worker may wait for
+        their parent; that matters with keys by XXH3 only, and they are not part of the budget.
         """
         if keys not in ("engine", "xxh3"):
             raise InputError(f"keys: expected engine or xxh3, got {keys!r}")

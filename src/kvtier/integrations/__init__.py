@@ -1,4 +1,4 @@
-"""kvtier inside other engines: one module for each, the only ones that import them.
+"""kvtier inside other engines: one module or package for each, the only ones that import them.
 
 An integration translates and decides nothing. It is imported by its engine, never by kvtier.
 """

@@ -1,3 +1,3 @@
-"""What `Subscriber` is made of. Nothing here is for use from outside; read `follower` first, then `facts`."""
+"""What `Subscriber` is made of; nothing here is for use from outside. Read `follower`, then `picture`, `facts`, `repair`."""
 
 __all__ = []

@@ -1,0 +1,73 @@
+"""Load, wait or compute: what is best for a request that could be loaded.
+
+A request waits only for what is on its way, and for no longer than computing it would take. Scheduler thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvtier.config import KVTierConfig
+from kvtier.connector.cost import CostModel
+from kvtier.connector.jobs import LoadJob
+from kvtier.connector.lookup import Match
+from kvtier.connector.running import RunningJobs
+from kvtier.connector.state import Geometry, RequestState
+
+__all__ = ["Choice"]
+
+_UNKNOWN_PATIENCE = 0.05  # how long to wait for a chunk while the price of computing it is not known
+
+
+class Choice:
+    """Chooses by what loads and steps have cost so far, and by what is under way."""
+
+    def __init__(
+        self,
+        settings: KVTierConfig,
+        geometry: Geometry,
+        cost: CostModel,
+        running: RunningJobs,
+        clock: Callable[[], float],
+    ) -> None:
+        self._settings, self._geometry = settings, geometry
+        self._cost, self._running, self._clock = cost, running, clock
+
+    def should_wait(self, state: RequestState, match: Match) -> bool:
+        """Say whether the request should be asked about later: a chunk is on its way and worth the wait."""
+        tokens, known_to_take = 0, 0.0
+        if match.pending:
+            tokens = state.view.num_tokens - match.end
+        elif (job := self._shared_load(state, match.end)) is not None:
+            tokens = match.end - state.local
+            known_to_take = self._seconds_left(job)
+        if tokens == 0:
+            return False
+        now = self._clock()
+        if state.waiting_since is None:
+            state.waiting_since = now
+        compute = self._cost.compute_seconds(tokens)
+        patience = min(self._settings.load_deadline, _UNKNOWN_PATIENCE if compute is None else compute)
+        return known_to_take <= patience and now - state.waiting_since < patience
+
+    def _shared_load(self, state: RequestState, end: int) -> LoadJob | None:
+        """Return the running load of another request that brings the first chunk which this one needs."""
+        if end <= state.local:
+            return None
+        for group in state.groups:
+            first = group.geometry.first_needed(state.local, end) // group.geometry.chunk_size
+            if (job := self._running.load_of(group.keys[first])) is not None:
+                return job
+        return None
+
+    def _seconds_left(self, job: LoadJob) -> float:
+        expected = self._cost.load_seconds(job.num_bytes)
+        return 0.0 if expected is None else max(0.0, expected - (self._clock() - job.started))
+
+    def is_worth_loading(self, state: RequestState, match: Match) -> bool:
+        """Say whether the load of a match, behind those that run, is expected to beat computing."""
+        if not self._settings.load_if_faster or match.end == state.local:
+            return True
+        queued = sum(job.num_bytes for job in self._running.loads())
+        num_bytes = queued + self._geometry.load_bytes(state.local, match.end)
+        return self._cost.worth_loading(num_bytes, match.end - state.local)

@@ -1,0 +1,282 @@
+"""vLLM's connector, of which it makes one beside its scheduler and one in each worker.
+
+Each holds the matching half of `OffloadingConnector` and gives vLLM's calls to it, translated. Called by the thread that runs
+vLLM's scheduler or worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed import kv_events
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, group_kernel_blocks
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvtier.config import OffloadingConfig
+from kvtier.connector import (
+    ConnectorRole,
+    KVConnectorOutput,
+    OffloadingConnector,
+    OffloadingConnectorMetadata,
+    TransferReport,
+)
+from kvtier.integrations.savings import Savings
+from kvtier.integrations.vllm.describe import describe_engine, summarize
+from kvtier.integrations.vllm.holders import Holders
+from kvtier.integrations.vllm.metrics import Counts, KVTierMetrics, KVTierStats
+from kvtier.integrations.vllm.translate import describe_blocks, step_view, translate_event
+from kvtier.offload import OffloadingSpec, OffloadingSpecFactory
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput as VllmConnectorOutput
+    from vllm.v1.request import Request
+
+__all__ = ["KVTierConnector", "KVTierMetadata", "KVTierWorkerMetadata", "logger"]
+
+logger = init_logger("vllm.kvtier")  # under vLLM's own logger: it gives others no handler
+
+_IDLE_SECONDS = 0.005  # how long a step without tokens may wait for a transfer
+
+
+@dataclass(slots=True)
+class KVTierMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """One step's orders to every worker. `idle`: the step computes nothing."""
+
+    orders: OffloadingConnectorMetadata
+    idle: bool
+
+
+@dataclass(slots=True)
+class KVTierWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """The reports of one rank or, aggregated, of all."""
+
+    reports: list[TransferReport] = field(default_factory=list)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVTierWorkerMetadata:
+        """Return the reports of both."""
+        return KVTierWorkerMetadata(self.reports + other.reports)
+
+
+class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """One half of kvtier's connector in vLLM's clothes."""
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        ours = ConnectorRole.SCHEDULER if role is KVConnectorRole.SCHEDULER else ConnectorRole.WORKER
+        config = describe_engine(vllm_config, kv_cache_config, ours)
+        self._groups = config.groups
+        self._kinds = [get_kv_cache_spec_kind(group.kv_cache_spec).value for group in kv_cache_config.kv_cache_groups]
+        self._windowed = any(group.sliding_window is not None for group in config.groups)
+        self._counts = Counts()
+        self._savings = Savings()
+        self._gpu_entries: Any = None
+        self._updated = False  # whether this step's output was taken in
+        self._holders = Holders(config.groups)
+        self._connector = OffloadingConnector(config, ours, self.make_spec(config), describe_blocks)
+        if ours is ConnectorRole.SCHEDULER:
+            _ask_for_recompute(vllm_config)
+            logger.info("%s", summarize(config))
+
+    def make_spec(self, config: OffloadingConfig) -> OffloadingSpec:
+        """Make what stores and loads. A subclass may use another one, e.g. with faults for a test."""
+        return OffloadingSpecFactory.create_spec(config)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Say no: a store that is lost is a later miss."""
+        return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Ask for nothing: in all of vLLM's layouts a layer's page of a block is dense."""
+        return None
+
+    # The scheduler's side.
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return how many more tokens can be loaded, and that loads are asynchronous."""
+        if _takes_tokens_back(request):
+            return 0, False
+        # With a whole prompt loaded vLLM computes its last token again, but has by then freed the block that this token
+        # sees at the far end of its window.
+        limit = request.num_tokens - 1 - num_computed_tokens if self._windowed else None
+        tokens, is_async = self._connector.get_num_new_matched_tokens(request, num_computed_tokens, limit)
+        if tokens is not None and self._holders.must_go_first(request, tokens, self._kv_cache_manager):
+            return None, False
+        return tokens, is_async
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Tell which blocks a request got; with external tokens, plan their load."""
+        if num_external_tokens:
+            self._holders.add(request)
+        if not _takes_tokens_back(request):
+            self._connector.update_state_after_alloc(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVTierMetadata:
+        """Return this step's orders for the workers."""
+        self._holders.discard(scheduler_output.num_scheduled_tokens)
+        orders = self._connector.build_connector_meta(step_view(scheduler_output))
+        return KVTierMetadata(orders, idle=not scheduler_output.num_scheduled_tokens)
+
+    def update_connector_output(self, connector_output: VllmConnectorOutput) -> None:
+        """Take in what all workers reported."""
+        self._updated = True
+        meta = connector_output.kv_connector_worker_meta
+        reports = [] if meta is None else meta.reports
+        self._connector.update_connector_output(KVConnectorOutput(reports=reports))
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """End a request of a model with one KV cache group."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """End a request. Its blocks may be freed: running stores that read them are fenced."""
+        self._holders.discard([request.request_id])
+        self._connector.request_finished(request, block_ids)
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        """Say whether the engine must keep stepping for transfers although it has no requests."""
+        return self._connector.has_pending_push_work()
+
+    def reset_cache(self) -> bool:
+        """Empty every tier."""
+        return self._connector.reset_cache()
+
+    def take_events(self) -> Iterable[kv_events.KVCacheEvent]:
+        """Take what changed in the tiers. After vLLM has cleared its own cache, take what they hold.
+
+        vLLM then tells listeners that all blocks are cleared and cannot say of which medium: they forget the tiers too.
+        """
+        entries = self._kv_cache_manager.block_pool.cached_block_hash_to_block  # a new object after a clear
+        cleared, self._gpu_entries = self._gpu_entries not in (None, entries), entries
+        events = self._connector.retell_events() if cleared else self._connector.take_events()
+        return [translate_event(event, self._kinds) for event in events]
+
+    def get_kv_connector_stats(self) -> KVTierStats | None:
+        """Take what was counted since the last call. On the scheduler's side vLLM calls it at the end of every step."""
+        if self._connector.connector_scheduler is None:
+            return None
+        if not self._updated:  # vLLM does not pass on that a step has ended with nothing to tell
+            self._connector.update_connector_output(KVConnectorOutput())
+        self._updated = False
+        stats = self._connector.connector_scheduler.stats
+        if (line := self._savings.line(stats)) is not None:
+            logger.info("%s", line)
+        return self._counts.take_changes(stats)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVTierStats:
+        """Make stats of what they were sent as."""
+        return KVTierStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: VllmConfig, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> KVTierMetrics:
+        """Make the counters of vLLM's /metrics."""
+        return KVTierMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # The worker's side.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Tell where vLLM keeps its KV. Layers that share another's cache belong to no group and are left out."""
+        num_blocks = self._kv_cache_config.num_blocks
+        names = {name for group in self._groups for name in group.layer_names}
+        self._connector.register_kv_caches(
+            {name: group_kernel_blocks(kv_caches[name], num_blocks) for name in kv_caches if name in names}
+        )
+
+    def handle_preemptions(self, kv_connector_metadata: KVTierMetadata) -> None:
+        """End the stores that read what this step overwrites. vLLM calls it first in every step."""
+        self._connector.handle_preemptions(kv_connector_metadata.orders)
+
+    def bind_connector_metadata(self, connector_metadata: KVTierMetadata) -> None:
+        """Set the orders of the step that begins."""
+        super().bind_connector_metadata(connector_metadata)
+        self._connector.bind_connector_metadata(connector_metadata.orders)
+
+    def clear_connector_metadata(self) -> None:
+        """End the step."""
+        super().clear_connector_metadata()
+        self._connector.clear_connector_metadata()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Start this step's loads. vLLM has given the forward pass to the device by now: none of them is for it."""
+        self._connector.start_load_kv()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing: a request is not scheduled before its load is over."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Do nothing: stores take whole chunks after the pass."""
+
+    def wait_for_save(self) -> None:
+        """Start this step's stores. Despite its name it does not wait."""
+        self._connector.wait_for_save()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Return the requests whose load is over, and of a model with several groups those whose load failed."""
+        if self._connector_metadata is not None and self._connector_metadata.idle:
+            self._connector.wait_for_transfers(_IDLE_SECONDS)
+        _, recving = self._connector.get_finished(finished_req_ids)
+        failed = self._connector.take_failed_loads()
+        return KVConnectorTransferResults(
+            finished_recving=recving, failed_recving=failed if len(self._groups) > 1 else set()
+        )
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """Return no requests that held their blocks, and those whose load is over."""
+        return set(), self.get_transfer_results(finished_req_ids).finished_recving
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Take the blocks whose load failed, of a model with one group."""
+        failed = self._connector.get_block_ids_with_load_errors()
+        return failed if len(self._groups) == 1 else set()
+
+    def build_connector_worker_meta(self) -> KVTierWorkerMetadata | None:
+        """Take the results of jobs for the scheduler's side."""
+        reports = self._connector.take_reports() if self.role is KVConnectorRole.WORKER else []
+        return KVTierWorkerMetadata(reports) if reports else None
+
+    # Both sides.
+
+    def shutdown(self) -> None:
+        """Release everything. Idempotent."""
+        scheduler = self._connector.connector_scheduler
+        if scheduler is not None and (line := self._savings.last_line(scheduler.stats)) is not None:
+            logger.info("%s", line)
+        self._connector.shutdown()
+
+
+def _ask_for_recompute(vllm_config: VllmConfig) -> None:
+    """Have vLLM recompute what a load did not deliver. It reads the policy once the connector has been made."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer.kv_load_failure_policy != "recompute":
+        transfer.kv_load_failure_policy = "recompute"
+        logger.info("kvtier: kv_load_failure_policy is now 'recompute': a failed load costs time, not the request")
+
+
+def _takes_tokens_back(request: Request) -> bool:
+    """Say whether a request may lose tokens that it had: a streaming session does. Its hashes would not stay true."""
+    return bool(request.resumable)

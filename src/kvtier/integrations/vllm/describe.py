@@ -1,0 +1,137 @@
+"""A vLLM engine in kvtier's words: its geometry, its user's settings, and the namespace that its bytes belong to.
+
+What kvtier cannot serve is refused here, with the reason. Nothing here keeps state: any thread may call it.
+"""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import vllm
+from vllm.platforms import current_platform
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes, resolve_none_hash_seed
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from kvtier.config import GroupConfig, KVTierConfig, OffloadingConfig, Recompute, format_size
+from kvtier.connector import ConnectorRole
+from kvtier.errors import ConfigError, InputError
+from kvtier.keys import fingerprint, weights_manifest
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+__all__ = ["describe_engine", "summarize"]
+
+_SUPPORTED_SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
+_INSTEAD = "vLLM's own OffloadingConnector may serve it"
+_UNSUPPORTED = {
+    "pipeline_parallel_size": "kvtier does not follow KV over pipeline stages; use tensor_parallel_size",
+    "decode_context_parallel_size": "kvtier does not follow KV that is spread over ranks by token",
+    "prefill_context_parallel_size": "kvtier does not follow KV that is spread over ranks by token",
+}
+"""Ways to divide a model that are refused when greater than 1, and why."""
+
+
+def describe_engine(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, role: ConnectorRole = ConnectorRole.SCHEDULER
+) -> OffloadingConfig:
+    """Return a vLLM engine's geometry and its user's settings as kvtier wants them, or refuse what it cannot serve."""
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    for name, reason in _UNSUPPORTED.items():
+        if (size := getattr(parallel, name)) > 1:
+            raise ConfigError(name, f"expected 1, got {size}: {reason}; {_INSTEAD}")
+    events = vllm_config.kv_events_config
+    groups = tuple(_describe_group(index, kv_cache_config) for index in range(len(kv_cache_config.kv_cache_groups)))
+    _, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    return OffloadingConfig(
+        settings=KVTierConfig.from_dict(transfer.kv_connector_extra_config),
+        groups=groups,
+        hash_block_size=hash_block_size,
+        world_size=parallel.world_size,
+        rank=parallel.rank if role is ConnectorRole.WORKER else 0,
+        engine_id=transfer.engine_id,
+        # Rows leave the process, if at all, from the scheduler's side: a worker need not read the weights again.
+        namespace=_namespace(vllm_config, groups, hash_block_size) if role is ConnectorRole.SCHEDULER else "",
+        enable_kv_cache_events=events is not None and events.enable_kv_cache_events,
+        recompute=Recompute.REST if len(groups) == 1 else Recompute.ALL,
+    )
+
+
+def _describe_group(index: int, kv_cache_config: KVCacheConfig) -> GroupConfig:
+    group: KVCacheGroupSpec = kv_cache_config.kv_cache_groups[index]
+    spec = group.kv_cache_spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        spec = next(iter(spec.kv_cache_specs.values()))
+    if type(spec) not in _SUPPORTED_SPECS:
+        known = ", ".join(kind.__name__ for kind in _SUPPORTED_SPECS)
+        raise InputError(f"KV cache group {index}: expected one of {known}, got {type(spec).__name__}; {_INSTEAD}")
+    # A layer's page is the shorter of the two strides, whichever of layers and blocks is the outer dimension.
+    tensors = [tensor for tensor in kv_cache_config.kv_cache_tensors if set(tensor.layers) & set(group.layer_names)]
+    pages = {min(tensor.layer_stride, tensor.block_stride) for tensor in tensors}
+    if len(pages) > 1:
+        raise InputError(f"KV cache group {index}: expected layers with pages of one size, got {sorted(pages)} bytes")
+    return GroupConfig(
+        block_size=spec.block_size,
+        bytes_per_block=spec.unpadded_page_size_bytes * len(group.layer_names),
+        layer_names=tuple(group.layer_names),
+        sliding_window=spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None,
+    )
+
+
+def _namespace(vllm_config: VllmConfig, groups: tuple[GroupConfig, ...], hash_block_size: int) -> str:
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    algorithm = cache.prefix_caching_hash_algo
+    return fingerprint(
+        weights=_weights(vllm_config),
+        dtype=str(model.dtype if cache.cache_dtype == "auto" else cache.cache_dtype),
+        kv_layout=[cache.kv_cache_layout, str(vllm_config.attention_config.backend), *_device()],
+        groups=[asdict(group) for group in groups],
+        parallelism=[parallel.tensor_parallel_size, parallel.world_size],
+        lora=vllm_config.lora_config is not None,
+        seed=f"{algorithm} {resolve_none_hash_seed(get_hash_fn_by_name(algorithm))}",
+        model=model.compute_hash(),
+        hash_block_size=hash_block_size,
+        engine=f"vllm {vllm.__version__}",
+    )
+
+
+def _weights(vllm_config: VllmConfig) -> Any:
+    """Return what identifies the weights: files where they are local, else the name and the revision."""
+    model = vllm_config.model_config
+    if vllm_config.load_config.load_format == "dummy":
+        return {"random": model.seed, "model": model.model}
+    if any(Path(model.model).glob("*.safetensors")):
+        return weights_manifest(model.model)
+    return [model.model, model.revision, getattr(model.hf_config, "_commit_hash", None)]
+
+
+def _device() -> list[str]:
+    """Return what a backend on this device may fit its blocks to."""
+    if not current_platform.is_cpu():
+        return [current_platform.device_type, str(current_platform.get_device_capability())]
+    return ["cpu", platform.machine(), torch.backends.cpu.get_cpu_capability()]
+
+
+def summarize(config: OffloadingConfig) -> str:
+    """Say in one line what was configured."""
+    settings = config.settings
+    if config.num_slots == 0:
+        return f"kvtier {version('kvtier')}: cpu.capacity is 0: nothing is stored and nothing is loaded"
+    chunk = settings.blocks_per_chunk * min(group.block_size for group in config.groups)
+    return (
+        f"kvtier {version('kvtier')}: {format_size(settings.cpu.capacity)} of host memory keep {config.num_slots:,} chunks"
+        f" of {chunk} tokens ({format_size(config.row_bytes)} each); policy {settings.cpu.policy},"
+        f" {len(config.groups)} KV cache group(s), {config.world_size} worker(s), namespace {config.namespace[:12]}"
+    )

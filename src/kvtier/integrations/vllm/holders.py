@@ -1,0 +1,49 @@
+"""Requests that hold blocks for a load and do not run yet, and who must wait until they do.
+
+vLLM 0.32 can leave such requests waiting for each other for ever: it reserves too little for them where a window keeps
+blocks, and one whose load failed gives its blocks back but stays ahead of the others, which are not looked at while it does
+not fit. Nobody is asked to wait for ever here: the answer is no once the others run. Belongs to the scheduler thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvtier.config import GroupConfig
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+__all__ = ["Holders"]
+
+
+class Holders:
+    """The requests between the start of their load and their first step."""
+
+    def __init__(self, groups: Sequence[GroupConfig]) -> None:
+        self._groups = groups
+        self._windowed = any(group.sliding_window is not None for group in groups)
+        self._requests: dict[str, Request] = {}
+
+    def add(self, request: Request) -> None:
+        """Note that a request got blocks to load into."""
+        self._requests[request.request_id] = request
+
+    def discard(self, req_ids: Iterable[str]) -> None:
+        """Note that requests run, or have ended."""
+        for req_id in self._requests.keys() & req_ids:
+            del self._requests[req_id]
+
+    def must_go_first(self, request: Request, tokens: int, manager: Any) -> bool:
+        """Say whether they must run before this request, for which `tokens` can be loaded, gets blocks."""
+        may_block = self._windowed if tokens else request.request_id in self._requests
+        if not may_block:
+            return False
+        held = {req_id: sum(map(len, manager.get_block_ids(req_id))) for req_id in self._requests}
+        missing = sum(self._num_blocks(self._requests[req_id]) - count for req_id, count in held.items() if count)
+        free = manager.block_pool.get_num_free_blocks()
+        return any(held.values()) and bool(missing + self._num_blocks(request) > free)
+
+    def _num_blocks(self, request: Request) -> int:
+        return sum(request.num_tokens // group.block_size + 1 for group in self._groups)

@@ -1,0 +1,66 @@
+"""vLLM's steps and requests in kvtier's words, and kvtier's events in vLLM's. Nothing here keeps state."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed import kv_events
+from vllm.v1.core.kv_cache_utils import (
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    to_event_extra_keys,
+)
+
+from kvtier.connector import CachedRequest, NewRequest, StepView
+from kvtier.events import AllBlocksCleared, BlockRemoved, BlockStored, Description
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+__all__ = ["describe_blocks", "step_view", "translate_event"]
+
+
+def step_view(output: SchedulerOutput) -> StepView:
+    """Translate a step as scheduled."""
+    cached = output.scheduled_cached_reqs
+    return StepView(
+        new=[NewRequest(new.req_id, new.block_ids, new.num_computed_tokens) for new in output.scheduled_new_reqs],
+        cached=[
+            CachedRequest(req_id, block_ids, computed, req_id in cached.resumed_req_ids)
+            for req_id, block_ids, computed in zip(
+                cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+            )
+        ],
+        num_scheduled_tokens=output.num_scheduled_tokens,
+        preempted_req_ids=output.preempted_req_ids or set(),
+        finished_req_ids=output.finished_req_ids,
+    )
+
+
+def describe_blocks(request: Request, start: int, stop: int, block_size: int) -> Description:
+    """Tell what the blocks of a request's tokens `[start, stop)` hold, as vLLM tells of its own."""
+    lora = request.lora_request
+    extra, item = [], 0  # the multimodal item to go on with
+    for block in range(start, stop, block_size):
+        keys, item = generate_block_hash_extra_keys(request, block, block + block_size, item)
+        extra.append(keys)
+    return Description(
+        token_ids=request.all_token_ids[start:stop],
+        lora_id=None if lora is None else lora.adapter_id,
+        lora_name=None if lora is None else lora.name,
+        extra_keys=to_event_extra_keys(extra),
+    )
+
+
+def translate_event(event: Any, kinds: list[str]) -> kv_events.KVCacheEvent:
+    """Make vLLM's event of ours: the same fields, with hashes and the group's kind as vLLM publishes them."""
+    theirs = {kind: getattr(kv_events, kind.__name__) for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
+    values = {name: getattr(event, name) for name in event.__struct_fields__}
+    if "block_hashes" in values:
+        values["block_hashes"] = [maybe_convert_block_hash(block_hash) for block_hash in values["block_hashes"]]
+    if values.get("parent_block_hash") is not None:
+        values["parent_block_hash"] = maybe_convert_block_hash(values["parent_block_hash"])
+    if values.get("kv_cache_spec_kind") is not None:
+        values["kv_cache_spec_kind"] = kinds[values["group_idx"]]
+    return theirs[type(event)](**values)
