@@ -24,7 +24,7 @@ from kvtier.transfer.base import (
 from kvtier.transfer.cuda import CudaLoadHandler, CudaMemory, CudaStoreHandler, driver
 from kvtier.transfer.cuda.kernels import PageCopy, Shape
 from kvtier.transfer.cuda.memory import DIRECT_BYTES
-from kvtier.transfer.cuda.pieces import Ints, Part, Piece
+from kvtier.transfer.cuda.pieces import Ints, Part
 
 WAYS = ("store", "load")
 DEVICE = torch.device("cuda")
@@ -143,8 +143,7 @@ class BareCopies:
         """Say which blocks to copy, to or from the first slots."""
         places = self._rig.pool.rows.ctypes.data + np.arange(self._count) * self._rig.pool.row_bytes
         self._told = torch.from_numpy(np.concatenate([ids, places])).pin_memory()
-        piece = Piece(self._part, 0, self._count, self._count)
-        self._ranges = self._rig.memory.pool_map.direct_ranges(piece, places, ids)
+        self._ranges = self._rig.memory.pool_map.ranges(self._part.pages, ids, places)
 
     def large(self, way: str) -> None:
         """Enqueue one copy of the same bytes. Pinned memory has seams, and a copy may not cross them."""

@@ -2,10 +2,9 @@
 
     python benchmarks/gpu_interference.py [--json FILE]
 
-The work is a loop of bf16 matrix products (8192 x 8192 x 8192), the prefill of 8192 tokens by four layers of an 8B-shaped
-Llama, and a loop of copies within HBM, which has nothing to spare for anybody. All are timed by the device's clock, alone and
-beside transfers that are always under way, in turns: a GPU at its power limit drifts by more than what is to be measured, so
-each turn is held against those before and after it.
+The work is a loop of bf16 matrix products (8192 x 8192 x 8192), and a loop of copies within HBM, which has nothing to spare
+for anybody. Both are timed by the device's clock, alone and beside transfers that are always under way, in turns: a GPU at
+its power limit drifts by more than what is to be measured, so each turn is held against those before and after it.
 """
 
 from __future__ import annotations
@@ -21,14 +20,8 @@ from typing import Any
 
 import torch
 from _gpu import DEVICE, WAYS, BareCopies, Rig, is_over, new_stream, new_timer
-from gpu_ttft import LLAMA_8B
-
-from kvtier.engine import Decoder, ModelConfig
-from kvtier.engine.model import Batch, SequenceSlice
-from kvtier.engine.model_config import weight_shapes
 
 PAGE, REFS, JOB = 32 << 10, 64, 256 << 20
-PROMPT = 8192
 
 
 def matrix_products(count: int) -> Callable[[], None]:
@@ -38,28 +31,6 @@ def matrix_products(count: int) -> Callable[[], None]:
     def work() -> None:
         for _ in range(count):
             torch.mm(a, b, out=out)
-
-    return work
-
-
-def prefill(count: int) -> Callable[[], None]:
-    """Return a loop of forward passes over one prompt."""
-    config = ModelConfig.from_dict(LLAMA_8B | {"num_hidden_layers": 4})
-    weights = {
-        name: torch.randn(shape, dtype=torch.bfloat16, device=DEVICE).mul_(shape[-1] ** -0.5 if len(shape) > 1 else 1)
-        for name, shape in weight_shapes(config).items()
-    }
-    decoder = Decoder(config, weights, device=DEVICE, dtype=torch.bfloat16)
-    blocks = PROMPT // 16
-    shape = (blocks + 1, 2, 16, config.num_kv_heads, config.head_dim)
-    caches = {name: torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE) for name in config.layer_names}
-    rows = torch.arange(PROMPT, device=DEVICE)
-    table = torch.arange(1, blocks + 1, device=DEVICE)
-    batch = Batch(rows % config.vocab_size, rows, [SequenceSlice(0, PROMPT, PROMPT, (table,))], (rows + 16,))
-
-    def work() -> None:
-        for _ in range(count):
-            decoder.hidden(batch, caches, [0] * config.num_layers, 16)
 
     return work
 
@@ -174,8 +145,7 @@ def main() -> None:
     options = parser.parse_args()
     rig = Rig(PAGE, REFS, JOB)
     rows: list[dict[str, Any]] = []
-    works = {"matrix products": matrix_products(80), "prefill": prefill(8), "copies within HBM": hbm_copies(160)}
-    for name, work in works.items():
+    for name, work in {"matrix products": matrix_products(80), "copies within HBM": hbm_copies(160)}.items():
         for ways in (("store",), ("load",), WAYS):
             rows += [
                 bench(name, work, ways, "ours", Transfers(rig, ways), options.repetitions),

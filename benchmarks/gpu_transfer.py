@@ -126,7 +126,7 @@ def bench_growth(page: int, repetitions: int) -> list[dict[str, Any]]:
 
 STYLE = """<style>
 .line { fill: none; stroke-width: 2.4 } .load { stroke-dasharray: 5 4 } .grid { stroke: #dfe4ea } .axis { stroke: #5b6876 }
-.limit { stroke: #8a94a0 } .batched { stroke: #e59a3c } .ours { stroke: #1c6dd0 }
+.line.limit { stroke: #8a94a0 } .line.batched { stroke: #e59a3c } .line.ours { stroke: #1c6dd0 }
 text { font: 12px sans-serif; fill: #5b6876; stroke: none; text-anchor: middle }
 text.end { text-anchor: end } text.start { text-anchor: start }
 </style>"""

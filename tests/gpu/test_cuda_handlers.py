@@ -194,9 +194,13 @@ def test_transfer_async_does_not_wait_for_the_engine(suite: TestCudaHandlers) ->
 def test_a_failed_call_fails_the_job_and_not_the_next(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rig = Rig(TestDirectCopies(), blocks_per_chunk=2)
+    rig = Rig(TestCudaHandlers(), blocks_per_chunk=2)
+    assert isinstance(rig.store, CudaHandler)
+    ways = rig.store._lane._ways
     with monkeypatch.context() as broken:
-        broken.setattr(driver, "_IN_STREAM_ORDER", driver._BatchAttributes(src_access_order=77))
+        for part, way in ways.items():
+            too_many = way.short._replace(threads=1 << 20)
+            broken.setitem(ways, part, way._replace(staged=too_many, short=too_many))
         gpu, cpu = GPULoadStoreSpec([1, 2, 5, 6]), CPULoadStoreSpec([3, 9])
         assert rig.store.transfer_async(0, (gpu, cpu))
         result = finish(rig.store, 0)

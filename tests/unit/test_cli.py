@@ -251,7 +251,7 @@ def test_doctor_knows_which_vllm_fits(installed: str, status: str, monkeypatch: 
 
 
 def test_doctor_and_the_integration_want_the_same_vllm() -> None:
-    source = (Path(kvtier.__file__).parent / "integrations" / "vllm.py").read_text()
+    source = (Path(kvtier.__file__).parent / "integrations" / "vllm" / "__init__.py").read_text()
     assert 'at_least="{}", below="{}"'.format(*checks.VLLM_VERSIONS) in source
 
 

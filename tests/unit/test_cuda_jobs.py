@@ -26,7 +26,7 @@ from kvtier.transfer.base import (
 from kvtier.transfer.cuda import CudaHandler, CudaLoadHandler, CudaMemory, CudaStoreHandler
 from kvtier.transfer.cuda.handlers import CudaJob
 from kvtier.transfer.cuda.lanes import RUN_AHEAD
-from kvtier.transfer.cuda.pieces import Ints, Piece
+from kvtier.transfer.cuda.pieces import Ints, Piece, Rows
 from kvtier.transfer.cuda.pinning import Pinning
 from kvtier.transfer.layout import canonicalize
 from kvtier.transfer.plan import Plan
@@ -59,10 +59,16 @@ class HostLane:
     def wait_over(self, fence: threading.Event) -> None:
         fence.wait()
 
-    def enqueue(self, piece: Piece, plan: Plan, places: Ints, timer: None, oldest: int | None) -> int:
+    def is_plain(self, blocks: Ints, slots: Ints) -> bool:
+        return False
+
+    def begin(self, blocks: Ints, slots: Ints) -> None: ...
+
+    def enqueue(self, piece: Piece, plan: Plan, rows: Rows, timer: None, oldest: int | None) -> int:
         if self.broken is not None:
             raise self.broken
-        ranges = self._memory.pool_map.direct_ranges(piece, places, plan.blocks)
+        part, first, last, _ = piece
+        ranges = self._memory.pool_map.ranges(part.pages, plan.blocks[first:last], rows.places(first, last))
         with self._lock:
             assert len(self._copies) - self._arrived < RUN_AHEAD
             assert self._arrived >= (len(self._copies) if oldest is None else oldest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -16,15 +17,19 @@ from kvtier.transfer.cuda.pieces import (
     MOST_BLOCKS,
     Pages,
     Part,
+    Piece,
     PoolMap,
     cut_by_layer,
-    cut_job,
+    cut_load,
+    cut_store,
     find_pages,
     find_stages,
     split_pages,
 )
 from kvtier.transfer.layout import canonicalize
 from kvtier.transfer.plan import Geometry, Plan, pair_blocks
+
+Cut = Callable[[Plan, Sequence[Sequence[Part]], int], Iterator[Piece]]
 
 
 def pages_of(sizes: list[int], stride: int = 1 << 24) -> Pages:
@@ -76,10 +81,10 @@ def test_parts_are_all_pages_in_order(sizes: list[int], direct_bytes: int, more:
         assert part.direct or part.bytes <= part_bytes
 
 
-@given(st.integers(1, 200), st.integers(1, 64), st.integers(1, 3))
-def test_pieces_are_all_blocks_in_order(blocks: int, limit: int, pages: int) -> None:
+@given(st.sampled_from([cut_store, cut_load]), st.integers(1, 200), st.integers(1, 64), st.integers(1, 3))
+def test_pieces_are_all_blocks_in_order(cut: Cut, blocks: int, limit: int, pages: int) -> None:
     parts = [split_pages(pages_of([8] * pages), 16, 16)]
-    pieces = list(cut_job(plan_of(list(range(1, blocks + 1)), list(range(blocks))), parts, limit))
+    pieces = list(cut(plan_of(list(range(1, blocks + 1)), list(range(blocks))), parts, limit))
     for part in parts[0]:
         mine = [(piece.first, piece.last) for piece in pieces if piece.part is part]
         assert mine[0][0] == 0
@@ -90,23 +95,35 @@ def test_pieces_are_all_blocks_in_order(blocks: int, limit: int, pages: int) -> 
     assert all(piece.last - piece.first <= MOST_BLOCKS for piece in pieces)
 
 
-def test_a_large_job_is_cut_small_at_both_ends_and_a_small_one_not_at_all() -> None:
+def test_a_store_is_cut_small_at_its_beginning_a_load_at_its_end_and_a_small_job_not_at_all() -> None:
     parts = [split_pages(pages_of([1 << 20]), 32 << 20, 32 << 20)]
 
     def sizes(blocks: int) -> list[int]:
-        job = cut_job(plan_of(list(range(1, blocks + 1)), list(range(blocks))), parts, 32 << 20)
-        return [piece.bytes >> 20 for piece in job]
+        plan = plan_of(list(range(1, blocks + 1)), list(range(blocks)))
+        store, load = ([piece.bytes >> 20 for piece in cut(plan, parts, 32 << 20)] for cut in (cut_store, cut_load))
+        assert load == store[::-1]
+        return store
 
     assert sizes(1) == [1]
-    assert sizes(16) == [16]
-    assert sizes(32) == [8, 18, 6]
-    assert sizes(64) == [16, 32, 16]
-    assert sizes(256) == [16, *[32] * 7, 16]
+    assert sizes(4) == [4]
+    assert sizes(5) == [2, 3]
+    assert sizes(64) == [2, 16, 32, 14]
+    assert sizes(256) == [2, 16, *[32] * 7, 14]
+
+
+def test_groups_are_cut_apart() -> None:
+    parts = [split_pages(pages_of([1 << 20]), 32 << 20, 32 << 20) for _ in range(2)]
+    gpu, cpu = GPULoadStoreSpec(range(1, 13), [5, 7]), CPULoadStoreSpec(range(12))
+    plan = pair_blocks(gpu, cpu, Geometry(2, 100, 100, 1))
+    for cut, spans in ((cut_store, [(0, 2), (2, 5), (5, 12)]), (cut_load, [(0, 5), (5, 10), (10, 12)])):
+        pieces = list(cut(plan, parts, 32 << 20))
+        assert [(piece.first, piece.last) for piece in pieces] == spans
+        assert all(piece.part is parts[piece.first >= 5][0] for piece in pieces)
 
 
 def test_a_job_of_tiny_blocks_is_cut_by_their_number() -> None:
     parts = [split_pages(pages_of([8]), 1 << 20, 1 << 20)]
-    pieces = list(cut_job(plan_of([1] * 9000, [1] * 9000), parts, 32 << 20))
+    pieces = cut_store(plan_of([1] * 9000, [1] * 9000), parts, 32 << 20)
     assert [piece.last - piece.first for piece in pieces] == [4096, 4096, 808]
 
 
@@ -120,15 +137,14 @@ def test_places_are_multiples_of_their_alignment(page: int, expected: int) -> No
     plan = pair_blocks(GPULoadStoreSpec([1, 2, 3, 4]), CPULoadStoreSpec([5, 2]), Geometry(1, 24, config.num_slots, 2))
     for part in split_pages(pages, 2 * page, 1 << 30):
         align = pool.alignment(part, 0)
-        assert not ((pool.places(plan) + part.offset) % align).any()
+        assert not ((pool.rows(plan).places(0, len(plan)) + part.offset) % align).any()
         assert align >= expected
 
 
 def test_rows_side_by_side_are_one_range_up_to_a_seam() -> None:
-    pool, part = map_of(12288, seam=4 * 12288), Part(pages_of([12288]), 0, 12288, False)
+    pool, buffer = map_of(12288, seam=4 * 12288), Pages(*(np.array([each]) for each in (4096, 12288, 12288, 0)))
     plan = plan_of([9, 4, 7, 1, 2, 3], [2, 3, 4, 5, 9, 10])
-    (piece,) = cut_job(plan, [[part]], 1 << 20)
-    device, host, size = pool.staged_ranges(piece, pool.places(plan), 4096)
+    device, host, size = pool.ranges(buffer, np.arange(6), pool.rows(plan).places(0, 6))
     assert ((host - (1 << 40)) // 12288).tolist() == [2, 4, 9]
     assert (size // 12288).tolist() == [2, 2, 2]
     assert ((device - 4096) // 12288).tolist() == [0, 2, 4]
@@ -139,11 +155,11 @@ def test_ranges_are_the_pages_of_the_blocks(slots: list[int], per_chunk: int, di
     """Copy by ranges and block by block, between numbers that stand for bytes."""
     block_bytes = 3072
     pool = map_of(per_chunk * block_bytes, seam=8 * per_chunk * block_bytes, per_chunk=per_chunk)
-    part = Part(pages_of([1024, 2048], stride=2048), 0, block_bytes, direct)
     plan = plan_of(list(range(1, len(slots) * per_chunk + 1)), slots, per_chunk)
-    places = pool.places(plan)
-    (piece,) = cut_job(plan, [[part]], 1 << 20)
-    ranges = pool.direct_ranges(piece, places, plan.blocks) if direct else pool.staged_ranges(piece, places, 0)
+    pages, blocks = pages_of([1024, 2048], stride=2048), plan.blocks
+    if not direct:
+        pages, blocks = pages_of([block_bytes], stride=block_bytes), np.arange(len(plan))
+    ranges = pool.ranges(pages, blocks, pool.rows(plan).places(0, len(plan)))
     copied = [
         (device + byte, host + byte)
         for device, host, size in zip(*(column.tolist() for column in ranges), strict=True)

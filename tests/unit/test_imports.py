@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pool": BASE,
     "events": {"errors", "keys", "_events"},
     "index": {"errors", "events", "keys"},
-    "transfer": BELOW_TRANSFER | {"_pages"},
+    "transfer": BELOW_TRANSFER | {"_cuda", "_pages"},
     "tiers": BELOW_TRANSFER,
     "offload": BELOW_OFFLOAD,
     "connector": BELOW_CONNECTOR,

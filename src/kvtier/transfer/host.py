@@ -15,8 +15,8 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvtier.transfer.jobs import Clock, Job, JobHandler, Loads, Stores
-from kvtier.transfer.plan import Plan
+from kvtier.transfer.jobs import Clock, Ends, Job, JobHandler, Loads, Stores
+from kvtier.transfer.plan import Plan, pair_blocks
 from kvtier.transfer.spans import BATCH_BYTES, Span, Spans
 
 __all__ = ["HostHandler", "HostJob", "HostLoadHandler", "HostStoreHandler"]
@@ -49,10 +49,12 @@ class HostHandler(JobHandler[HostJob]):
     def _copy(self, spans: list[Span], blocks: Plan) -> None:
         """Copy blocks between the engine and the pool."""
 
-    def _make_job(self, job_id: int, plan: Plan, deadline: float, by_layer: bool) -> HostJob:
+    def _make_job(self, job_id: int, ends: Ends, deadline: float, by_layer: bool) -> HostJob:
+        plan = pair_blocks(*ends, self._geometry)
         return HostJob(job_id=job_id, plan=plan, deadline=deadline, fence=self.spans.memory.fence())
 
-    def _begin(self) -> None:
+    def _begin(self, job: HostJob) -> None:
+        self._queue.append(job)
         self._wake_thread()
 
     def _wait_a_little(self, job_ids: set[int], seconds: float) -> None:

@@ -31,11 +31,12 @@ from kvtier.transfer.base import (
 )
 from kvtier.transfer.plan import Geometry, Plan, pair_blocks
 
-__all__ = ["Clock", "Job", "JobHandler", "Loads", "Stores"]
+__all__ = ["Clock", "Ends", "Job", "JobHandler", "Loads", "Stores"]
 
 logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
+Ends = tuple[GPULoadStoreSpec, CPULoadStoreSpec]
 
 _JOIN_SECONDS = 5.0
 
@@ -80,7 +81,8 @@ class JobHandler(OffloadingHandler, Generic[J]):
         """Called by the thread before each piece, holding no lock. Tests make it wait, or raise `TransferError`."""
         self.pool, self._geometry = pool, geometry
         self._deadline, self._clock, self._max_jobs = deadline, clock, max_jobs
-        self._changed = threading.Condition()  # guards everything below
+        self._lock = threading.RLock()  # guards everything below
+        self._changed = threading.Condition(self._lock)
         self._jobs: dict[int, J] = {}
         self._queue: deque[J] = deque()
         self._results: list[TransferResult] = []
@@ -91,16 +93,16 @@ class JobHandler(OffloadingHandler, Generic[J]):
 
     @staticmethod
     @abstractmethod
-    def _ends(spec: TransferSpec) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec] | None:
+    def _ends(spec: TransferSpec) -> Ends | None:
         """Return the two ends of a job, or `None` if it does not go this way."""
 
     @abstractmethod
-    def _make_job(self, job_id: int, plan: Plan, deadline: float, by_layer: bool) -> J:
-        """Return a new job. What the engine has been told to do so far comes before it."""
+    def _make_job(self, job_id: int, ends: Ends, deadline: float, by_layer: bool) -> J:
+        """Return a new job, or raise `InputError`. What the engine has been told to do so far comes before it."""
 
     @abstractmethod
-    def _begin(self) -> None:
-        """See to it that the queue, which has a new job at its end, is run. Does not wait; `_changed` is held."""
+    def _begin(self, job: J) -> None:
+        """Put a new job at the end of the queue and see to it that it is run. Does not wait; `_lock` is held."""
 
     @abstractmethod
     def _run(self, job: J) -> None:
@@ -119,7 +121,7 @@ class JobHandler(OffloadingHandler, Generic[J]):
         return
 
     def _note_progress(self) -> None:
-        """Take note of what has arrived. `_changed` is held."""
+        """Take note of what has arrived. `_lock` is held."""
         return
 
     def _abandon(self, job: J) -> None:
@@ -135,23 +137,22 @@ class JobHandler(OffloadingHandler, Generic[J]):
     def _accept(self, job_id: int, spec: TransferSpec, *, by_layer: bool = False) -> bool:
         if not self.pool.complete:
             raise PoolError(f"job {job_id}: not every process has attached to the pool; do all have the same config?")
-        plan = self.plan(spec)
+        ends = self._expect_ends(spec)
         self._enter_thread()
-        with self._changed:
+        with self._lock:
             if job_id in self._jobs:
                 raise InputError(f"job {job_id}: expected a new id, got one that is under way")
             if self._closed or len(self._jobs) >= self._max_jobs:
                 return False
-            job = self._make_job(job_id, plan, self._clock() + self._deadline, by_layer)
+            job = self._make_job(job_id, ends, self._clock() + self._deadline, by_layer)
             self._jobs[job_id] = job
-            self._queue.append(job)
-            self._begin()
+            self._begin(job)
         return True
 
     def get_finished(self) -> list[TransferResult]:
         """Take the results that are in, ending jobs past their deadline first."""
         self._end_late_jobs()
-        with self._changed:
+        with self._lock:
             taken, self._results = self._results, []
         return taken
 
@@ -162,14 +163,14 @@ class JobHandler(OffloadingHandler, Generic[J]):
     def wait(self, job_ids: set[int], timeout: float | None = None) -> bool:
         """Block until these jobs are over, by their deadlines at the latest, or `timeout`; say whether they are."""
         until = None if timeout is None else time.monotonic() + timeout
-        while True:
-            self._end_late_jobs()
-            with self._changed:
-                over = self._jobs.keys().isdisjoint(job_ids)
+        self._end_late_jobs()
+        while not self._are_over(job_ids):
             left = self.wait_tick if until is None else until - time.monotonic()
-            if over or left <= 0:
-                return over
+            if left <= 0:
+                return False
             self._wait_a_little(job_ids, min(left, self.wait_tick))
+            self._end_late_jobs()
+        return True
 
     def wait_ending(self, job: J, timeout: float | None = None) -> bool:
         """Block until somebody ends a job, or `timeout`; say whether it is ending. For probes that let a job hang."""
@@ -209,12 +210,19 @@ class JobHandler(OffloadingHandler, Generic[J]):
 
     def plan(self, spec: TransferSpec) -> Plan:
         """Pair the ends of a job, or raise `InputError` if it makes no sense here."""
+        return pair_blocks(*self._expect_ends(spec), self._geometry)
+
+    def _expect_ends(self, spec: TransferSpec) -> Ends:
         ends = self._ends(spec)
         if ends is None:
             raise InputError(f"expected a transfer from {self}, got {' to '.join(type(end).__name__ for end in spec)}")
-        return pair_blocks(*ends, self._geometry)
+        return ends
 
     # -- the books ---------------------------------------------------------------------------------------------------------
+
+    def _are_over(self, job_ids: set[int]) -> bool:
+        with self._lock:
+            return self._jobs.keys().isdisjoint(job_ids)
 
     def _mark_ending(self, job: J) -> None:
         with self._changed:
@@ -222,23 +230,26 @@ class JobHandler(OffloadingHandler, Generic[J]):
             self._changed.notify_all()
 
     def _finish(self, job: J, seconds: float | None, *, success: bool) -> None:
-        """Give a job its result. It is under way no more. `_changed` is held."""
+        """Give a job its result. It is under way no more. `_lock` is held."""
         del self._jobs[job.job_id]
         if job in self._queue:
             self._queue.remove(job)
         failed = None if success else tuple(job.plan.positions[job.blocks_done :].tolist())
         self._results.append(TransferResult(job.job_id, success, job.bytes_done, seconds, self.transfer_type, failed))
-        self._changed.notify_all()
+        if self._thread is not None:  # else nobody waits for it
+            self._changed.notify_all()
 
     def _has_succeeded(self, job_id: int) -> bool:
         with self._changed:
             return any(result.job_id == job_id and result.success for result in self._results)
 
     def _end_late_jobs(self) -> None:
+        if not self._jobs:
+            return
         self._enter_thread()
-        now = self._clock()
-        with self._changed:
+        with self._lock:
             self._note_progress()
+            now = self._clock()
             late = [job for job in self._jobs.values() if now > job.deadline]
         for job in reversed(late):  # the last first, so that ending the one that runs does not start another
             if self._end(job):
@@ -247,7 +258,7 @@ class JobHandler(OffloadingHandler, Generic[J]):
     # -- the thread --------------------------------------------------------------------------------------------------------
 
     def _wake_thread(self) -> None:
-        """Let the thread look at the queue; it lives from the first time on. `_changed` is held."""
+        """Let the thread look at the queue; it lives from the first time on. `_lock` is held."""
         self._changed.notify_all()
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name=f"kvtier {self}", daemon=True)
@@ -279,7 +290,7 @@ class Stores:
     transfer_type: ClassVar[TransferType] = (GPULoadStoreSpec.medium(), CPULoadStoreSpec.medium())
 
     @staticmethod
-    def _ends(spec: TransferSpec) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec] | None:
+    def _ends(spec: TransferSpec) -> Ends | None:
         match spec:
             case (GPULoadStoreSpec() as gpu, CPULoadStoreSpec() as cpu):
                 return gpu, cpu
@@ -292,7 +303,7 @@ class Loads:
     transfer_type: ClassVar[TransferType] = (CPULoadStoreSpec.medium(), GPULoadStoreSpec.medium())
 
     @staticmethod
-    def _ends(spec: TransferSpec) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec] | None:
+    def _ends(spec: TransferSpec) -> Ends | None:
         match spec:
             case (CPULoadStoreSpec() as cpu, GPULoadStoreSpec() as gpu):
                 return gpu, cpu

@@ -22,11 +22,13 @@ import numpy.typing as npt
 from kvtier.errors import InputError
 from kvtier.transfer.base import NULL_BLOCK, CPULoadStoreSpec, GPULoadStoreSpec
 
-__all__ = ["Geometry", "Plan", "pair_blocks", "stage_bounds"]
+__all__ = ["Geometry", "Plan", "pair_blocks", "pair_plain", "stage_bounds"]
 
 Ints = npt.NDArray[np.int64]
 
 _FEW = 64
+_COUNT, _NOTHING = np.arange(4096), np.zeros(4096, np.int64)  # shared: making arrays is most of a small plan's time
+_COUNT.flags.writeable = _NOTHING.flags.writeable = False
 _STAGES = (8 / 32, 16 / 32, 22 / 32, 26 / 32, 29 / 32, 31 / 32, 1)
 
 
@@ -40,9 +42,9 @@ class Geometry:
     blocks_per_chunk: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Plan:
-    """The blocks of a job that have bytes, in the order of the job: parallel arrays.
+    """The blocks of a job that have bytes, in the order of the job: parallel arrays, never changed.
 
     `positions` count into the GPU end's `block_ids`. Block i is `indices[i]`-th in `slots[i]`.
     """
@@ -101,6 +103,14 @@ def pair_blocks(gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, geometry: Geometry
     return Plan(positions, groups, gpu.block_ids[positions], cpu.block_ids[slots], indices)
 
 
+def pair_plain(blocks: Ints, slots: Ints) -> Plan:
+    """Pair as many blocks as slots, of one group whose chunks are single blocks, all of which were found to be there."""
+    count = len(blocks)
+    if count > len(_COUNT):
+        return Plan(np.arange(count), np.zeros(count, np.int64), blocks, slots, np.zeros(count, np.int64))
+    return Plan(_COUNT[:count], _NOTHING[:count], blocks, slots, _NOTHING[:count])
+
+
 def _pair_one_to_one(gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, geometry: Geometry) -> Plan:
     """Do the same for one group whose chunks are single blocks: small jobs, of which there are many, are mostly such."""
     blocks, slots = gpu.block_ids, cpu.block_ids
@@ -110,12 +120,11 @@ def _pair_one_to_one(gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, geometry: Geo
         raise InputError(f"expected no negative block_indices, got {gpu.block_indices}")
     least = _check_range("block ids", blocks, geometry.num_blocks)
     _check_range("slots", slots, geometry.num_slots)
-    positions = np.arange(len(blocks))
-    if least == NULL_BLOCK:
-        positions = (blocks != NULL_BLOCK).nonzero()[0]
-        blocks, slots = blocks[positions], slots[positions]
-    nothing = np.zeros(len(blocks), np.int64)
-    return Plan(positions, nothing, blocks, slots, nothing)
+    if least != NULL_BLOCK:
+        return pair_plain(blocks, slots)
+    positions = (blocks != NULL_BLOCK).nonzero()[0]
+    nothing = np.zeros(len(positions), np.int64)
+    return Plan(positions, nothing, blocks[positions], slots[positions], nothing)
 
 
 def _read_groups(gpu: GPULoadStoreSpec, geometry: Geometry) -> tuple[list[int], list[int]]:

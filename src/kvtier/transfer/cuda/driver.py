@@ -10,8 +10,9 @@ Callers have a current CUDA context, as every thread has that has used torch on 
 from __future__ import annotations
 
 import ctypes
+import struct
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +20,13 @@ import numpy.typing as npt
 from kvtier.errors import TransferError
 
 __all__ = [
+    "STEP_FUNCTIONS",
     "Addresses",
-    "Kernel",
+    "Launch",
     "copy_range",
     "copy_ranges",
+    "fail",
+    "find_functions",
     "has_batches",
     "has_context",
     "is_idle",
@@ -101,7 +105,22 @@ def has_batches() -> bool:
     return hasattr(_enqueuing(), "cuMemcpyBatchAsync")
 
 
-def _fail(status: int, what: str) -> None:
+STEP_FUNCTIONS = (
+    "cuLaunchKernel", "cuMemcpyAsync", "cuMemcpyBatchAsync", "cuEventRecord", "cuStreamWaitEvent",
+    "cuEventQuery", "cuStreamQuery", "cuEventSynchronize", "cuEventElapsedTime",
+)  # fmt: skip
+"""What `kvtier._cuda` calls, in the order in which it is given them."""
+
+
+def find_functions() -> bytes:
+    """Return the addresses of `STEP_FUNCTIONS`, 0 for one that the driver does not have."""
+    library = _enqueuing()
+    found = [getattr(library, name, None) for name in STEP_FUNCTIONS]
+    return struct.pack("9Q", *(ctypes.cast(each, ctypes.c_void_p).value if each else 0 for each in found))
+
+
+def fail(status: int, what: str) -> NoReturn:
+    """Raise what the driver says of a call that failed."""
     name = ctypes.c_char_p()
     _waiting().cuGetErrorName(status, ctypes.byref(name))
     raise TransferError(f"{what}: expected success, got {(name.value or b'?').decode()} ({status}) from the driver")
@@ -119,13 +138,13 @@ def has_context() -> bool:
 def record(event: int, stream: int) -> None:
     """Let an event happen when a stream has done all that it has been told so far."""
     if status := _enqueuing().cuEventRecord(event, stream):
-        _fail(status, "recording an event")
+        fail(status, "recording an event")
 
 
 def wait_for(stream: int, event: int) -> None:
     """Let what a stream is told from now on wait for an event, on the device."""
     if status := _enqueuing().cuStreamWaitEvent(stream, event, 0):
-        _fail(status, "letting a stream wait")
+        fail(status, "letting a stream wait")
 
 
 def is_over(event: int) -> bool:
@@ -133,7 +152,7 @@ def is_over(event: int) -> bool:
     if status := _enqueuing().cuEventQuery(event):
         if status == _NOT_READY:
             return False
-        _fail(status, "asking for an event")
+        fail(status, "asking for an event")
     return True
 
 
@@ -142,60 +161,63 @@ def is_idle(stream: int) -> bool:
     if status := _enqueuing().cuStreamQuery(stream):
         if status == _NOT_READY:
             return False
-        _fail(status, "asking for a stream")
+        fail(status, "asking for a stream")
     return True
 
 
 def wait_over(event: int) -> None:
     """Block until an event has happened."""
     if status := _waiting().cuEventSynchronize(event):
-        _fail(status, "waiting for an event")
+        fail(status, "waiting for an event")
 
 
 def wait_idle(stream: int) -> None:
     """Block until a stream has done all that it has been told."""
     if status := _waiting().cuStreamSynchronize(stream):
-        _fail(status, "waiting for a stream")
+        fail(status, "waiting for a stream")
 
 
 def seconds_between(start: int, end: int) -> float:
     """Return the device's time between two events that have happened."""
     milliseconds = ctypes.c_float()
     if status := _enqueuing().cuEventElapsedTime(ctypes.addressof(milliseconds), start, end):
-        _fail(status, "reading the time between events")
+        fail(status, "reading the time between events")
     return milliseconds.value / 1000
 
 
 # -- work ----------------------------------------------------------------------------------------------------------------
 
 
-class Kernel:
-    """A compiled kernel that takes addresses and 32-bit numbers. One thread at a time: arguments are written in place."""
+class Launch(NamedTuple):
+    """A compiled kernel that copies tiles, a table of them on the device, and how much of the device it takes: see `kernels`."""
 
-    def __init__(self, function: int, threads: int, shared_bytes: int, num_values: int) -> None:
-        self._function, self._threads, self._shared_bytes = function, threads, shared_bytes
-        self._values = (ctypes.c_uint64 * num_values)()
+    function: int
+    threads: int
+    shared_bytes: int
+    programs: int
+    """At most."""
+    tiles: int
+    """That a program copies at once."""
+    table: int
+    num_tiles: int
+
+    def start(self, told: int, num_blocks: int, stream: int) -> None:
+        """Enqueue a run for some blocks. `told` is the address of what it is told."""
+        programs = max(1, min(self.programs, -(-num_blocks * self.num_tiles // self.tiles)))
+        values = (ctypes.c_uint64 * 5)(self.table, told, num_blocks, self.num_tiles, 0)
+        at = ctypes.addressof(values)
         # The driver reads as many arguments as the kernel has. Triton's compiler adds some of its own, which are null.
-        self._null = ctypes.c_uint64(0)
-        at = ctypes.addressof(self._values)
-        places = [at + 8 * index for index in range(len(self._values))] + [ctypes.addressof(self._null)] * 4
-        self._arguments = (ctypes.c_void_p * len(places))(*places)
-        self._address = ctypes.addressof(self._arguments)
-
-    def launch(self, programs: int, stream: int, *values: int) -> None:
-        """Enqueue a run of so many programs."""
-        self._values[:] = list(values)
-        status = _enqueuing().cuLaunchKernel(
-            self._function, programs, 1, 1, self._threads, 1, 1, self._shared_bytes, stream, self._address, None
-        )
+        arguments = (ctypes.c_void_p * 8)(at, at + 8, at + 16, at + 24, *[at + 32] * 4)
+        sizes = (programs, 1, 1, self.threads, 1, 1, self.shared_bytes)
+        status = _enqueuing().cuLaunchKernel(self.function, *sizes, stream, ctypes.addressof(arguments), None)
         if status:
-            _fail(status, "launching a kernel")
+            fail(status, "launching a kernel")
 
 
 def copy_range(dst: int, src: int, size: int, stream: int, *, pinned: bool = True) -> None:
     """Enqueue one copy. With the host's end not `pinned` the driver may wait for the stream first."""
     if status := (_enqueuing() if pinned else _waiting()).cuMemcpyAsync(dst, src, size, stream):
-        _fail(status, f"copying {size} bytes")
+        fail(status, f"copying {size} bytes")
 
 
 def copy_ranges(dst: Addresses, src: Addresses, sizes: Addresses, stream: int, *, pinned: bool = True) -> None:
@@ -210,7 +232,7 @@ def copy_ranges(dst: Addresses, src: Addresses, sizes: Addresses, stream: int, *
         ctypes.addressof(_IN_STREAM_ORDER), ctypes.addressof(_FIRST), 1, ctypes.addressof(failed), stream,
     )  # fmt: skip
     if status:
-        _fail(status, f"copying {len(sizes)} ranges")
+        fail(status, f"copying {len(sizes)} ranges")
 
 
 # -- memory --------------------------------------------------------------------------------------------------------------
@@ -219,10 +241,10 @@ def copy_ranges(dst: Addresses, src: Addresses, sizes: Addresses, stream: int, *
 def pin(address: int, size: int) -> None:
     """Lock memory so that the device copies from and to it at full speed, behind the host's back."""
     if status := _waiting().cuMemHostRegister_v2(address, size, _PORTABLE):
-        _fail(status, f"pinning {size} bytes")
+        fail(status, f"pinning {size} bytes")
 
 
 def unpin(address: int) -> None:
     """Undo one `pin`."""
     if status := _waiting().cuMemHostUnregister(address):
-        _fail(status, "unpinning memory")
+        fail(status, "unpinning memory")

@@ -26,6 +26,7 @@ import logging
 import math
 import threading
 import time
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -33,33 +34,34 @@ from typing import ClassVar, NamedTuple
 
 from kvtier.errors import IntegrityError, TransferError
 from kvtier.transfer.base import TransferSpec
-from kvtier.transfer.cuda.lanes import RUN_AHEAD, Lane, LoadLane, StoreLane
+from kvtier.transfer.cuda.lanes import RUN_AHEAD, Begun, Lane, LoadLane, StoreLane
 from kvtier.transfer.cuda.memory import CudaMemory
-from kvtier.transfer.cuda.pieces import Ints, Piece, cut_by_layer, cut_job
-from kvtier.transfer.jobs import Clock, Job, JobHandler, Loads, Stores
-from kvtier.transfer.plan import Plan
+from kvtier.transfer.cuda.pieces import NO_ROWS, Ints, Piece, Rows, cut_by_layer, cut_load, cut_store
+from kvtier.transfer.jobs import Clock, Ends, Job, JobHandler, Loads, Stores
+from kvtier.transfer.plan import Plan, pair_blocks, pair_plain
 
 __all__ = ["CudaHandler", "CudaJob", "CudaLoadHandler", "CudaStoreHandler"]
 
 logger = logging.getLogger(__name__)
 
-_INLINE_PIECES = 3  # a job of 64 MiB has no more
+_INLINE_PIECES = 4  # a job of 64 MiB has no more
+_NOTHING_LEFT: Iterator[Piece] = iter(())
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class CudaJob(Job):
-    """A job on its way. `places` are the blocks' addresses in the pool, `left` the pieces behind the `upcoming` one."""
+    """A job on its way. `rows` are its blocks in the pool, `left` the pieces behind the `upcoming` one."""
 
-    places: Ints
-    fence: int | None
     timer: int
-    left: Iterator[Piece]
-    upcoming: Piece | None
-    stage_ends: list[int]
+    fence: int | None = None
+    rows: Rows = NO_ROWS
+    left: Iterator[Piece] = _NOTHING_LEFT
+    upcoming: Piece | None = None
+    stage_ends: Sequence[int] = ()
     """How many pieces there are up to the end of each stage; nothing if it does not come layer by layer."""
     num_enqueued: int = 0
     last_pieces: tuple[int, ...] = ()
-    """The numbers of the last two that were enqueued: they are on two streams, and either may arrive last."""
+    """The numbers of the last two that were enqueued: they may be on two streams, and either arrive last."""
     seconds: float = 0.0
 
 
@@ -82,7 +84,7 @@ class CudaHandler(JobHandler[CudaJob]):
     ) -> None:
         super().__init__(memory.pool, memory.geometry, memory.piece_bytes, deadline, clock=clock, max_jobs=max_jobs)
         self.memory = memory
-        self._lane = self.lane_type(memory)  # `_changed` guards it too, and what follows
+        self._lane = self.lane_type(memory)  # `_lock` guards it too, and what follows
         self._under_way: deque[_UnderWay] = deque()
         self._thread_state = threading.local()
         memory.pinning.hold()
@@ -106,35 +108,50 @@ class CudaHandler(JobHandler[CudaJob]):
 
     # -- jobs --------------------------------------------------------------------------------------------------------------
 
-    def _make_job(self, job_id: int, plan: Plan, deadline: float, by_layer: bool) -> CudaJob:
-        stage_ends: list[int] = []
-        if by_layer and self.memory.stages:
-            cut, stage_ends = cut_by_layer(plan, self.memory.stages, self.piece_bytes)
-            pieces = iter(cut)
-        else:
-            pieces = cut_job(plan, self.memory.parts, self.piece_bytes)
-        return CudaJob(
-            job_id=job_id,
-            plan=plan,
-            deadline=deadline,
-            places=self.memory.pool_map.places(plan),
-            fence=self._lane.fence(),
-            timer=self._lane.timer(),
-            left=pieces,
-            upcoming=next(pieces, None),
-            stage_ends=stage_ends,
-        )
+    @abstractmethod
+    def _cut(self, plan: Plan, by_layer: bool) -> tuple[Iterator[Piece], Sequence[int]]:
+        """Return the pieces of a job, and how many there are up to the end of each stage if it comes layer by layer."""
 
-    def _begin(self) -> None:
+    def _make_job(self, job_id: int, ends: Ends, deadline: float, by_layer: bool) -> CudaJob:
+        gpu, blocks, slots = ends[0], ends[0].block_ids, ends[1].block_ids
+        simple = len(gpu.group_sizes) == 1 and (gpu.block_indices is None or gpu.block_indices[0] >= 0)
+        if simple and not by_layer and (begun := self._begin_whole(blocks, slots)) is not None:
+            job = CudaJob(job_id=job_id, plan=pair_plain(blocks, slots), deadline=deadline, timer=begun.timer)
+            self._note_enqueued(job, begun.piece, begun.number)
+            return job
+        plain = simple and self._lane.is_plain(blocks, slots)
+        plan = pair_plain(blocks, slots) if plain else pair_blocks(*ends, self._geometry)
+        fence = None if plain else self._lane.fence()
+        job = CudaJob(job_id=job_id, plan=plan, deadline=deadline, timer=self._lane.timer(), fence=fence)
+        job.rows = self.memory.pool_map.rows(plan)
+        job.left, job.stage_ends = self._cut(plan, by_layer)
+        job.upcoming = next(job.left, None)
+        return job
+
+    def _begin_whole(self, blocks: Ints, slots: Ints) -> Begun | None:
+        """Let the device begin with a small job before the books are written, if it is alone and nothing is unusual."""
+        if self._queue or self._under_way or self.probe is not None:
+            return None
+        try:
+            return self._lane.begin(blocks, slots)
+        except TransferError:
+            return None  # the usual way fails too, and that is a job's failure
+
+    def _begin(self, job: CudaJob) -> None:
+        if job.num_enqueued:
+            return
+        self._queue.append(job)
+        # Whoever wants the first layers first is about to compute, and may keep the thread from running meanwhile.
+        most = RUN_AHEAD if job.stage_ends else _INLINE_PIECES
         enqueued = 0
-        while enqueued < _INLINE_PIECES and self._enqueue_nowait():
+        while enqueued < most and self._enqueue_nowait():
             enqueued += 1
         if self._queue:
             self._wake_thread()
 
     def _wait_a_little(self, job_ids: set[int], seconds: float) -> None:
         """Enqueue the next piece, or wait for the oldest one: this may be late by a piece that is under way."""
-        with self._changed:
+        with self._lock:
             if self._enqueue_nowait():
                 return
             if not self._under_way:
@@ -143,6 +160,8 @@ class CudaHandler(JobHandler[CudaJob]):
                 return
             oldest = self._under_way[0].number
         self._wait_done([oldest])
+        with self._lock:
+            self._note_progress(oldest)
 
     def _finish(self, job: CudaJob, seconds: float | None, *, success: bool) -> None:
         super()._finish(job, seconds, success=success)
@@ -178,12 +197,13 @@ class CudaHandler(JobHandler[CudaJob]):
             for job in list(self._jobs.values()):
                 self._finish(job, None, success=False)
 
-    # -- pieces, with `_changed` held --------------------------------------------------------------------------------------
+    # -- pieces, with `_lock` held --------------------------------------------------------------------------------------
 
-    def _note_progress(self) -> None:
+    def _note_progress(self, done: int = -1) -> None:
+        """Take note of what has arrived. It is known of the pieces up to number `done`."""
         under_way, lane = self._under_way, self._lane
         try:
-            while under_way and lane.is_done(under_way[0].number):
+            while under_way and (under_way[0].number <= done or lane.is_done(under_way[0].number)):
                 number, job, _, piece = under_way.popleft()
                 job.blocks_done += piece.completes
                 job.bytes_done += piece.bytes
@@ -220,20 +240,24 @@ class CudaHandler(JobHandler[CudaJob]):
             timer = None if job.last_pieces else job.timer
             oldest = under_way[0].number if under_way else None
             try:
-                number = self._lane.enqueue(piece, job.plan, job.places, timer, oldest)
+                number = self._lane.enqueue(piece, job.plan, job.rows, timer, oldest)
             except TransferError as error:
                 logger.warning("%s job %d failed: %s", self, job.job_id, error)
                 self._abandon(job)
                 return True
-            under_way.append(_UnderWay(number, job, job.num_enqueued, piece))
-            job.num_enqueued += 1
-            job.last_pieces, job.upcoming = (*job.last_pieces[-1:], number), next(job.left, None)
-            job.blocks_begun += piece.completes
+            self._note_enqueued(job, piece, number)
+            job.upcoming = next(job.left, None)
         if job.upcoming is None:
             self._queue.popleft()
             if not len(job.plan):
                 self._finish(job, 0.0, success=True)
         return True
+
+    def _note_enqueued(self, job: CudaJob, piece: Piece, number: int) -> None:
+        self._under_way.append(_UnderWay(number, job, job.num_enqueued, piece))
+        job.num_enqueued += 1
+        job.last_pieces = (*job.last_pieces[-1:], number)
+        job.blocks_begun += piece.completes
 
     def _wait_done(self, numbers: Sequence[int]) -> None:
         """Block until pieces have arrived, or the device is found to be broken."""
@@ -272,11 +296,20 @@ class CudaStoreHandler(Stores, CudaHandler):
 
     lane_type = StoreLane
 
+    def _cut(self, plan: Plan, by_layer: bool) -> tuple[Iterator[Piece], Sequence[int]]:
+        return cut_store(plan, self.memory.parts, self.piece_bytes), ()
+
 
 class CudaLoadHandler(Loads, CudaHandler):
     """Copies blocks out of the pool."""
 
     lane_type = LoadLane
+
+    def _cut(self, plan: Plan, by_layer: bool) -> tuple[Iterator[Piece], Sequence[int]]:
+        if by_layer and self.memory.stages:
+            pieces, ends = cut_by_layer(plan, self.memory.stages, self.piece_bytes)
+            return iter(pieces), ends
+        return cut_load(plan, self.memory.parts, self.piece_bytes), ()
 
     def transfer_by_layer(self, job_id: int, spec: TransferSpec) -> bool:
         """Start a load that comes stage by stage. If it ends early no block of it has arrived."""

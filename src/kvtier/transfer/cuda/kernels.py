@@ -91,18 +91,18 @@ class PageCopy:
         self._shape = shape
         compiled = self._launch_jit(torch.zeros(2, dtype=torch.int64, device=device), 0)
         # A launch by Triton takes twice as long as the driver's.
-        self._kernel: driver.Kernel | None = None
+        self.launch: driver.Launch | None = None
+        """How to call the driver; Triton's interpreter does not."""
         if compiled is not None:
-            self._kernel = driver.Kernel(compiled.function, 32 * shape.warps, compiled.metadata.shared, 4)
-        self._table_address = self._table.data_ptr()
+            sizes = (32 * shape.warps, compiled.metadata.shared, shape.programs, self._tiles)
+            self.launch = driver.Launch(compiled.function, *sizes, self._table.data_ptr(), self._num_tiles)
 
     def __call__(self, told: torch.Tensor, num_blocks: int, stream: int) -> None:
         """Enqueue a copy. `told`: block ids and addresses of rows, on the device or pinned."""
-        if self._kernel is None:
+        if self.launch is None:
             self._launch_jit(told, num_blocks)
-            return
-        programs = self._num_programs(num_blocks)
-        self._kernel.launch(programs, stream, self._table_address, told.data_ptr(), num_blocks, self._num_tiles)
+        else:
+            self.launch.start(told.data_ptr(), num_blocks, stream)
 
     def _num_programs(self, num_blocks: int) -> int:
         return max(1, min(self._shape.programs, -(-num_blocks * self._num_tiles // self._tiles)))

@@ -4,59 +4,66 @@
     load    copy stream:    rows to buffer n % BUFFERS  --ready-->  kernel stream:  scatter piece n            --done
 
 A kernel waits for its buffer on the device, never on the host, and the bus goes on while kernels wait for the engine's
-own. Pieces of small ranges take turns on two copy streams, where one fills the gaps of the other; all others arrive one
-after the other, so that the last kernel has little to do. A piece with nothing before it has nothing to overlap with, and takes
-one stream and fewer calls; if it is short as well, one kernel copies it between the engine and the pool, with no buffer. At
-most `RUN_AHEAD` pieces are under way, so that stopping is a matter of milliseconds.
+own. Pieces arrive one after the other, so that the last kernel has little to do; if their ranges are small a second copy stream
+fills the gaps of the first. A piece with nothing before it has nothing to overlap with, and takes one stream and fewer calls;
+if it is short as well, one kernel copies it between the engine and the pool, with no buffer: a long store begins so, and its next
+piece is gathered meanwhile. At most `RUN_AHEAD` pieces are under way, so that stopping is a matter of milliseconds.
 
 A lane knows nothing of jobs and has no lock: its handler calls it from one thread at a time. The engine's work that a
 piece must follow is over when the piece is enqueued. Errors of the device are `TransferError`. Streams and events are
-handles, as `driver` takes them.
+handles, as `driver` takes them, and 0 is none.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from kvtier.transfer.cuda import driver
+from kvtier.transfer.cuda.device import Device
 from kvtier.transfer.cuda.memory import BUFFERS, CudaMemory
-from kvtier.transfer.cuda.pieces import MOST_BLOCKS, Ints, Part, Piece, Ranges
+from kvtier.transfer.cuda.pieces import MOST_BLOCKS, WHOLE_BYTES, Ints, Pages, Part, Piece, Rows
+from kvtier.transfer.cuda.steps import Note, Plain, make_steps
 from kvtier.transfer.plan import Plan
 
-if TYPE_CHECKING:
-    from kvtier.transfer.cuda.kernels import PageCopy
-
-__all__ = ["RUN_AHEAD", "Lane", "LoadLane", "StoreLane"]
+__all__ = ["RUN_AHEAD", "Begun", "Lane", "LoadLane", "StoreLane"]
 
 RUN_AHEAD = 8
-PRIORITY = 0  # the lowest that CUDA has; higher ones moved no more bytes beside matrix products
-_SMALL_RANGE = 1 << 20
+
+_CopyStreams = tuple[int, int, int]
+"""A stream, one beside it for small ranges, and an event to join them by."""
 
 
-class _Handles:
-    """Makes streams and events of torch, keeps them, and gives out their handles."""
+class _Ways(NamedTuple):
+    """What pieces of a part are copied by: kernels to or from a buffer and the pool, and the rows in each buffer.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._kept: list[object] = []
-        self._any_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    The rows of a buffer are what its kernel copies, and pages to the copy over the bus.
+    """
 
-    def stream(self) -> int:
-        stream = torch.cuda.Stream(self._device, priority=PRIORITY)  # type: ignore[no-untyped-call]
-        self._kept.append(stream)
-        return int(stream.cuda_stream)
+    staged: driver.Launch
+    short: driver.Launch
+    rows: list[Rows]
+    pages: list[Pages]
 
-    def event(self, *, timing: bool = False, blocking: bool = False) -> int:
-        """Return an event. `blocking`: a thread that waits for it sleeps."""
-        event = torch.cuda.Event(enable_timing=timing, blocking=blocking)  # type: ignore[no-untyped-call]
-        event.record(self._any_stream)  # it has a handle from now on
-        self._kept.append(event)
-        return int(event.cuda_event)
+
+class _Whole(NamedTuple):
+    """What a job is begun with that is one short piece."""
+
+    part: Part
+    kernel: driver.Launch
+    plain: Plain
+    most_blocks: int
+
+
+class Begun(NamedTuple):
+    """The one piece of a job, which was enqueued."""
+
+    piece: Piece
+    number: int
+    timer: int
 
 
 class Lane(ABC):
@@ -64,78 +71,89 @@ class Lane(ABC):
 
     gathers: bool
     short_bytes: int
-    """Up to this size a kernel copies a piece over the bus itself, if it is alone: beyond, staging is as fast."""
+    """Up to this size a kernel copies a piece over the bus itself, if it is alone: beyond, staging is as fast.
+
+    On an H200 a load of 4 MiB takes its caller 31 us more than its bytes take the bus, and 48 us staged; one of 8 MiB 54 and 53.
+    """
 
     def __init__(self, memory: CudaMemory) -> None:
-        device = self._device = memory.device
-        self._pool = memory.pool_map
         self._pinned = memory.pinning.pinned
+        self._steps = make_steps(memory.pool_map, to_pool=self.gathers, pinned=self._pinned)
         self._enqueued = 0
-        with torch.cuda.device(device):
-            self._handles = _Handles(device)
-            self._kernels = self._handles.stream()
-            self._copies = [self._handles.stream() for _ in range(2)]
-            self._notes = self._handles.stream()
-            self._noted = [self._handles.event() for _ in range(RUN_AHEAD)]
-            self._ready = [self._handles.event() for _ in range(RUN_AHEAD)]
-            self._done = [self._handles.event(timing=True) for _ in range(RUN_AHEAD)]
-            self._spare_fences: list[int] = []
-            self._spare_timers: list[int] = []
-            self._staging = torch.empty((BUFFERS, memory.piece_bytes), dtype=torch.int8, device=device)
-            self._buffers = [buffer.data_ptr() for buffer in self._staging]
-            self._told = list(torch.empty((RUN_AHEAD, 2 * MOST_BLOCKS), dtype=torch.int64, pin_memory=True))
-            self._told_numpy = [row.numpy() for row in self._told]
-            self._heard: list[torch.Tensor] = list(
-                torch.empty((RUN_AHEAD, 2 * MOST_BLOCKS), dtype=torch.int64, device=device)
-            )
-            self._make_kernels(memory)
-            torch.cuda.synchronize()
+        device = self._device = Device(memory.device)
+        self._kernels, self._notes = device.stream(), device.stream()
+        self._copies, self._side = device.stream(), device.stream()
+        self._copy_streams = [(self._copies, self._side, device.event()) for _ in range(RUN_AHEAD)]
+        self._ready = [device.event() for _ in range(RUN_AHEAD)]
+        self._done = [device.event(timing=True) for _ in range(RUN_AHEAD)]
+        self._spare_fences: list[int] = []
+        self._spare_timers: list[int] = []
+        self._buffers = device.rows(BUFFERS, memory.piece_bytes)
+        told, heard = (make(RUN_AHEAD, 16 * MOST_BLOCKS) for make in (device.host_rows, device.rows))
+        self._told = [Note(row, 0, 0, 0, MOST_BLOCKS) for row in told]
+        self._heard = [
+            note._replace(heard=row, notes=self._notes, noted=device.event())
+            for note, row in zip(self._told, heard, strict=True)
+        ]
+        staged = [(group, part) for group, part in self._parts(memory) if not part.direct]
+        self._ways = {id(part): self._find_ways(memory, group, part) for group, part in staged}
+        self._plain = self._find_plain(memory)
+        self._whole = self._find_whole(memory)
 
-    def _make_kernels(self, memory: CudaMemory) -> None:
-        from kvtier.transfer.cuda.kernels import SHORT, STAGED, PageCopy  # needs Triton, as does only who has a device
-
-        self._staged_copies: dict[int, PageCopy] = {}
-        self._short_copies: dict[int, PageCopy] = {}
-        for group, parts in self._parts(memory):
-            for part in parts:
-                if not part.direct:
-                    align = memory.pool_map.alignment(part, group)
-                    self._staged_copies[id(part)] = PageCopy(part, self._device, STAGED, gather=self.gathers)
-                    self._short_copies[id(part)] = PageCopy(
-                        part, self._device, SHORT, gather=self.gathers, row_align=align
-                    )
-
-    def _parts(self, memory: CudaMemory) -> Iterator[tuple[int, Sequence[Part]]]:
+    def _parts(self, memory: CudaMemory) -> Iterator[tuple[int, Part]]:
         """Yield all parts that pieces of this direction may have, with their groups."""
-        yield from enumerate(memory.parts)
+        for group, parts in enumerate(memory.parts):
+            for part in parts:
+                yield group, part
+
+    def _find_ways(self, memory: CudaMemory, group: int, part: Part) -> _Ways:
+        kernels = self._device.kernels(part, memory.pool_map.alignment(part, group), gather=self.gathers)
+        size, offset = part.bytes, part.offset
+        rows = [Rows(None, buffer, size) for buffer in self._buffers]
+        pages = [Pages(*np.array([[buffer], [size], [size], [offset]], np.int64)) for buffer in self._buffers]
+        return _Ways(*kernels, rows, pages)
+
+    def _find_plain(self, memory: CudaMemory) -> Plain | None:
+        """Return what plain jobs keep to, where there are any: blocks are chunks, of one part."""
+        geometry, pool = memory.geometry, memory.pool_map
+        if len(memory.parts) > 1 or len(memory.parts[0]) > 1 or geometry.blocks_per_chunk > 1:
+            return None
+        return Plain(pool.first, pool.row_bytes, geometry.num_blocks, geometry.num_slots)
+
+    def _find_whole(self, memory: CudaMemory) -> _Whole | None:
+        """Return what a plain job takes that is one short piece, if there are any."""
+        part = memory.parts[0][0]
+        if self._plain is None or part.direct or not self._pinned:
+            return None
+        most_blocks = min(MOST_BLOCKS, min(self.short_bytes, WHOLE_BYTES, memory.piece_bytes) // part.bytes)
+        return _Whole(part, self._ways[id(part)].short, self._plain, most_blocks)
 
     def enter_thread(self) -> None:
         """Make the device that of the calling thread, if it has none."""
-        if not driver.has_context():
-            torch.cuda.set_device(self._device)
+        self._device.enter_thread()
 
     # -- the engine's work before a job ------------------------------------------------------------------------------------
 
     def fence(self) -> int | None:
         """Mark what the caller's current stream has been told so far; `None`: it has done it all."""
-        stream = torch._C._cuda_getCurrentRawStream(self._device.index or 0)
-        if driver.is_idle(stream):
+        stream = self._device.current_stream()
+        if self._steps.is_idle(stream):
             return None
-        fence = self._spare_fences.pop() if self._spare_fences else self._handles.event(blocking=True)
+        fence = self._spare_fences.pop() if self._spare_fences else self._device.event(blocking=True)
         driver.record(fence, stream)
         return fence
 
     def is_over(self, fence: int) -> bool:
         """Say whether what is before a fence has been done."""
-        return driver.is_over(fence)
+        return self._steps.is_over(fence)
 
     def wait_over(self, fence: int) -> None:
         """Block until what is before a fence has been done."""
-        driver.wait_over(fence)
+        self._steps.wait_over(fence)
 
     def timer(self) -> int:
         """Return what `enqueue` starts and `seconds` reads."""
-        return self._spare_timers.pop() if self._spare_timers else self._handles.event(timing=True)
+        return self._spare_timers.pop() if self._spare_timers else self._device.event(timing=True)
 
     def take_back(self, fence: int | None, timer: int) -> None:
         """Use a fence and a timer again, for another job: making events takes longer than recording them."""
@@ -145,113 +163,103 @@ class Lane(ABC):
 
     # -- pieces ------------------------------------------------------------------------------------------------------------
 
-    def enqueue(self, piece: Piece, plan: Plan, places: Ints, timer: int | None, oldest: int | None) -> int:
+    def is_plain(self, blocks: Ints, slots: Ints) -> bool:
+        """Say whether a job is paired by `pair_plain` and needs no fence. If not, it may be so all the same."""
+        return self._plain is not None and self._steps.is_plain(
+            self._plain, blocks, slots, self._device.current_stream()
+        )
+
+    def begin(self, blocks: Ints, slots: Ints) -> Begun | None:
+        """Enqueue a plain job that is one short piece, with nothing before it; `None`: it takes the usual way."""
+        if self._whole is None or len(blocks) > self._whole.most_blocks:
+            return None
+        part, kernel, plain, _ = self._whole
+        number, timer, count = self._enqueued, self.timer(), len(blocks)
+        note, done = self._told[number % RUN_AHEAD], self._done[number % RUN_AHEAD]
+        engine = self._device.current_stream()
+        if not self._steps.begin(kernel, plain, note, blocks, slots, engine, self._copies, timer, done):
+            self._spare_timers.append(timer)
+            return None
+        self._enqueued += 1
+        return Begun(Piece(part, 0, count, count), number, timer)
+
+    def enqueue(self, piece: Piece, plan: Plan, rows: Rows, timer: int | None, oldest: int | None) -> int:
         """Enqueue a piece and return its number. `timer` starts with it. All pieces before `oldest` have arrived, or all."""
-        number = self._enqueued
-        oldest = number if oldest is None else oldest
+        number, start = self._enqueued, timer or 0
         if piece.part.direct:
-            stream = self._enqueue_direct(number, piece, plan, places, timer)
-        elif oldest < number or not self._may_go_alone(piece, plan):
-            stream = self._enqueue_staged(number, piece, plan, places, timer, oldest)
+            self._enqueue_direct(number, piece, plan, rows, start)
+        elif oldest is not None or not self._may_go_alone(piece, plan):
+            taken = oldest is not None and number - BUFFERS >= oldest
+            free = self._done[(number - BUFFERS) % RUN_AHEAD] if taken else 0
+            self._enqueue_staged(number, piece, plan, rows, start, free)
         elif piece.bytes <= self.short_bytes and self._pinned:
-            stream = self._enqueue_short(number, piece, plan, places, timer)
+            self._enqueue_short(number, piece, plan, rows, start)
         else:
-            stream = self._enqueue_alone(number, piece, plan, places, timer)
-        driver.record(self._done[number % RUN_AHEAD], stream)
+            self._enqueue_alone(number, piece, plan, rows, start)
         self._enqueued += 1
         return number
 
-    def _enqueue_direct(self, number: int, piece: Piece, plan: Plan, places: Ints, timer: int | None) -> int:
-        """Enqueue a piece of large pages; return the stream on which it ends, as do the others."""
-        ranges = self._pool.direct_ranges(piece, places, plan.blocks)
-        copies = self._copy_stream(number, ranges)
-        self._start(timer, copies)
-        self._copy(ranges, copies)
-        return copies
+    def _enqueue_direct(self, number: int, piece: Piece, plan: Plan, rows: Rows, start: int) -> None:
+        """Enqueue a piece of large pages."""
+        streams, done = self._copy_streams[number % RUN_AHEAD], self._done[number % RUN_AHEAD]
+        self._steps.copy(piece.part.pages, plan.blocks, piece.first, piece.last, rows, *streams, start, 0, done)
 
-    def _enqueue_short(self, number: int, piece: Piece, plan: Plan, places: Ints, timer: int | None) -> int:
-        rows, count = places[piece.first : piece.last], piece.last - piece.first
-        self._tell(number, piece, plan, rows + piece.part.offset if piece.part.offset else rows)
-        self._start(timer, self._kernels)
-        self._short_copies[id(piece.part)](self._told[number % RUN_AHEAD], count, self._kernels)
-        return self._kernels
+    def _enqueue_short(self, number: int, piece: Piece, plan: Plan, rows: Rows, start: int) -> None:
+        """Enqueue a small piece with nothing before it. It takes a copy stream: the next piece may be gathered meanwhile."""
+        part, first, last, _ = piece
+        note, done = self._told[number % RUN_AHEAD], self._done[number % RUN_AHEAD]
+        self._steps.tell(note, plan.blocks, first, last, rows, part.offset)
+        self._steps.launch(self._ways[id(part)].short, note, last - first, self._copies, start, 0, done)
 
     @abstractmethod
     def _may_go_alone(self, piece: Piece, plan: Plan) -> bool:
         """Say whether a piece with nothing before it should take one stream."""
 
     @abstractmethod
-    def _enqueue_alone(self, number: int, piece: Piece, plan: Plan, places: Ints, timer: int | None) -> int:
+    def _enqueue_alone(self, number: int, piece: Piece, plan: Plan, rows: Rows, start: int) -> None:
         """Enqueue a piece with nothing before it: on one stream, in as few calls as possible."""
 
     @abstractmethod
-    def _enqueue_staged(
-        self, number: int, piece: Piece, plan: Plan, places: Ints, timer: int | None, oldest: int
-    ) -> int:
-        """Enqueue a piece through its buffer, beside others."""
+    def _enqueue_staged(self, number: int, piece: Piece, plan: Plan, rows: Rows, start: int, free: int) -> None:
+        """Enqueue a piece through its buffer, beside others. `free`: when the buffer is."""
 
-    @abstractmethod
-    def _copy(self, ranges: Ranges, stream: int) -> None:
-        """Enqueue a copy over the bus."""
+    def _tell(self, note: Note, number: int, piece: Piece, plan: Plan) -> None:
+        """Tell a kernel the blocks of a piece, and that their rows are in its buffer."""
+        rows = self._ways[id(piece.part)].rows[number % BUFFERS]
+        self._steps.tell(note, plan.blocks, piece.first, piece.last, rows, 0)
 
-    def _copy_stream(self, number: int, ranges: Ranges) -> int:
-        return self._copies[number % 2 if ranges.size[0] < _SMALL_RANGE else 0]
+    def _launch(self, note: Note, piece: Piece, stream: int, start: int, wait: int, done: int) -> None:
+        """Let a kernel copy a piece between the engine and its buffer."""
+        kernel, count = self._ways[id(piece.part)].staged, piece.last - piece.first
+        self._steps.launch(kernel, note, count, stream, start, wait, done)
 
-    def _start(self, timer: int | None, stream: int) -> None:
-        if timer is not None:
-            driver.record(timer, stream)
+    def _copy(
+        self, number: int, piece: Piece, rows: Rows, streams: _CopyStreams, start: int, wait: int, done: int
+    ) -> None:
+        """Copy a piece between its buffer and the pool."""
+        pages = self._ways[id(piece.part)].pages[number % BUFFERS]
+        self._steps.copy(pages, None, piece.first, piece.last, rows, *streams, start, wait, done)
 
     def is_done(self, number: int) -> bool:
         """Say whether a piece that was enqueued has arrived. It is one of the last `RUN_AHEAD`."""
-        return driver.is_over(self._done[number % RUN_AHEAD])
+        return self._steps.is_over(self._done[number % RUN_AHEAD])
 
     def wait_done(self, number: int) -> None:
         """Block until a piece has arrived. May be called beside the thread that enqueues."""
-        driver.wait_over(self._done[number % RUN_AHEAD])
+        self._steps.wait_over(self._done[number % RUN_AHEAD])
 
     def let_follow(self, number: int) -> None:
         """Let what the caller's current stream is told from now on wait for a piece, on the device."""
-        stream = torch._C._cuda_getCurrentRawStream(self._device.index or 0)
-        driver.wait_for(stream, self._done[number % RUN_AHEAD])
+        driver.wait_for(self._device.current_stream(), self._done[number % RUN_AHEAD])
 
     def seconds(self, timer: int, number: int) -> float:
         """Return the device's time from the start of a timer to the end of a piece that has arrived."""
-        return driver.seconds_between(timer, self._done[number % RUN_AHEAD])
+        return self._steps.seconds_between(timer, self._done[number % RUN_AHEAD])
 
     def drain(self) -> None:
         """Block until the streams are empty, also of a piece that could not be enqueued whole."""
-        for stream in (self._kernels, self._notes, *self._copies):
+        for stream in (self._kernels, self._notes, self._copies, self._side):
             driver.wait_idle(stream)
-
-    def _wait_for_buffer(self, number: int, stream: int, oldest: int) -> None:
-        """Let a stream wait until the last user of a piece's buffer is done with it."""
-        if number - BUFFERS >= oldest:
-            driver.wait_for(stream, self._done[(number - BUFFERS) % RUN_AHEAD])
-
-    def _tell(self, number: int, piece: Piece, plan: Plan, rows: Ints) -> None:
-        """Write down a piece's blocks and the places of its rows, for a kernel to read."""
-        told, count = self._told_numpy[number % RUN_AHEAD], piece.last - piece.first
-        told[:count] = plan.blocks[piece.first : piece.last]
-        told[count : 2 * count] = rows
-
-    def _tell_buffer(self, number: int, piece: Piece, plan: Plan) -> None:
-        """Do the same with rows that lie in the piece's buffer."""
-        buffer, size = self._buffers[number % BUFFERS], piece.part.bytes
-        self._tell(number, piece, plan, np.arange(buffer, buffer + piece.bytes, size))
-
-    def _hear(self, number: int, piece: Piece) -> torch.Tensor:
-        """Bring what the next kernel is told to the device: if it read that over a busy bus, it would take twice as long.
-
-        On a stream of its own, long before the kernel's turn: it queues behind all that the bus carries to the device.
-        """
-        row, size = number % RUN_AHEAD, 16 * (piece.last - piece.first)
-        driver.copy_range(self._heard[row].data_ptr(), self._told[row].data_ptr(), size, self._notes)
-        driver.record(self._noted[row], self._notes)
-        driver.wait_for(self._kernels, self._noted[row])
-        return self._heard[row]
-
-    def _staged_ranges(self, number: int, piece: Piece, places: Ints) -> Ranges:
-        return self._pool.staged_ranges(piece, places, self._buffers[number % BUFFERS])
 
 
 class StoreLane(Lane):
@@ -263,72 +271,48 @@ class StoreLane(Lane):
     def _may_go_alone(self, piece: Piece, plan: Plan) -> bool:
         return True
 
-    def _enqueue_alone(self, number: int, piece: Piece, plan: Plan, places: Ints, timer: int | None) -> int:
-        copies = self._copies[0]
-        self._tell_buffer(number, piece, plan)
-        self._start(timer, copies)
-        self._staged_copies[id(piece.part)](self._told[number % RUN_AHEAD], piece.last - piece.first, copies)
-        self._copy(self._staged_ranges(number, piece, places), copies)
-        return copies
+    def _enqueue_alone(self, number: int, piece: Piece, plan: Plan, rows: Rows, start: int) -> None:
+        note, stream, done = self._told[number % RUN_AHEAD], self._copies, self._done[number % RUN_AHEAD]
+        self._tell(note, number, piece, plan)
+        self._launch(note, piece, stream, start, 0, 0)
+        self._copy(number, piece, rows, (stream, 0, 0), 0, 0, done)
 
-    def _enqueue_staged(
-        self, number: int, piece: Piece, plan: Plan, places: Ints, timer: int | None, oldest: int
-    ) -> int:
-        ready = self._ready[number % RUN_AHEAD]
-        self._tell_buffer(number, piece, plan)
-        self._start(timer, self._kernels)
-        heard = self._hear(number, piece)
-        self._wait_for_buffer(number, self._kernels, oldest)
-        self._staged_copies[id(piece.part)](heard, piece.last - piece.first, self._kernels)
-        driver.record(ready, self._kernels)
-        ranges = self._staged_ranges(number, piece, places)
-        copies = self._copy_stream(number, ranges)
-        driver.wait_for(copies, ready)
-        self._copy(ranges, copies)
-        return copies
-
-    def _copy(self, ranges: Ranges, stream: int) -> None:
-        driver.copy_ranges(ranges.host, ranges.device, ranges.size, stream, pinned=self._pinned)
+    def _enqueue_staged(self, number: int, piece: Piece, plan: Plan, rows: Rows, start: int, free: int) -> None:
+        note, streams = self._heard[number % RUN_AHEAD], self._copy_streams[number % RUN_AHEAD]
+        ready, done = self._ready[number % RUN_AHEAD], self._done[number % RUN_AHEAD]
+        self._tell(note, number, piece, plan)
+        self._launch(note, piece, self._kernels, start, free, ready)
+        self._copy(number, piece, rows, streams, 0, ready, done)
 
 
 class LoadLane(Lane):
     """From the pool to the device."""
 
     gathers = False
-    short_bytes = 2 << 20
+    short_bytes = 4 << 20
 
-    def _parts(self, memory: CudaMemory) -> Iterator[tuple[int, Sequence[Part]]]:
+    def _parts(self, memory: CudaMemory) -> Iterator[tuple[int, Part]]:
         yield from super()._parts(memory)
         for stage in memory.stages:
-            yield from enumerate(stage)
+            for group, parts in enumerate(stage):
+                for part in parts:
+                    yield group, part
 
     def _may_go_alone(self, piece: Piece, plan: Plan) -> bool:
         return piece.completes == len(plan)  # else the copy of the next piece would wait for its kernel
 
-    def _enqueue_alone(self, number: int, piece: Piece, plan: Plan, places: Ints, timer: int | None) -> int:
-        copies = self._copies[0]
-        ranges = self._staged_ranges(number, piece, places)
-        self._start(timer, copies)
-        self._copy(ranges, copies)
-        self._tell_buffer(number, piece, plan)
-        self._staged_copies[id(piece.part)](self._told[number % RUN_AHEAD], piece.last - piece.first, copies)
-        return copies
+    def _enqueue_alone(self, number: int, piece: Piece, plan: Plan, rows: Rows, start: int) -> None:
+        note, stream, done = self._told[number % RUN_AHEAD], self._copies, self._done[number % RUN_AHEAD]
+        self._copy(number, piece, rows, (stream, 0, 0), start, 0, 0)
+        self._tell(note, number, piece, plan)
+        self._launch(note, piece, stream, 0, 0, done)
 
-    def _enqueue_staged(
-        self, number: int, piece: Piece, plan: Plan, places: Ints, timer: int | None, oldest: int
-    ) -> int:
-        ready = self._ready[number % RUN_AHEAD]
-        ranges = self._staged_ranges(number, piece, places)
-        copies = self._copy_stream(number, ranges)
-        self._start(timer, copies)
-        self._wait_for_buffer(number, copies, oldest)
-        self._copy(ranges, copies)
-        driver.record(ready, copies)
-        self._tell_buffer(number, piece, plan)
-        heard = self._hear(number, piece)
-        driver.wait_for(self._kernels, ready)
-        self._staged_copies[id(piece.part)](heard, piece.last - piece.first, self._kernels)
-        return self._kernels
-
-    def _copy(self, ranges: Ranges, stream: int) -> None:
-        driver.copy_ranges(ranges.device, ranges.host, ranges.size, stream, pinned=self._pinned)
+    def _enqueue_staged(self, number: int, piece: Piece, plan: Plan, rows: Rows, start: int, free: int) -> None:
+        note, streams = self._heard[number % RUN_AHEAD], self._copy_streams[number % RUN_AHEAD]
+        ready, done = self._ready[number % RUN_AHEAD], self._done[number % RUN_AHEAD]
+        if not start:  # a note that is behind the copy waits for it, but a job's first bytes should not wait for a note
+            self._tell(note, number, piece, plan)
+        self._copy(number, piece, rows, streams, start, free, ready)
+        if start:
+            self._tell(note, number, piece, plan)
+        self._launch(note, piece, self._kernels, 0, ready, done)

@@ -1,0 +1,437 @@
+/* What CUDA streams are told for one step of a piece, in one call: what `kvtier.transfer.cuda.steps.PythonSteps` does, with next
+ * to no time between the calls of the driver. Optional: where this was not compiled, that class does the same; what each method
+ * promises is written there. tests/unit/test_cuda_steps.py holds the two against each other, call by call.
+ *
+ * Needs no header and no library of CUDA: it is given the addresses of the driver's functions. Streams, events and device
+ * memory are numbers, and 0 stands for no event. Calls that only enqueue keep the GIL: they are short, and getting it back from
+ * a busy thread may take longer than the bus has work for. What fails is reported by the function that `Steps` was made with.
+ */
+#define Py_LIMITED_API 0x030B0000 /* one binary for every Python from 3.11 on */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { NOT_READY = 600, NULL_BLOCK = 0 };
+
+typedef uint64_t Handle; /* a stream, an event, or an address */
+
+/* `CUmemcpyAttributes`: one rule for all ranges of a batch, in stream order; no hints where memory is. */
+typedef struct {
+    int src_access_order, src_location[2], dst_location[2];
+    unsigned flags;
+} BatchAttributes;
+
+/* The driver's functions, in the order of `driver.STEP_FUNCTIONS`. Older drivers have no `copy_batch`. */
+typedef struct {
+    int (*launch)(Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Handle, void **, void **);
+    int (*copy)(Handle, Handle, size_t, Handle);
+    int (*copy_batch)(Handle *, Handle *, size_t *, size_t, BatchAttributes *, size_t *, size_t, size_t *, Handle);
+    int (*record)(Handle, Handle);
+    int (*wait_for)(Handle, Handle, unsigned);
+    int (*query_event)(Handle);
+    int (*query_stream)(Handle);
+    int (*wait_over)(Handle);
+    int (*elapsed)(float *, Handle, Handle);
+} Driver;
+
+typedef struct {
+    PyObject_HEAD
+    Driver driver;
+    PyObject *fail;
+    int64_t to_pool, address, seam, small_range, batch_ranges;
+} Steps;
+
+/* `driver.Launch`, `steps.Note` and `steps.Plain`, and the columns of `pieces.Pages`. */
+typedef struct { int64_t function, threads, shared_bytes, programs, tiles, table, num_tiles; } Launch;
+typedef struct { int64_t told, heard, notes, noted, most_blocks; } Note;
+typedef struct { int64_t first, step, num_blocks, num_slots; } Plain;
+enum { BASE, STRIDE, SIZE, OFFSET, NUM_COLUMNS };
+
+/* -- arguments ------------------------------------------------------------------------------------------------------------- */
+
+static PyObject *refuse(const char *expected) {
+    PyErr_Format(PyExc_ValueError, "expected %s", expected);
+    return NULL;
+}
+
+static int read_integers(PyObject *const *objects, int count, int64_t *integers) {
+    for (int i = 0; i < count; i++) {
+        integers[i] = PyLong_AsLongLong(objects[i]);
+        if (integers[i] == -1 && PyErr_Occurred()) return -1;
+    }
+    return 0;
+}
+
+static int expect_count(Py_ssize_t given, Py_ssize_t expected) {
+    if (given == expected) return 0;
+    PyErr_Format(PyExc_TypeError, "expected %zd arguments or items, got %zd", expected, given);
+    return -1;
+}
+
+static int expect_tuple(PyObject *tuple, Py_ssize_t count) {
+    return expect_count(PyTuple_Check(tuple) ? PyTuple_Size(tuple) : -1, count);
+}
+
+static int read_tuple(PyObject *tuple, int count, int64_t *integers) {
+    if (expect_tuple(tuple, count) < 0) return -1;
+    for (int i = 0; i < count; i++) {
+        PyObject *item = PyTuple_GetItem(tuple, i);
+        if (read_integers(&item, 1, &integers[i]) < 0) return -1;
+    }
+    return 0;
+}
+
+/* Read which blocks of a job are meant, `[span[0], span[1])`. */
+static int read_span(PyObject *const *objects, int64_t *span) {
+    if (read_integers(objects, 2, span) < 0) return -1;
+    return 0 <= span[0] && span[0] <= span[1] ? 0 : (refuse("a first block, and a last one behind it"), -1);
+}
+
+typedef struct {
+    Py_buffer view;
+    Py_ssize_t count; /* 0 if it is None */
+} Array;
+
+static int64_t get(const Array *array, Py_ssize_t i) {
+    return *(int64_t *)((char *)array->view.buf + i * array->view.strides[0]);
+}
+
+/* Borrow an array of int64 with at least `least` items, or, if it is `optional`, None. */
+static int borrow(PyObject *object, Py_ssize_t least, int optional, Array *array) {
+    array->view.obj = NULL;
+    array->count = 0;
+    if (object == Py_None && optional) return 0;
+    if (PyObject_GetBuffer(object, &array->view, PyBUF_STRIDED_RO) < 0) return -1;
+    array->count = array->view.ndim == 1 && array->view.itemsize == 8 ? array->view.shape[0] : -1;
+    if (array->count >= least) return 0;
+    PyBuffer_Release(&array->view);
+    refuse("an array of one dimension, with an int64 for each block or each page");
+    return -1;
+}
+
+static void give_back(Array *array) { PyBuffer_Release(&array->view); }
+
+/* `pieces.Rows`: where the blocks of a job are. */
+typedef struct {
+    Array ids;
+    int64_t base, step;
+} Rows;
+
+static int borrow_rows(PyObject *tuple, int64_t last, Rows *rows) {
+    if (expect_tuple(tuple, 3) < 0) return -1;
+    PyObject *numbers[] = {PyTuple_GetItem(tuple, 1), PyTuple_GetItem(tuple, 2)};
+    if (read_integers(numbers, 1, &rows->base) < 0 || read_integers(numbers + 1, 1, &rows->step) < 0) return -1;
+    return borrow(PyTuple_GetItem(tuple, 0), last, 1, &rows->ids);
+}
+
+static int64_t place(const Rows *rows, int64_t first, int64_t i) {
+    return rows->base + rows->step * (rows->ids.count ? get(&rows->ids, first + i) : i);
+}
+
+/* Return None, or let `fail` raise. */
+static PyObject *report(Steps *self, int status, const char *what) {
+    if (status == 0) Py_RETURN_NONE;
+    PyObject *result = PyObject_CallFunction(self->fail, "is", status, what);
+    if (result != NULL) PyErr_SetString(PyExc_RuntimeError, "expected a failed call to raise");
+    Py_XDECREF(result);
+    return NULL;
+}
+
+/* -- a kernel -------------------------------------------------------------------------------------------------------------- */
+
+static void write_note(const Note *note, const Array *blocks, const Rows *rows, const int64_t *span) {
+    int64_t *told = (int64_t *)note->told, count = span[1] - span[0];
+    for (int64_t i = 0; i < count; i++) {
+        told[i] = get(blocks, span[0] + i);
+        told[count + i] = place(rows, span[0], i);
+    }
+}
+
+static int hear(const Driver *driver, const Note *note, int64_t count) {
+    int status = note->heard ? driver->copy(note->heard, note->told, 2 * sizeof(int64_t) * count, note->notes) : 0;
+    return status || !note->heard ? status : driver->record(note->noted, note->notes);
+}
+
+/* tell(note, blocks, first, last, rows, offset) */
+static PyObject *steps_tell(Steps *self, PyObject *const *args, Py_ssize_t given) {
+    Note note;
+    Rows rows;
+    Array blocks;
+    int64_t span[2], offset;
+    if (expect_count(given, 6) < 0 || read_tuple(args[0], 5, &note.told) < 0 || read_span(args + 2, span) < 0) return NULL;
+    if (span[1] - span[0] > note.most_blocks) return refuse("a piece of fewer blocks");
+    if (read_integers(args + 5, 1, &offset) < 0 || borrow(args[1], span[1], 0, &blocks) < 0) return NULL;
+    if (borrow_rows(args[4], span[1], &rows) < 0) return give_back(&blocks), NULL;
+    rows.base += offset;
+    write_note(&note, &blocks, &rows, span);
+    give_back(&blocks);
+    give_back(&rows.ids);
+    return report(self, hear(&self->driver, &note, span[1] - span[0]), "telling a kernel");
+}
+
+static int start_kernel(const Driver *driver, const Launch *launch, Handle told, int64_t num_blocks, Handle stream) {
+    int64_t programs = launch->tiles > 0 ? (num_blocks * launch->num_tiles + launch->tiles - 1) / launch->tiles : 0;
+    uint64_t null = 0, values[] = {launch->table, told, num_blocks, launch->num_tiles};
+    /* The driver reads as many arguments as the kernel has. Triton's compiler adds some of its own, which are null. */
+    void *arguments[] = {&values[0], &values[1], &values[2], &values[3], &null, &null, &null, &null};
+    if (programs > launch->programs) programs = launch->programs;
+    return driver->launch(launch->function, programs < 1 ? 1 : programs, 1, 1, launch->threads, 1, 1, launch->shared_bytes,
+                          stream, arguments, NULL);
+}
+
+static int launch_step(const Driver *driver, const Launch *launch, const Note *note, const int64_t *numbers) {
+    Handle stream = numbers[1], start = numbers[2], wait = numbers[3], done = numbers[4];
+    int status = start ? driver->record(start, stream) : 0;
+    if (!status && note->heard) status = driver->wait_for(stream, note->noted, 0);
+    if (!status && wait) status = driver->wait_for(stream, wait, 0);
+    if (!status) status = start_kernel(driver, launch, note->heard ? note->heard : note->told, numbers[0], stream);
+    return status || !done ? status : driver->record(done, stream);
+}
+
+/* launch(kernel, note, num_blocks, stream, start, wait, done) */
+static PyObject *steps_launch(Steps *self, PyObject *const *args, Py_ssize_t given) {
+    Launch launch;
+    Note note;
+    int64_t numbers[5];
+    if (expect_count(given, 7) < 0 || read_tuple(args[0], 7, &launch.function) < 0) return NULL;
+    if (read_tuple(args[1], 5, &note.told) < 0 || read_integers(args + 2, 5, numbers) < 0) return NULL;
+    return report(self, launch_step(&self->driver, &launch, &note, numbers), "launching a kernel");
+}
+
+static int are_within(const Array *ids, int64_t first, int64_t limit) {
+    for (Py_ssize_t i = 0; i < ids->count; i++)
+        if (get(ids, i) < first || get(ids, i) >= limit) return 0;
+    return 1;
+}
+
+/* Return 0, NOT_READY if a job is not plain or the engine not idle, or an error of the driver. */
+static int expect_plain(const Steps *self, const Plain *plain, const Array *blocks, const Array *slots, Handle engine) {
+    int is_plain = blocks->count && blocks->count == slots->count && are_within(blocks, NULL_BLOCK + 1, plain->num_blocks) &&
+                   are_within(slots, 0, plain->num_slots);
+    return is_plain ? self->driver.query_stream(engine) : NOT_READY;
+}
+
+static PyObject *answer(Steps *self, int status, const char *what) {
+    if (status == NOT_READY) Py_RETURN_FALSE;
+    if (status == 0) Py_RETURN_TRUE;
+    return report(self, status, what);
+}
+
+/* is_plain(plain, blocks, slots, engine) */
+static PyObject *steps_is_plain(Steps *self, PyObject *const *args, Py_ssize_t given) {
+    Plain plain;
+    Array blocks, slots;
+    int64_t engine;
+    if (expect_count(given, 4) < 0 || read_tuple(args[0], 4, &plain.first) < 0) return NULL;
+    if (read_integers(args + 3, 1, &engine) < 0 || borrow(args[1], 0, 0, &blocks) < 0) return NULL;
+    if (borrow(args[2], 0, 0, &slots) < 0) return give_back(&blocks), NULL;
+    int status = expect_plain(self, &plain, &blocks, &slots, engine);
+    give_back(&blocks);
+    give_back(&slots);
+    return answer(self, status, "asking for a stream");
+}
+
+/* begin(kernel, plain, note, blocks, slots, engine, stream, start, done) */
+static PyObject *steps_begin(Steps *self, PyObject *const *args, Py_ssize_t given) {
+    Launch launch;
+    Plain plain;
+    Note note;
+    Array blocks;
+    int64_t handles[4];
+    if (expect_count(given, 9) < 0 || read_tuple(args[0], 7, &launch.function) < 0) return NULL;
+    if (read_tuple(args[1], 4, &plain.first) < 0 || read_tuple(args[2], 5, &note.told) < 0) return NULL;
+    if (read_integers(args + 5, 4, handles) < 0) return NULL;
+    Rows rows = {.base = plain.first, .step = plain.step};
+    if (borrow(args[3], 0, 0, &blocks) < 0) return NULL;
+    if (borrow(args[4], 0, 0, &rows.ids) < 0) return give_back(&blocks), NULL;
+    int64_t count = blocks.count, span[] = {0, count}, numbers[] = {count, handles[1], handles[2], 0, handles[3]};
+    int status = count > note.most_blocks ? NOT_READY : expect_plain(self, &plain, &blocks, &rows.ids, handles[0]);
+    if (!status) {
+        write_note(&note, &blocks, &rows, span);
+        status = launch_step(&self->driver, &launch, &note, numbers);
+    }
+    give_back(&blocks);
+    give_back(&rows.ids);
+    return answer(self, status, "launching a kernel");
+}
+
+/* -- a copy ---------------------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    Handle *device, *host;
+    size_t *size;
+    int64_t count;
+} Ranges;
+
+/* Append a page, to the range before it if it goes on from there at both ends, and not across a seam of the pool. */
+static void append(const Steps *self, Ranges *ranges, Handle device, Handle host, size_t size) {
+    int64_t last = ranges->count - 1;
+    if (last >= 0 && ranges->device[last] + ranges->size[last] == device && ranges->host[last] + ranges->size[last] == host &&
+        (host - self->address) / self->seam == (ranges->host[last] - self->address) / self->seam) {
+        ranges->size[last] += size;
+        return;
+    }
+    ranges->device[ranges->count] = device;
+    ranges->host[ranges->count] = host;
+    ranges->size[ranges->count++] = size;
+}
+
+static void find_ranges(const Steps *self, const Array *pages, const Array *blocks, const Rows *rows, const int64_t *span,
+                        Ranges *ranges) {
+    for (int64_t i = 0; i < span[1] - span[0]; i++) {
+        int64_t block = blocks->count ? get(blocks, span[0] + i) : i, row = place(rows, span[0], i);
+        for (Py_ssize_t page = 0; page < pages[BASE].count; page++) {
+            int64_t host = row + get(&pages[OFFSET], page), device = get(&pages[BASE], page) + block * get(&pages[STRIDE], page);
+            append(self, ranges, device, host, get(&pages[SIZE], page));
+        }
+    }
+}
+
+/* Copy some ranges, batch by batch on two streams in turn: on one if they are the same. */
+static int copy_ranges(const Steps *self, const Ranges *ranges, const Handle *streams) {
+    Handle *dst = self->to_pool ? ranges->host : ranges->device, *src = self->to_pool ? ranges->device : ranges->host;
+    int64_t most = self->driver.copy_batch == NULL ? 1 : self->batch_ranges;
+    int status = 0;
+    for (int64_t at = 0, turn = 0; at < ranges->count && !status; at += most, turn = !turn) {
+        size_t count = ranges->count - at < most ? ranges->count - at : most, first = 0, failed = 0;
+        BatchAttributes in_stream_order = {1, {0, 0}, {0, 0}, 0};
+        status = count == 1 ? self->driver.copy(dst[at], src[at], ranges->size[at], streams[turn])
+                            : self->driver.copy_batch(dst + at, src + at, ranges->size + at, count, &in_stream_order, &first, 1,
+                                                      &failed, streams[turn]);
+    }
+    return status;
+}
+
+static int copy_step(const Steps *self, const Ranges *ranges, const int64_t *handles) {
+    const Driver *driver = &self->driver;
+    Handle side_done = handles[2], start = handles[3], wait = handles[4], done = handles[5];
+    int two = side_done && ranges->count > 1 && ranges->size[0] < (size_t)self->small_range;
+    Handle stream = handles[0], streams[] = {stream, two ? (Handle)handles[1] : stream};
+    int status = start ? driver->record(start, stream) : 0;
+    if (!status && wait) status = driver->wait_for(stream, wait, 0);
+    if (!status && wait && two) status = driver->wait_for(streams[1], wait, 0);
+    if (!status) status = copy_ranges(self, ranges, streams);
+    if (!status && two) status = driver->record(side_done, streams[1]);
+    if (!status && two) status = driver->wait_for(stream, side_done, 0);
+    return status || !done ? status : driver->record(done, stream);
+}
+
+static PyObject *copy_pages(Steps *self, const Array *pages, const Array *blocks, const Rows *rows, const int64_t *span,
+                            const int64_t *handles) {
+    size_t most = (span[1] - span[0]) * pages[BASE].count;
+    uint64_t *room = PyMem_Malloc((3 * most + 1) * sizeof(uint64_t));
+    if (room == NULL) return PyErr_NoMemory();
+    Ranges ranges = {room, room + most, (size_t *)(room + 2 * most), 0};
+    find_ranges(self, pages, blocks, rows, span, &ranges);
+    int status = copy_step(self, &ranges, handles);
+    PyMem_Free(room);
+    return report(self, status, "copying over the bus");
+}
+
+/* copy(pages, blocks, first, last, rows, stream, side, side_done, start, wait, done) */
+static PyObject *steps_copy(Steps *self, PyObject *const *args, Py_ssize_t given) {
+    PyObject *result = NULL;
+    int64_t span[2], handles[6];
+    Array pages[NUM_COLUMNS], blocks;
+    Rows rows;
+    int held = 0;
+    if (expect_count(given, 11) < 0 || read_span(args + 2, span) < 0 || read_integers(args + 5, 6, handles) < 0) return NULL;
+    if (expect_tuple(args[0], NUM_COLUMNS) < 0 || borrow(args[1], span[1], 1, &blocks) < 0) return NULL;
+    for (; held < NUM_COLUMNS; held++)
+        if (borrow(PyTuple_GetItem(args[0], held), held == BASE ? 1 : pages[BASE].count, 0, &pages[held]) < 0) goto release;
+    if (borrow_rows(args[4], span[1], &rows) < 0) goto release;
+    result = copy_pages(self, pages, &blocks, &rows, span, handles);
+    give_back(&rows.ids);
+release:
+    while (held > 0) give_back(&pages[--held]);
+    give_back(&blocks);
+    return result;
+}
+
+/* -- asking and waiting ---------------------------------------------------------------------------------------------------- */
+
+static PyObject *ask(Steps *self, int (*query)(Handle), PyObject *handle, const char *what) {
+    int64_t number;
+    if (read_integers(&handle, 1, &number) < 0) return NULL;
+    return answer(self, query(number), what);
+}
+
+static PyObject *steps_is_over(Steps *self, PyObject *event) {
+    return ask(self, self->driver.query_event, event, "asking for an event");
+}
+
+static PyObject *steps_is_idle(Steps *self, PyObject *stream) {
+    return ask(self, self->driver.query_stream, stream, "asking for a stream");
+}
+
+static PyObject *steps_wait_over(Steps *self, PyObject *event) {
+    int64_t number;
+    int status;
+    if (read_integers(&event, 1, &number) < 0) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = self->driver.wait_over(number);
+    Py_END_ALLOW_THREADS
+    return report(self, status, "waiting for an event");
+}
+
+static PyObject *steps_seconds_between(Steps *self, PyObject *const *args, Py_ssize_t given) {
+    int64_t events[2];
+    float milliseconds = 0;
+    if (expect_count(given, 2) < 0 || read_integers(args, 2, events) < 0) return NULL;
+    int status = self->driver.elapsed(&milliseconds, events[0], events[1]);
+    return status ? report(self, status, "reading the time between events") : PyFloat_FromDouble(milliseconds / 1000.0);
+}
+
+/* -- the type -------------------------------------------------------------------------------------------------------------- */
+
+/* Steps(functions, fail, to_pool, address, seam, small_range, batch_ranges): `functions` are the addresses of the driver's. */
+static PyObject *steps_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    PyObject *functions, *fail;
+    long long of[5];
+    if (kwargs != NULL && PyDict_Size(kwargs) > 0) return refuse("no keywords");
+    if (!PyArg_ParseTuple(args, "SOLLLLL", &functions, &fail, &of[0], &of[1], &of[2], &of[3], &of[4])) return NULL;
+    if (PyBytes_Size(functions) != sizeof(Driver) || of[2] < 1 || of[4] < 1) return refuse("nine addresses, a seam and a batch");
+    Steps *self = (Steps *)PyType_GenericAlloc(type, 0);
+    if (self == NULL) return NULL;
+    memcpy(&self->driver, PyBytes_AsString(functions), sizeof(Driver));
+    self->fail = Py_NewRef(fail);
+    self->to_pool = of[0], self->address = of[1], self->seam = of[2], self->small_range = of[3], self->batch_ranges = of[4];
+    return (PyObject *)self;
+}
+
+static void steps_dealloc(PyObject *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    Py_XDECREF(((Steps *)self)->fail);
+    PyObject_Free(self);
+    Py_DECREF(type);
+}
+
+static PyMethodDef steps_methods[] = {
+    {"tell", (PyCFunction)(void (*)(void))steps_tell, METH_FASTCALL, NULL},
+    {"is_plain", (PyCFunction)(void (*)(void))steps_is_plain, METH_FASTCALL, NULL},
+    {"begin", (PyCFunction)(void (*)(void))steps_begin, METH_FASTCALL, NULL},
+    {"launch", (PyCFunction)(void (*)(void))steps_launch, METH_FASTCALL, NULL},
+    {"copy", (PyCFunction)(void (*)(void))steps_copy, METH_FASTCALL, NULL},
+    {"is_over", (PyCFunction)steps_is_over, METH_O, NULL},
+    {"is_idle", (PyCFunction)steps_is_idle, METH_O, NULL},
+    {"wait_over", (PyCFunction)steps_wait_over, METH_O, NULL},
+    {"seconds_between", (PyCFunction)(void (*)(void))steps_seconds_between, METH_FASTCALL, NULL},
+    {NULL, NULL, 0, NULL},
+};
+static PyType_Slot steps_slots[] = {
+    {Py_tp_new, steps_new}, {Py_tp_dealloc, steps_dealloc}, {Py_tp_methods, steps_methods}, {0, NULL},
+};
+static PyType_Spec steps_spec = {"kvtier._cuda.Steps", sizeof(Steps), 0, Py_TPFLAGS_DEFAULT, steps_slots};
+
+static int fill_module(PyObject *module) {
+    PyObject *type = PyType_FromSpec(&steps_spec);
+    int status = type == NULL ? -1 : PyModule_AddType(module, (PyTypeObject *)type);
+    Py_XDECREF(type);
+    return status;
+}
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, fill_module}, {0, NULL}};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_cuda", NULL, 0, NULL, slots, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__cuda(void) { return PyModuleDef_Init(&definition); }

@@ -1,0 +1,31 @@
+from collections.abc import Callable
+from typing import NoReturn
+
+from kvtier.transfer.cuda.driver import Launch
+from kvtier.transfer.cuda.pieces import Ints, Pages, Rows
+from kvtier.transfer.cuda.steps import Note, Plain
+
+class Steps:
+    """See `kvtier.transfer.cuda.steps.Steps`."""
+
+    def __new__(
+        cls, functions: bytes, fail: Callable[[int, str], NoReturn], to_pool: int, address: int, seam: int,
+        small_range: int, batch_ranges: int, /,
+    ) -> Steps: ...  # fmt: skip
+    def is_plain(self, plain: Plain, blocks: Ints, slots: Ints, engine: int, /) -> bool: ...
+    def begin(
+        self, kernel: Launch, plain: Plain, note: Note, blocks: Ints, slots: Ints,
+        engine: int, stream: int, start: int, done: int, /,
+    ) -> bool: ...  # fmt: skip
+    def tell(self, note: Note, blocks: Ints, first: int, last: int, rows: Rows, offset: int, /) -> None: ...
+    def launch(
+        self, kernel: Launch, note: Note, num_blocks: int, stream: int, start: int, wait: int, done: int, /
+    ) -> None: ...
+    def copy(
+        self, pages: Pages, blocks: Ints | None, first: int, last: int, rows: Rows,
+        stream: int, side: int, side_done: int, start: int, wait: int, done: int, /,
+    ) -> None: ...  # fmt: skip
+    def is_over(self, event: int, /) -> bool: ...
+    def is_idle(self, stream: int, /) -> bool: ...
+    def wait_over(self, event: int, /) -> None: ...
+    def seconds_between(self, start: int, end: int, /) -> float: ...

@@ -1,0 +1,181 @@
+"""The steps of a piece: a kernel or a copy over the bus, with the events around it, told to a stream in one call.
+
+A step starts a timer, waits for an event, does its work and records another event, each if there is one (0: none). `PythonSteps`
+says how, call by call; compiled, a step takes little longer than the driver does, and small jobs wait for nothing else.
+`make_steps` chooses. `STEPS_BY` says which was compiled.
+
+Streams, events and addresses are numbers. One thread at a time; any may wait. Errors of the driver are `TransferError`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from kvtier.transfer.cuda import driver
+from kvtier.transfer.cuda.pieces import Ints, Pages, PoolMap, Rows
+
+try:
+    from kvtier._cuda import Steps as CompiledSteps
+except ImportError:  # not compiled here
+    CompiledSteps = None  # type: ignore[assignment, misc]
+
+__all__ = ["BATCH_RANGES", "SMALL_RANGE", "STEPS_BY", "Note", "Plain", "PythonSteps", "Steps", "make_steps"]
+
+STEPS_BY = "python" if CompiledSteps is None else "c"
+"""Who tells streams what to do. Both tell them the same."""
+
+SMALL_RANGE = 1 << 20
+"""Below this size there are gaps between the ranges of a stream, which another can fill."""
+BATCH_RANGES = 32
+"""In one call of the driver, which takes about a microsecond for each: the bus should not wait for all of them.
+
+On an H200, jobs of 64 MiB in rows of 256 KiB, store and load as parts of one large copy: batches of 8 on two streams 0.93 and
+0.93, of 16 0.96 and 0.95, of 32 0.965 and 0.956, of 64 0.94 and 0.95; of 64 on one stream 0.94 and 0.945.
+"""
+
+
+class Note(NamedTuple):
+    """Where a kernel is told its blocks and rows: in pinned memory, and with `heard` in a copy on the device.
+
+    The copy is made on a stream of its own (`notes`) long before the kernel's turn: read over a busy bus, it would take the
+    kernel twice as long. It queues behind all that the bus carries to the device.
+    """
+
+    told: int
+    heard: int
+    notes: int
+    noted: int
+    most_blocks: int
+
+
+class Plain(NamedTuple):
+    """What a plain job keeps to. Blocks are chunks: slot i is `i * step` bytes behind `first`."""
+
+    first: int
+    step: int
+    num_blocks: int
+    num_slots: int
+
+
+class Steps(Protocol):
+    """What both forms do."""
+
+    def is_plain(self, plain: Plain, blocks: Ints, slots: Ints, engine: int, /) -> bool:
+        """Say whether a job has as many slots as blocks, all there and none null, and the engine's stream is idle."""
+
+    def begin(
+        self, kernel: driver.Launch, plain: Plain, note: Note, blocks: Ints, slots: Ints,
+        engine: int, stream: int, start: int, done: int, /,
+    ) -> bool:  # fmt: skip
+        """Copy all blocks of a plain job by a kernel, if they fit into the note; say whether that was done."""
+
+    def tell(self, note: Note, blocks: Ints, first: int, last: int, rows: Rows, offset: int, /) -> None:
+        """Write down blocks `[first, last)` for a kernel, and the places of their rows, plus `offset`."""
+
+    def launch(
+        self, kernel: driver.Launch, note: Note, num_blocks: int, stream: int, start: int, wait: int, done: int, /
+    ) -> None:
+        """Copy the blocks of a note by a kernel."""
+
+    def copy(
+        self, pages: Pages, blocks: Ints | None, first: int, last: int, rows: Rows,
+        stream: int, side: int, side_done: int, start: int, wait: int, done: int, /,
+    ) -> None:  # fmt: skip
+        """Copy pages of blocks `[first, last)` between the device and their rows in the pool, joined into ranges.
+
+        Without `blocks` they are numbered from 0. Small ranges take turns on two streams, where one fills the gaps of the
+        other, unless there is no `side_done` to join them by.
+        """
+
+    def is_over(self, event: int, /) -> bool:
+        """Say whether an event has happened."""
+
+    def is_idle(self, stream: int, /) -> bool:
+        """Say whether a stream has done all that it has been told."""
+
+    def wait_over(self, event: int, /) -> None:
+        """Block until an event has happened."""
+
+    def seconds_between(self, start: int, end: int, /) -> float:
+        """Return the device's time between two events that have happened."""
+
+
+def make_steps(pool: PoolMap, *, to_pool: bool, pinned: bool) -> Steps:
+    """Return what tells streams the steps of one direction."""
+    if CompiledSteps is None or not pinned:  # copies of pageable memory may wait, and must not hold the GIL
+        return PythonSteps(pool, to_pool=to_pool, pinned=pinned)
+    return CompiledSteps(
+        driver.find_functions(), driver.fail, to_pool, pool.address, pool.seam, SMALL_RANGE, BATCH_RANGES
+    )
+
+
+class PythonSteps:
+    """Tells streams step by step, from Python."""
+
+    def __init__(self, pool: PoolMap, *, to_pool: bool, pinned: bool = True) -> None:
+        self._pool, self._to_pool, self._pinned = pool, to_pool, pinned
+
+    def is_plain(self, *job: object) -> bool:
+        """Say no, so that the job takes the usual way: to ask would take as long."""
+        return False
+
+    def begin(self, *job: object) -> bool:
+        """Do nothing, so that the job takes the usual way: there is no shorter one."""
+        return False
+
+    def tell(self, note: Note, blocks: Ints, first: int, last: int, rows: Rows, offset: int, /) -> None:
+        """Write a note, and bring it to the device."""
+        count = last - first
+        told = np.ctypeslib.as_array((ctypes.c_int64 * (2 * count)).from_address(note.told))
+        told[:count] = blocks[first:last]
+        told[count:] = rows.places(first, last) + offset
+        if note.heard:
+            driver.copy_range(note.heard, note.told, told.nbytes, note.notes)
+            driver.record(note.noted, note.notes)
+
+    def launch(
+        self, kernel: driver.Launch, note: Note, num_blocks: int, stream: int, start: int, wait: int, done: int, /
+    ) -> None:
+        """Launch a kernel when its note is there."""
+        if start:
+            driver.record(start, stream)
+        if note.heard:
+            driver.wait_for(stream, note.noted)
+        if wait:
+            driver.wait_for(stream, wait)
+        kernel.start(note.heard or note.told, num_blocks, stream)
+        if done:
+            driver.record(done, stream)
+
+    def copy(
+        self, pages: Pages, blocks: Ints | None, first: int, last: int, rows: Rows,
+        stream: int, side: int, side_done: int, start: int, wait: int, done: int, /,
+    ) -> None:  # fmt: skip
+        """Find the ranges, and copy them."""
+        some = np.arange(last - first) if blocks is None else blocks[first:last]
+        device, host, size = self._pool.ranges(pages, some, rows.places(first, last))
+        dst, src = (host, device) if self._to_pool else (device, host)
+        two = side_done and len(size) > 1 and size[0] < SMALL_RANGE
+        streams = [stream, side] if two else [stream]
+        if start:
+            driver.record(start, stream)
+        if wait:
+            for each in streams:
+                driver.wait_for(each, wait)
+        batch = BATCH_RANGES if driver.has_batches() else 1
+        for turn, at in enumerate(range(0, len(size), batch)):
+            now = slice(at, at + batch)
+            driver.copy_ranges(dst[now], src[now], size[now], streams[turn % len(streams)], pinned=self._pinned)
+        if two:
+            driver.record(side_done, side)
+            driver.wait_for(stream, side_done)
+        if done:
+            driver.record(done, stream)
+
+    is_over = staticmethod(driver.is_over)
+    is_idle = staticmethod(driver.is_idle)
+    wait_over = staticmethod(driver.wait_over)
+    seconds_between = staticmethod(driver.seconds_between)

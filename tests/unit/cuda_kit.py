@@ -1,0 +1,134 @@
+"""A CUDA driver for tests without a device: functions that C can call, which do at once what they are told, and write it down.
+
+Streams and events are numbers, and memory of the device is the host's. Nothing is asynchronous: it shows that the right bytes
+are copied, not that they are copied in the right order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int, c_int64, c_size_t, c_uint, c_uint64, c_void_p
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvtier.transfer.cuda import driver, lanes
+from kvtier.transfer.cuda.driver import Launch
+from kvtier.transfer.cuda.pieces import Part
+
+SIGNATURES: dict[str, list[Any]] = {
+    "cuLaunchKernel": [c_uint64, *[c_uint] * 7, c_uint64, c_void_p, c_void_p],
+    "cuMemcpyAsync": [c_uint64, c_uint64, c_size_t, c_uint64],
+    "cuMemcpyBatchAsync": [*[c_void_p] * 3, c_size_t, c_void_p, c_void_p, c_size_t, c_void_p, c_uint64],
+    "cuEventRecord": [c_uint64, c_uint64],
+    "cuStreamWaitEvent": [c_uint64, c_uint64, c_uint],
+    "cuEventQuery": [c_uint64],
+    "cuStreamQuery": [c_uint64],
+    "cuEventSynchronize": [c_uint64],
+    "cuStreamSynchronize": [c_uint64],
+    "cuEventElapsedTime": [c_void_p, c_uint64, c_uint64],
+}
+
+
+def read(kind: Any, address: int | None, count: int) -> list[int]:
+    return list((kind * count).from_address(address or 0)) if count else []
+
+
+class FakeDriver:
+    """What it was told is in `calls`. Functions in `failing` return that status and do nothing."""
+
+    def __init__(self, *, has_batches: bool = True, copies: bool = False) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.failing: dict[str, int] = {}
+        self.kernels: dict[int, tuple[Part, bool]] = {}
+        self.copies = copies
+        for name, signature in SIGNATURES.items():
+            if has_batches or name != "cuMemcpyBatchAsync":
+                setattr(self, name, ctypes.CFUNCTYPE(c_int, *signature)(self._function(name)))
+
+    def _function(self, name: str) -> Any:
+        do = getattr(self, f"_{name}", lambda *args: args)
+
+        def call(*args: Any) -> int:
+            status = self.failing.get(name, 0)
+            self.calls.append((name, *do(*args)) if not status else (name,))
+            return status
+
+        return call
+
+    def _cuEventElapsedTime(self, milliseconds: int, start: int, end: int) -> tuple[int, int]:
+        c_float.from_address(milliseconds).value = abs(end - start)
+        return start, end
+
+    def _cuMemcpyAsync(self, dst: int, src: int, size: int, stream: int) -> tuple[int, ...]:
+        if self.copies:
+            ctypes.memmove(dst, src, size)
+        return dst, src, size, stream
+
+    def _cuMemcpyBatchAsync(self, dst: int, src: int, size: int, count: int, *rest: int) -> tuple[Any, ...]:
+        attributes, first, num_attributes, _, stream = rest
+        ranges = [read(c_uint64, column, count) for column in (dst, src, size)]
+        for each in zip(*ranges, strict=True):
+            self._cuMemcpyAsync(*each, stream)
+        return (*ranges, read(c_int, attributes, 6), read(c_uint64, first, 1), num_attributes, stream)
+
+    def _cuLaunchKernel(self, function: int, *rest: Any) -> tuple[Any, ...]:
+        *sizes, stream, arguments, _ = rest
+        places = read(c_uint64, arguments, 8)
+        (table,), (told,), *extra = (read(c_uint64, places[i], 1) for i in (0, 1, 4, 5, 6, 7))
+        (num_blocks,), (num_tiles,) = (read(c_int, places[i], 1) for i in (2, 3))
+        if self.copies:
+            self._copy_pages(*self.kernels[function], read(c_int64, told, 2 * num_blocks))
+        return (function, *sizes, stream, table, told, num_blocks, num_tiles, extra)
+
+    def _copy_pages(self, part: Part, gather: bool, told: list[int]) -> None:
+        for block, row in zip(told[: len(told) // 2], told[len(told) // 2 :], strict=True):
+            for base, stride, size, offset in zip(*(column.tolist() for column in part.pages), strict=True):
+                ends = (row + offset - part.offset, base + block * stride)
+                ctypes.memmove(*(ends if gather else ends[::-1]), size)
+
+    @staticmethod
+    def cuGetErrorName(status: int, name: Any) -> None:
+        name._obj.value = f"CUDA_ERROR_{status}".encode()
+
+    def use(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Be the driver, and the device of lanes."""
+        monkeypatch.setattr(driver, "_enqueuing", lambda: self)
+        monkeypatch.setattr(driver, "_waiting", lambda: self)
+        monkeypatch.setattr(driver, "has_batches", lambda: hasattr(self, "cuMemcpyBatchAsync"))
+        monkeypatch.setattr(lanes, "Device", lambda device: FakeDevice(self))
+
+
+class FakeDevice:
+    """Does what a `Device` does. Its handles count from 1."""
+
+    def __init__(self, fake: FakeDriver) -> None:
+        self._fake = fake
+        self._handles = 0
+        self._kept: list[object] = []
+
+    def enter_thread(self) -> None: ...
+
+    def current_stream(self) -> int:
+        return 0
+
+    def stream(self) -> int:
+        self._handles += 1
+        return self._handles
+
+    def event(self, *, timing: bool = False, blocking: bool = False) -> int:
+        return self.stream()
+
+    def rows(self, count: int, size: int) -> list[int]:
+        rows = np.zeros((count, size), np.int8)
+        self._kept.append(rows)
+        return [row.ctypes.data for row in rows]
+
+    host_rows = rows
+
+    def kernels(self, part: Part, row_align: int, *, gather: bool) -> tuple[Launch, Launch]:
+        function = len(self._fake.kernels) + 1
+        self._fake.kernels[function] = part, gather
+        kernel = Launch(function, 32, 0, programs=4, tiles=2, table=0, num_tiles=len(part.pages.size))
+        return kernel, kernel

@@ -1,0 +1,180 @@
+"""Handlers over real lanes, with steps in both forms, over a driver that copies on the host: every byte arrives, and alike."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import pytest
+from tests.unit.cuda_kit import FakeDriver
+
+from kvtier.config import OffloadingConfig
+from kvtier.pool import Pool
+from kvtier.testing.handler_suite import Handlers, HandlerSuite, Rig, random_job
+from kvtier.transfer.base import CanonicalKVCaches, CPULoadStoreSpec, GPULoadStoreSpec, OffloadingHandler
+from kvtier.transfer.cuda import CudaHandler, CudaLoadHandler, CudaMemory, CudaStoreHandler, pieces, steps
+from kvtier.transfer.cuda.handlers import CudaJob
+from kvtier.transfer.cuda.lanes import LoadLane, StoreLane
+from kvtier.transfer.cuda.pinning import Pinning
+from kvtier.transfer.cuda.steps import PythonSteps
+
+compiled_only = pytest.mark.skipif(steps.STEPS_BY == "python", reason="kvtier._cuda was not compiled here")
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    fake = FakeDriver(copies=True)
+    fake.use(monkeypatch)
+    return fake
+
+
+class TestLanes(HandlerSuite):
+    """Small jobs begin in one step."""
+
+    options: ClassVar[dict[str, Any]] = {}
+
+    def make_handlers(
+        self, config: OffloadingConfig, kv_caches: CanonicalKVCaches, clock: Callable[[], float]
+    ) -> Handlers:
+        pool = Pool.open(config.engine_id, config.num_slots, config.row_bytes)
+        pinning = Pinning(pool, lambda: None, pin=lambda address, size: None, unpin=lambda address: None)
+        memory = CudaMemory(kv_caches, pool, config, pinning=pinning, **({"staging_bytes": 1 << 20} | self.options))
+        store = CudaStoreHandler(memory, config.settings.store_deadline, clock=clock)
+        load = CudaLoadHandler(memory, config.settings.load_deadline, clock=clock)
+        return Handlers(store, load, pool.rows)
+
+    @contextmanager
+    def hold(self, handler: OffloadingHandler) -> Iterator[None]:
+        assert isinstance(handler, CudaHandler)
+        released = False
+
+        def wait_for_release(job: CudaJob) -> None:
+            while job.upcoming is not None and not released:
+                handler.wait_ending(job, 0.001)
+
+        handler.probe = wait_for_release
+        try:
+            yield
+        finally:
+            released = True
+            handler.probe = None
+
+
+class TestManyPieces(TestLanes):
+    """Jobs are cut, and staged: nothing is short, and blocks go in parts."""
+
+    options: ClassVar[dict[str, Any]] = {"staging_bytes": 1 << 16}
+
+    @pytest.fixture(autouse=True)
+    def _stage_everything(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(pieces, "SMALL_BYTES", 64)
+        for lane in (StoreLane, LoadLane):
+            monkeypatch.setattr(lane, "short_bytes", 0)
+
+
+class TestDirect(TestLanes):
+    """Every page is copied as it is."""
+
+    options: ClassVar[dict[str, Any]] = {"direct_bytes": 1}
+
+
+class TestPythonSteps(TestManyPieces):
+    """No step is compiled."""
+
+    @pytest.fixture(autouse=True)
+    def _compile_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(steps, "CompiledSteps", None)
+
+
+@compiled_only
+@pytest.mark.parametrize("options", [{}, {"staging_bytes": 1 << 16}, {"direct_bytes": 1}])
+@pytest.mark.parametrize("seed", range(4))
+def test_both_forms_tell_the_driver_the_same(
+    seed: int, options: dict[str, Any], fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Down to the numbers of streams and events; addresses differ."""
+    monkeypatch.setattr(pieces, "SMALL_BYTES", 1 << 12)
+    monkeypatch.setattr(StoreLane, "short_bytes", 1 << 13)
+    suite = TestLanes()
+    monkeypatch.setattr(TestLanes, "options", options)
+    told = []
+    for compiled in (steps.CompiledSteps, None):
+        monkeypatch.setattr(steps, "CompiledSteps", compiled)
+        fake.kernels.clear()
+        rig = Rig(suite, "kv_first", page=4096, blocks_per_chunk=1 + seed % 2)
+        fake.calls.clear()
+        for handler in (rig.store, rig.load):
+            assert isinstance(handler, CudaHandler)
+            assert isinstance(handler._lane._steps, PythonSteps) == (compiled is None)
+            enqueue_some(random.Random(seed), rig, handler)
+        rig.close()
+        told.append([(name, small_numbers(args)) for name, *args in fake.calls])
+    assert told[0] == told[1]
+    assert ("cuLaunchKernel" in {name for name, _ in told[0]}) == ("direct_bytes" not in options)
+
+
+def enqueue_some(rng: random.Random, rig: Rig, handler: CudaHandler) -> None:
+    """Enqueue the pieces of some jobs, at times with others before them."""
+    for _ in range(8):
+        gpu, cpu = random_job(rng, rig.config, rig.caches, range(rig.config.num_slots))
+        plan = handler.plan((gpu, cpu) if handler is rig.store else (cpu, gpu))
+        rows, timer, oldest = handler.memory.pool_map.rows(plan), handler._lane.timer(), None
+        for piece in handler._cut(plan, by_layer=False)[0]:
+            number = handler._lane.enqueue(piece, plan, rows, timer, oldest)
+            timer, oldest = None, rng.choice([None, number, max(0, number - 6)])
+
+
+def small_numbers(args: Any) -> list[Any]:
+    """Leave addresses out."""
+    if isinstance(args, int):
+        return [args] if args < 1 << 32 else []
+    return [number for arg in args for number in small_numbers(arg)]
+
+
+@compiled_only
+@pytest.mark.parametrize(
+    ("blocks", "slots", "begins"),
+    [
+        ([1], [0], True),
+        ([3, 1, 2], [5, 0, 9], True),
+        ([3, 0, 2], [5, 0, 9], False),
+        (list(range(1, 8)), list(range(7)), False),
+    ],
+)
+def test_a_small_plain_job_begins_before_its_books_are_written(
+    blocks: list[int], slots: list[int], begins: bool, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(TestLanes(), page=4096)
+    monkeypatch.setattr(StoreLane, "short_bytes", 6 * rig.caches.groups[0].bytes_per_block)
+    rig = Rig(TestLanes(), page=4096)
+    assert isinstance(rig.store, CudaHandler)
+    begun = []
+    begin = rig.store._lane.begin
+    monkeypatch.setattr(rig.store._lane, "begin", lambda *args: begun.append(begin(*args)) or begun[-1])
+    gpu, cpu = GPULoadStoreSpec(blocks), CPULoadStoreSpec(slots)
+    assert rig.run_store(0, gpu, cpu).success
+    assert (begun[0] is not None) == begins
+    rig.check()
+    fake.failing = {"cuStreamQuery": 600}  # the engine is busy, and its fence is over at once
+    assert rig.run_store(1, gpu, cpu).success
+    assert begun[1] is None
+    rig.check()
+    rig.close()
+
+
+@compiled_only
+def test_a_job_that_cannot_begin_fails_and_the_next_does_not(
+    fake: FakeDriver, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig(TestLanes(), page=4096)
+    fake.failing = {"cuLaunchKernel": 719}
+    assert rig.store.transfer_async(0, (GPULoadStoreSpec([1, 2]), CPULoadStoreSpec([0, 1])))
+    (result,) = rig.store.get_finished()
+    assert (result.success, result.failed_blocks) == (False, (0, 1))
+    assert "CUDA_ERROR_719" in caplog.text
+    fake.failing = {}
+    assert rig.run_store(1, GPULoadStoreSpec([1, 2]), CPULoadStoreSpec([0, 1])).success
+    rig.check()
+    rig.close()

@@ -1,0 +1,217 @@
+"""Compiled steps tell the driver what those in Python tell it, call by call; the driver only writes it down."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.unit.cuda_kit import FakeDriver
+
+from kvtier.errors import TransferError
+from kvtier.testing.caches import make_caches, make_config
+from kvtier.transfer.cuda import steps
+from kvtier.transfer.cuda.driver import Launch
+from kvtier.transfer.cuda.pieces import Pages, PoolMap, Rows
+from kvtier.transfer.cuda.steps import Note, Plain, PythonSteps, make_steps
+
+compiled_only = pytest.mark.skipif(steps.STEPS_BY == "python", reason="kvtier._cuda was not compiled here")
+
+POOL = 1 << 40
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    fake = FakeDriver()
+    fake.use(monkeypatch)
+    return fake
+
+
+def pool_map() -> PoolMap:
+    config = make_config(make_caches("kv_first"))
+    return PoolMap(POOL, config.row_bytes, 4096, config)
+
+
+def forms(*, to_pool: bool = True) -> list[Any]:
+    compiled = make_steps(pool_map(), to_pool=to_pool, pinned=True)
+    assert not isinstance(compiled, PythonSteps)
+    return [compiled, PythonSteps(pool_map(), to_pool=to_pool)]
+
+
+numbers = st.integers(1, 1 << 47)
+maybe = st.one_of(st.just(0), numbers)
+
+
+@compiled_only
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data(), st.integers(1, 40), st.booleans(), st.booleans(), st.lists(maybe, min_size=3, max_size=3))
+def test_kernels_are_told_and_launched_alike(
+    fake: FakeDriver, data: st.DataObject, size: int, in_pool: bool, hears: bool, events: list[int]
+) -> None:
+    blocks = np.array(data.draw(st.lists(numbers, min_size=2 * size, max_size=2 * size)), np.int64)[::2]
+    rows = Rows(blocks >> 16 if in_pool else None, data.draw(numbers), data.draw(st.integers(1, 1 << 10)))
+    first = data.draw(st.integers(0, size - 1))
+    last = data.draw(st.integers(first + 1, size))
+    offset, stream = data.draw(numbers), data.draw(numbers)
+    kernel = Launch(*(data.draw(st.integers(1, 1 << 20)) for _ in Launch._fields))
+    told = [(ctypes.c_int64 * 100)() for _ in range(2)]
+    fake.calls.clear()
+    calls = []
+    for form, memory in zip(forms(), told, strict=True):
+        note = Note(ctypes.addressof(memory), *((7, 8, 9) if hears else (0, 0, 0)), most_blocks=50)
+        form.tell(note, blocks, first, last, rows, offset)
+        form.launch(kernel, note, last - first, stream, *events)
+        calls.append([tuple("told" if arg == note.told else arg for arg in call) for call in fake.calls])
+        fake.calls.clear()
+    assert calls[0] == calls[1]
+    assert told[0][:] == told[1][:]
+    assert told[0][: last - first] == blocks[first:last].tolist()
+
+
+@compiled_only
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data(), st.integers(1, 40), st.integers(1, 4), st.booleans(), st.booleans(), st.booleans())
+def test_ranges_are_copied_alike(
+    fake: FakeDriver,
+    data: st.DataObject,
+    size: int,
+    num_pages: int,
+    as_they_are: bool,
+    to_pool: bool,
+    has_batches: bool,
+) -> None:
+    """Blocks and places are drawn from few, so that many are neighbours, at one end or at both, and some across a seam."""
+    page = data.draw(st.sampled_from([512, 1 << 20]))
+    few = st.lists(st.integers(0, 20), min_size=size, max_size=size)
+    runs = st.sampled_from([np.arange(size), np.array(data.draw(few))])
+    blocks, rows = data.draw(runs), Rows(data.draw(runs), POOL, num_pages * page)
+    order = np.arange(num_pages)
+    apart = data.draw(st.sampled_from([page, 1 << 30]))
+    pages = Pages(apart * order, np.full(num_pages, num_pages * page), np.full(num_pages, page), page * order)
+    first = data.draw(st.integers(0, size - 1))
+    last = data.draw(st.integers(first + 1, size))
+    side_done, *events = data.draw(st.lists(maybe, min_size=4, max_size=4))
+    with pytest.MonkeyPatch.context() as patch:
+        other = FakeDriver(has_batches=has_batches)
+        other.use(patch)
+        calls = []
+        for form in forms(to_pool=to_pool):
+            form.copy(pages, blocks if as_they_are else None, first, last, rows, 11, 12, side_done, *events)
+            calls.append(list(other.calls))
+            other.calls.clear()
+    assert calls[0] == calls[1]
+    assert any(name.startswith("cuMemcpy") for name, *_ in calls[0])
+
+
+@compiled_only
+def test_questions_are_answered_alike(fake: FakeDriver) -> None:
+    for form in forms():
+        fake.failing = {}
+        assert form.is_over(3) is form.is_idle(4) is True
+        assert form.seconds_between(1000, 3000) == 2.0
+        assert form.wait_over(6) is None
+        fake.failing = {"cuEventQuery": 600, "cuStreamQuery": 600}
+        assert form.is_over(3) is form.is_idle(4) is False
+    assert fake.calls[: len(fake.calls) // 2] == fake.calls[len(fake.calls) // 2 :]
+
+
+@compiled_only
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.integers(-1, 12), max_size=6), st.lists(st.integers(-1, 10), max_size=6), st.booleans())
+def test_a_plain_job_begins_with_what_else_are_two_steps(
+    fake: FakeDriver, blocks: list[int], slots: list[int], busy: bool
+) -> None:
+    plain, memory = Plain(POOL, 512, num_blocks=12, num_slots=10), (ctypes.c_int64 * 8)()
+    note, ids = Note(ctypes.addressof(memory), 0, 0, 0, most_blocks=4), (np.array(blocks, int), np.array(slots, int))
+    is_plain = len(blocks) == len(slots) > 0 and not busy and {*blocks} <= {*range(1, 12)} and {*slots} <= {*range(10)}
+    fake.failing = {"cuStreamQuery": 600} if busy else {}
+    compiled, python = forms()
+    assert compiled.is_plain(plain, *ids, 7) == is_plain
+    fake.calls.clear()
+    begun = compiled.begin(KERNEL, plain, note, *ids, 7, 8, 9, 10)
+    assert begun == (is_plain and len(blocks) <= 4)
+    calls = [call for call in fake.calls if call[0] != "cuStreamQuery"]
+    told = memory[:]
+    fake.calls.clear()
+    if begun:
+        python.tell(note, ids[0], 0, len(blocks), Rows(ids[1], POOL, 512), 0)
+        python.launch(KERNEL, note, len(blocks), 8, 9, 0, 10)
+    assert calls == fake.calls
+    assert told == memory[:]
+
+
+NOTE = Note(0, 0, 0, 0, 4)
+KERNEL = Launch(1, 1, 0, 1, 1, 1, 1)
+IDS = np.arange(4)
+ROWS = Rows(IDS, POOL, 2048)
+PAGES = Pages(*(np.array([each]) for each in (0, 64, 64, 0)))
+
+
+@compiled_only
+@pytest.mark.parametrize(
+    ("failing", "call", "args"),
+    [
+        ("cuLaunchKernel", "launch", (KERNEL, NOTE, 0, 1, 0, 0, 0)),
+        ("cuEventRecord", "launch", (KERNEL, NOTE, 0, 1, 2, 0, 0)),
+        ("cuStreamWaitEvent", "launch", (KERNEL, NOTE, 0, 1, 0, 2, 0)),
+        ("cuMemcpyAsync", "tell", (Note(0, 1, 2, 3, 4), IDS, 0, 0, ROWS, 0)),
+        ("cuMemcpyAsync", "copy", (PAGES, None, 0, 1, ROWS, 1, 0, 0, 0, 0, 0)),
+        ("cuMemcpyBatchAsync", "copy", (PAGES, None, 0, 4, ROWS, 1, 0, 0, 0, 0, 0)),
+        ("cuEventQuery", "is_over", (1,)),
+        ("cuStreamQuery", "is_idle", (1,)),
+        ("cuEventSynchronize", "wait_over", (1,)),
+        ("cuEventElapsedTime", "seconds_between", (1, 2)),
+    ],
+)
+def test_a_call_that_fails_is_told_by_its_name(
+    fake: FakeDriver, failing: str, call: str, args: tuple[Any, ...]
+) -> None:
+    fake.failing = {failing: 719}
+    for form in forms():
+        fake.calls.clear()
+        with pytest.raises(TransferError, match=r"CUDA_ERROR_719 \(719\)"):
+            getattr(form, call)(*args)
+        assert fake.calls[-1][0] == failing, "nothing is told to a stream after what failed"
+
+
+@compiled_only
+@pytest.mark.parametrize(
+    ("call", "args"),
+    [
+        ("tell", (NOTE, IDS, 0, 5, ROWS, 0)),
+        ("tell", (NOTE._replace(most_blocks=3), IDS, 0, 4, ROWS, 0)),
+        ("tell", (NOTE, IDS, -1, 3, ROWS, 0)),
+        ("tell", (NOTE, IDS, 3, 2, ROWS, 0)),
+        ("tell", (NOTE, None, 0, 4, ROWS, 0)),
+        ("tell", (NOTE, IDS, 0, 4, ROWS._replace(ids=IDS[:2]), 0)),
+        ("tell", (NOTE, IDS, 0, 4, ROWS._replace(base=None), 0)),
+        ("tell", (NOTE, IDS.astype(np.int32), 0, 4, ROWS, 0)),
+        ("tell", (NOTE[:4], IDS, 0, 4, ROWS, 0)),
+        ("tell", (NOTE, IDS, 0, 4, ROWS)),
+        ("launch", (KERNEL[:3], NOTE, 1, 1, 0, 0, 0)),
+        ("launch", (KERNEL, NOTE, None, 1, 0, 0, 0)),
+        ("launch", (KERNEL, NOTE, 1, 1, 0, 0)),
+        ("copy", (PAGES, None, 0, 5, ROWS, 1, 0, 0, 0, 0, 0)),
+        ("copy", (PAGES, None, 0, 4, None, 1, 0, 0, 0, 0, 0)),
+        ("copy", (PAGES, IDS[:3], 0, 4, ROWS, 1, 0, 0, 0, 0, 0)),
+        ("copy", (PAGES, None, -2, 1, ROWS, 1, 0, 0, 0, 0, 0)),
+        ("copy", (PAGES, None, 3, 1, ROWS, 1, 0, 0, 0, 0, 0)),
+        ("copy", (PAGES[:3], None, 0, 1, ROWS, 1, 0, 0, 0, 0, 0)),
+        ("copy", (PAGES._replace(size=IDS[:0]), None, 0, 1, ROWS, 1, 0, 0, 0, 0, 0)),
+        ("is_over", ("1",)),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_the_driver_is_told(
+    fake: FakeDriver, call: str, args: tuple[Any, ...]
+) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        getattr(forms()[0], call)(*args)
+    assert fake.calls == []
+
+
+def test_python_serves_memory_that_is_not_pinned() -> None:
+    """Its copies may wait, and must not keep the GIL while they do."""
+    assert isinstance(make_steps(pool_map(), to_pool=True, pinned=False), PythonSteps)
