@@ -42,6 +42,7 @@ from kvtier.index.forms import choose_form
 from kvtier.index.plain import PlainTable
 
 BLOCK_SIZE, BATCH_BLOCKS, CHAIN_BATCHES = 16, 64, 8
+FIRST_BLOCKS = 8 * BATCH_BLOCKS * CHAIN_BATCHES
 PAGE = os.sysconf("SC_PAGE_SIZE")
 TARGETS = {"blocks_per_second": 2.0, "bytes_per_block": 40.0, "match_us": 15.0}
 SERVE = """
@@ -183,8 +184,9 @@ def running(name: str, command: Sequence[str], port: int) -> Iterator[Indexer]:
 
 
 def take_in(indexer: Indexer, parts: Sequence[Part]) -> list[dict[str, float | None]]:
-    """Send parts. The first comes slowly, so that no message waits in a buffer, and shows what a block costs in memory; the
-    others come as fast as they can, and each shows how fast it is taken in: from the first byte until its last chain is found."""
+    """Send parts. The first is small and shows what taking in anything at all costs in memory, the second what a block does;
+    both come slowly, so that no message waits in a buffer. The others come as fast as they can, and each shows how fast it is
+    taken in: from the first byte until its last chain is found."""
     context = zmq.Context()
     publisher = context.socket(zmq.XPUB)
     publisher.sndhwm = 0
@@ -193,17 +195,20 @@ def take_in(indexer: Indexer, parts: Sequence[Part]) -> list[dict[str, float | N
     indexer.ask("POST", "/register", new)
     publisher.recv()  # it subscribes
     sequence = count()
-    send(publisher, sequence, [frame_batch(0.0, [], 0)] * 100, 1000)
-    memory, resident = parts[0], indexer.resident()
-    send(publisher, sequence, memory.payloads, 2000)
-    wait_for(indexer, memory)
-    resident, counted = indexer.resident() - resident, indexer.counted_bytes()
+    first, memory, *rest = parts
+    resident = [indexer.resident()]
+    for part in (first, memory):
+        send(publisher, sequence, part.payloads, 2000)
+        wait_for(indexer, part)
+        resident.append(indexer.resident())
+    counted = indexer.counted_bytes()
     costs = {
-        "rss_bytes_per_block": resident / memory.blocks,
-        "counted_bytes_per_block": None if counted is None else counted / memory.blocks,
+        "first_use_mb": (resident[1] - resident[0]) / 1e6,
+        "rss_bytes_per_block": (resident[2] - resident[1]) / memory.blocks,
+        "counted_bytes_per_block": None if counted is None else counted / (first.blocks + memory.blocks),
         "query_ms": median_us(lambda: indexer.matched(memory.chains[1].question(indexer.keys)), 50) / 1e3,
     }
-    speeds = [costs | measure_speed(indexer, publisher, sequence, part) for part in parts[1:]]
+    speeds = [costs | measure_speed(indexer, publisher, sequence, part) for part in rest]
     publisher.close(0)
     context.term()
     return speeds
@@ -246,7 +251,7 @@ def has_dynamo(python: str) -> bool:
 
 def from_the_wire(arguments: argparse.Namespace, forms: list[str]) -> dict[str, dict[str, Any]]:
     """Measure every indexer several times, in turns, since the machine's speed changes; the best of each counts."""
-    sizes = (min(arguments.blocks, 1 << 17), *[arguments.blocks] * 3)
+    sizes = (FIRST_BLOCKS, *[arguments.blocks] * 4)
     parts = [make_part(size, seed) for seed, size in enumerate(sizes)]
     port = str(arguments.port)
     commands: dict[str, list[str]] = {}
@@ -406,6 +411,7 @@ def main() -> int:
     headings = {"blocks_per_second": "blocks/s", "times_dynamo": "x Dynamo", "cpu_us_per_block": "CPU us/block"}
     headings |= {
         "cpu_times_less": "x less CPU",
+        "first_use_mb": "first use MB",
         "rss_bytes_per_block": "RSS B/block",
         "counted_bytes_per_block": "counted B/block",
         "query_ms": "512-block query ms",

@@ -1,6 +1,6 @@
-/* The steps of publishing that touch every block and every token: writing an event, holding its blocks, collecting those that
- * an engine removes one by one, and letting them go. Optional: where this was not compiled, `kvtier.events.publish.hot` does the same in Python;
- * what is promised is written there, and tests/unit/test_events_hot.py holds the two against each other.
+/* The steps of publishing that touch every block and every token: a table of blocks, and an express lane through the published state
+ * for batches in which nothing is unusual. Optional: where this was not compiled, `kvtier.events.publish` does the same in Python;
+ * what is promised is written in `hot.py` there, and tests/unit/test_events_hot.py holds the two against each other.
  *
  * A thousand tokens are a thousand ints, and the time goes into asking each what it is. So this looks into lists, ints and the slots
  * of structs directly, which the limited API does not allow: a binary serves the one version of Python that it was compiled for.
@@ -13,48 +13,7 @@
 #include <structmember.h>
 #include <unistd.h>
 
-/* -- ints ------------------------------------------------------------------------------------------------------------------ */
-
-/* Read an int from 0 to 2^64 - 1; return 0 for anything else, with no exception set. */
-static inline int read_uint(PyObject *object, uint64_t *value) {
-    if (!PyLong_CheckExact(object)) return 0;
-#if PY_VERSION_HEX >= 0x030C0000
-    if (PyUnstable_Long_IsCompact((PyLongObject *)object)) {
-        Py_ssize_t compact = PyUnstable_Long_CompactValue((PyLongObject *)object);
-        *value = (uint64_t)compact;
-        return compact >= 0;
-    }
-#elif PyLong_SHIFT == 30
-    const digit *digits = ((PyLongObject *)object)->ob_digit;
-    switch (Py_SIZE(object)) {
-    case 0: *value = 0; return 1;
-    case 1: *value = digits[0]; return 1;
-    case 2: *value = digits[0] | (uint64_t)digits[1] << 30; return 1;
-    case 3: *value = digits[0] | (uint64_t)digits[1] << 30 | (uint64_t)digits[2] << 60; return digits[2] < 16;
-    default: return 0;
-    }
-#endif
-    *value = PyLong_AsUnsignedLongLong(object);
-    if (*value == UINT64_MAX && PyErr_Occurred()) {
-        PyErr_Clear();
-        return 0;
-    }
-    return 1;
-}
-
-/* -- scratch --------------------------------------------------------------------------------------------------------------- */
-
-static void *scratch; /* what is being worked on; whoever holds the GIL has it */
-static size_t scratch_size;
-
-static int make_room(size_t room) {
-    if (room <= scratch_size) return 0;
-    void *grown = PyMem_Realloc(scratch, 2 * room);
-    if (grown == NULL) return PyErr_NoMemory(), -1;
-    scratch = grown;
-    scratch_size = 2 * room;
-    return 0;
-}
+#include "_blocks.h"
 
 /* -- msgpack --------------------------------------------------------------------------------------------------------------- */
 
@@ -68,18 +27,21 @@ static inline uint8_t *put(uint8_t *out, uint8_t tag, uint64_t value, int size) 
 
 /* Write an int; up to 8 bytes behind it are overwritten. Tokens have random lengths, which a branch cannot foresee: so none. */
 static inline uint8_t *put_uint(uint8_t *out, uint64_t value) {
-    static const uint64_t tags[] = {0, 0, 0xcc00, 0xcd0000, 0, 0xce00000000};
-    int size = 8;
-    uint64_t word = value;
+    static const struct {
+        uint64_t tag;
+        uint8_t shift, size;
+    } forms[32] = { /* by the highest bit that is set */
+        [0 ... 6] = {0, 56, 1}, [7] = {0xccull << 56, 48, 2}, [8 ... 15] = {0xcdull << 56, 40, 3}, [16 ... 31] = {0xceull << 56, 24, 5}};
     if (value > UINT32_MAX) {
-        *out++ = 0xcf;
-    } else {
-        size = 1 + (value > 0x7f) + (value > 0xff) + 2 * (value > 0xffff);
-        word = (tags[size] | value) << 8 * (8 - size);
+        value = htobe64(value);
+        *out = 0xcf;
+        memcpy(out + 1, &value, 8);
+        return out + 9;
     }
-    word = htobe64(word);
+    int highest = 31 - __builtin_clz((uint32_t)value | 1);
+    uint64_t word = htobe64(forms[highest].tag | value << forms[highest].shift);
     memcpy(out, &word, 8);
-    return out + size;
+    return out + forms[highest].size;
 }
 
 static inline uint8_t *put_text(uint8_t *out, const char *text, size_t size) {
@@ -91,12 +53,15 @@ static inline uint8_t *put_text(uint8_t *out, const char *text, size_t size) {
     return out + size;
 }
 
+static inline uint8_t *put_length(uint8_t *out, Py_ssize_t count) {
+    if (count < 16) return put(out, (uint8_t)(0x90 | count), 0, 0);
+    return count <= 0xffff ? put(out, 0xdc, (uint64_t)count, 2) : put(out, 0xdd, (uint64_t)count, 4);
+}
+
 /* Write a list of ints; NULL if it is something else. There is room for it. */
 static uint8_t *put_uints(uint8_t *out, PyObject *list) {
     Py_ssize_t count = PyList_GET_SIZE(list);
-    if (count < 16) *out++ = (uint8_t)(0x90 | count);
-    else if (count <= 0xffff) out = put(out, 0xdc, (uint64_t)count, 2);
-    else out = put(out, 0xdd, (uint64_t)count, 4);
+    out = put_length(out, count);
     for (Py_ssize_t i = 0; i < count; i++) {
         uint64_t value;
         if (!read_uint(PyList_GET_ITEM(list, i), &value)) return NULL;
@@ -108,7 +73,7 @@ static uint8_t *put_uints(uint8_t *out, PyObject *list) {
 /* -- events ------------------------------------------------------------------------------------------------------------------ */
 
 /* A kind of event. `at` says where the fields are in instances of `type`, the class that was met last; ours, or an engine's own. */
-enum { MOST_FIELDS = 14, HASHES = 0, PLACE = 1 };
+enum { MOST_FIELDS = 14, HASHES = 0, PARENT = 1, PLACE = 1 };
 typedef struct {
     const char *name;
     int fields, required, hashes; /* how many there are; how many are written also if they are None; how many are hashes */
@@ -122,7 +87,7 @@ static Kind kinds[] = {
      "extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality", "ownership", "session_id"}, NULL, {0}},
     {"BlockRemoved", 5, 2, 1, {"block_hashes", "medium", "group_idx", "locality", "ownership"}, NULL, {0}},
 };
-static Kind *const removed = &kinds[1];
+static Kind *const stored = &kinds[0], *const removed = &kinds[1];
 
 /* Find out where a field is; 0 if it is not a plain slot that comes at that place, perhaps with an exception set. */
 static int learn_field(Kind *kind, PyTypeObject *type, PyObject *fields, int i) {
@@ -161,8 +126,7 @@ static inline PyObject *field_of(const Kind *kind, PyObject *event, int i) {
 /* Say how many bytes a field's value takes at most; 0 if it is of a type that is left to Python. */
 static size_t room_for(const Kind *kind, int i, PyObject *value) {
     if (value == NULL) return 0;
-    if (PyList_CheckExact(value)) return i > HASHES && i < kind->hashes ? 0 : MOST_HEAD + MOST_INT * (size_t)PyList_GET_SIZE(value);
-    if (i == HASHES) return 0;
+    if (PyList_CheckExact(value)) return i < kind->hashes ? 0 : MOST_HEAD + MOST_INT * (size_t)PyList_GET_SIZE(value);
     if (PyUnicode_CheckExact(value) && i >= kind->hashes) {
         Py_ssize_t size;
         return PyUnicode_AsUTF8AndSize(value, &size) == NULL ? 0 : MOST_HEAD + (size_t)size;
@@ -182,306 +146,447 @@ static uint8_t *put_value(uint8_t *out, PyObject *value) {
     return read_uint(value, &number) ? put_uint(out, number) : NULL;
 }
 
-/* Write the event to the scratch; return its end, or NULL if it is left to Python. Nobody else runs, so it stays as it is. */
-static uint8_t *put_event(const Kind *kind, PyObject *event) {
-    size_t room = 64;
-    int count = 1;
-    for (int i = 0; i < kind->fields; i++) {
+/* Write an event with these hashes for its own; return its end, NULL if it is left to Python. Nobody else runs, so it stays as it is. */
+static uint8_t *put_event(Room *text, const Kind *kind, PyObject *event, const uint64_t *hashes, Py_ssize_t size) {
+    size_t room = 128 + MOST_INT * (size_t)size;
+    int count = 2;
+    for (int i = HASHES + 1; i < kind->fields; i++) {
         PyObject *value = field_of(kind, event, i);
         size_t needed = room_for(kind, i, value);
         if (needed == 0) return NULL;
         room += needed + 32; /* the longest name has 28 letters */
         count += i < kind->required || value != Py_None;
     }
-    if (make_room(room) < 0) return NULL;
-    uint8_t *out = put(scratch, (uint8_t)(0x80 | count), 0, 0);
+    if (make_room(text, room) < 0) return NULL;
+    uint8_t *out = put(text->at, (uint8_t)(0x80 | count), 0, 0);
     out = put_text(put_text(out, "type", 4), kind->name, strlen(kind->name));
-    for (int i = 0; i < kind->fields && out != NULL; i++) {
+    out = put_length(put_text(out, kind->names[HASHES], strlen(kind->names[HASHES])), size);
+    for (Py_ssize_t i = 0; i < size; i++) out = put_uint(out, hashes[i]);
+    for (int i = HASHES + 1; i < kind->fields && out != NULL; i++) {
         PyObject *value = field_of(kind, event, i);
         if (i < kind->required || value != Py_None) out = put_value(put_text(out, kind->names[i], strlen(kind->names[i])), value);
     }
     return out;
 }
 
-static PyObject *encode_plain(PyObject *module, PyObject *event) {
+/* Read an int that `put_uint` wrote, or could have; NULL if it is something else or does not end. */
+static const uint8_t *get_uint(const uint8_t *in, const uint8_t *end, uint64_t *value) {
+    if (in == end || (*in > 0x7f && (*in < 0xcc || *in > 0xcf))) return NULL;
+    int size = *in > 0x7f ? 1 << (*in - 0xcc) : 0;
+    *value = *in++;
+    if (end - in < size) return NULL;
+    for (int i = 0; i < size; i++) *value = i == 0 ? *in++ : *value << 8 | *in++;
+    return in;
+}
+
+/* Return the hashes of a store, which are what it begins with; `None` if it was not written here. */
+static PyObject *read_stored(PyObject *module, PyObject *data) {
+    static const char opening[] = "\xa4type\xab" "BlockStored\xac" "block_hashes";
+    enum { OPENING = sizeof opening };
     (void)module;
-    Kind *kind = kind_of(Py_TYPE(event));
-    uint8_t *end = kind == NULL ? NULL : put_event(kind, event);
-    if (end != NULL) return PyBytes_FromStringAndSize(scratch, end - (uint8_t *)scratch);
-    PyErr_Clear(); /* Python finds the same fault, and says it better */
-    Py_RETURN_NONE;
-}
-
-/* -- removals ---------------------------------------------------------------------------------------------------------------- */
-
-/* Say whether two removals are from one place: 1, 0, or -1 with an exception set. */
-static int is_same_place(PyObject *one, PyObject *other) {
-    int same = 1;
-    for (int i = PLACE; i < removed->fields && same == 1; i++) {
-        PyObject *mine = field_of(removed, one, i), *its = field_of(removed, other, i);
-        if (mine == its) continue;
-        same = mine == NULL || its == NULL ? 0 : PyObject_RichCompareBool(mine, its, Py_EQ);
+    if (!PyBytes_CheckExact(data) || PyBytes_GET_SIZE(data) < OPENING + 5) Py_RETURN_NONE;
+    const uint8_t *in = (uint8_t *)PyBytes_AS_STRING(data), *end = in + PyBytes_GET_SIZE(data);
+    if (memcmp(in + 1, opening, OPENING - 1) != 0) Py_RETURN_NONE;
+    in += OPENING;
+    Py_ssize_t count = *in >> 4 == 9 ? *in & 15 : *in == 0xdc ? in[1] << 8 | in[2] : -1;
+    in += *in == 0xdc ? 3 : 1;
+    PyObject *hashes = count < 0 ? Py_NewRef(Py_None) : PyList_New(count);
+    for (Py_ssize_t i = 0; i < count && hashes != NULL; i++) {
+        uint64_t value;
+        in = get_uint(in, end, &value);
+        if (in == NULL) return Py_DECREF(hashes), Py_NewRef(Py_None);
+        PyObject *hash = PyLong_FromUnsignedLongLong(value);
+        if (hash == NULL) Py_CLEAR(hashes);
+        else PyList_SET_ITEM(hashes, i, hash);
     }
-    return same;
+    return hashes;
 }
 
-static PyObject *join_removals(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
-    (void)module;
-    Py_ssize_t stop = count == 2 ? PyLong_AsSsize_t(arguments[1]) : -1;
-    if (stop < 0 || !PyList_CheckExact(arguments[0]) || stop >= PyList_GET_SIZE(arguments[0]))
-        return PyErr_SetString(PyExc_TypeError, "expected a list of events and the place of one"), NULL;
-    PyObject *events = arguments[0], *first = Py_NewRef(PyList_GET_ITEM(events, stop)), *hashes = NULL;
-    int there = kind_of(Py_TYPE(first)) == removed ? 1 : -1;
-    if (there == 1) hashes = PyList_New(0);
-    while (hashes != NULL && stop < PyList_GET_SIZE(events)) {
-        PyObject *event = PyList_GET_ITEM(events, stop);
-        there = Py_IS_TYPE(event, removed->type) ? is_same_place(first, event) : 0;
-        if (there != 1) break;
-        PyObject *more = field_of(removed, event, HASHES);
-        there = -1;
-        if (more == NULL || !PyList_CheckExact(more)) break;
-        Py_ssize_t end = PyList_GET_SIZE(hashes);
-        if (PyList_GET_SIZE(more) == 1 ? PyList_Append(hashes, PyList_GET_ITEM(more, 0)) : PyList_SetSlice(hashes, end, end, more)) break;
-        there = 1;
-        stop++;
-    }
-    Py_DECREF(first);
-    if (there >= 0 && hashes != NULL) return Py_BuildValue("Nn", hashes, stop);
-    Py_XDECREF(hashes);
-    return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
-}
+/* -- the express lane ---------------------------------------------------------------------------------------------------------- */
 
-/* -- blocks ------------------------------------------------------------------------------------------------------------------ */
+/* Attributes that are used here: of a state, those that it never replaces first; of a holding; of a record. */
+enum { RECORDS, FREE, BY_EVENT, GHOSTS, RECORD, KEPT, CHILDREN = KEPT, BLOCKS, DIGEST, COUNTS, PLACE_OF, WEIGHT, USES, PARENT_OF, NUMBER, NAMES };
+static const char *const texts[NAMES] = {"_records", "_free", "_by_event", "_ghosts", "make_record", "_children", "blocks",
+                                         "digest", "counts", "place", "weight", "uses", "parent", "number"};
+static PyObject *names[NAMES];
 
-/* Hashes and their numbers, in a table with linear probing. A slot whose number is 0 is empty; three of four are in use at most. */
-typedef struct __attribute__((packed)) {
-    uint64_t hash;
-    uint32_t number;
-} Slot;
+/* An event that was read and written: a store, or removals in a row. What it refers to is its own. */
+typedef struct {
+    PyObject *event, *holding, *data;
+    Py_ssize_t first, size, joined; /* where its hashes are; of how many events it is made */
+    int is_store;
+} Draft;
 
+/* The lane that leads to a state. `kept` is what the state keeps for good. */
 typedef struct {
     PyObject_HEAD
-    Slot *slots;
-    size_t used;
-    int bits;
-} Blocks;
+    PyObject *state, *kept[KEPT];
+    Room text, hashes, numbers, drafts;
+    Blocks *children; /* borrowed for a call, as are the sums, which it then adds to the state's */
+    uint64_t blocks, digest;
+} Express;
 
-enum { LEAST_BITS = 6 };
-
-static inline size_t mask_of(const Blocks *self) { return ((size_t)1 << self->bits) - 1; }
-
-static inline size_t home_of(const Blocks *self, uint64_t hash) { return (size_t)(hash * 0x9E3779B97F4A7C15 >> (64 - self->bits)); }
-
-/* Return the place of a hash, or the empty one where it would go. */
-static inline size_t find(const Blocks *self, uint64_t hash) {
-    size_t place = home_of(self, hash);
-    while (self->slots[place].number != 0 && self->slots[place].hash != hash) place = (place + 1) & mask_of(self);
-    return place;
+/* Return an attribute that its owner keeps; NULL with an exception set. */
+static PyObject *borrow(PyObject *owner, int name) {
+    PyObject *value = PyObject_GetAttr(owner, names[name]);
+    Py_XDECREF(value);
+    return value;
 }
 
-/* Empty a place; those behind it that it kept from their home move up. */
-static void empty(Blocks *self, size_t hole) {
-    size_t mask = mask_of(self);
-    for (size_t next = (hole + 1) & mask; self->slots[next].number != 0; next = (next + 1) & mask) {
-        if (((next - home_of(self, self->slots[next].hash)) & mask) < ((next - hole) & mask)) continue;
-        self->slots[hole] = self->slots[next];
-        hole = next;
-    }
-    self->slots[hole].number = 0;
-    self->used--;
-}
-
-static int reserve(Blocks *self, size_t more) {
-    int bits = self->bits;
-    while (4 * (self->used + more) > (size_t)3 << bits) bits++;
-    if (bits == self->bits) return 0;
-    Blocks old = *self;
-    Slot *slots = PyMem_Calloc((size_t)1 << bits, sizeof(Slot));
-    if (slots == NULL) return PyErr_NoMemory(), -1;
-    self->slots = slots;
-    self->bits = bits;
-    for (size_t i = 0; i <= mask_of(&old); i++)
-        if (old.slots[i].number != 0) slots[find(self, old.slots[i].hash)] = old.slots[i];
-    PyMem_Free(old.slots);
-    return 0;
-}
-
-static int read_hash(PyObject *object, uint64_t *hash) {
-    if (read_uint(object, hash)) return 0;
-    PyErr_Format(PyExc_TypeError, "a block hash is an int from 0 to 2^64 - 1 here, not %.100R", object);
-    return -1;
-}
-
-/* Read the hashes of a list or tuple into the scratch, and fetch their slots; return how many, -1 with an exception set. */
-static Py_ssize_t read_hashes(const Blocks *self, PyObject *hashes) {
-    if (!PyList_CheckExact(hashes) && !PyTuple_CheckExact(hashes))
-        return PyErr_Format(PyExc_TypeError, "expected a list or tuple of block hashes, not %.100R", hashes), -1;
-    Py_ssize_t count = PySequence_Fast_GET_SIZE(hashes);
-    if (make_room((size_t)count * sizeof(uint64_t)) < 0) return -1;
-    uint64_t *read = scratch;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        if (read_hash(PySequence_Fast_GET_ITEM(hashes, i), &read[i]) < 0) return -1;
-        __builtin_prefetch(&self->slots[home_of(self, read[i])], 1);
-    }
-    return count;
-}
-
-static int read_number(PyObject *object, uint32_t *number) {
-    unsigned long value = PyLong_AsUnsignedLong(object);
-    if (value == (unsigned long)-1 && PyErr_Occurred()) return -1;
-    *number = (uint32_t)value;
-    if (value > 0 && value <= UINT32_MAX) return 0;
-    return PyErr_Format(PyExc_OverflowError, "expected a number from 1 to 2^32 - 1, not %lu", value), -1;
-}
-
-static PyObject *hold(Blocks *self, PyObject *const *arguments, Py_ssize_t count) {
-    uint32_t number;
-    if (count != 2) return PyErr_SetString(PyExc_TypeError, "expected hashes and a number"), NULL;
-    Py_ssize_t size = read_hashes(self, arguments[0]), done = 0;
-    if (size < 0 || read_number(arguments[1], &number) < 0 || reserve(self, (size_t)size) < 0) return NULL;
-    uint64_t *hashes = scratch, sum = 0;
-    for (; done < size; done++) {
-        size_t place = find(self, hashes[done]);
-        if (self->slots[place].number != 0) break;
-        self->slots[place].hash = hashes[done];
-        self->slots[place].number = number;
-        self->used++;
-        sum += hashes[done];
-    }
-    if (done == size) return PyLong_FromUnsignedLongLong(sum);
-    while (done--) empty(self, find(self, hashes[done]));
-    Py_RETURN_NONE;
-}
-
-/* Append `[number, times]`, or one more time to the last one; -1 with an exception set. */
-static int add_run(PyObject *runs, uint32_t number, Py_ssize_t times) {
-    PyObject *run = times == 0 ? NULL : Py_BuildValue("In", number, times);
-    int status = times == 0 ? 0 : run == NULL ? -1 : PyList_Append(runs, run);
-    Py_XDECREF(run);
+/* Add to an int attribute, modulo 2^64. */
+static int add_to(PyObject *owner, int name, uint64_t more) {
+    PyObject *before = PyObject_GetAttr(owner, names[name]);
+    uint64_t sum = before == NULL ? 0 : more + PyLong_AsUnsignedLongLongMask(before);
+    PyObject *after = before == NULL || PyErr_Occurred() ? NULL : PyLong_FromUnsignedLongLong(sum);
+    int status = after == NULL ? -1 : PyObject_SetAttr(owner, names[name], after);
+    Py_XDECREF(before);
+    Py_XDECREF(after);
     return status;
 }
 
-/* Take out the hashes that were read; list those that were there in `gone` unless all were, and their numbers in `runs`. */
-static int drop_all(Blocks *self, PyObject *names, Py_ssize_t size, PyObject **gone, PyObject *runs, uint64_t *sum) {
-    uint64_t *hashes = scratch;
-    uint32_t last = 0;
-    Py_ssize_t times = 0;
-    for (Py_ssize_t i = 0; i < size; i++) {
-        size_t place = find(self, hashes[i]);
-        uint32_t number = self->slots[place].number;
-        if (number == 0) {
-            if (*gone == NULL && (*gone = PyList_GetSlice(names, 0, i)) == NULL) return -1;
-            continue;
-        }
-        if (*gone != NULL && PyList_Append(*gone, PyList_GET_ITEM(names, i)) < 0) return -1;
-        empty(self, place);
-        *sum += hashes[i];
-        if (number != last && add_run(runs, last, times) < 0) return -1;
-        times = number == last ? times + 1 : 1;
-        last = number;
+/* Say whether one of the hashes is in a dict: 1, 0, or -1 with an exception set. */
+static int is_any_in(PyObject *dict, const uint64_t *hashes, Py_ssize_t size) {
+    int found = 0;
+    if (PyDict_GET_SIZE(dict) == 0) return 0;
+    for (Py_ssize_t i = 0; i < size && found == 0; i++) {
+        PyObject *hash = PyLong_FromUnsignedLongLong(hashes[i]);
+        found = hash == NULL ? -1 : PyDict_Contains(dict, hash);
+        Py_XDECREF(hash);
     }
-    return add_run(runs, last, times);
+    return found;
 }
 
-static PyObject *drop(Blocks *self, PyObject *const *arguments, Py_ssize_t count) {
-    if (count != 2 || !PyList_CheckExact(arguments[0]) || !Py_IS_TYPE(arguments[1], Py_TYPE(self)))
-        return PyErr_SetString(PyExc_TypeError, "expected a list of hashes and a table of the same kind"), NULL;
-    PyObject *names = arguments[0], *gone = NULL;
-    const Blocks *children = (Blocks *)arguments[1];
-    Py_ssize_t size = read_hashes(self, names);
-    for (Py_ssize_t i = 0; i < size; i++)
-        if (children->slots[find(children, ((uint64_t *)scratch)[i])].number != 0) Py_RETURN_NONE;
-    PyObject *runs = size < 0 ? NULL : PyList_New(0);
-    uint64_t sum = 0;
-    if (runs == NULL) return NULL;
-    if (drop_all(self, names, size, &gone, runs, &sum) == 0)
-        return Py_BuildValue("KNN", (unsigned long long)sum, gone != NULL ? gone : Py_NewRef(names), runs);
-    Py_XDECREF(gone);
-    Py_DECREF(runs);
-    return NULL;
+/* -- drafts -- */
+
+/* Say whether two removals are from one place. */
+static int is_same_place(PyObject *one, PyObject *other) {
+    for (int i = PLACE; i < removed->fields; i++) {
+        PyObject *mine = field_of(removed, one, i), *its = field_of(removed, other, i);
+        if (mine == its) continue;
+        if (mine == NULL || its == NULL || Py_TYPE(mine) != Py_TYPE(its)) return 0;
+        if (!PyUnicode_CheckExact(mine) && !PyLong_CheckExact(mine)) return 0; /* comparing would run who knows what */
+        if (PyObject_RichCompareBool(mine, its, Py_EQ) != 1) return 0;
+    }
+    return 1;
 }
 
-static PyObject *get(Blocks *self, PyObject *object) {
+/* Return the holding of an event's place, borrowed; NULL if there is none yet or it is left to Python, perhaps with an exception set. */
+static PyObject *holding_of(const Express *self, PyObject *event) {
+    static const int places[][4] = {{5, 8, 12, 11}, {1, 2, 4, 3}}; /* medium, group, ownership, locality */
+    const Kind *kind = kind_of(Py_TYPE(event));
+    if (kind == NULL) return NULL;
+    PyObject *key = PyTuple_New(4), *holding = NULL;
+    for (int i = 0; i < 4 && key != NULL; i++) {
+        PyObject *value = field_of(kind, event, places[kind - kinds][i]);
+        int plain = value != NULL && (value == Py_None || PyUnicode_CheckExact(value) || PyLong_CheckExact(value));
+        PyTuple_SET_ITEM(key, i, Py_NewRef(plain ? value : Py_Ellipsis));
+    }
+    if (key != NULL) holding = PyDict_GetItemWithError(self->kept[BY_EVENT], key);
+    Py_XDECREF(key);
+    return holding;
+}
+
+/* Read a list of hashes behind those that were read, and fetch their slots; -1 if it is something else. */
+static Py_ssize_t read_more(Express *self, Blocks *const *tables, Py_ssize_t count, PyObject *list) {
+    if (list == NULL || !PyList_CheckExact(list)) return -1;
+    Py_ssize_t stop = count + PyList_GET_SIZE(list);
+    if (make_room(&self->hashes, (size_t)stop * sizeof(uint64_t)) < 0) return -1;
+    uint64_t *hashes = self->hashes.at;
+    for (PyObject **item = ((PyListObject *)list)->ob_item; count < stop; item++, count++) {
+        if (!read_uint(*item, &hashes[count])) return -1;
+        if (tables[0] != NULL) fetch(tables[0], hashes[count]);
+        if (tables[1] != NULL) fetch(tables[1], hashes[count]);
+    }
+    return stop;
+}
+
+/* Fetch what removals a little further on consist of: each is an event, its list, the list's items and the hash, one behind the other. */
+static inline void look_ahead(PyObject *events, Py_ssize_t place) {
+    enum { STEP = 4 };
+    PyObject **next = &PyList_GET_ITEM(events, place);
+    Py_ssize_t left = PyList_GET_SIZE(events) - place;
+    if (left > 4 * STEP) __builtin_prefetch(next[4 * STEP]);
+    if (left > 3 * STEP && Py_IS_TYPE(next[3 * STEP], removed->type)) __builtin_prefetch(field_of(removed, next[3 * STEP], HASHES));
+    for (int step = 2; step > 0; step--) {
+        if (left <= step * STEP || !Py_IS_TYPE(next[step * STEP], removed->type)) continue;
+        PyObject *list = field_of(removed, next[step * STEP], HASHES);
+        if (list == NULL || !PyList_CheckExact(list) || PyList_GET_SIZE(list) == 0) continue;
+        __builtin_prefetch(step == 2 ? (void *)((PyListObject *)list)->ob_item : (void *)PyList_GET_ITEM(list, 0));
+    }
+}
+
+/* Make a draft of the event at `place`, and of those behind it that are removals from the same place; return where they end, -1 if one
+ * is left to Python. `first` says how many hashes were read before. */
+static Py_ssize_t draft_one(Express *self, PyObject *events, Py_ssize_t place, Py_ssize_t first, Draft *draft) {
+    PyObject *event = Py_NewRef(PyList_GET_ITEM(events, place)), *holding = holding_of(self, event);
+    *draft = (Draft){.event = event, .holding = Py_XNewRef(holding), .first = first};
+    PyObject *table = holding == NULL ? NULL : borrow(holding, BLOCKS);
+    const Kind *kind = table == NULL ? NULL : kind_of(Py_TYPE(event)); /* from here on nothing runs that could change it */
+    if (kind == NULL) return -1;
+    Blocks *blocks = Py_IS_TYPE(table, blocks_type) ? (Blocks *)table : NULL, *tables[] = {blocks, kind == removed ? self->children : NULL};
+    Py_ssize_t stop = place, end = first;
+    do {
+        end = read_more(self, tables, end, field_of(kind, PyList_GET_ITEM(events, stop), HASHES));
+        if (end < 0) return -1;
+        if (kind == removed) look_ahead(events, stop);
+        stop++;
+    } while (kind == removed && stop < PyList_GET_SIZE(events) && Py_IS_TYPE(PyList_GET_ITEM(events, stop), removed->type) &&
+             is_same_place(event, PyList_GET_ITEM(events, stop)));
+    draft->is_store = kind == stored;
+    draft->size = end - first;
+    draft->joined = stop - place;
+    uint8_t *text = put_event(&self->text, kind, event, (uint64_t *)self->hashes.at + first, draft->size);
+    if (text != NULL) draft->data = PyBytes_FromStringAndSize(self->text.at, text - (uint8_t *)self->text.at);
+    return draft->data == NULL ? -1 : stop;
+}
+
+/* Make drafts of all events; return how many, and whether that was possible. */
+static Py_ssize_t draft_all(Express *self, PyObject *events, int *plain) {
+    Py_ssize_t count = 0, place = 0, first = 0;
+    while (place >= 0 && place < PyList_GET_SIZE(events)) {
+        if (make_room(&self->drafts, (size_t)(count + 1) * sizeof(Draft)) < 0) break;
+        Draft *draft = (Draft *)self->drafts.at + count++;
+        place = draft_one(self, events, place, first, draft);
+        first = draft->first + draft->size;
+    }
+    *plain = place >= PyList_GET_SIZE(events);
+    return count;
+}
+
+/* -- stores -- */
+
+static PyObject *make_record(const Express *self, const Draft *draft, PyObject *number) {
+    const Kind *kind = kind_of(Py_TYPE(draft->event));
+    PyObject *place = borrow(draft->holding, PLACE_OF), *uses = PyLong_FromSsize_t(draft->size);
+    PyObject *record = NULL;
+    if (kind != NULL && place != NULL && uses != NULL) {
+        PyObject *arguments[] = {number, place, draft->data, field_of(kind, draft->event, PARENT), uses, uses};
+        record = PyObject_Vectorcall(self->kept[RECORD], arguments, Py_ARRAY_LENGTH(arguments), NULL);
+    }
+    Py_XDECREF(uses);
+    return record;
+}
+
+/* Hold the blocks of a store and keep its record under a number: 1, 0 if it is left to Python, -1 with an exception set. */
+static int store_as(Express *self, const Draft *draft, PyObject *number) {
+    const uint64_t *hashes = (uint64_t *)self->hashes.at + draft->first;
+    Blocks *blocks = (Blocks *)borrow(draft->holding, BLOCKS);
+    PyObject *weight = borrow(draft->holding, WEIGHT), *record = make_record(self, draft, number);
+    PyObject *parent = record == NULL ? NULL : borrow(record, PARENT_OF);
+    uint64_t sum = 0, parent_hash, factor = 0;
+    uint32_t count = (uint32_t)PyLong_AsUnsignedLong(number);
+    int status = parent == NULL || weight == NULL || !read_uint(weight, &factor) ? -1 : hold_all(blocks, hashes, draft->size, count, &sum);
+    if (status == 1) {
+        int has_parent = read_uint(parent, &parent_hash);
+        status = has_parent && set_number(self->children, parent_hash, number_of(self->children, parent_hash) + 1) < 0 ? -1 : 1;
+        if (status == 1 && PyDict_SetItem(self->kept[RECORDS], number, record) < 0) status = -1;
+        self->blocks += (uint64_t)draft->size;
+        self->digest += sum * factor;
+    }
+    Py_XDECREF(record);
+    return status;
+}
+
+static int store(Express *self, const Draft *draft) {
+    PyObject *free = self->kept[FREE];
+    Py_ssize_t spare = PyList_GET_SIZE(free);
+    int ghosts = is_any_in(self->kept[GHOSTS], (uint64_t *)self->hashes.at + draft->first, draft->size);
+    if (ghosts != 0) return ghosts < 0 ? -1 : 0;
+    PyObject *number = spare ? Py_NewRef(PyList_GET_ITEM(free, spare - 1)) : PyLong_FromSsize_t(PyDict_GET_SIZE(self->kept[RECORDS]) + 1);
+    int status = number == NULL ? -1 : store_as(self, draft, number);
+    Py_XDECREF(number);
+    return status == 1 && spare ? PyList_SetSlice(free, spare - 1, spare, NULL) < 0 ? -1 : 1 : status;
+}
+
+/* -- removals -- */
+
+static PyObject *record_of(const Express *self, uint32_t number) {
+    PyObject *key = PyLong_FromUnsignedLong(number);
+    PyObject *record = key == NULL ? NULL : PyDict_GetItemWithError(self->kept[RECORDS], key);
+    Py_XDECREF(key);
+    return record;
+}
+
+/* Say whether a record that loses so many uses leaves, and so the parent that it names has a child less. */
+static int frees_parent(const Express *self, uint32_t number, Py_ssize_t times, uint64_t *parent) {
+    PyObject *record = times == 0 ? NULL : record_of(self, number);
+    PyObject *uses = record == NULL ? NULL : borrow(record, USES), *named = uses == NULL ? NULL : borrow(record, PARENT_OF);
+    return named != NULL && PyLong_AsSsize_t(uses) == times && read_uint(named, parent);
+}
+
+/* Take hashes out and note their numbers; return how many: all, or as far as each is held and has no children. A prompt is removed
+ * from its end, so that often the last child goes right before its parent. */
+static Py_ssize_t drop_some(Express *self, Blocks *blocks, const uint64_t *hashes, Py_ssize_t size, uint32_t *numbers) {
+    Py_ssize_t done = 0, times = 0;
+    uint64_t freed = 0;
+    int frees = 0;
+    for (; done < size; done++, times++) {
+        Part *part = part_of(blocks, hashes[done]);
+        unsigned place;
+        Bucket *bucket = find_in(part, hashes[done], &place);
+        if (bucket == NULL) break;
+        numbers[done] = bucket->numbers[place];
+        if (done && numbers[done] != numbers[done - 1]) {
+            frees = frees_parent(self, numbers[done - 1], times, &freed);
+            times = 0;
+        }
+        uint32_t children = number_of(self->children, hashes[done]);
+        if (children > (uint32_t)(frees && freed == hashes[done])) break;
+        empty(part, bucket, place);
+    }
+    return done;
+}
+
+/* Forget a record; return another that this leaves without uses: the ghost of its parent, if it was that one's last child. */
+static PyObject *forget(Express *self, PyObject *record, PyObject *number) {
+    PyObject *parent = PyObject_GetAttr(record, names[PARENT_OF]), *ghost = NULL;
     uint64_t hash;
-    return read_hash(object, &hash) < 0 ? NULL : PyLong_FromUnsignedLong(self->slots[find(self, hash)].number);
+    int status = parent == NULL || PyList_Append(self->kept[FREE], number) < 0 ? -1 : PyDict_DelItem(self->kept[RECORDS], number);
+    if (status == 0 && read_uint(parent, &hash)) {
+        uint32_t children = number_of(self->children, hash);
+        if (children > 1) set_number(self->children, hash, children - 1);
+        else take_out(self->children, hash);
+        if (children <= 1) ghost = Py_XNewRef(PyDict_GetItemWithError(self->kept[GHOSTS], parent));
+        if (ghost != NULL && PyDict_DelItem(self->kept[GHOSTS], parent) < 0) Py_CLEAR(ghost);
+    }
+    Py_XDECREF(parent);
+    return ghost;
 }
 
-static PyObject *put_number(Blocks *self, PyObject *const *arguments, Py_ssize_t count) {
-    uint64_t hash;
-    uint32_t number;
-    if (count != 2) return PyErr_SetString(PyExc_TypeError, "expected a hash and a number"), NULL;
-    if (read_hash(arguments[0], &hash) < 0 || read_number(arguments[1], &number) < 0 || reserve(self, 1) < 0) return NULL;
-    Slot *slot = &self->slots[find(self, hash)];
-    self->used += slot->number == 0;
-    slot->hash = hash;
-    slot->number = number;
-    Py_RETURN_NONE;
+/* Take uses from a record; with its last use it lets its parent go, and so on up; -1 with an exception set. */
+static int unuse(Express *self, uint32_t number, Py_ssize_t times) {
+    PyObject *record = Py_XNewRef(record_of(self, number));
+    while (record != NULL) {
+        PyObject *uses = borrow(record, USES), *left = uses == NULL ? NULL : PyLong_FromSsize_t(PyLong_AsSsize_t(uses) - times);
+        PyObject *key = left == NULL || PyObject_SetAttr(record, names[USES], left) < 0 ? NULL : PyObject_GetAttr(record, names[NUMBER]);
+        PyObject *next = key == NULL || PyObject_IsTrue(left) ? NULL : forget(self, record, key);
+        Py_XDECREF(left);
+        Py_XDECREF(key);
+        Py_SETREF(record, next);
+        times = 1;
+    }
+    return PyErr_Occurred() ? -1 : 0;
 }
 
-static PyObject *pop(Blocks *self, PyObject *object) {
-    uint64_t hash;
-    if (read_hash(object, &hash) < 0) return NULL;
-    size_t place = find(self, hash);
-    uint32_t number = self->slots[place].number;
-    if (number != 0) empty(self, place);
-    return PyLong_FromUnsignedLong(number);
+/* Let the blocks of a removal go: 1, 0 if it is left to Python, -1 with an exception set. */
+static int let_go(Express *self, const Draft *draft) {
+    const uint64_t *hashes = (uint64_t *)self->hashes.at + draft->first;
+    PyObject *counts = borrow(draft->holding, COUNTS), *weight = borrow(draft->holding, WEIGHT);
+    Blocks *blocks = (Blocks *)borrow(draft->holding, BLOCKS);
+    if (counts == NULL || weight == NULL || make_room(&self->numbers, (size_t)draft->size * sizeof(uint32_t)) < 0) return -1;
+    uint32_t *numbers = self->numbers.at;
+    int counted = is_any_in(counts, hashes, draft->size);
+    if (counted != 0) return counted < 0 ? -1 : 0;
+    Py_ssize_t done = drop_some(self, blocks, hashes, draft->size, numbers);
+    if (done < draft->size) {
+        while (done--) set_number(blocks, hashes[done], numbers[done]); /* there is room: it was there */
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    uint64_t sum = 0, factor = 0;
+    Py_ssize_t times = 0;
+    read_uint(weight, &factor);
+    for (Py_ssize_t i = 0; i < draft->size; i++) {
+        sum += hashes[i];
+        times++;
+        if (i + 1 < draft->size && numbers[i + 1] == numbers[i]) continue;
+        if (unuse(self, numbers[i], times) < 0) return -1;
+        times = 0;
+    }
+    self->blocks -= (uint64_t)draft->size;
+    self->digest -= sum * factor;
+    return 1;
 }
 
-static PyObject *count_of(Blocks *self, PyObject *const *arguments, Py_ssize_t count) {
-    uint32_t number;
-    if (count != 2) return PyErr_SetString(PyExc_TypeError, "expected hashes and a number"), NULL;
-    Py_ssize_t size = read_hashes(self, arguments[0]), found = 0;
-    if (size < 0 || read_number(arguments[1], &number) < 0) return NULL;
-    for (Py_ssize_t i = 0; i < size; i++) found += self->slots[find(self, ((uint64_t *)scratch)[i])].number == number;
-    return PyLong_FromSsize_t(found);
+/* -- batches -- */
+
+/* Bring a draft into the state and what of it is news among what goes out: 1, 0 if it is left to Python, -1 with an exception set. */
+static int apply(Express *self, const Draft *draft, PyObject *out) {
+    if (draft->size == 0) return 1;
+    PyObject *table = borrow(draft->holding, BLOCKS);
+    if (table == NULL) return -1;
+    if (self->children == NULL || !Py_IS_TYPE(table, blocks_type)) return 0;
+    int status = draft->is_store ? store(self, draft) : let_go(self, draft);
+    return status == 1 ? PyList_Append(out, draft->data) < 0 ? -1 : 1 : status;
 }
 
-static PyObject *new_blocks(PyTypeObject *type, size_t used, int bits) {
-    Blocks *self = (Blocks *)type->tp_alloc(type, 0);
-    if (self == NULL) return NULL;
-    self->used = used;
-    self->bits = bits;
-    self->slots = PyMem_Calloc((size_t)1 << bits, sizeof(Slot));
-    if (self->slots != NULL) return (PyObject *)self;
-    Py_DECREF(self);
-    return PyErr_NoMemory();
+/* Return a draft as Python has them: the kind's name, the event, its bytes. */
+static PyObject *to_python(Express *self, const Draft *draft) {
+    const Kind *kind = kind_of(Py_TYPE(draft->event));
+    if (kind == NULL) return PyErr_SetString(PyExc_TypeError, "the class of an event was changed"), NULL;
+    if (draft->joined == 1) return Py_BuildValue("sOO", kind->name, draft->event, draft->data);
+    PyObject *fields[MOST_FIELDS] = {PyList_New(draft->size)}, *event = NULL;
+    for (Py_ssize_t i = 0; i < draft->size && fields[HASHES] != NULL; i++) {
+        PyObject *hash = PyLong_FromUnsignedLongLong(((uint64_t *)self->hashes.at)[draft->first + i]);
+        if (hash == NULL) Py_CLEAR(fields[HASHES]);
+        else PyList_SET_ITEM(fields[HASHES], i, hash);
+    }
+    for (int i = PLACE; i < kind->fields; i++) fields[i] = field_of(kind, draft->event, i);
+    if (fields[HASHES] != NULL) event = PyObject_Vectorcall((PyObject *)Py_TYPE(draft->event), fields, (size_t)kind->fields, NULL);
+    Py_XDECREF(fields[HASHES]);
+    return event == NULL ? NULL : Py_BuildValue("sNO", kind->name, event, draft->data);
 }
 
-static PyObject *make_blocks(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+/* Apply drafts up to the first that is left to Python; return that one and those behind it. */
+static PyObject *apply_all(Express *self, Py_ssize_t count, PyObject *out) {
+    const Draft *drafts = self->drafts.at;
+    Py_ssize_t done = 0;
+    int status = 1;
+    while (done < count && (status = apply(self, &drafts[done], out)) == 1) done++;
+    if (done > 0 && (add_to(self->state, BLOCKS, self->blocks) < 0 || add_to(self->state, DIGEST, self->digest) < 0)) status = -1;
+    PyObject *rest = status < 0 ? NULL : PyList_New(count - done);
+    for (Py_ssize_t i = done; i < count && rest != NULL; i++) {
+        PyObject *draft = to_python(self, &drafts[i]);
+        if (draft == NULL) Py_CLEAR(rest);
+        else PyList_SET_ITEM(rest, i - done, draft);
+    }
+    return rest;
+}
+
+static PyObject *take(Express *self, PyObject *const *arguments, Py_ssize_t count) {
+    if (count != 2 || !PyList_CheckExact(arguments[1])) return PyErr_SetString(PyExc_TypeError, "expected events and a list"), NULL;
+    if (!PyList_CheckExact(arguments[0])) Py_RETURN_NONE;
+    PyObject *children = borrow(self->state, CHILDREN);
+    if (children == NULL) return NULL;
+    self->children = Py_IS_TYPE(children, blocks_type) ? (Blocks *)children : NULL;
+    self->blocks = self->digest = 0;
+    int plain;
+    Py_ssize_t size = draft_all(self, arguments[0], &plain);
+    if (!plain) PyErr_Clear(); /* Python finds the same fault, and says it better */
+    PyObject *rest = plain ? apply_all(self, size, arguments[1]) : Py_NewRef(Py_None);
+    for (const Draft *draft = self->drafts.at; size--; draft++) {
+        Py_DECREF(draft->event);
+        Py_XDECREF(draft->holding);
+        Py_XDECREF(draft->data);
+    }
+    return rest;
+}
+
+static PyObject *make_express(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+    PyObject *state;
     (void)keywords;
-    if (PyTuple_GET_SIZE(arguments) != 0) return PyErr_SetString(PyExc_TypeError, "Blocks() takes no arguments"), NULL;
-    return new_blocks(type, 0, LEAST_BITS);
+    if (!PyArg_ParseTuple(arguments, "O", &state)) return NULL;
+    Express *self = (Express *)type->tp_alloc(type, 0);
+    if (self == NULL) return NULL;
+    self->state = Py_NewRef(state);
+    for (int i = 0; i < KEPT; i++)
+        if ((self->kept[i] = PyObject_GetAttr(state, names[i])) == NULL) return Py_DECREF(self), NULL;
+    return (PyObject *)self;
 }
 
-static PyObject *copy(Blocks *self, PyObject *unused) {
-    (void)unused;
-    PyObject *made = new_blocks(Py_TYPE(self), self->used, self->bits);
-    if (made != NULL) memcpy(((Blocks *)made)->slots, self->slots, (mask_of(self) + 1) * sizeof(Slot));
-    return made;
-}
-
-static void free_blocks(Blocks *self) {
+static void free_express(Express *self) {
     PyTypeObject *type = Py_TYPE(self);
-    PyMem_Free(self->slots);
+    Py_XDECREF(self->state);
+    for (int i = 0; i < KEPT; i++) Py_XDECREF(self->kept[i]);
+    Room *rooms[] = {&self->text, &self->hashes, &self->numbers, &self->drafts};
+    for (size_t i = 0; i < Py_ARRAY_LENGTH(rooms); i++) PyMem_Free(rooms[i]->at);
     type->tp_free(self);
     Py_DECREF(type);
 }
 
-static Py_ssize_t length(Blocks *self) { return (Py_ssize_t)self->used; }
-
-static PyMethodDef blocks_methods[] = {
-    {"hold", (PyCFunction)(void (*)(void))hold, METH_FASTCALL, NULL},
-    {"drop", (PyCFunction)(void (*)(void))drop, METH_FASTCALL, NULL},
-    {"get", (PyCFunction)get, METH_O, NULL},
-    {"put", (PyCFunction)(void (*)(void))put_number, METH_FASTCALL, NULL},
-    {"pop", (PyCFunction)pop, METH_O, NULL},
-    {"count", (PyCFunction)(void (*)(void))count_of, METH_FASTCALL, NULL},
-    {"copy", (PyCFunction)copy, METH_NOARGS, NULL},
-    {NULL, NULL, 0, NULL},
-};
-static PyType_Slot blocks_slots[] = {
-    {Py_tp_new, make_blocks}, {Py_tp_dealloc, free_blocks}, {Py_tp_methods, blocks_methods}, {Py_sq_length, length}, {0, NULL}};
-static PyType_Spec blocks_spec = {"kvtier._events.Blocks", sizeof(Blocks), 0, Py_TPFLAGS_DEFAULT, blocks_slots};
+static PyMethodDef express_methods[] = {{"take", (PyCFunction)(void (*)(void))take, METH_FASTCALL, NULL}, {NULL, NULL, 0, NULL}};
+static PyType_Slot express_slots[] = {
+    {Py_tp_new, make_express}, {Py_tp_dealloc, free_express}, {Py_tp_methods, express_methods}, {0, NULL}};
+static PyType_Spec express_spec = {"kvtier._events.Express", sizeof(Express), 0, Py_TPFLAGS_DEFAULT, express_slots};
 
 /* -- waking ------------------------------------------------------------------------------------------------------------------- */
 
@@ -497,18 +602,19 @@ static PyObject *wake(PyObject *module, PyObject *fd) {
 /* -- the module ---------------------------------------------------------------------------------------------------------- */
 
 static int fill_module(PyObject *module) {
-    PyObject *type = PyType_FromSpec(&blocks_spec);
-    int status = type == NULL ? -1 : PyModule_AddType(module, (PyTypeObject *)type);
-    Py_XDECREF(type);
-    return status;
+    for (int i = 0; i < NAMES; i++)
+        if (names[i] == NULL && (names[i] = PyUnicode_InternFromString(texts[i])) == NULL) return -1;
+    PyType_Spec *specs[] = {&blocks_spec, &express_spec};
+    for (size_t i = 0; i < Py_ARRAY_LENGTH(specs); i++) {
+        PyObject *type = PyType_FromSpec(specs[i]);
+        if (type == NULL || PyModule_AddType(module, (PyTypeObject *)type) < 0) return -1;
+        if (specs[i] == &blocks_spec) Py_XSETREF(blocks_type, (PyTypeObject *)Py_NewRef(type));
+        Py_DECREF(type);
+    }
+    return 0;
 }
 
-static PyMethodDef methods[] = {
-    {"encode_plain", encode_plain, METH_O, NULL},
-    {"join_removals", (PyCFunction)(void (*)(void))join_removals, METH_FASTCALL, NULL},
-    {"wake", wake, METH_O, NULL},
-    {NULL, NULL, 0, NULL},
-};
+static PyMethodDef methods[] = {{"read_stored", read_stored, METH_O, NULL}, {"wake", wake, METH_O, NULL}, {NULL, NULL, 0, NULL}};
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, fill_module}, {0, NULL}};
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_events", NULL, 0, methods, slots, NULL, NULL, NULL};
 

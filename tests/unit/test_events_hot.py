@@ -5,20 +5,26 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from itertools import product
+import tracemalloc
+from itertools import chain, product
 from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.unit.event_kit import batch, removed, stored
 
-from kvtier.events import BlockRemoved, BlockStored
-from kvtier.events.publish.hot import PythonBlocks, python_encode_plain, python_join_removals, python_wake
+from kvtier.events import AllBlocksCleared, BlockRemoved, BlockStored, EventEncoder, KVEventsConfig, TierCleared
+from kvtier.events.publish.hot import PythonBlocks, PythonExpress, python_read_stored, python_wake
+from kvtier.events.publish.sender import Sender
+from kvtier.events.publish.state import PublishedState
 from kvtier.events.wire import U64
 
 _events = pytest.importorskip("kvtier._events", reason="kvtier._events was not compiled here")
 
+settings.register_profile("hot", deadline=None)
+settings.load_profile("hot")
 edges = [0, 1, 127, 128, 255, 256, 65535, 65536, 2**30 - 1, 2**30, 2**32 - 1, 2**32, 2**60 - 1, 2**60, 2**63, 2**64 - 1]
 uints = st.one_of(st.sampled_from(edges), st.integers(0, 2**64 - 1))
 wild = st.one_of(
@@ -26,6 +32,9 @@ wild = st.one_of(
 )
 texts = st.one_of(st.none(), st.text(max_size=40), st.sampled_from(["GPU", "x" * 300, "y" * 70_000, "ключ"]))
 numbers = st.one_of(st.none(), uints)
+
+
+# -- the express lane: how events are written ------------------------------------------------------------------------------
 
 
 def events(hashes: Any, tokens: Any, parents: Any, extra: Any) -> Any:
@@ -48,32 +57,44 @@ def events(hashes: Any, tokens: Any, parents: Any, extra: Any) -> Any:
     )
 
 
+def lane(*places: Any) -> Any:
+    """Return a lane to an empty state that knows the places of these events."""
+    state = PublishedState(EventEncoder(), table=_events.Blocks)
+    for event in places:
+        state.count_of(event, 0)
+    return _events.Express(state)
+
+
+def write(event: Any) -> bytes | None:
+    """Return an event's bytes from the express lane, whether it did the rest too or not; `None` if it left the event alone."""
+    out: list[bytes] = []
+    rest = lane(event).take([event], out)
+    return None if rest is None else b"".join([*out, *(data for _, _, data in rest)])
+
+
 @given(events(uints, uints, numbers, st.none()))
-@settings(deadline=None)
 def test_plain_events_are_written_alike(event: BlockStored) -> None:
-    assert _events.encode_plain(event) == python_encode_plain(event) == msgspec.msgpack.encode(event)
+    assert write(event) == (msgspec.msgpack.encode(event) if event.block_hashes else b"")
 
 
 @given(events(wild, wild, wild, st.one_of(st.none(), st.just([("a", 1)]), st.just([]))))
-@settings(deadline=None)
 def test_other_events_are_written_alike_or_left(event: BlockStored) -> None:
-    written = _events.encode_plain(event)
-    assert written is None or written == python_encode_plain(event)
+    written = write(event)
+    assert written is None or written == (msgspec.msgpack.encode(event) if event.block_hashes else b"")
 
 
-@given(st.lists(uints, max_size=20), texts, numbers, texts, texts)
+@given(st.lists(uints, min_size=1, max_size=20), texts, numbers, texts, texts)
 def test_removals_are_written_alike(hashes: list[int], medium: Any, group: Any, locality: Any, ownership: Any) -> None:
     event = BlockRemoved(hashes, medium, group, locality, ownership)
-    assert _events.encode_plain(event) == python_encode_plain(event) == msgspec.msgpack.encode(event)
+    assert write(event) == msgspec.msgpack.encode(event)
 
 
-@pytest.mark.parametrize("encode", [_events.encode_plain, python_encode_plain])
 @pytest.mark.parametrize("wrong", [b"x" * 8, -1, 2**64, True, "a", None, 1.5])
-def test_hashes_that_are_no_u64_are_left(encode: Any, wrong: Any) -> None:
-    assert encode(BlockRemoved([1, wrong], None)) is None
-    assert encode(BlockStored([wrong], None, [], 0, None, None, None)) is None
+def test_hashes_that_are_no_u64_are_left(wrong: Any) -> None:
+    assert write(BlockRemoved([1, wrong], None)) is None
+    assert write(BlockStored([wrong], None, [], 0, None, None, None)) is None
     if wrong is not None:
-        assert encode(BlockStored([1], wrong, [], 0, None, None, None)) is None
+        assert write(BlockStored([1], wrong, [], 0, None, None, None)) is None
 
 
 class Other:
@@ -95,24 +116,224 @@ class Other:
     [object(), None, Other.BlockStored([1]), Other.BlockRemoved([1], None, tenant="x"), type("BlockStored", (), {})()],
 )
 def test_other_classes_are_left(other: Any) -> None:
-    ours = BlockRemoved([1], "GPU")
+    ours = removed([1])
     for _ in range(2):
-        assert _events.encode_plain(other) is None
-        assert _events.join_removals([other], 0) is None
-        assert _events.encode_plain(ours) == msgspec.msgpack.encode(ours)
+        assert lane(ours).take([ours, other], []) is None
+        assert write(ours) == msgspec.msgpack.encode(ours)
 
 
 def test_an_engines_own_class_is_as_good_as_ours() -> None:
     own = type("BlockRemoved", (BlockRemoved,), {}, tag="BlockRemoved")
     for event in (own([1, 2], "CPU", 3), BlockRemoved([1, 2], "CPU", 3), own([1, 2], "CPU", 3)):
-        assert _events.encode_plain(event) == msgspec.msgpack.encode(event)
-        assert _events.join_removals([event, event], 0) == ([1, 2, 1, 2], 2)
+        assert write(event) == msgspec.msgpack.encode(event)
+        (kind, joined, data), *more = lane(event).take([event, event], [])
+        assert (kind, joined, more) == ("BlockRemoved", type(event)([1, 2, 1, 2], "CPU", 3), [])
+        assert data == msgspec.msgpack.encode(joined)
 
 
 def test_long_lists_are_written_alike() -> None:
     event = BlockStored(list(range(70_000)), None, list(range(1_200_000)), 16, None, "GPU", None)
-    assert _events.encode_plain(event) == msgspec.msgpack.encode(event)
+    assert write(event) == msgspec.msgpack.encode(event)
 
+
+published = st.one_of(uints, st.integers(-(2**63), -1), st.binary(max_size=40))
+
+
+@given(st.lists(st.one_of(uints, uints, published), max_size=20))
+def test_the_hashes_of_stores_are_read_alike(hashes: list[Any]) -> None:
+    data = msgspec.msgpack.encode(stored(hashes))
+    assert python_read_stored(data) == hashes
+    is_plain = all(type(block) is int and block >= 0 for block in hashes)
+    assert _events.read_stored(data) == (hashes if is_plain else None)
+
+
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 65535, 65536])
+def test_many_hashes_are_read_alike(count: int) -> None:
+    event = stored([edges[n % len(edges)] for n in range(count)])
+    data = msgspec.msgpack.encode(event)
+    assert python_read_stored(data) == event.block_hashes
+    assert _events.read_stored(data) == (event.block_hashes if count < 65536 else None)
+    whole = len(msgspec.msgpack.encode(event.block_hashes)) + 31
+    for stop in range(max(0, whole - 40), whole):
+        assert _events.read_stored(data[:stop]) is None or count == 0
+
+
+@pytest.mark.parametrize("other", [b"", b"\x80", b"x" * 100, "a" * 100, EventEncoder("array").event(stored([1, 2]))])
+def test_what_is_no_map_of_a_store_is_not_read(other: Any) -> None:
+    assert _events.read_stored(other) is None
+
+
+# -- the express lane: what it does ------------------------------------------------------------------------------------------
+
+
+class Wire:
+    """A socket that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.frames: list[bytes] = []
+
+    def send(self, frame: bytes, flags: int = 0) -> None:
+        self.frames.append(frame)
+
+
+def senders(**settings: Any) -> list[tuple[Sender, Wire]]:
+    """Return two that are the same but that the first does in C what can be done there, and the second nothing."""
+    config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", heartbeat_interval=None, **settings)
+    made = [(Sender(wire, config, 0, None), wire) for wire in (Wire(), Wire())]  # type: ignore[arg-type]
+    tables = (_events.Blocks if config.hash_format == "u64" else PythonBlocks, PythonBlocks)
+    for (sender, _), table, lane_to in zip(made, tables, (_events.Express, PythonExpress), strict=True):
+        sender.state = PublishedState(sender.encoder, config.counting, table)
+        sender._take = lane_to(sender.state).take
+    return made
+
+
+def everything(sender: Sender) -> Any:
+    """Return what a sender knows, in an order that does not matter to it left out."""
+    state = sender.state
+    records = [(record.number, msgspec.structs.astuple(record)) for record in state.records().values()]
+    ghosts = {block: record.number for block, record in state.ghosts().items()}
+    counts = {holding.place: holding.counts for holding in state.holdings()}
+    return records, ghosts, counts, state._free, state.blocks, state.digest, sender.counters, sender.ring.bytes
+
+
+tree = {block: block // 2 or None for block in range(1, 64)}
+
+
+def store(last: int, length: int, medium: str, group: int | None) -> BlockStored:
+    """Return a store of blocks that hang from each other, as those of a prompt do."""
+    blocks = [last]
+    while len(blocks) < length and (parent := tree[blocks[0]]) is not None:
+        blocks.insert(0, parent)
+    return stored(blocks, tree[blocks[0]], medium=medium, group_idx=group)
+
+
+media, groups = st.sampled_from(["GPU", "CPU"]), st.sampled_from([None, None, 1])
+stores = st.builds(store, st.integers(1, 63), st.integers(1, 6), media, groups)
+removals = st.builds(
+    lambda hashes, medium, group: removed(hashes, medium, group_idx=group),
+    st.lists(st.integers(1, 63), max_size=4),
+    media,
+    groups,
+)
+ends = st.builds(
+    lambda last, medium: [removed([last >> step], medium) for step in range(last.bit_length())],
+    st.integers(1, 63),
+    media,
+)
+"""A prompt that is removed from its end, block by block."""
+odd = st.one_of(
+    st.sampled_from([AllBlocksCleared(), TierCleared("CPU"), stored([b"x" * 32]), removed([b"y" * 32])]),
+    st.sampled_from([stored([70], lora_name=object()), removed([1, "a"]), object(), stored([71, 71])]),
+)
+each = st.one_of(stores, stores, stores, removals, removals, odd).map(lambda event: [event])
+batches = st.lists(st.lists(st.one_of(each, each, ends), max_size=5).map(lambda some: [*chain(*some)]), max_size=12)
+
+
+@pytest.mark.parametrize("settings", [{}, {"counting": "set"}, {"max_blocks_per_event": 2}, {"hash_format": "as_is"}])
+@given(st.data())
+def test_batches_go_the_same_way_with_and_without_the_lane(settings: dict[str, Any], data: st.DataObject) -> None:
+    (ours, wire), (theirs, other_wire) = senders(**settings)
+    for events in data.draw(batches):
+        more = data.draw(st.booleans())
+        for sender in (ours, theirs):
+            sender.send(batch(*events), more)
+            sender.check()
+        assert everything(ours) == everything(theirs)
+    assert wire.frames == other_wire.frames
+
+
+def test_what_is_plain_is_done_and_nothing_is_left() -> None:
+    express, out = lane(stored([1])), []
+    steps = [
+        [stored([1, 2]), stored([3], 2), stored([4, 5], 3)],
+        [stored([6], 5), *(removed([n]) for n in (6, 5, 4)), removed([3, 2])],  # parents, until the one before is gone
+        [removed([1]), removed([], "GPU"), stored([]), stored([1, 2])],
+    ]
+    for events in steps:
+        assert express.take(events, out) == []
+    sent = [msgspec.msgpack.decode(data)["block_hashes"] for data in out]
+    assert sent == [[1, 2], [3], [4, 5], [6], [6, 5, 4, 3, 2], [1], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    "unusual",
+    [
+        [stored([9, 1])],  # held
+        [stored([9, 9])],
+        [removed([9])],  # not held
+        [removed([2, 2])],
+        [removed([1, 2])],  # 2 has a child
+        [removed([4, 3])],  # counted
+        [stored([9], medium="DISK")],
+    ],
+)
+def test_what_is_unusual_is_left_as_it_is(unusual: list[Any]) -> None:
+    state, out = PublishedState(EventEncoder(), table=_events.Blocks), []
+    express = _events.Express(state)
+    for event in (stored([1, 2]), stored([3, 4], 2), stored([4])):
+        state.store(event, msgspec.msgpack.encode(event), [])
+    before = state.blocks, state.digest, dict(state.records())
+    rest = express.take([*unusual, stored([8])], out)
+    if unusual[0].medium == "DISK":
+        assert rest is None
+    else:
+        assert [(event, data) for _, event, data in rest] == [
+            (event, msgspec.msgpack.encode(event)) for event in (*unusual, stored([8]))
+        ]
+    assert (out, (state.blocks, state.digest, dict(state.records()))) == ([], before)
+    state.check()
+
+
+def test_the_lane_keeps_no_reference_that_is_not_its_own() -> None:
+    """Nor do records: the hashes that an engine made are its own once the batch is published."""
+    medium, hashes = "".join(["G", "PU"]), [2**40 + n for n in range(8)]
+    events = [
+        [stored(hashes[:4], medium=medium), stored(hashes[4:], hashes[3], medium=medium)],
+        [stored(hashes[2:5], medium=medium)],  # left to Python
+        [removed([block], medium) for block in reversed(hashes)],
+        [removed([block, -1], medium) for block in hashes],  # not plain
+    ]
+    sender = senders()[0][0]
+    sender.send(batch(stored([1], medium="".join(["G", "PU"]))))
+    watched = [medium, *hashes, *chain(*events), *(event.block_hashes for event in chain(*events))]
+
+    def count() -> list[int]:
+        return [sys.getrefcount(each) for each in watched]
+
+    before = count()
+    sender.send(batch(*events[0]))
+    held = count()
+    assert held[1:4] == before[1:4]  # a hash that is a parent's is in its child's record
+    for _ in range(3):
+        for some in (events[2], events[3], events[1], events[2], events[0], events[1], events[2]):
+            sender.send(batch(*some))
+    sender.send(batch(AllBlocksCleared()))
+    sender.ring.restart(sender.next_seq)
+    assert (sender.state.blocks, count()) == (0, before)
+
+
+def test_the_lane_does_not_leak() -> None:
+    express, out = lane(stored([1])), []
+    round_trip = [[stored(range(n, n + 50))] for n in range(1, 2000, 50)]
+    round_trip += [[removed([n]) for n in range(start, start + 50)] for start in range(1, 2000, 50)]
+    odd = [[stored([2**64])], [removed([1]), object()], [stored([3, 3])]]
+
+    def run(times: int) -> int:
+        for _ in range(times):
+            for events in (*round_trip, *odd):
+                express.take(events, out)
+            out.clear()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        first = run(2)
+        assert run(20) < first + 20_000
+    finally:
+        tracemalloc.stop()
+
+
+# -- blocks --------------------------------------------------------------------------------------------------------------------
 
 crowded = [n * pow(0x9E3779B97F4A7C15, -1, 2**64) & U64 for n in range(40)]
 """Hashes whose home in a small table is the same place: its first."""
@@ -130,7 +351,6 @@ steps = st.one_of(
 @given(st.lists(steps, max_size=60))
 @example([("hold", tuple(crowded), 1), ("drop", crowded[:20], []), ("count", crowded, 1)])
 @example([("hold", (1, 2), 1), ("hold", (3, 2), 2), ("hold", (4, 4), 2), ("count", [1, 2, 3, 4], 1)])
-@settings(deadline=None)
 def test_blocks_are_held_alike(steps: list[Any]) -> None:
     ours, theirs = _events.Blocks(), PythonBlocks()
     for name, *arguments in steps:
@@ -179,23 +399,6 @@ def test_what_is_no_u64_changes_nothing(wrong: Any) -> None:
     assert (len(blocks), blocks.get(1), blocks.get(2)) == (1, 1, 0)
 
 
-removals = st.builds(
-    BlockRemoved,
-    block_hashes=st.lists(wild, max_size=3),
-    medium=st.sampled_from([None, "GPU", "CPU", "C" + "PU"]),
-    group_idx=st.sampled_from([None, 0, 1]),
-)
-others = st.just(BlockStored([1], None, [], 0, None, None, None))
-
-
-@given(st.lists(st.one_of(removals, removals, removals, others), min_size=1), st.data())
-def test_removals_are_joined_alike(events: list[Any], data: st.DataObject) -> None:
-    places = [place for place, event in enumerate(events) if isinstance(event, BlockRemoved)]
-    if places:
-        start = data.draw(st.sampled_from(places))
-        assert _events.join_removals(events, start) == python_join_removals(events, start)
-
-
 @pytest.mark.parametrize("wake", [_events.wake, python_wake])
 def test_waking(wake: Any) -> None:
     fd = os.eventfd(0, os.EFD_NONBLOCK)
@@ -216,8 +419,9 @@ def test_waking(wake: Any) -> None:
         lambda: _events.Blocks().drop([1], PythonBlocks()),
         lambda: _events.Blocks().put(1),
         lambda: _events.Blocks().count(1, 1),
-        lambda: _events.join_removals([], 0),
-        lambda: _events.join_removals([1], -1),
+        lambda: _events.Express(),
+        lambda: lane().take([]),
+        lambda: lane().take([], ()),
     ],
 )
 def test_misuse_is_told(call: Any) -> None:

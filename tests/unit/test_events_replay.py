@@ -401,3 +401,19 @@ def test_a_ring_is_bounded_in_batches_and_bytes() -> None:
     ring.bytes = 7
     with pytest.raises(IntegrityError):
         ring.check()
+
+
+def test_a_ring_counts_the_batches_of_a_payload() -> None:
+    ring = Ring(capacity=10, max_bytes=100, start=0)
+    for _ in range(4):
+        ring.append((b"abc",), batches=4)
+        ring.check()
+    assert (ring.head, ring.next, ring.batches) == (2, 4, 8)
+    ring.append((b"abc",), batches=3)
+    assert (ring.head, ring.next, ring.batches) == (3, 5, 7)
+    ring.append((b"abc",), batches=32)
+    assert (ring.head, ring.next, ring.batches, ring[5]) == (5, 6, 32, b"abc")
+    ring.check()
+    ring.batches = 7
+    with pytest.raises(IntegrityError):
+        ring.check()

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from kvtier.events.types import ExternalBlockHash
-from kvtier.events.wire import to_u64
+from kvtier.events.wire import U64, to_u64
 
 __all__ = ["HashFormat"]
 
@@ -29,6 +29,11 @@ def _to_i64(block: ExternalBlockHash) -> int:
 _CONVERTERS: dict[str, Callable[[ExternalBlockHash], int]] = {"u64": to_u64, "u63": _to_u63, "i64": _to_i64}
 
 
+def _are_u64(hashes: list[Any]) -> bool:
+    """Return whether all are unsigned 64-bit ints, as an engine's mostly are."""
+    return not hashes or (set(map(type, hashes)) == {int} and min(hashes) >= 0 and max(hashes) <= U64)
+
+
 class HashFormat:
     """Converts hashes to one format; `as_is` leaves everything alone."""
 
@@ -44,8 +49,10 @@ class HashFormat:
         convert = self._convert
         if convert is None:
             return event
-        hashes = [convert(block) for block in event.block_hashes]
-        parent = getattr(event, "parent_block_hash", None)
+        hashes, parent = event.block_hashes, getattr(event, "parent_block_hash", None)
+        if convert is to_u64 and _are_u64([*hashes] if parent is None else [*hashes, parent]):
+            return event
+        hashes = [convert(block) for block in hashes]
         if parent is None:
             return msgspec.structs.replace(event, block_hashes=hashes)
         return msgspec.structs.replace(event, block_hashes=hashes, parent_block_hash=convert(parent))

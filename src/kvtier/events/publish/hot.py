@@ -1,8 +1,8 @@
 """The steps of publishing that touch every block and every token, and the one that the engine waits for, written twice.
 
-In C (`_events.c`) for speed, and here, for machines without a C compiler and as the specification of the other. `HOT_BY` says
-which is in use; `KVTIER_EVENTS=python` asks for the second. The C form of `Blocks` takes hashes that are unsigned 64-bit ints;
-for others there is `PythonBlocks`. Any thread may call the functions; what they are given belongs to one, and so does a table.
+In C (`_events.c`) for speed, and in Python, for machines without a C compiler and as the specification of the other. `HOT_BY`
+says which is in use; `KVTIER_EVENTS=python` asks for the second. The C form of `Blocks` takes hashes that are unsigned 64-bit
+ints; for others there is `PythonBlocks`. Any thread may call `wake`; a table and a lane belong to one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 from collections import deque
 from collections.abc import Callable
 from itertools import groupby, repeat
-from operator import attrgetter
 from typing import Any, Protocol, Self
 
 import msgspec
@@ -23,12 +22,14 @@ __all__ = [
     "HOT_BY",
     "BlockTable",
     "Blocks",
+    "Draft",
+    "Express",
+    "Lane",
     "PythonBlocks",
-    "encode_plain",
-    "join_removals",
-    "python_encode_plain",
-    "python_join_removals",
+    "PythonExpress",
+    "python_read_stored",
     "python_wake",
+    "read_stored",
     "sum_of",
     "wake",
 ]
@@ -37,49 +38,47 @@ Hashes = tuple[ExternalBlockHash, ...] | list[ExternalBlockHash]
 Dropped = tuple[int, list[ExternalBlockHash], list[tuple[int, int]]]
 """The sum of the hashes, the hashes, and runs of `(number, times)`."""
 
-_encode = msgspec.msgpack.Encoder().encode
-_place = attrgetter("medium", "group_idx", "locality", "ownership")
-_KINDS = ("BlockStored", "BlockRemoved")
+Draft = tuple[str, Any, bytes]
+"""An event on its way out: the name of its kind, the event, its bytes."""
 
 
-# -- events ---------------------------------------------------------------------------------------------------------------
+class _Hashes(msgspec.Struct):
+    block_hashes: list[ExternalBlockHash]
 
 
-def python_encode_plain(event: Any) -> bytes | None:
-    """Return the bytes of a stored or removed event, as a map, if its hashes are all unsigned 64-bit ints; `None` if not.
+_read_map = msgspec.msgpack.Decoder(_Hashes).decode
+_read_array = msgspec.msgpack.Decoder().decode
 
-    In C also `None` if it has another value that is not a string, an unsigned int or a list of these ints.
-    """
-    if type(event).__name__ not in _KINDS:
+
+# -- batches --------------------------------------------------------------------------------------------------------------
+
+
+class Lane(Protocol):
+    """A short way into a `PublishedState` that publishes maps. Whatever goes through it comes to the same as without it."""
+
+    def take(self, events: Any, out: list[bytes], /) -> list[Draft] | None:
+        """Bring a batch into the state and what of it is news to `out`; return what is left from the first unusual event on.
+
+        `None`, and nothing done, unless all are stores and removals with hashes that are unsigned 64-bit ints, tokens and
+        numbers that are too, and texts. Removals in a row from one place become one. What is unusual: a block that is stored
+        again, is counted, or was not held; a removal that leaves orphans; a place that is new.
+        """
+
+
+class PythonExpress:
+    """`Lane` that takes nothing: all batches go the long way."""
+
+    def __init__(self, state: Any) -> None:
+        """Lead to a state."""
+
+    def take(self, events: Any, out: list[bytes], /) -> list[Draft] | None:
+        """Leave a batch alone."""
         return None
-    hashes, parent = event.block_hashes, getattr(event, "parent_block_hash", None)
-    if type(hashes) is not list or not _are_plain(hashes if parent is None else [*hashes, parent]):
-        return None
-    try:
-        return _encode(event)
-    except (OverflowError, RecursionError, TypeError, ValueError):
-        return None
 
 
-def _are_plain(hashes: list[Any]) -> bool:
-    return not hashes or (set(map(type, hashes)) == {int} and min(hashes) >= 0 and max(hashes) <= U64)
-
-
-def python_join_removals(events: list[Any], start: int) -> tuple[list[ExternalBlockHash], int] | None:
-    """Return all hashes of the removals from one place that follow each other from `start` on, and where they end.
-
-    `None` if one has no list of hashes; in C also if the events are not structs with the fields of ours.
-    """
-    first = events[start]
-    place = _place(first)
-    hashes: list[ExternalBlockHash] = []
-    stop = start
-    while stop < len(events) and type(events[stop]) is type(first) and _place(events[stop]) == place:
-        if type(events[stop].block_hashes) is not list:
-            return None
-        hashes += events[stop].block_hashes
-        stop += 1
-    return hashes, stop
+def python_read_stored(data: bytes) -> list[Any]:
+    """Return the hashes of an encoded store; in C `None` unless it is a map of unsigned 64-bit ints."""
+    return _read_map(data).block_hashes if data[0] >> 4 == 0x8 else _read_array(data)[1]
 
 
 def python_wake(fd: int) -> bool:
@@ -194,16 +193,16 @@ def sum_of(hashes: Hashes) -> int:
 # -- the form in use ------------------------------------------------------------------------------------------------------
 
 Blocks: Callable[[], BlockTable]
-encode_plain: Callable[[Any], bytes | None]
-join_removals: Callable[[list[Any], int], tuple[list[ExternalBlockHash], int] | None]
+Express: Callable[[Any], Lane]
+read_stored: Callable[[bytes], list[Any] | None]
 wake: Callable[[int], bool]
 try:
     if os.environ.get("KVTIER_EVENTS") == "python":
         raise ImportError("the environment asks for the Python form")
-    from kvtier._events import Blocks, encode_plain, join_removals, wake
+    from kvtier._events import Blocks, Express, read_stored, wake
 
     HOT_BY = "c"
 except ImportError:
-    Blocks, encode_plain = PythonBlocks, python_encode_plain
-    join_removals, wake = python_join_removals, python_wake
+    Blocks, Express = PythonBlocks, PythonExpress
+    read_stored, wake = python_read_stored, python_wake
     HOT_BY = "python"

@@ -1,6 +1,7 @@
 """The last batches that were sent, by sequence number, within a count and a number of bytes. One thread owns it.
 
-A batch is kept in the parts that it was made of: those that the state holds too are there once.
+A payload is kept in the parts that it was made of: those that the state holds too are there once. Batches that travelled
+together count one by one, so that what is kept reaches back equally far however they went.
 """
 
 from __future__ import annotations
@@ -10,27 +11,33 @@ from kvtier.errors import IntegrityError
 __all__ = ["Parts", "Ring"]
 
 Parts = tuple[bytes, ...]
+_Slot = tuple[int, int, Parts]
+"""How many batches a payload carries, its bytes, its parts."""
+
+_NOTHING: _Slot = (0, 0, ())
 
 
 class Ring:
     """Payloads of consecutive sequence numbers `[head, next)`; the oldest leave first."""
 
     def __init__(self, capacity: int, max_bytes: int, start: int) -> None:
-        """Hold nothing yet; the first payload will have number `start`."""
+        """Hold nothing yet; the first payload will have number `start`. `capacity` counts batches."""
         self.head = start
         self.next = start
-        self.bytes = 0
+        self.batches = self.bytes = 0
         self._capacity = capacity
         self._max_bytes = max_bytes
-        self._slots: list[Parts] = [()] * capacity
+        self._slots: list[_Slot] = [_NOTHING] * capacity
 
-    def append(self, parts: Parts) -> None:
-        """Keep the payload of number `next`."""
-        if self.next - self.head == self._capacity:
+    def append(self, parts: Parts, batches: int = 1) -> None:
+        """Keep the payload of number `next`, which carries so many batches; the newest stays however many they are."""
+        while self.head < self.next and self.batches + batches > self._capacity:
             self._forget_oldest()
-        self._slots[self.next % self._capacity] = parts
+        size = sum(map(len, parts))
+        self._slots[self.next % self._capacity] = batches, size, parts
         self.next += 1
-        self.bytes += _size(parts)
+        self.batches += batches
+        self.bytes += size
         while self.bytes > self._max_bytes and self.head < self.next:
             self._forget_oldest()
 
@@ -38,7 +45,7 @@ class Ring:
         """Return the payload of a number in `[head, next)`."""
         if not self.head <= seq < self.next:
             raise IndexError(f"sequence number {seq} is not in [{self.head}, {self.next})")
-        return b"".join(self._slots[seq % self._capacity])
+        return b"".join(self._slots[seq % self._capacity][2])
 
     def __len__(self) -> int:
         return self.next - self.head
@@ -46,23 +53,24 @@ class Ring:
     def restart(self, start: int) -> None:
         """Forget everything; the next payload has number `start`."""
         self.head = self.next = start
-        self.bytes = 0
-        self._slots = [()] * self._capacity
+        self.batches = self.bytes = 0
+        self._slots = [_NOTHING] * self._capacity
 
     def check(self) -> None:
         """Raise `IntegrityError` where the bounds do not hold or the bytes do not add up."""
         held = sum(len(self[seq]) for seq in range(self.head, self.next))
-        if held != self.bytes or len(self) > self._capacity or self.bytes > self._max_bytes:
+        batches = sum(self._slots[seq % self._capacity][0] for seq in range(self.head, self.next))
+        is_full = batches > self._capacity and len(self) > 1
+        if (held, batches) != (self.bytes, self.batches) or is_full or self.bytes > self._max_bytes:
             raise IntegrityError(
-                f"ring [{self.head}, {self.next}) of {self._capacity}: {held} bytes, kept {self.bytes}"
+                f"ring [{self.head}, {self.next}) of {self._capacity}: {batches} batches and {held} bytes, "
+                f"kept {self.batches} and {self.bytes}"
             )
 
     def _forget_oldest(self) -> None:
         place = self.head % self._capacity
-        self.bytes -= _size(self._slots[place])
-        self._slots[place] = ()
+        batches, size, _ = self._slots[place]
+        self.batches -= batches
+        self.bytes -= size
+        self._slots[place] = _NOTHING
         self.head += 1
-
-
-def _size(parts: Parts) -> int:
-    return sum(map(len, parts))

@@ -12,6 +12,8 @@ import math
 import secrets
 import time
 from collections.abc import Iterable, Sequence
+from itertools import chain, groupby
+from operator import attrgetter
 from typing import Any
 
 import zmq
@@ -19,7 +21,7 @@ import zmq
 from kvtier.events.config import KVEventsConfig
 from kvtier.events.publish.fold import Fold
 from kvtier.events.publish.formats import HashFormat
-from kvtier.events.publish.hot import Blocks, PythonBlocks, encode_plain, join_removals
+from kvtier.events.publish.hot import Blocks, Draft, Express, PythonBlocks, PythonExpress
 from kvtier.events.publish.ring import Ring
 from kvtier.events.publish.sequence import SequenceFile
 from kvtier.events.publish.snapshot import Snapshot
@@ -33,10 +35,9 @@ logger = logging.getLogger(__name__)
 
 _UNENCODABLE = (AttributeError, OverflowError, RecursionError, TypeError, ValueError)
 _SHARED_FOR = 0.25  # seconds that a snapshot serves newcomers
-_JOINED_BATCHES, _JOINED_BYTES = 32, 48 << 10  # ZeroMQ's cost is per message up to about there
+_JOINED_BATCHES, _JOINED_BYTES = 32, 96 << 10  # ZeroMQ's cost is per message up to about there
 _MORE = int(zmq.SNDMORE)
-_Draft = tuple[str, Any, bytes]
-"""An event on its way out: the name of its kind, the event, its bytes."""
+_hashes, _place = attrgetter("block_hashes"), attrgetter("medium", "group_idx", "locality", "ownership")
 
 
 class Sender:
@@ -58,7 +59,8 @@ class Sender:
         self._numbers = numbers
         self._reserved: float = numbers.start if numbers is not None else float("inf")
         self._formats = HashFormat(config.hash_format)
-        self._encodes_plain = config.encoding == "map" and config.hash_format in ("as_is", "u64")
+        is_plain = config.encoding == "map" and config.hash_format in ("as_is", "u64")
+        self._take = (Express if is_plain else PythonExpress)(self.state).take
         self._most_blocks = config.max_blocks_per_event
         self._waiting: list[bytes] = []  # the events of batches that are to leave together
         self._batches = self._bytes = 0  # of those
@@ -81,46 +83,43 @@ class Sender:
 
         If there is `more` to come it may wait for the next one, or for `flush`, to travel with it.
         """
-        rank, events = batch.data_parallel_rank, batch.events
-        if rank is None:
-            rank = self.rank
+        rank = self.rank if batch.data_parallel_rank is None else batch.data_parallel_rank
+        if rank != self._waiting_rank:
+            self.flush()
+        waiting = self._waiting
+        before = len(waiting)
         try:
-            if len(events) > 1 or self._most_blocks is not None:
-                events = self._shape(events)
-            drafts = [self._draft(event) for event in events]
-            ts = float(batch.ts)
+            ts, events = float(batch.ts), batch.events
+            if self._most_blocks is not None:
+                events = [part for event in events for part in _cut_event(event, self._most_blocks)]
+            drafts = self._take(events, waiting)
+            if drafts is None:
+                drafts = [self._draft(event) for event in _join_removals(events)]
         except _UNENCODABLE as error:
             self.counters["unencodable"] += 1
             logger.error("a batch of events cannot be encoded and is dropped whole: %s", error)
         else:
-            if rank != self._waiting_rank:
-                self.flush()
-            self._take(ts, drafts, rank)
+            for draft in drafts:
+                self._apply(draft, waiting)
+            if len(waiting) > before or not events:
+                self._bytes += sum(map(len, waiting[before:]))
+                self._batches += 1
+                self._waiting_ts, self._waiting_rank = ts, rank
+            else:
+                self.counters["filtered"] += 1
         if not more or self._batches >= _JOINED_BATCHES or self._bytes >= _JOINED_BYTES:
             self.flush()
-
-    def _take(self, ts: float, drafts: list[_Draft], rank: int) -> None:
-        """Bring a batch into the state, and what of it is news among what is to leave."""
-        before = len(self._waiting)
-        for draft in drafts:
-            self._apply(draft, self._waiting)
-        if drafts and len(self._waiting) == before:
-            self.counters["filtered"] += 1
-            return
-        self._waiting_ts, self._waiting_rank = ts, rank
-        self._bytes += sum(map(len, self._waiting[before:]))
-        self._batches += 1
 
     def flush(self) -> None:
         """Send the batches that wait for others, as one; nothing if there are none."""
         if not self._batches:
             return
-        events, self._waiting = self._waiting, []
-        self.counters["joined"] += self._batches - 1
-        self._batches = self._bytes = 0
+        events, batches = self._waiting, self._batches
+        self.counters["joined"] += batches - 1
+        self._waiting, self._batches, self._bytes = [], 0, 0
         if self._mark_due:
             events.append(self._mark())
-        self._emit(self._waiting_ts, events, self._waiting_rank)
+        self._emit(self._waiting_ts, events, self._waiting_rank, batches)
 
     def absorb(self, fold: Fold) -> None:
         """Take over what batches did that found no room. Their numbers stay unused, so that everybody sees a gap."""
@@ -152,13 +151,13 @@ class Sender:
         self._mark_due = now - self._marked_at >= self._interval
         return min(wait, self._spoke_at + self._interval - now)
 
-    def _emit(self, ts: float, events: Sequence[bytes], rank: int) -> None:
-        """Number a batch, keep it, send it."""
+    def _emit(self, ts: float, events: Sequence[bytes], rank: int, batches: int = 1) -> None:
+        """Number a message of so many batches, keep it, send it."""
         parts = batch_parts(ts, events, rank)
         seq = self.next_seq
         if seq >= self._reserved:
             self._reserve(seq)
-        self.ring.append(parts)
+        self.ring.append(parts, batches)
         self.next_seq = seq + 1
         self._spoken = True
         send = self._pub.send
@@ -179,23 +178,13 @@ class Sender:
 
     # -- events ---------------------------------------------------------------------------------------------------------
 
-    def _shape(self, events: list[Any]) -> list[Any]:
-        """Return the same changes in the events that are to be sent: removals in a row as one, stores not too large."""
-        events = _join_removals(events if type(events) is list else list(events))
-        if self._most_blocks is not None:
-            events = [part for event in events for part in _cut_event(event, self._most_blocks)]
-        return events
-
-    def _draft(self, event: Any) -> _Draft:
+    def _draft(self, event: Any) -> Draft:
         kind = type(event).__name__  # not the class: an engine's own events are as good as ours
-        data = encode_plain(event) if self._encodes_plain else None
-        if data is None:
-            if kind in ("BlockStored", "BlockRemoved"):
-                event = self._formats.event(event)
-            data = self.encoder.event(event)
-        return kind, event, data
+        if kind in ("BlockStored", "BlockRemoved"):
+            event = self._formats.event(event)
+        return kind, event, self.encoder.event(event)
 
-    def _apply(self, draft: _Draft, out: list[bytes]) -> None:
+    def _apply(self, draft: Draft, out: list[bytes]) -> None:
         kind, event, data = draft
         try:
             if kind == "BlockStored":
@@ -236,20 +225,23 @@ class Sender:
         self.ring.check()
 
 
-def _join_removals(events: list[Any]) -> list[Any]:
+def _join_removals(events: Iterable[Any]) -> list[Any]:
     """Return the events with each run of removals from one place as one; engines send them block by block."""
     joined: list[Any] = []
-    place = 0
-    while place < len(events):
-        event = events[place]
-        if type(event).__name__ == "BlockRemoved":
-            run = join_removals(events, place)
-            if run is not None and run[1] - place > 1:
-                event = BlockRemoved(run[0], event.medium, event.group_idx, event.locality, event.ownership)
-                place = run[1] - 1
-        joined.append(event)
-        place += 1
+    for kind, run in groupby(events, type):
+        if kind.__name__ == "BlockRemoved":
+            joined += chain.from_iterable(_join(place, list(removals)) for place, removals in groupby(run, _place))
+        else:
+            joined += run
     return joined
+
+
+def _join(place: tuple[Any, ...], removals: list[Any]) -> list[Any]:
+    """Return removals from one place as one, or as they are if there is one only or one has no list of hashes."""
+    lists = list(map(_hashes, removals))
+    if len(lists) == 1 or set(map(type, lists)) != {list}:
+        return removals
+    return [BlockRemoved(list(chain.from_iterable(lists)), *place)]
 
 
 def _cut_event(event: Any, most: int) -> Iterable[Any]:

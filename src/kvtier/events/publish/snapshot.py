@@ -65,7 +65,7 @@ class Snapshot:
         yield self._encoder.event(AllBlocksCleared())
         for record in self._records.values():
             if self._can_go(record):
-                self._sent[record.number] = len(record.hashes)
+                self._sent[record.number] = record.size
                 yield record.data
             else:
                 yield from self._send(record)
@@ -80,7 +80,7 @@ class Snapshot:
         if record.number in self._sent or not self._is_whole(record):
             return False
         parent = None if record.parent is None else self._holder(record.place, record.parent)
-        return record.parent is None or (parent is not None and self._sent.get(parent.number) == len(parent.hashes))
+        return record.parent is None or (parent is not None and self._sent.get(parent.number) == parent.size)
 
     def _send(self, record: Record) -> Iterator[bytes]:
         """Yield the events of a record, and before it those of the records that it hangs from."""
@@ -104,14 +104,14 @@ class Snapshot:
         start = self._sent.get(record.number, 0)
         if start >= stop:
             return
-        named = record.hashes[start:stop] if not self._is_whole(record) else ()
+        named = record.hashes()[start:stop] if not self._is_whole(record) else ()
         above = [] if start or record.parent is None else [(0, record.parent)]
         for place, block in [*above, *enumerate(named, start)]:
             owner = self._owner(record.place, block)
             if owner is not None and owner is not record:
-                position = owner.hashes.index(block) + 1
+                position = owner.hashes().index(block) + 1
                 if self._sent.get(owner.number, 0) < position:
-                    yield place, owner, len(owner.hashes) if self._is_whole(owner) else position
+                    yield place, owner, owner.size if self._is_whole(owner) else position
 
     def _events(self, record: Record, stop: int) -> Iterator[bytes]:
         """Yield events for the record's blocks up to `stop` that are its own to send and have not been."""
@@ -122,7 +122,8 @@ class Snapshot:
         if start == 0 and self._is_whole(record):
             yield record.data
             return
-        wanted = [place for place in range(start, stop) if self._is_own(record, record.hashes[place])]
+        named = record.hashes()[start:stop]
+        wanted = [place for place, block in enumerate(named, start) if self._is_own(record, block)]
         event = self._decode(record.data)
         for first, end in runs(wanted):
             yield self._encoder.event(blocks_of(event, first, end))
@@ -153,11 +154,11 @@ class Snapshot:
 
     def _is_whole(self, record: Record) -> bool:
         """Return whether the record holds all its blocks."""
-        return self._held[record.place].count(record.hashes, record.number) == len(record.hashes)
+        return self._held[record.place].count(record.hashes(), record.number) == record.size
 
     def _end(self, record: Record) -> int:
         """Return the place behind the last block that the record holds."""
-        held, hashes = self._held[record.place], record.hashes
+        held, hashes = self._held[record.place], record.hashes()
         return next((n for n in range(len(hashes), 0, -1) if held.get(hashes[n - 1]) == record.number), 0)
 
     def _decode(self, data: bytes) -> BlockStored:

@@ -2,8 +2,8 @@
 
 The stream is set-like: per place (medium, group, ownership, locality) a block goes out as stored when its count leaves 0
 and as removed when it returns there. An event that is known in part goes out in parts. The state keeps one record per event
-that went out, under a number: its bytes, its hashes and its parent's hash. A snapshot is those bytes again, parent before
-child. Each place has a table of the numbers of its blocks.
+that went out, under a number: its bytes, and its parent's hash. A snapshot is those bytes again, parent before child. Each
+place has a table of the numbers of its blocks.
 
 A removed block that others still hang from is a *ghost*: its record stays, so that a snapshot can give tree-building consumers
 the way to its children. Ghosts are counted, bounded, and leave with their last child. `blocks` and `digest` always equal the
@@ -21,7 +21,7 @@ from operator import attrgetter
 import msgspec
 
 from kvtier.errors import IntegrityError
-from kvtier.events.publish.hot import BlockTable, PythonBlocks, sum_of
+from kvtier.events.publish.hot import BlockTable, PythonBlocks, python_read_stored, read_stored, sum_of
 from kvtier.events.types import BlockRemoved, BlockStored, ExternalBlockHash, blocks_of
 from kvtier.events.wire import U64, EventEncoder, Place, hash_sum, place_of, place_weight
 
@@ -33,14 +33,19 @@ _LEAST_GHOSTS = 10_000
 
 
 class Record(msgspec.Struct, gc=False, eq=False):
-    """An event that went out as stored, with its bytes. `uses` counts its blocks that are held or ghosts."""
+    """An event of `size` blocks that went out as stored, with its bytes. `uses` counts those that are held or ghosts."""
 
     number: int
     place: Place
     data: bytes
-    hashes: tuple[ExternalBlockHash, ...]
     parent: ExternalBlockHash | None
+    size: int
     uses: int
+
+    def hashes(self) -> list[ExternalBlockHash]:
+        """Read the hashes of all its blocks, held or not; they are nowhere else."""
+        found = read_stored(self.data)
+        return python_read_stored(self.data) if found is None else found
 
 
 class Holding:
@@ -61,7 +66,7 @@ class Holding:
 
     def held(self, record: Record) -> Sequence[ExternalBlockHash]:
         """Return the blocks that a record holds here."""
-        hashes, number = record.hashes, record.number
+        hashes, number = record.hashes(), record.number
         if self.blocks.count(hashes, number) == len(hashes):
             return hashes
         return [block for block in hashes if self.blocks.get(block) == number]
@@ -71,8 +76,10 @@ class PublishedState:
     """The set of published blocks, as a filter that events pass on their way out.
 
     `store`, `remove` and `clear_medium` take an event (with its bytes, where it has some) and append to `out` what of it is
-    news. They raise before they change anything.
+    news. They raise before they change anything. `hot.Express` does the same for what is plain.
     """
+
+    make_record = Record
 
     def __init__(
         self, encoder: EventEncoder, counting: str = "count", table: Callable[[], BlockTable] = PythonBlocks
@@ -141,13 +148,13 @@ class PublishedState:
             return False
         if self._free:
             self._free.pop()
-        self._records[number] = record = Record(number, holding.place, data, hashes, parent, len(hashes))
-        self.blocks += record.uses
+        self._records[number] = Record(number, holding.place, data, parent, len(hashes), len(hashes))
+        self.blocks += len(hashes)
         self.digest = (self.digest + total * holding.weight) & U64
         if parent is not None:
             self._children.put(parent, siblings + 1)
-        if self._ghosts and not self._ghosts.keys().isdisjoint(record.hashes):
-            for each in record.hashes:
+        if self._ghosts and not self._ghosts.keys().isdisjoint(hashes):
+            for each in hashes:
                 ghost = self._ghosts.pop(each, None)
                 if ghost is not None:
                     self._unuse(ghost)
@@ -201,7 +208,9 @@ class PublishedState:
         """Hold nothing."""
         for holding in self._holdings.values():
             holding.blocks, holding.counts = self._table(), {}
-        self._children, self._ghosts, self._records, self._free = self._table(), {}, {}, []
+        self._children = self._table()
+        for kept in (self._ghosts, self._records, self._free):  # an express lane knows them
+            kept.clear()
         self.blocks = self.digest = 0
 
     def clear_medium(self, medium: str, out: list[bytes]) -> None:
