@@ -119,3 +119,19 @@ def test_blocks_that_a_store_still_reads_are_known_and_left_alone(monkeypatch: p
         released.set()
         engine.drain()
         expect_nothing_left(engine)
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+def test_requests_that_load_together_are_computed_together(windows: Sequence[int | None]) -> None:
+    with engine_that_forgot(tokens(32), windows) as engine:
+        ask(engine, tokens(32, seed=5), "other")
+        engine.drain()
+        engine.reset_prefix_cache()
+        params = SamplingParams(max_tokens=4)
+        for name, seed in (("again", 0), ("other again", 5)):
+            engine.add_request(tokens(32, seed=seed), params, request_id=name)
+        outputs = run(engine)
+        assert outputs["again"].token_ids == expect(engine, tokens(32), params)
+        assert outputs["other again"].token_ids == expect(engine, tokens(32, seed=5), params)
+        assert all(outputs[name].source.tiers["cpu"] == 31 for name in ("again", "other again"))
+        assert engine.ahead.runs == 0

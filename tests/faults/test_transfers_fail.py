@@ -46,7 +46,8 @@ def test_same_tokens_whatever_fails(rate: float) -> None:
     if rate >= 0.1:
         assert injected.keys() == {Fault.REFUSE, Fault.FAIL, Fault.HANG, Fault.SHORT}
         assert failed_loads >= 10 * rate, "loads must have failed for this to show anything"
-        assert ahead_in_vain >= 5 * rate, "and some of them after their layers were promised"
+    if rate >= 0.3:
+        assert ahead_in_vain >= 2, "some of them must have failed after their layers were promised"
 
 
 @pytest.mark.parametrize("kind", [Fault.REFUSE, Fault.FAIL, Fault.HANG, Fault.SHORT], ids=lambda kind: kind.name)

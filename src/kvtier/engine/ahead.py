@@ -1,9 +1,10 @@
 """Computing ahead: what a request does behind its load, while the load is still on its way.
 
-An engine that has nothing else to do begins the forward pass of the request that it waits for. Each layer waits for its own KV
-only (`await_layer`), on a GPU on the device, so that when the last layer has arrived there is little left to compute. What
+An engine that has nothing else to do begins the forward pass of the one request that it waits for. Each layer waits for its own
+KV only (`await_layer`), on a GPU on the device, so that when the last layer has arrived there is little left to compute. What
 comes of it is kept aside, and the next step uses it if that step computes the same tokens in the same blocks. It does so only
 if the load has succeeded: a load that failed leaves more to compute, and then nothing was lost but time that nobody wanted.
+Requests that load together are not computed ahead: one pass for all of them is worth more.
 
     step n      load layers  0 ... 8 ... 16 ... 24 ... 31         no other request can run
                 compute           0-7 | 8-15 | 16-23 | 24-31

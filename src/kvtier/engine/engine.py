@@ -5,7 +5,7 @@ A step schedules, computes and samples. The connector's calls stand around the f
 
     schedule    S.get_num_new_matched_tokens, S.update_state_after_alloc, for each request that comes in
     begin       S.build_connector_meta -> W.bind_connector_metadata, W.handle_preemptions, W.start_load_kv
-    forward     or, with nothing to run, W.is_storing, W.await_layer: ahead of the oldest load (`ahead`)
+    forward     or, with nothing to run, W.is_storing, W.await_layer: ahead of a load (`ahead`)
     sample      W.wait_for_save comes first, so that stores run behind the forward pass
     end         W.get_finished, W.get_block_ids_with_load_errors, W.take_reports, W.clear_connector_metadata
                 -> S.update_connector_output
@@ -239,14 +239,14 @@ class Engine:
         metadata = self.connector.build_connector_meta(step.view)
         self.worker.bind_connector_metadata(metadata)
         self.worker.handle_preemptions(metadata)
-        self.worker.start_load_kv(by_layer=not step.chunks)
+        self.worker.start_load_kv(by_layer=not step.chunks and len(self._scheduler.loading) == 1)
 
     def _begin_stores(self) -> None:
         if self.worker is not None:
             self.worker.wait_for_save()
 
     def _idle(self) -> None:
-        """Compute ahead of the oldest load, if that can be done, and wait for a transfer to end, but not for long."""
+        """Compute ahead of a load, if there is one only, and wait for a transfer to end, but not for long."""
         if self.worker is not None:
             until = time.monotonic() + _IDLE_SECONDS
             self._compute_ahead(self.worker, until)

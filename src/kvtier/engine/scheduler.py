@@ -179,13 +179,13 @@ class Scheduler:
             insort(self.loading, request, key=_by_arrival)
 
     def foresee(self) -> Chunk | None:
-        """Return what the oldest loading request will compute first if its load succeeds, with blocks for it.
+        """Return what the one loading request will compute first if its load succeeds, with blocks for it.
 
-        `None`: nobody loads, or blocks are missing.
+        `None`: nobody loads, or several do, which are better computed together; or blocks are missing.
         """
-        if not self.loading:
+        if len(self.loading) != 1:
             return None
-        request, size = self.loading[0], self._cache.block_size
+        (request,), size = self.loading, self._cache.block_size
         start = min(request.load_end // size * size, request.num_tokens - 1)
         end = min(request.num_tokens, start + self._config.max_num_batched_tokens)
         return None if self._cache.extend(request.table, start, end) is None else Chunk(request, start, end)
