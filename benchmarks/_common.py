@@ -50,6 +50,8 @@ WORKER_CALLS = (
     "bind_connector_metadata",
     "handle_preemptions",
     "start_load_kv",
+    "is_storing",
+    "await_layer",
     "wait_for_save",
     "wait_for_transfers",
     "get_finished",
