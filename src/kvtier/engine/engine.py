@@ -253,7 +253,9 @@ class Engine:
             self.worker.wait_for_transfers(max(0.0, until - time.monotonic()))
 
     def _compute_ahead(self, worker: OffloadingConnector, until: float) -> None:
-        chunk = self._scheduler.foresee() if isinstance(self.model, LayeredModel) else None
+        if not isinstance(self.model, LayeredModel):
+            return
+        chunk = self._scheduler.foresee()
         if chunk is None or self.ahead.has([chunk]):
             return
         if worker.is_storing(written_blocks(chunk, self.config.block_size)):
@@ -262,7 +264,6 @@ class Engine:
         def arrives(layer: str) -> bool:
             return worker.await_layer(chunk.request.request_id, layer, max(0.0, until - time.monotonic()))
 
-        assert isinstance(self.model, LayeredModel)
         batch = make_batch([chunk], len(self.groups), self.config.block_size, self.config.device)
         layers = self.model.forward_by_layer(batch, self.kv_caches, self._group_of_layer, self.config.block_size)
         self.ahead.run(chunk, layers, arrives)

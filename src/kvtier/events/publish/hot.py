@@ -2,7 +2,7 @@
 
 In C (`_events.c`) for speed, and in Python, for machines without a C compiler and as the specification of the other. `HOT_BY`
 says which is in use; `KVTIER_EVENTS=python` asks for the second. The C form of `Blocks` takes hashes that are unsigned 64-bit
-ints; for others there is `PythonBlocks`. Any thread may call `wake`; a table and a lane belong to one.
+ints; for others there is `PythonBlocks`. Any thread may call `wake`; the rest belongs to one.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ __all__ = [
     "Blocks",
     "Draft",
     "Express",
-    "Lane",
     "PythonBlocks",
     "PythonExpress",
+    "ShortWay",
     "python_read_stored",
     "python_wake",
     "read_stored",
@@ -53,7 +53,7 @@ _read_array = msgspec.msgpack.Decoder().decode
 # -- batches --------------------------------------------------------------------------------------------------------------
 
 
-class Lane(Protocol):
+class ShortWay(Protocol):
     """A short way into a `PublishedState` that publishes maps. Whatever goes through it comes to the same as without it."""
 
     def take(self, events: Any, out: list[bytes], /) -> list[Draft] | None:
@@ -66,7 +66,7 @@ class Lane(Protocol):
 
 
 class PythonExpress:
-    """`Lane` that takes nothing: all batches go the long way."""
+    """`ShortWay` that takes nothing: all batches go the long way."""
 
     def __init__(self, state: Any) -> None:
         """Lead to a state."""
@@ -193,7 +193,7 @@ def sum_of(hashes: Hashes) -> int:
 # -- the form in use ------------------------------------------------------------------------------------------------------
 
 Blocks: Callable[[], BlockTable]
-Express: Callable[[Any], Lane]
+Express: Callable[[Any], ShortWay]
 read_stored: Callable[[bytes], list[Any] | None]
 wake: Callable[[int], bool]
 try:

@@ -209,7 +209,7 @@ class PublishedState:
         for holding in self._holdings.values():
             holding.blocks, holding.counts = self._table(), {}
         self._children = self._table()
-        for kept in (self._ghosts, self._records, self._free):  # an express lane knows them
+        for kept in (self._ghosts, self._records, self._free):  # `Express` knows them
             kept.clear()
         self.blocks = self.digest = 0
 
