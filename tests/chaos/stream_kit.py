@@ -167,6 +167,8 @@ class ModelPublisher:
         self.newest = -1
         self.truth = Picture()
         self.first_seq = 0
+        self.history: dict[tuple[int, int], set[tuple[Place, int]]] = {}  # by epoch and number: what was held then
+        self.sent_by: dict[bytes, int] = {}  # the epochs of live batches
         self._encoder = EventEncoder(encoding)
         self._ring: deque[Message] = deque(maxlen=ring)
         self._runs = 0
@@ -196,6 +198,7 @@ class ModelPublisher:
         """Take a batch for which there is no room: its number is used up, its effect holds, nothing can be replayed over it."""
         self._effect(events)
         self.newest += 1
+        self.history[self.epoch, self.newest] = self.truth.held
         self._ring.clear()
 
     def burn(self) -> None:
@@ -240,6 +243,8 @@ class ModelPublisher:
         self.newest += 1
         message = self.newest, self._frame(events, marked)
         self._ring.append(message)
+        self.history[self.epoch, self.newest] = self.truth.held
+        self.sent_by[message[1]] = self.epoch
         return message
 
     def _frame(self, events: list[BlockStored | BlockRemoved | AllBlocksCleared], marked: bool) -> bytes:

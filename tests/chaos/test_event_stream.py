@@ -34,6 +34,7 @@ class Client:
         self.replies: deque[Message] | None = None  # None: not answered yet
         self.asked: Ask | None = None
         self.is_cut = False
+        self.heard = b""  # the last live batch
         self.follower.connected(now)
 
     def send(self, message: Message | None) -> None:
@@ -42,15 +43,17 @@ class Client:
             self.live.append(message)
 
     def reconnect(self, now: float) -> None:
-        """Cut the live link, losing what is on it, and bring it back."""
-        self.live.clear()
+        """Cut the live link and bring it back; what was on it is lost, or was received and comes after all."""
+        if self.rng.random() < 0.7:
+            self.live.clear()
         self.follower.disconnected(now)
         self.follower.connected(now)
 
     def step(self, publisher: ModelPublisher, now: float, budget: int) -> None:
         """Let a part of what is under way arrive."""
         for _ in range(min(budget, len(self.live))):
-            self.follower.live(*self.live.popleft(), now)
+            seq, self.heard = self.live.popleft()
+            self.follower.live(seq, self.heard, now)
         self._converse(publisher, now, budget)
         if now >= self.follower.deadline:
             self.follower.tick(now)
@@ -104,19 +107,19 @@ class World:
         rng = self.rng
         self.now += rng.random() * 0.1
         dice = rng.random()
-        if dice < 0.002:
+        if dice < 0.01:
             self.restart()
-        elif dice < 0.01 and not self.publisher.is_stock:
+        elif dice < 0.018 and not self.publisher.is_stock:
             self.publisher.overflow(self.workload.batch())
         elif dice < 0.012 and self.publisher.is_stock and self.burns:
             self.publisher.burn()
-        elif dice < 0.02:
+        elif dice < 0.03:
             rng.choice(self.clients).reconnect(self.now)
-        elif dice < 0.03 and len(self.clients) < 6:
+        elif dice < 0.05 and len(self.clients) < 6:
             self.join()
-        elif dice < 0.035 and len(self.clients) > 1:
+        elif dice < 0.065 and len(self.clients) > 1:
             self.clients.pop(0)
-        elif dice < 0.1:
+        elif dice < 0.13:
             self.send(self.publisher.heartbeat())
         else:
             self.send(self.publisher.publish(self.workload.batch()))
@@ -124,10 +127,12 @@ class World:
 
     def restart(self) -> None:
         """Start the publisher again; hidden from the clients where it marks its batches, seen as a cut otherwise."""
+        newest = self.publisher.newest
         self.workload.restart()
         self.publisher.begin(keeps_sequence=not self.publisher.is_stock and self.rng.random() < 0.5)
         sent = [self.publisher.hello()]
-        for _ in range(self.rng.choice((0, 0, 50))):  # perhaps it passes the old number before anybody looks
+        start = self.rng.choice((0, 0, newest + self.rng.randint(-8, 50)))  # perhaps before anybody looks
+        while self.publisher.newest < start:
             sent = [self.publisher.publish(self.workload.batch())]
         for client in self.clients:
             if self.publisher.is_stock or self.rng.random() < 0.5:
@@ -157,16 +162,23 @@ class World:
             client.loss = self.rng.choice((0.0, 0.05, 0.3))
 
     def check_claims(self) -> None:
-        """Check that a client that says it is exact, and has the newest batch, holds what the publisher holds.
+        """Check that a client that says it is exact holds what the publisher held as of that batch.
 
         Only a restart that it cannot know of yet excuses it: one that lost batches hide until the next mark.
         """
         for client in self.clients:
-            if self.has_all(client) and client.follower.epoch == (
-                None if self.publisher.is_stock else self.publisher.epoch
-            ):
-                truth, picture = self.publisher.truth, client.picture
-                assert picture.blocks == truth.blocks if self.publisher.is_stock else picture.held == truth.held
+            client.picture.apply(client.follower.take_updates())
+            if self.publisher.is_stock:
+                assert not self.has_all(client) or client.picture.blocks == self.publisher.truth.blocks
+            elif client.follower.state is State.EXACT and not self.is_restart_hidden(client):
+                epoch, seq = client.follower.epoch, client.follower.seq
+                assert epoch is not None
+                assert client.picture.held == self.publisher.history[epoch, seq]
+
+    def is_restart_hidden(self, client: Client) -> bool:
+        """Say whether a client has live batches of a publisher that it does not know to be there."""
+        heard = self.publisher.sent_by.get(client.heard, -1)
+        return client.follower.epoch is not None and heard > client.follower.epoch
 
     def has_all(self, client: Client) -> bool:
         """Say whether a client says it is exact, and has the newest batch."""

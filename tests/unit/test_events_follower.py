@@ -54,9 +54,13 @@ class Bench:
         return message
 
     def live(self, *messages: Message | None) -> None:
+        """Let batches arrive. The first after a join is verified; most tests are not about that, so it is answered."""
         for message in messages:
             assert message is not None
+            was_asking = self.follower.ask is not None
             self.follower.live(*message, self.now)
+            if not was_asking and self.follower.held and self.follower.picture.facts.seq == message[0] - 1:
+                self.answer_all()
         self.take()
 
     def take(self) -> None:
@@ -124,6 +128,12 @@ def ours(**options: object) -> Bench:
 
 def stock(**options: object) -> Bench:
     return Bench(is_stock=True, **options)  # type: ignore[arg-type]
+
+
+def heartbeat(bench: Bench) -> Message:
+    message = bench.publisher.heartbeat()
+    assert message is not None
+    return message
 
 
 # -- joining --------------------------------------------------------------------------------------------------------------
@@ -248,7 +258,7 @@ def test_too_much_live_traffic_while_joining_is_dropped_and_replayed() -> None:
     for reply in parts:
         bench.follower.reply(ask, *reply, bench.now)
     bench.follower.end(ask, bench.now)
-    assert bench.answer_all() == [What.REPLAY]
+    assert bench.answer_all() == [What.REPLAY, What.STATUS]
     bench.assert_exact()
 
 
@@ -264,7 +274,7 @@ def test_one_batch_larger_than_the_buffer_is_replayed() -> None:
 # -- gaps -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("make", "asked"), [(ours, [What.STATUS, What.REPLAY]), (stock, [What.REPLAY])])
+@pytest.mark.parametrize(("make", "asked"), [(ours, [What.STATUS, What.REPLAY, What.STATUS]), (stock, [What.REPLAY])])
 def test_a_gap_is_replayed(make: Callable[[], Bench], asked: list[What]) -> None:
     bench = make()
     bench.live(bench.publish())
@@ -547,6 +557,84 @@ def test_a_replayed_batch_that_is_no_longer_remembered_makes_it_ask() -> None:
     assert bench.follower.counters.restarts == 0
 
 
+@pytest.mark.parametrize("make", [ours, stock])
+def test_the_first_live_batch_after_a_join_is_verified(make: Callable[[], Bench]) -> None:
+    bench = make()
+    bench.join()
+    bench.follower.live(*bench.publish(), bench.now)
+    bench.take()
+    assert (bench.state, bench.follower.held) == (State.REPAIRING, 1)
+    assert What.REPLAY in bench.answer_all()
+    bench.assert_exact()
+    bench.follower.live(*bench.publish(), bench.now)
+    assert bench.follower.ask is None
+    bench.assert_exact()
+    assert bench.follower.counters.gaps == 0
+
+
+def test_a_first_live_batch_with_a_mark_needs_no_verifying() -> None:
+    bench = ours()
+    bench.join()
+    bench.follower.live(*heartbeat(bench), bench.now)
+    assert bench.follower.ask is None
+    bench.follower.live(*bench.publish(), bench.now)
+    assert bench.follower.ask is None
+    bench.assert_exact()
+
+
+@pytest.mark.parametrize("make", [ours, stock])
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_batches_of_a_publisher_that_was_replaced_while_it_was_joined_are_not_taken_for_the_new_ones(
+    make: Callable[[], Bench], is_cut: bool
+) -> None:
+    """By chance the old one's batches that wait go on where the new one's snapshot ends."""
+    bench = make()
+    bench.follower.connected(bench.now)
+    old = [bench.publish() for _ in range(10)]
+    bench.live(*old[4:8])
+    if is_cut:
+        bench.follower.disconnected(bench.now)
+        bench.follower.connected(bench.now)
+    bench.publisher.begin()
+    bench.publisher.hello()
+    while bench.publisher.newest < old[3][0]:
+        bench.publish()
+    bench.answer_all()
+    bench.live(*old[8:])  # these were on their way for longer
+    for _ in range(20):
+        bench.wait(0.5)
+        bench.answer_all()
+        assert bench.state is not State.EXACT or bench.picture.held == bench.publisher.truth.held
+    while bench.publisher.newest < old[9][0] + 5:
+        bench.live(bench.publish())
+        bench.answer_all()
+        assert bench.state is not State.EXACT or bench.picture.held == bench.publisher.truth.held
+    bench.wait(0.5)
+    bench.answer_all()
+    bench.assert_exact()
+    assert bench.follower.counters.digest_mismatches == 0
+
+
+def test_a_replay_by_a_publisher_that_took_over_is_not_taken_for_the_old_one_s() -> None:
+    """It has all the numbers that were asked for, and sends no mark meanwhile: the next status tells."""
+    bench = ours()
+    bench.join()
+    bench.live(heartbeat(bench))
+    bench.publish()
+    bench.live(bench.publish())
+    assert bench.answer() is What.STATUS
+    newest = bench.publisher.newest
+    bench.publisher.begin()
+    bench.publisher.hello()
+    while bench.publisher.newest <= newest:
+        bench.publish()
+    assert bench.answer() is What.REPLAY
+    assert bench.state is State.REPAIRING
+    bench.answer_all()
+    bench.assert_exact()
+    assert (bench.follower.counters.restarts, bench.follower.counters.digest_mismatches) == (1, 0)
+
+
 def test_a_restart_that_continues_the_numbers_is_followed() -> None:
     bench = ours()
     bench.join()
@@ -704,7 +792,7 @@ def test_a_silent_publisher_that_lost_nothing_stays_exact(make: Callable[[], Ben
         bench.wait(5.1)
         bench.answer_all()
     bench.assert_exact()
-    assert bench.states() == [State.REPAIRING, State.EXACT]
+    assert bench.states() == [State.REPAIRING, State.EXACT] * 2  # it joined, and verified the first live batch
 
 
 def test_a_heartbeat_shows_a_lost_tail() -> None:
@@ -719,7 +807,7 @@ def test_a_heartbeat_shows_a_lost_tail() -> None:
 def test_batches_under_way_are_awaited_before_they_are_asked_for() -> None:
     bench = ours()
     bench.join()
-    bench.live(bench.publish())
+    bench.live(bench.publisher.heartbeat())
     bench.follower.disconnected(bench.now)
     bench.follower.connected(bench.now)
     under_way = bench.publish()
@@ -733,6 +821,7 @@ def test_batches_under_way_are_awaited_before_they_are_asked_for() -> None:
 def test_a_live_stream_is_followed_while_the_publisher_is_asked_who_it_is() -> None:
     bench = ours()
     bench.join()
+    bench.live(bench.publisher.heartbeat())
     bench.wait(5.1)
     assert bench.follower.ask is not None
     bench.live(bench.publish())
@@ -756,7 +845,8 @@ def false_mark(bench: Bench) -> Message:
 def test_a_picture_that_is_disproved_is_replaced() -> None:
     bench = ours()
     bench.join()
-    bench.live(bench.publish(), false_mark(bench))
+    bench.live(bench.publish())
+    bench.live(false_mark(bench))
     assert bench.state is State.REPAIRING
     assert "digest of batch" in bench.follower.reason
     assert bench.answer_all() == [What.SNAPSHOT]
@@ -928,11 +1018,13 @@ def test_events_that_cannot_be_read_cost_a_stock_picture_and_make_ours_ask() -> 
     unknown = b"\x92\xa7Unknown\x01"
     bench = stock()
     bench.join()
-    bench.live((0, frame_batch(0.0, [unknown], 0)))
+    bench.live(bench.publish())
+    bench.live((1, frame_batch(0.0, [unknown], 0)))
     assert bench.state is not State.EXACT
     assert bench.follower.counters.skipped_events == 1
     bench = ours()
     bench.join()
+    bench.live(bench.publisher.heartbeat())
     bench.publisher.newest += 1
     bench.live((bench.publisher.newest, frame_batch(0.0, [unknown], 0)))
     assert bench.answer() is What.STATUS

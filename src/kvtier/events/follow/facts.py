@@ -35,7 +35,7 @@ class Verdict(Enum):
 
     PROVEN = auto()  # it adds up
     DISPROVED = auto()  # it does not, and should
-    OPEN = auto()  # it does not, as was known
+    OPEN = auto()  # it does not, as was known or feared
     REPLACED = auto()  # another incarnation speaks, and it does not add up to that one's
 
 
@@ -108,8 +108,8 @@ class Facts:
             return Verdict.PROVEN
         if replaced:
             return Verdict.REPLACED
-        was_complete, self.complete = self.complete, False
-        return Verdict.DISPROVED if was_complete else Verdict.OPEN
+        was_believed, self.complete = self.complete and not self.doubt, False
+        return Verdict.DISPROVED if was_believed else Verdict.OPEN
 
     def next_ask(self, *, other_way: bool, may_catch_up: bool) -> Ask | None:
         """Return the request that brings the picture closer to exact, if there is one.

@@ -57,6 +57,7 @@ class Follower(Generic[B]):
         self._held = HeldBatches(limits.held_batches, limits.held_bytes)
         self._live_seq: int | None = None
         self._live_payload = b""
+        self._is_tied = not can_ask  # the live stream was shown to be of the incarnation that the picture is of
         self._status: tuple[int, Mark] | None = None  # what a publisher said of itself
         self._was_connected = False
         self._cut = "no connection"  # why there is none
@@ -126,7 +127,6 @@ class Follower(Generic[B]):
         self._gone_at = None
         self._pauses.end()
         self.picture.tell(State.REPAIRING, self.picture.why)
-        self._drain()
         self._settle()
 
     def disconnected(self, now: float, reason: str = "connection lost") -> None:
@@ -213,7 +213,7 @@ class Follower(Generic[B]):
 
     def _is_next(self, seq: int) -> bool:
         """Say whether this is the batch that was to come, and nothing else is going on."""
-        if self.picture.state is not State.EXACT or self.ask is not None or self._held:
+        if self.picture.state is not State.EXACT or not self._is_tied or self.ask is not None or self._held:
             return False
         return seq - 1 == self._facts.seq == self._live_seq
 
@@ -278,9 +278,30 @@ class Follower(Generic[B]):
         batch = self.picture.read(payload)
         if batch is None:
             self._miss_or_lose(seq)
-        else:
+        elif self._tie(batch) or self._does_without():
             self._act_on(self.picture.deliver(seq, batch, payload, self._now))
+        else:
+            self._verify(seq)
+            return False
         return True
+
+    def _tie(self, batch: B) -> bool:
+        """Say whether the live stream is that of the picture's publisher; a mark in it shows whether it is.
+
+        The picture may come from an answer, and whoever answered may have been started since the live batches that are
+        still on their way here were sent: their numbers alone can fit by chance.
+        """
+        self._is_tied = self._is_tied or batch.mark is not None
+        return self._is_tied
+
+    def _verify(self, seq: int) -> None:
+        """Have batch `seq` replayed, to see whether the live one is the same."""
+        if self.state is State.EXACT:
+            self.picture.why = f"batch {seq} may be another publisher's"
+        if seq > self._facts.ahead:
+            self._facts.ahead = seq
+            self._facts.doubt = True
+        self._grace = self._now
 
     def _miss_or_lose(self, seq: int) -> None:
         """Go on without a batch that cannot be read, unless a replay may have it whole."""
@@ -304,15 +325,18 @@ class Follower(Generic[B]):
     def _drop_covered(self, seq: int, payload: bytes) -> None:
         """Drop a live batch that a replay brought already, unless it shows that another publisher speaks."""
         self.counters.duplicates += 1
-        if self._facts.is_ours:
-            batch = self.picture.read(payload)
-            if batch is not None and batch.mark is not None and batch.mark.epoch != self._facts.epoch:
-                self._restart("the epoch changed")
-            return
         known = self.picture.recall(seq)
-        if known is None:
+        if known == payload_hash(payload):
+            self._is_tied = True
+        elif self._facts.is_ours:  # a state that was replayed has its numbers, not its bytes
+            batch = self.picture.read(payload)
+            if batch is not None and batch.mark is not None:
+                self._is_tied = batch.mark.epoch == self._facts.epoch
+                if not self._is_tied:
+                    self._restart("the epoch changed")
+        elif known is None:
             self._facts.doubt = True
-        elif known != payload_hash(payload):
+        else:
             self._restart(f"batch {seq} is not what was replayed")
 
     # -- answers ---------------------------------------------------------------------------------------------------------
@@ -380,6 +404,7 @@ class Follower(Generic[B]):
         self.counters.reconnects += 1
         self.picture.why = "batches may be missing since the connection was lost"
         self._stop_asking()
+        self._drain()  # what was received before; no mark in it says anything of the time since
         self._facts.doubt = self._can_ask
         self._facts.complete = self._facts.complete and self._can_ask
 
@@ -399,6 +424,7 @@ class Follower(Generic[B]):
         """Drop the picture and all that is known of the publisher, and whatever was asked of it."""
         self.picture.why = why
         self.ask = None
+        self._is_tied = not self._can_ask
         self._repair.forget_hole()
         self.picture.begin_anew()
         self._facts.kind = self._facts.epoch = None

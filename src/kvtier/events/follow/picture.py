@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from kvtier.events.follow.facts import Facts, Verdict
+from kvtier.events.follow.facts import Facts, Verdict, payload_hash
 from kvtier.events.types import Mark
 from kvtier.events.updates import Counters, Received, Reset, State, StateChanged, Update
 from kvtier.events.wire import Batch
@@ -20,7 +20,7 @@ __all__ = ["Picture"]
 B = TypeVar("B", bound=Batch)
 
 _REMEMBERED = 1024
-"""How many replayed batches of a publisher without marks can be told from other ones when they arrive live."""
+"""How many replayed batches can be told from other ones when they arrive live."""
 
 
 class Picture(Generic[B]):
@@ -105,13 +105,11 @@ class Picture(Generic[B]):
         self.facts.blank()
         self._replayed.clear()
 
-    def remember(self, seq: int) -> None:
-        """Remember the batch that was just applied, where it may come again and the publisher sends no marks."""
-        proof = self.facts.proof
-        if proof is not None:
-            self._replayed[seq] = proof
-            if len(self._replayed) > _REMEMBERED:
-                del self._replayed[next(iter(self._replayed))]
+    def remember(self, seq: int, payload: bytes) -> None:
+        """Remember a batch that a replay brought: it may come again, and shows then who sends the live stream."""
+        self._replayed[seq] = payload_hash(payload)
+        if len(self._replayed) > _REMEMBERED:
+            del self._replayed[next(iter(self._replayed))]
 
     def recall(self, seq: int) -> int | None:
         """Return the hash of a batch that was applied, once; `None` where it is not known any more."""

@@ -104,7 +104,7 @@ class Repair(Generic[B]):
             self._picture.lose(seq + 1)
             return None
         verdict = self._picture.deliver(seq, batch, payload, now)
-        self._picture.remember(seq)
+        self._picture.remember(seq, payload)
         return verdict
 
     def _begin_replay(self, ask: Ask, seq: int, payload: bytes) -> Outcome | None:
@@ -159,7 +159,10 @@ class Repair(Generic[B]):
             self._build_from(0)
         elif not ask.replies and ask.proof is not None:
             return Restarted(f"the publisher no longer has batch {ask.start}")
-        if facts.kind is Kind.STOCK:
+        if facts.is_ours:
+            is_unmarked = grew and self._picture.counters.digest_checks == ask.checks
+            facts.doubt = facts.doubt or is_unmarked  # a status will tell who it was that answered
+        else:
             facts.doubt = False
             facts.hopeless = not facts.complete if ask.what is What.HISTORY else facts.hopeless
         if not grew and self._seq < facts.ahead:
