@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 #include "_blocks.h"
+#include "_message.h"
 
 /* -- msgpack --------------------------------------------------------------------------------------------------------------- */
 
@@ -146,8 +147,9 @@ static uint8_t *put_value(uint8_t *out, PyObject *value) {
     return read_uint(value, &number) ? put_uint(out, number) : NULL;
 }
 
-/* Write an event with these hashes for its own; return its end, NULL if it is left to Python. Nobody else runs, so it stays as it is. */
-static uint8_t *put_event(Room *text, const Kind *kind, PyObject *event, const uint64_t *hashes, Py_ssize_t size) {
+/* Write an event with these hashes for its own behind the first `before` bytes; return its end, NULL if it is left to Python. Nobody else
+ * runs, so it stays as it is. */
+static uint8_t *put_event(Room *text, size_t before, const Kind *kind, PyObject *event, const uint64_t *hashes, Py_ssize_t size) {
     size_t room = 128 + MOST_INT * (size_t)size;
     int count = 2;
     for (int i = HASHES + 1; i < kind->fields; i++) {
@@ -157,8 +159,8 @@ static uint8_t *put_event(Room *text, const Kind *kind, PyObject *event, const u
         room += needed + 32; /* the longest name has 28 letters */
         count += i < kind->required || value != Py_None;
     }
-    if (make_room(text, room) < 0) return NULL;
-    uint8_t *out = put(text->at, (uint8_t)(0x80 | count), 0, 0);
+    if (make_room(text, before + room) < 0) return NULL;
+    uint8_t *out = put((uint8_t *)text->at + before, (uint8_t)(0x80 | count), 0, 0);
     out = put_text(put_text(out, "type", 4), kind->name, strlen(kind->name));
     out = put_length(put_text(out, kind->names[HASHES], strlen(kind->names[HASHES])), size);
     for (Py_ssize_t i = 0; i < size; i++) out = put_uint(out, hashes[i]);
@@ -180,12 +182,10 @@ static const uint8_t *get_uint(const uint8_t *in, const uint8_t *end, uint64_t *
 }
 
 /* Return the hashes of a store, which are what it begins with; `None` if it was not written here. */
-static PyObject *read_stored(PyObject *module, PyObject *data) {
+static PyObject *read_hashes_of(const uint8_t *in, const uint8_t *end) {
     static const char opening[] = "\xa4type\xab" "BlockStored\xac" "block_hashes";
     enum { OPENING = sizeof opening };
-    (void)module;
-    if (!PyBytes_CheckExact(data) || PyBytes_GET_SIZE(data) < OPENING + 5) Py_RETURN_NONE;
-    const uint8_t *in = (uint8_t *)PyBytes_AS_STRING(data), *end = in + PyBytes_GET_SIZE(data);
+    if (end - in < OPENING + 5) Py_RETURN_NONE;
     if (memcmp(in + 1, opening, OPENING - 1) != 0) Py_RETURN_NONE;
     in += OPENING;
     Py_ssize_t count = *in >> 4 == 9 ? *in & 15 : *in == 0xdc ? in[1] << 8 | in[2] : -1;
@@ -202,6 +202,15 @@ static PyObject *read_stored(PyObject *module, PyObject *data) {
     return hashes;
 }
 
+static PyObject *read_stored(PyObject *module, PyObject *data) {
+    (void)module;
+    Py_buffer view;
+    if (PyObject_GetBuffer(data, &view, PyBUF_SIMPLE) < 0) return PyErr_Clear(), Py_NewRef(Py_None);
+    PyObject *hashes = read_hashes_of(view.buf, (uint8_t *)view.buf + view.len);
+    PyBuffer_Release(&view);
+    return hashes;
+}
+
 /* -- the express lane ---------------------------------------------------------------------------------------------------------- */
 
 /* Attributes that are used here: of a state, those that it never replaces first; of a holding; of a record. */
@@ -212,7 +221,8 @@ static PyObject *names[NAMES];
 
 /* An event that was read and written: a store, or removals in a row. What it refers to is its own. */
 typedef struct {
-    PyObject *event, *holding, *data;
+    PyObject *event, *holding;
+    size_t start, stop;             /* where its bytes are in the message */
     Py_ssize_t first, size, joined; /* where its hashes are; of how many events it is made */
     int is_store;
 } Draft;
@@ -221,8 +231,9 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     PyObject *state, *kept[KEPT];
-    Room text, hashes, numbers, drafts;
-    Blocks *children; /* borrowed for a call, as are the sums, which it then adds to the state's */
+    Room hashes, numbers, drafts;
+    Message *message; /* borrowed for a call, as are the children and the sums, which it then adds to the state's */
+    Blocks *children;
     uint64_t blocks, digest;
 } Express;
 
@@ -335,9 +346,13 @@ static Py_ssize_t draft_one(Express *self, PyObject *events, Py_ssize_t place, P
     draft->is_store = kind == stored;
     draft->size = end - first;
     draft->joined = stop - place;
-    uint8_t *text = put_event(&self->text, kind, event, (uint64_t *)self->hashes.at + first, draft->size);
-    if (text != NULL) draft->data = PyBytes_FromStringAndSize(self->text.at, text - (uint8_t *)self->text.at);
-    return draft->data == NULL ? -1 : stop;
+    Message *message = self->message;
+    const uint8_t *written = put_event(&message->text, message->size, kind, event, (uint64_t *)self->hashes.at + first, draft->size);
+    if (written == NULL) return -1;
+    draft->start = message->size;
+    if (draft->size > 0) message->size = (size_t)(written - (uint8_t *)message->text.at);
+    draft->stop = message->size;
+    return stop;
 }
 
 /* Make drafts of all events; return how many, and whether that was possible. */
@@ -358,12 +373,13 @@ static Py_ssize_t draft_all(Express *self, PyObject *events, int *plain) {
 static PyObject *make_record(const Express *self, const Draft *draft, PyObject *number) {
     const Kind *kind = kind_of(Py_TYPE(draft->event));
     PyObject *place = borrow(draft->holding, PLACE_OF), *uses = PyLong_FromSsize_t(draft->size);
-    PyObject *record = NULL;
-    if (kind != NULL && place != NULL && uses != NULL) {
-        PyObject *arguments[] = {number, place, draft->data, field_of(kind, draft->event, PARENT), uses, uses};
+    PyObject *record = NULL, *data = make_piece(self->message, draft->start, draft->stop - draft->start);
+    if (kind != NULL && place != NULL && uses != NULL && data != NULL) {
+        PyObject *arguments[] = {number, place, data, field_of(kind, draft->event, PARENT), uses, uses};
         record = PyObject_Vectorcall(self->kept[RECORD], arguments, Py_ARRAY_LENGTH(arguments), NULL);
     }
     Py_XDECREF(uses);
+    Py_XDECREF(data);
     return record;
 }
 
@@ -499,21 +515,24 @@ static int let_go(Express *self, const Draft *draft) {
 
 /* -- batches -- */
 
-/* Bring a draft into the state and what of it is news among what goes out: 1, 0 if it is left to Python, -1 with an exception set. */
-static int apply(Express *self, const Draft *draft, PyObject *out) {
+/* Bring a draft, which is all news then, into the state: 1, 0 if it is left to Python, -1 with an exception set. */
+static int apply(Express *self, const Draft *draft) {
     if (draft->size == 0) return 1;
     PyObject *table = borrow(draft->holding, BLOCKS);
     if (table == NULL) return -1;
     if (self->children == NULL || !Py_IS_TYPE(table, blocks_type)) return 0;
     int status = draft->is_store ? store(self, draft) : let_go(self, draft);
-    return status == 1 ? PyList_Append(out, draft->data) < 0 ? -1 : 1 : status;
+    self->message->events += status == 1;
+    return status;
 }
 
 /* Return a draft as Python has them: the kind's name, the event, its bytes. */
 static PyObject *to_python(Express *self, const Draft *draft) {
     const Kind *kind = kind_of(Py_TYPE(draft->event));
     if (kind == NULL) return PyErr_SetString(PyExc_TypeError, "the class of an event was changed"), NULL;
-    if (draft->joined == 1) return Py_BuildValue("sOO", kind->name, draft->event, draft->data);
+    const char *data = (char *)self->message->text.at + draft->start;
+    Py_ssize_t size = (Py_ssize_t)(draft->stop - draft->start);
+    if (draft->joined == 1) return Py_BuildValue("sOy#", kind->name, draft->event, data, size);
     PyObject *fields[MOST_FIELDS] = {PyList_New(draft->size)}, *event = NULL;
     for (Py_ssize_t i = 0; i < draft->size && fields[HASHES] != NULL; i++) {
         PyObject *hash = PyLong_FromUnsignedLongLong(((uint64_t *)self->hashes.at)[draft->first + i]);
@@ -523,15 +542,15 @@ static PyObject *to_python(Express *self, const Draft *draft) {
     for (int i = PLACE; i < kind->fields; i++) fields[i] = field_of(kind, draft->event, i);
     if (fields[HASHES] != NULL) event = PyObject_Vectorcall((PyObject *)Py_TYPE(draft->event), fields, (size_t)kind->fields, NULL);
     Py_XDECREF(fields[HASHES]);
-    return event == NULL ? NULL : Py_BuildValue("sNO", kind->name, event, draft->data);
+    return event == NULL ? NULL : Py_BuildValue("sNy#", kind->name, event, data, size);
 }
 
-/* Apply drafts up to the first that is left to Python; return that one and those behind it. */
-static PyObject *apply_all(Express *self, Py_ssize_t count, PyObject *out) {
+/* Apply drafts up to the first that is left to Python; return that one and those behind it, and take them out of the message. */
+static PyObject *apply_all(Express *self, Py_ssize_t count) {
     const Draft *drafts = self->drafts.at;
     Py_ssize_t done = 0;
     int status = 1;
-    while (done < count && (status = apply(self, &drafts[done], out)) == 1) done++;
+    while (done < count && (status = apply(self, &drafts[done])) == 1) done++;
     if (done > 0 && (add_to(self->state, BLOCKS, self->blocks) < 0 || add_to(self->state, DIGEST, self->digest) < 0)) status = -1;
     PyObject *rest = status < 0 ? NULL : PyList_New(count - done);
     for (Py_ssize_t i = done; i < count && rest != NULL; i++) {
@@ -539,24 +558,30 @@ static PyObject *apply_all(Express *self, Py_ssize_t count, PyObject *out) {
         if (draft == NULL) Py_CLEAR(rest);
         else PyList_SET_ITEM(rest, i - done, draft);
     }
+    if (done < count) self->message->size = drafts[done].start;
     return rest;
 }
 
 static PyObject *take(Express *self, PyObject *const *arguments, Py_ssize_t count) {
-    if (count != 2 || !PyList_CheckExact(arguments[1])) return PyErr_SetString(PyExc_TypeError, "expected events and a list"), NULL;
+    if (count != 2 || !Py_IS_TYPE(arguments[1], message_type)) return PyErr_SetString(PyExc_TypeError, "expected events and a message"), NULL;
+    self->message = (Message *)arguments[1];
+    if (check_open(self->message) < 0) return NULL;
     if (!PyList_CheckExact(arguments[0])) Py_RETURN_NONE;
     PyObject *children = borrow(self->state, CHILDREN);
     if (children == NULL) return NULL;
     self->children = Py_IS_TYPE(children, blocks_type) ? (Blocks *)children : NULL;
     self->blocks = self->digest = 0;
     int plain;
+    size_t before = self->message->size;
     Py_ssize_t size = draft_all(self, arguments[0], &plain);
-    if (!plain) PyErr_Clear(); /* Python finds the same fault, and says it better */
-    PyObject *rest = plain ? apply_all(self, size, arguments[1]) : Py_NewRef(Py_None);
+    if (!plain) {
+        PyErr_Clear(); /* Python finds the same fault, and says it better */
+        self->message->size = before;
+    }
+    PyObject *rest = plain ? apply_all(self, size) : Py_NewRef(Py_None);
     for (const Draft *draft = self->drafts.at; size--; draft++) {
         Py_DECREF(draft->event);
         Py_XDECREF(draft->holding);
-        Py_XDECREF(draft->data);
     }
     return rest;
 }
@@ -577,7 +602,7 @@ static void free_express(Express *self) {
     PyTypeObject *type = Py_TYPE(self);
     Py_XDECREF(self->state);
     for (int i = 0; i < KEPT; i++) Py_XDECREF(self->kept[i]);
-    Room *rooms[] = {&self->text, &self->hashes, &self->numbers, &self->drafts};
+    Room *rooms[] = {&self->hashes, &self->numbers, &self->drafts};
     for (size_t i = 0; i < Py_ARRAY_LENGTH(rooms); i++) PyMem_Free(rooms[i]->at);
     type->tp_free(self);
     Py_DECREF(type);
@@ -604,11 +629,12 @@ static PyObject *wake(PyObject *module, PyObject *fd) {
 static int fill_module(PyObject *module) {
     for (int i = 0; i < NAMES; i++)
         if (names[i] == NULL && (names[i] = PyUnicode_InternFromString(texts[i])) == NULL) return -1;
-    PyType_Spec *specs[] = {&blocks_spec, &express_spec};
+    PyType_Spec *specs[] = {&blocks_spec, &message_spec, &piece_spec, &express_spec};
+    PyTypeObject **types[] = {&blocks_type, &message_type, &piece_type, NULL};
     for (size_t i = 0; i < Py_ARRAY_LENGTH(specs); i++) {
         PyObject *type = PyType_FromSpec(specs[i]);
         if (type == NULL || PyModule_AddType(module, (PyTypeObject *)type) < 0) return -1;
-        if (specs[i] == &blocks_spec) Py_XSETREF(blocks_type, (PyTypeObject *)Py_NewRef(type));
+        if (types[i] != NULL) Py_XSETREF(*types[i], (PyTypeObject *)Py_NewRef(type));
         Py_DECREF(type);
     }
     return 0;

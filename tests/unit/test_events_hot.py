@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tracemalloc
 from itertools import chain, product
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,8 +17,9 @@ from hypothesis import strategies as st
 from tests.unit.event_kit import batch, removed, stored
 
 from kvtier.events import AllBlocksCleared, BlockRemoved, BlockStored, EventEncoder, KVEventsConfig, TierCleared
-from kvtier.events.publish.hot import PythonBlocks, PythonExpress, python_read_stored, python_wake
+from kvtier.events.publish.hot import PythonBlocks, PythonExpress, PythonMessage, python_read_stored, python_wake
 from kvtier.events.publish.sender import Sender
+from kvtier.events.publish.snapshot import Snapshot
 from kvtier.events.publish.state import PublishedState
 from kvtier.events.wire import U64
 
@@ -67,9 +69,9 @@ def lane(*places: Any) -> Any:
 
 def write(event: Any) -> bytes | None:
     """Return an event's bytes from the express lane, whether it did the rest too or not; `None` if it left the event alone."""
-    out: list[bytes] = []
+    out = _events.Message()
     rest = lane(event).take([event], out)
-    return None if rest is None else b"".join([*out, *(data for _, _, data in rest)])
+    return None if rest is None else b"".join([out, *(data for _, _, data in rest)])
 
 
 @given(events(uints, uints, numbers, st.none()))
@@ -118,7 +120,7 @@ class Other:
 def test_other_classes_are_left(other: Any) -> None:
     ours = removed([1])
     for _ in range(2):
-        assert lane(ours).take([ours, other], []) is None
+        assert lane(ours).take([ours, other], _events.Message()) is None
         assert write(ours) == msgspec.msgpack.encode(ours)
 
 
@@ -126,7 +128,7 @@ def test_an_engines_own_class_is_as_good_as_ours() -> None:
     own = type("BlockRemoved", (BlockRemoved,), {}, tag="BlockRemoved")
     for event in (own([1, 2], "CPU", 3), BlockRemoved([1, 2], "CPU", 3), own([1, 2], "CPU", 3)):
         assert write(event) == msgspec.msgpack.encode(event)
-        (kind, joined, data), *more = lane(event).take([event, event], [])
+        (kind, joined, data), *more = lane(event).take([event, event], _events.Message())
         assert (kind, joined, more) == ("BlockRemoved", type(event)([1, 2, 1, 2], "CPU", 3), [])
         assert data == msgspec.msgpack.encode(joined)
 
@@ -172,8 +174,8 @@ class Wire:
     def __init__(self) -> None:
         self.frames: list[bytes] = []
 
-    def send(self, frame: bytes, flags: int = 0) -> None:
-        self.frames.append(frame)
+    def send(self, frame: Any, flags: int = 0) -> None:
+        self.frames.append(bytes(frame))
 
 
 def senders(**settings: Any) -> list[tuple[Sender, Wire]]:
@@ -181,16 +183,21 @@ def senders(**settings: Any) -> list[tuple[Sender, Wire]]:
     config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", heartbeat_interval=None, **settings)
     made = [(Sender(wire, config, 0, None), wire) for wire in (Wire(), Wire())]  # type: ignore[arg-type]
     tables = (_events.Blocks if config.hash_format == "u64" else PythonBlocks, PythonBlocks)
-    for (sender, _), table, lane_to in zip(made, tables, (_events.Express, PythonExpress), strict=True):
+    ways = (_events.Express, _events.Message), (PythonExpress, PythonMessage)
+    for (sender, _), table, (lane_to, make_message) in zip(made, tables, ways, strict=True):
         sender.state = PublishedState(sender.encoder, config.counting, table)
         sender._take = lane_to(sender.state).take
+        sender._make_message, sender._waiting = make_message, make_message()
     return made
 
 
 def everything(sender: Sender) -> Any:
     """Return what a sender knows, in an order that does not matter to it left out."""
     state = sender.state
-    records = [(record.number, msgspec.structs.astuple(record)) for record in state.records().values()]
+    records = [
+        msgspec.structs.astuple(msgspec.structs.replace(record, data=bytes(record.data)))
+        for record in state.records().values()
+    ]
     ghosts = {block: record.number for block, record in state.ghosts().items()}
     counts = {holding.place: holding.counts for holding in state.holdings()}
     return records, ghosts, counts, state._free, state.blocks, state.digest, sender.counters, sender.ring.bytes
@@ -229,7 +236,17 @@ each = st.one_of(stores, stores, stores, removals, removals, odd).map(lambda eve
 batches = st.lists(st.lists(st.one_of(each, each, ends), max_size=5).map(lambda some: [*chain(*some)]), max_size=12)
 
 
-@pytest.mark.parametrize("settings", [{}, {"counting": "set"}, {"max_blocks_per_event": 2}, {"hash_format": "as_is"}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"counting": "set"},
+        {"max_blocks_per_event": 2},
+        {"hash_format": "as_is"},
+        {"buffer_steps": 1},
+        {"buffer_bytes": 1},  # what is sent is forgotten before
+    ],
+)
 @given(st.data())
 def test_batches_go_the_same_way_with_and_without_the_lane(settings: dict[str, Any], data: st.DataObject) -> None:
     (ours, wire), (theirs, other_wire) = senders(**settings)
@@ -243,7 +260,7 @@ def test_batches_go_the_same_way_with_and_without_the_lane(settings: dict[str, A
 
 
 def test_what_is_plain_is_done_and_nothing_is_left() -> None:
-    express, out = lane(stored([1])), []
+    express, out = lane(stored([1])), _events.Message()
     steps = [
         [stored([1, 2]), stored([3], 2), stored([4, 5], 3)],
         [stored([6], 5), *(removed([n]) for n in (6, 5, 4)), removed([3, 2])],  # parents, until the one before is gone
@@ -251,7 +268,9 @@ def test_what_is_plain_is_done_and_nothing_is_left() -> None:
     ]
     for events in steps:
         assert express.take(events, out) == []
-    sent = [msgspec.msgpack.decode(data)["block_hashes"] for data in out]
+    out.seal(b"\x97", b"")
+    sent = [event["block_hashes"] for event in msgspec.msgpack.decode(out)]
+    assert out.events == 7
     assert sent == [[1, 2], [3], [4, 5], [6], [6, 5, 4, 3, 2], [1], [1, 2]]
 
 
@@ -268,7 +287,8 @@ def test_what_is_plain_is_done_and_nothing_is_left() -> None:
     ],
 )
 def test_what_is_unusual_is_left_as_it_is(unusual: list[Any]) -> None:
-    state, out = PublishedState(EventEncoder(), table=_events.Blocks), []
+    state, out = PublishedState(EventEncoder(), table=_events.Blocks), _events.Message()
+    out.append(b"before")
     express = _events.Express(state)
     for event in (stored([1, 2]), stored([3, 4], 2), stored([4])):
         state.store(event, msgspec.msgpack.encode(event), [])
@@ -280,7 +300,8 @@ def test_what_is_unusual_is_left_as_it_is(unusual: list[Any]) -> None:
         assert [(event, data) for _, event, data in rest] == [
             (event, msgspec.msgpack.encode(event)) for event in (*unusual, stored([8]))
         ]
-    assert (out, (state.blocks, state.digest, dict(state.records()))) == ([], before)
+    assert (bytes(out), out.events) == (b"before", 1)
+    assert (state.blocks, state.digest, dict(state.records())) == before
     state.check()
 
 
@@ -313,16 +334,17 @@ def test_the_lane_keeps_no_reference_that_is_not_its_own() -> None:
 
 
 def test_the_lane_does_not_leak() -> None:
-    express, out = lane(stored([1])), []
+    express = lane(stored([1]))
     round_trip = [[stored(range(n, n + 50))] for n in range(1, 2000, 50)]
     round_trip += [[removed([n]) for n in range(start, start + 50)] for start in range(1, 2000, 50)]
     odd = [[stored([2**64])], [removed([1]), object()], [stored([3, 3])]]
 
     def run(times: int) -> int:
         for _ in range(times):
+            out = _events.Message()
             for events in (*round_trip, *odd):
                 express.take(events, out)
-            out.clear()
+            out.seal(b"", b"")
         return tracemalloc.get_traced_memory()[0]
 
     tracemalloc.start()
@@ -331,6 +353,111 @@ def test_the_lane_does_not_leak() -> None:
         assert run(20) < first + 20_000
     finally:
         tracemalloc.stop()
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.binary(max_size=20), max_size=8), st.binary(max_size=20), st.binary(max_size=3))
+@example([b"x" * 30_000] * 3, b"head", b"tail")  # large
+def test_messages_are_put_together_alike(events: list[bytes], head: bytes, tail: bytes) -> None:
+    for message in (_events.Message(), PythonMessage()):
+        for count, event in enumerate(events):
+            assert (message.events, len(message)) == (count, len(b"".join(events[:count])))
+            message.append(event)
+        message.seal(head, tail)
+        assert (message.events, len(message)) == (len(events), len(b"".join([head, *events, tail])))
+        assert bytes(message.payload()) == b"".join([head, *events, tail])
+        message.forget()
+
+
+def test_a_sealed_message_takes_nothing_more() -> None:
+    message = _events.Message()
+    with pytest.raises(ValueError, match="not sealed"):
+        message.forget()
+    with memoryview(message), pytest.raises(ValueError, match="reads"):
+        message.append(b"abc")
+    message.seal(b"head", b"tail")
+    for call in (lambda: message.append(b"abc"), lambda: message.seal(b"", b""), lambda: lane().take([], message)):
+        with pytest.raises(ValueError, match="is sealed"):
+            call()
+    assert bytes(message) == b"headtail"
+
+
+@given(st.data())
+def test_what_records_and_snapshots_have_outlives_the_ring(data: st.DataObject) -> None:
+    both = [sender for sender, _ in senders(buffer_steps=1)]
+    snapshots = []
+    for events in data.draw(batches):
+        for sender in both:
+            sender.send(batch(*events), more=True)
+        if data.draw(st.booleans()):
+            for sender in both:
+                sender.flush()
+            snapshots.append([Snapshot(sender.state, sender.encoder, 0, epoch=0) for sender in both])
+    for ours, theirs in snapshots:
+        assert list(map(bytes, ours)) == list(theirs)
+    assert everything(both[0]) == everything(both[1])
+
+
+def publish_and_remove(batches: int, kept_of: int) -> Sender:
+    """Send stores of 5 kB that travel together, and remove all but one of so many again."""
+    sender, wire = senders(buffer_steps=64)[0]
+    for number in range(1, batches + 1):
+        wire.frames.clear()
+        sender.send(batch(stored(range(64 * number, 64 * number + 64), token_ids=[70_000] * 900)), more=True)
+        if number % kept_of:
+            sender.send(batch(removed(range(64 * number, 64 * number + 64))), more=True)
+    sender.flush()
+    sender.check()
+    return sender
+
+
+def test_a_forgotten_message_is_not_kept_whole() -> None:
+    sender = publish_and_remove(1_000, kept_of=20)
+    pieces = [record.data for record in sender.state.records().values()]
+    messages = {id(piece.message): piece.message for piece in pieces if not isinstance(piece, bytes)}
+    in_use, held = sum(map(len, pieces)), sum(map(sys.getsizeof, messages.values()))
+    assert len(pieces) == 50
+    assert in_use < held < 2 * in_use + sender.ring.bytes + 4096 * len(messages)
+    assert held < 800_000  # of 5 MB that were sent
+
+
+def test_what_is_in_use_is_what_takes_memory() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    publish_and_remove(500, kept_of=20)
+    before = resident()
+    sender = publish_and_remove(20_000, kept_of=20)
+    assert resident() - before < 24 << 20  # of 100 MB; 5 MB are in use, and what the ring keeps
+    assert len(sender.state.records()) == 1_000
+
+
+def test_what_is_read_stays_where_it_is() -> None:
+    state, message = PublishedState(EventEncoder(), table=_events.Blocks), _events.Message()
+    events = [stored([block], token_ids=[block] * 9_000) for block in range(1, 11)]
+    state.count_of(events[0], 0)
+    assert _events.Express(state).take(events, message) == []
+    message.seal(b"head", b"tail")
+    pieces = [record.data for record in state.records().values()]
+    assert list(map(bytes, pieces)) == list(map(msgspec.msgpack.encode, events))
+    size = sys.getsizeof(message)
+    with memoryview(pieces[4]) as view:
+        state.clear()
+        del pieces[:4], pieces[1:]
+        message.forget()
+        assert (sys.getsizeof(message), bytes(view)) == (size, msgspec.msgpack.encode(events[4]))
+    assert sys.getsizeof(message) < size / 5
+    assert bytes(pieces[0]) == msgspec.msgpack.encode(events[4])
+
+
+def test_the_hashes_of_a_very_long_store_are_read_from_its_piece() -> None:
+    sender = senders()[0][0]
+    sender.send(batch(stored([1])))
+    sender.send(batch(stored(range(2, 70_000))))
+    sender.check()
+    assert list(sender.state.records().values())[1].hashes() == list(range(2, 70_000))
 
 
 # -- blocks --------------------------------------------------------------------------------------------------------------------
@@ -421,7 +548,13 @@ def test_waking(wake: Any) -> None:
         lambda: _events.Blocks().count(1, 1),
         lambda: _events.Express(),
         lambda: lane().take([]),
-        lambda: lane().take([], ()),
+        lambda: lane().take([], []),
+        lambda: lane().take([], PythonMessage()),
+        lambda: _events.Message(1),
+        lambda: _events.Message().append("text"),
+        lambda: _events.Message().seal(b"head"),
+        lambda: _events.Message().seal(b"head", None),
+        lambda: _events.Piece(),
     ],
 )
 def test_misuse_is_told(call: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -28,6 +28,7 @@ from tests.unit.event_kit import (
 from kvtier.errors import IntegrityError
 from kvtier.events import AllBlocksCleared, ZmqEventPublisher, decode_batch
 from kvtier.events.publish import replay as replay_module
+from kvtier.events.publish.hot import Message, PythonMessage, make_message
 from kvtier.events.publish.ring import Ring
 
 PLAIN: dict[str, Any] = {"clear_on_start": False, "heartbeat_interval": None}
@@ -385,15 +386,27 @@ def test_many_clients_and_a_busy_publisher(client: Client) -> None:
 # -- the ring -----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_ring_is_bounded_in_batches_and_bytes() -> None:
+def sealed(make: Callable[[], Message], *events: bytes) -> Message:
+    message = make()
+    for event in events:
+        message.append(event)
+    message.seal(b"", b"")
+    return message
+
+
+forms = pytest.mark.parametrize("make", [make_message, PythonMessage])
+
+
+@forms
+def test_a_ring_is_bounded_in_batches_and_bytes(make: Callable[[], Message]) -> None:
     ring = Ring(capacity=4, max_bytes=100, start=1003)
     for n in range(10):
-        ring.append((bytes([n]) * 4, bytes([n]) * 6))
+        ring.append(sealed(make, bytes([n]) * 4, bytes([n]) * 6))
         ring.check()
     assert (ring.head, ring.next, ring[1012], ring.bytes) == (1009, 1013, b"\x09" * 10, 40)
-    ring.append((bytes(90),))
+    ring.append(sealed(make, bytes(90)))
     assert (ring.head, ring.next, ring.bytes) == (1012, 1014, 100)
-    ring.append((bytes(200),))
+    ring.append(sealed(make, bytes(200)))
     assert (len(ring), ring.head, ring.bytes) == (0, 1015, 0)
     for seq in (1014, 1015):
         with pytest.raises(IndexError):
@@ -403,15 +416,16 @@ def test_a_ring_is_bounded_in_batches_and_bytes() -> None:
         ring.check()
 
 
-def test_a_ring_counts_the_batches_of_a_payload() -> None:
+@forms
+def test_a_ring_counts_the_batches_of_a_message(make: Callable[[], Message]) -> None:
     ring = Ring(capacity=10, max_bytes=100, start=0)
     for _ in range(4):
-        ring.append((b"abc",), batches=4)
+        ring.append(sealed(make, b"abc"), batches=4)
         ring.check()
     assert (ring.head, ring.next, ring.batches) == (2, 4, 8)
-    ring.append((b"abc",), batches=3)
+    ring.append(sealed(make, b"abc"), batches=3)
     assert (ring.head, ring.next, ring.batches) == (3, 5, 7)
-    ring.append((b"abc",), batches=32)
+    ring.append(sealed(make, b"abc"), batches=32)
     assert (ring.head, ring.next, ring.batches, ring[5]) == (5, 6, 32, b"abc")
     ring.check()
     ring.batches = 7

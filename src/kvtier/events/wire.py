@@ -187,19 +187,19 @@ class EventEncoder:
 
 def frame_batch(ts: float, events: Sequence[bytes], rank: int | None) -> bytes:
     """Return the batch made of encoded events."""
-    return b"".join(batch_parts(ts, events, rank))
+    head, tail = batch_ends(ts, len(events), rank)
+    return b"".join((head, *events, tail))
 
 
-def batch_parts(ts: float, events: Sequence[bytes], rank: int | None) -> tuple[bytes, ...]:
-    """Return the bytes that are a batch when put together; each event is one of the parts."""
-    count = len(events)
+def batch_ends(ts: float, count: int, rank: int | None) -> tuple[bytes, bytes]:
+    """Return what of a batch comes before so many encoded events, and what behind."""
     if count < 16:
         head = _SHORT_HEAD(0x93, 0xCB, ts, 0x90 | count)
     elif count < 1 << 16:
         head = _MIDDLE_HEAD(0x93, 0xCB, ts, 0xDC, count)
     else:
         head = _LONG_HEAD(0x93, 0xCB, ts, 0xDD, count)
-    return head, *events, _rank_bytes(rank)
+    return head, _rank_bytes(rank)
 
 
 @lru_cache(maxsize=1024, typed=True)

@@ -24,9 +24,12 @@ __all__ = [
     "Blocks",
     "Draft",
     "Express",
+    "Message",
     "PythonBlocks",
     "PythonExpress",
+    "PythonMessage",
     "ShortWay",
+    "make_message",
     "python_read_stored",
     "python_wake",
     "read_stored",
@@ -50,13 +53,71 @@ _read_map = msgspec.msgpack.Decoder(_Hashes).decode
 _read_array = msgspec.msgpack.Decoder().decode
 
 
+# -- messages -------------------------------------------------------------------------------------------------------------
+
+
+class Message(Protocol):
+    """A message: first events are added, then it is sealed and stays as it is.
+
+    In C, what a record has of its event is a *piece* of the message: bytes-like, and no copy. Pieces outlive what the ring keeps:
+    a message that was forgotten takes no more than twice the room of those that are still in use.
+    """
+
+    events: int
+
+    def append(self, data: bytes, /) -> None:
+        """Add an event."""
+
+    def seal(self, head: bytes, tail: bytes, /) -> None:
+        """Put the rest around the events, and add no more."""
+
+    def payload(self) -> Any:
+        """Return all of it as something bytes-like, which stays as it is."""
+
+    def forget(self) -> None:
+        """Take note that nobody will ask for the payload again."""
+
+    def __len__(self) -> int:
+        """Return how many bytes it has."""
+
+
+class PythonMessage:
+    """`Message` as a list of its parts: those that the state holds too are there once."""
+
+    def __init__(self) -> None:
+        self.events = 0
+        self._parts: list[bytes] = []
+        self._size = 0
+
+    def append(self, data: bytes, /) -> None:
+        """Add an event."""
+        self.events += 1
+        self._parts.append(data)
+        self._size += len(data)
+
+    def seal(self, head: bytes, tail: bytes, /) -> None:
+        """Put the rest around the events."""
+        self._parts = [head, *self._parts, tail]
+        self._size += len(head) + len(tail)
+
+    def payload(self) -> bytes:
+        """Return all of it."""
+        return b"".join(self._parts)
+
+    def forget(self) -> None:
+        """Do nothing: what is not shared leaves with the message."""
+
+    def __len__(self) -> int:
+        return self._size
+
+
 # -- batches --------------------------------------------------------------------------------------------------------------
 
 
 class ShortWay(Protocol):
     """A short way into a `PublishedState` that publishes maps. Whatever goes through it comes to the same as without it."""
 
-    def take(self, events: Any, out: list[bytes], /) -> list[Draft] | None:
+    def take(self, events: Any, out: Message, /) -> list[Draft] | None:
         """Bring a batch into the state and what of it is news to `out`; return what is left from the first unusual event on.
 
         `None`, and nothing done, unless all are stores and removals with hashes that are unsigned 64-bit ints, tokens and
@@ -71,14 +132,14 @@ class PythonExpress:
     def __init__(self, state: Any) -> None:
         """Lead to a state."""
 
-    def take(self, events: Any, out: list[bytes], /) -> list[Draft] | None:
+    def take(self, events: Any, out: Message, /) -> list[Draft] | None:
         """Leave a batch alone."""
         return None
 
 
 def python_read_stored(data: bytes) -> list[Any]:
     """Return the hashes of an encoded store; in C `None` unless it is a map of unsigned 64-bit ints."""
-    return _read_map(data).block_hashes if data[0] >> 4 == 0x8 else _read_array(data)[1]
+    return _read_map(data).block_hashes if bytes(data)[0] >> 4 == 0x8 else _read_array(data)[1]
 
 
 def python_wake(fd: int) -> bool:
@@ -194,15 +255,18 @@ def sum_of(hashes: Hashes) -> int:
 
 Blocks: Callable[[], BlockTable]
 Express: Callable[[Any], ShortWay]
+make_message: Callable[[], Message]
 read_stored: Callable[[bytes], list[Any] | None]
 wake: Callable[[int], bool]
 try:
     if os.environ.get("KVTIER_EVENTS") == "python":
         raise ImportError("the environment asks for the Python form")
     from kvtier._events import Blocks, Express, read_stored, wake
+    from kvtier._events import Message as _MessageInC
 
+    make_message = _MessageInC
     HOT_BY = "c"
 except ImportError:
-    Blocks, Express = PythonBlocks, PythonExpress
+    Blocks, Express, make_message = PythonBlocks, PythonExpress, PythonMessage
     read_stored, wake = python_read_stored, python_wake
     HOT_BY = "python"

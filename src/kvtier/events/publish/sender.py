@@ -1,8 +1,8 @@
 """The sending half of a publisher: batches in, numbered messages out, and the state that they add up to.
 
 Every batch that leaves is in the ring before it is on the wire, and the state is exactly what all of them together say. An
-event is encoded once; its bytes go into the message and into the state. Where many batches wait, several travel as one: their
-events in order, under one number. One thread owns a sender.
+event is encoded once, into the message that it leaves with, and the state refers to it there. Where many batches wait, several
+travel as one: their events in order, under one number. One thread owns a sender.
 """
 
 from __future__ import annotations
@@ -21,13 +21,22 @@ import zmq
 from kvtier.events.config import KVEventsConfig
 from kvtier.events.publish.fold import Fold
 from kvtier.events.publish.formats import HashFormat
-from kvtier.events.publish.hot import Blocks, Draft, Express, PythonBlocks, PythonExpress
+from kvtier.events.publish.hot import (
+    Blocks,
+    Draft,
+    Express,
+    Message,
+    PythonBlocks,
+    PythonExpress,
+    PythonMessage,
+    make_message,
+)
 from kvtier.events.publish.ring import Ring
 from kvtier.events.publish.sequence import SequenceFile
 from kvtier.events.publish.snapshot import Snapshot
 from kvtier.events.publish.state import PublishedState
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, Mark, blocks_of
-from kvtier.events.wire import EventEncoder, batch_parts, frame_batch
+from kvtier.events.wire import EventEncoder, batch_ends, frame_batch
 
 __all__ = ["Sender"]
 
@@ -61,9 +70,10 @@ class Sender:
         self._formats = HashFormat(config.hash_format)
         is_plain = config.encoding == "map" and config.hash_format in ("as_is", "u64")
         self._take = (Express if is_plain else PythonExpress)(self.state).take
+        self._make_message = make_message if is_plain else PythonMessage
         self._most_blocks = config.max_blocks_per_event
-        self._waiting: list[bytes] = []  # the events of batches that are to leave together
-        self._batches = self._bytes = 0  # of those
+        self._waiting: Message = self._make_message()  # the events of batches that are to leave together
+        self._batches = 0  # of those
         self._waiting_ts, self._waiting_rank = 0.0, rank
         self._interval = config.heartbeat_interval
         self._mark_due = False
@@ -76,7 +86,7 @@ class Sender:
 
     def start(self) -> None:
         """Send the first batch: whatever an earlier process said is void."""
-        self._emit(time.time(), [self.encoder.event(AllBlocksCleared()), self._mark()], self.rank)
+        self._say(self.encoder.event(AllBlocksCleared()), self._mark())
 
     def send(self, batch: Any, more: bool = False) -> None:
         """Send what of a batch is news. One that cannot be encoded is logged; it changes nothing and takes no number.
@@ -87,7 +97,7 @@ class Sender:
         if rank != self._waiting_rank:
             self.flush()
         waiting = self._waiting
-        before = len(waiting)
+        before = waiting.events
         try:
             ts, events = float(batch.ts), batch.events
             if self._most_blocks is not None:
@@ -101,25 +111,24 @@ class Sender:
         else:
             for draft in drafts:
                 self._apply(draft, waiting)
-            if len(waiting) > before or not events:
-                self._bytes += sum(map(len, waiting[before:]))
+            if waiting.events > before or not events:
                 self._batches += 1
                 self._waiting_ts, self._waiting_rank = ts, rank
             else:
                 self.counters["filtered"] += 1
-        if not more or self._batches >= _JOINED_BATCHES or self._bytes >= _JOINED_BYTES:
+        if not more or self._batches >= _JOINED_BATCHES or len(waiting) >= _JOINED_BYTES:
             self.flush()
 
     def flush(self) -> None:
         """Send the batches that wait for others, as one; nothing if there are none."""
         if not self._batches:
             return
-        events, batches = self._waiting, self._batches
+        message, batches = self._waiting, self._batches
         self.counters["joined"] += batches - 1
-        self._waiting, self._batches, self._bytes = [], 0, 0
+        self._waiting, self._batches = self._make_message(), 0
         if self._mark_due:
-            events.append(self._mark())
-        self._emit(self._waiting_ts, events, self._waiting_rank, batches)
+            message.append(self._mark())
+        self._emit(self._waiting_ts, message, self._waiting_rank, batches)
 
     def absorb(self, fold: Fold) -> None:
         """Take over what batches did that found no room. Their numbers stay unused, so that everybody sees a gap."""
@@ -131,7 +140,7 @@ class Sender:
         self.next_seq += fold.batches
         self.ring.restart(self.next_seq)
         if self._interval is not None:
-            self._emit(time.time(), [self._mark()], self.rank)
+            self._say(self._mark())
 
     def beat(self, now: float) -> float:
         """Do what time alone makes due: a heartbeat, a mark, an old snapshot; return the seconds until there may be more."""
@@ -146,26 +155,34 @@ class Sender:
             self._spoken, self._spoke_at = False, now
         if now - self._spoke_at >= self._interval:
             self.counters["heartbeats"] += 1
-            self._emit(time.time(), [self._mark()], self.rank)
+            self._say(self._mark())
             self._spoken, self._spoke_at = False, now
         self._mark_due = now - self._marked_at >= self._interval
         return min(wait, self._spoke_at + self._interval - now)
 
-    def _emit(self, ts: float, events: Sequence[bytes], rank: int, batches: int = 1) -> None:
+    def _say(self, *events: bytes) -> None:
+        """Send a batch of now."""
+        message = self._make_message()
+        for event in events:
+            message.append(event)
+        self._emit(time.time(), message, self.rank)
+
+    def _emit(self, ts: float, message: Message, rank: int, batches: int = 1) -> None:
         """Number a message of so many batches, keep it, send it."""
-        parts = batch_parts(ts, events, rank)
+        message.seal(*batch_ends(ts, message.events, rank))
+        payload = message.payload()  # a small ring forgets the message at once
         seq = self.next_seq
         if seq >= self._reserved:
             self._reserve(seq)
-        self.ring.append(parts, batches)
+        self.ring.append(message, batches)
         self.next_seq = seq + 1
         self._spoken = True
         send = self._pub.send
         send(self.topic, _MORE)
         send(seq.to_bytes(8, "big"), _MORE)
-        send(b"".join(parts))
+        send(payload)
         self.counters["sent"] += 1
-        self.counters["events"] += len(events)
+        self.counters["events"] += message.events
 
     def _mark(self) -> bytes:
         self._mark_due, self._marked_at = False, time.monotonic()
@@ -184,7 +201,7 @@ class Sender:
             event = self._formats.event(event)
         return kind, event, self.encoder.event(event)
 
-    def _apply(self, draft: Draft, out: list[bytes]) -> None:
+    def _apply(self, draft: Draft, out: Message) -> None:
         kind, event, data = draft
         try:
             if kind == "BlockStored":

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from operator import attrgetter
+from typing import Protocol
 
 import msgspec
 
@@ -32,8 +33,18 @@ _where = attrgetter("medium", "group_idx", "ownership", "locality")
 _LEAST_GHOSTS = 10_000
 
 
+class Out(Protocol):
+    """Where events go that are news: a message, or a list."""
+
+    def append(self, data: bytes, /) -> None:
+        """Add an event."""
+
+
 class Record(msgspec.Struct, gc=False, eq=False):
-    """An event of `size` blocks that went out as stored, with its bytes. `uses` counts those that are held or ghosts."""
+    """An event of `size` blocks that went out as stored, with its bytes, or a piece of a message that has them.
+
+    `uses` counts the blocks that are held or ghosts.
+    """
 
     number: int
     place: Place
@@ -99,7 +110,7 @@ class PublishedState:
 
     # -- events ------------------------------------------------------------------------------------------------------
 
-    def store(self, event: BlockStored, data: bytes, out: list[bytes]) -> None:
+    def store(self, event: BlockStored, data: bytes, out: Out) -> None:
         """Take blocks in; `data` is the whole event's bytes."""
         hashes = tuple(event.block_hashes)
         if not hashes:
@@ -108,7 +119,8 @@ class PublishedState:
         if self._add(holding, hashes, event.parent_block_hash, data):
             out.append(data)
         else:  # some are held, or named twice
-            out += self._store_new(holding, event)
+            for part in self._store_new(holding, event):
+                out.append(part)
 
     def _store_new(self, holding: Holding, event: BlockStored) -> list[bytes]:
         """Take in the blocks of an event that are new, each once; count the others."""
@@ -160,7 +172,7 @@ class PublishedState:
                     self._unuse(ghost)
         return True
 
-    def remove(self, event: BlockRemoved, data: bytes, out: list[bytes]) -> None:
+    def remove(self, event: BlockRemoved, data: bytes, out: Out) -> None:
         """Let blocks go; `data` is the whole event's bytes."""
         holding = self._holding(event)
         hashes = event.block_hashes
@@ -213,7 +225,7 @@ class PublishedState:
             kept.clear()
         self.blocks = self.digest = 0
 
-    def clear_medium(self, medium: str, out: list[bytes]) -> None:
+    def clear_medium(self, medium: str, out: Out) -> None:
         """Let go all that a medium holds, as removals."""
         for holding in self._holdings.values():
             if holding.place[0] == medium:

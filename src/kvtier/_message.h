@@ -1,0 +1,256 @@
+/* `Message`, the bytes of a message, and `Piece`, those of one event in it: part of `_events.c`, which includes it. `hot.py` says what
+ * is promised. */
+#ifndef KVTIER_MESSAGE_H
+#define KVTIER_MESSAGE_H
+
+#include "_blocks.h"
+
+#include <structmember.h>
+#include <sys/mman.h>
+
+/* -- memory ---------------------------------------------------------------------------------------------------------------- */
+
+/* Where a message is kept. A large one has pages of its own, asked for at once: one by one, as they are written to, fresh pages cost twice
+ * as much, and while a cache fills they are a third of all that publishing costs. Some that were given back wait for the next message.
+ * Mappings are bounded: a process may have 65,530, and the engine needs them too. */
+enum { PAGE = 4096, LARGE = 64 << 10, SPARES = 8, MOST_SPARE = 256 << 10, MOST_MAPPED = 8192 };
+
+typedef struct {
+    uint8_t *at;
+    size_t room;
+    int is_mapped;
+} Memory;
+
+static Memory spares[SPARES];
+static int mapped;
+
+static int map_pages(Memory *memory, size_t size) {
+    size_t room = (size + PAGE - 1) & ~(size_t)(PAGE - 1);
+    for (int i = 0; i < SPARES; i++) {
+        if (spares[i].room < room || spares[i].room > room + room / 4) continue;
+        *memory = spares[i];
+        spares[i] = (Memory){0};
+        return 1;
+    }
+    if (mapped >= MOST_MAPPED) return 0;
+    void *at = mmap(NULL, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+    if (at == MAP_FAILED) return 0;
+    mapped++;
+    *memory = (Memory){at, room, 1};
+    return 1;
+}
+
+/* Return whether there was some. */
+static int get_memory(Memory *memory, size_t size) {
+    if (size >= LARGE && map_pages(memory, size)) return 1;
+    *memory = (Memory){malloc(size ? size : 1), size, 0};
+    return memory->at != NULL;
+}
+
+static void give_back(const Memory *memory) {
+    if (!memory->is_mapped) {
+        free(memory->at);
+        return;
+    }
+    for (int i = 0; i < SPARES && memory->room <= MOST_SPARE; i++) {
+        if (spares[i].at != NULL) continue;
+        spares[i] = *memory;
+        return;
+    }
+    mapped--;
+    munmap(memory->at, memory->room);
+}
+
+/* -- messages ---------------------------------------------------------------------------------------------------------------- */
+
+/* A message is `text` while events are added, and `memory` of the right size once it is sealed. Its pieces are in a list, so that they can
+ * be moved: of a message that is forgotten, all that is kept is pieces, and never more than twice their size. */
+typedef struct Piece Piece;
+typedef struct {
+    PyObject_HEAD
+    Room text;
+    Memory memory;
+    size_t first, size, kept; /* where the events begin; where the last byte ends; how many bytes are pieces' */
+    Py_ssize_t events, views;
+    Piece *pieces;
+    int is_sealed, is_forgotten;
+} Message;
+
+struct Piece {
+    PyObject_HEAD
+    Message *message;
+    Piece *next, **link; /* what refers to it */
+    size_t start, size;
+};
+
+static PyTypeObject *message_type, *piece_type;
+static Room spare_text; /* of the message that was sealed last, for the next one: it is warm */
+
+static inline uint8_t *events_of(const Message *self) { return (self->is_sealed ? self->memory.at : (uint8_t *)self->text.at) + self->first; }
+
+/* Where less than half of a forgotten message is pieces, keep just those. Without memory for that, or while somebody reads, it stays. */
+static void shrink(Message *self) {
+    Memory small;
+    if (!self->is_forgotten || self->views || 2 * self->kept >= self->size || !get_memory(&small, self->kept)) return;
+    size_t start = 0;
+    for (Piece *piece = self->pieces; piece != NULL; piece = piece->next) {
+        memcpy(small.at + start, events_of(self) + piece->start, piece->size);
+        piece->start = start;
+        start += piece->size;
+    }
+    give_back(&self->memory);
+    self->memory = small;
+    self->first = 0;
+    self->size = self->kept;
+}
+
+static PyObject *make_piece(Message *message, size_t start, size_t size) {
+    Piece *self = (Piece *)piece_type->tp_alloc(piece_type, 0);
+    if (self == NULL) return NULL;
+    self->message = (Message *)Py_NewRef((PyObject *)message);
+    self->start = start;
+    self->size = size;
+    self->next = message->pieces;
+    self->link = &message->pieces;
+    if (self->next != NULL) self->next->link = &self->next;
+    message->pieces = self;
+    message->kept += size;
+    return (PyObject *)self;
+}
+
+static void free_piece(Piece *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    Message *message = self->message;
+    *self->link = self->next;
+    if (self->next != NULL) self->next->link = self->link;
+    message->kept -= self->size;
+    shrink(message);
+    Py_DECREF(message);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static int view_piece(Piece *self, Py_buffer *view, int flags) {
+    int status = PyBuffer_FillInfo(view, (PyObject *)self, events_of(self->message) + self->start, (Py_ssize_t)self->size, 1, flags);
+    if (status == 0) self->message->views++;
+    return status;
+}
+
+static void end_view_of_piece(Piece *self, Py_buffer *view) {
+    (void)view;
+    self->message->views--;
+    shrink(self->message);
+}
+
+static Py_ssize_t piece_length(Piece *self) { return (Py_ssize_t)self->size; }
+
+static PyObject *make_message(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+    (void)keywords;
+    if (PyTuple_GET_SIZE(arguments) != 0) return PyErr_SetString(PyExc_TypeError, "Message() takes no arguments"), NULL;
+    Message *self = (Message *)type->tp_alloc(type, 0);
+    if (self == NULL) return NULL;
+    self->text = spare_text;
+    spare_text = (Room){0};
+    return (PyObject *)self;
+}
+
+static void end_text(Message *self) {
+    PyMem_Free(spare_text.at);
+    spare_text = self->text;
+    self->text = (Room){0};
+}
+
+static void free_message(Message *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    if (self->is_sealed) give_back(&self->memory);
+    else end_text(self);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+/* Refuse what would change a message that others rely on. */
+static int check_open(const Message *self) {
+    if (!self->is_sealed && self->views == 0) return 0;
+    PyErr_SetString(PyExc_ValueError, self->is_sealed ? "the message is sealed" : "somebody reads the message");
+    return -1;
+}
+
+static PyObject *append_event(Message *self, PyObject *data) {
+    if (!PyBytes_Check(data)) return PyErr_Format(PyExc_TypeError, "expected an event's bytes, not %.100R", data), NULL;
+    size_t size = (size_t)PyBytes_GET_SIZE(data);
+    if (check_open(self) < 0 || make_room(&self->text, self->size + size) < 0) return NULL;
+    memcpy((uint8_t *)self->text.at + self->size, PyBytes_AS_STRING(data), size);
+    self->size += size;
+    self->events++;
+    Py_RETURN_NONE;
+}
+
+static PyObject *seal(Message *self, PyObject *const *arguments, Py_ssize_t count) {
+    if (count != 2 || !PyBytes_Check(arguments[0]) || !PyBytes_Check(arguments[1]))
+        return PyErr_SetString(PyExc_TypeError, "expected bytes to be put in front, and bytes to be put behind"), NULL;
+    size_t head = (size_t)PyBytes_GET_SIZE(arguments[0]), tail = (size_t)PyBytes_GET_SIZE(arguments[1]);
+    if (check_open(self) < 0) return NULL;
+    if (!get_memory(&self->memory, head + self->size + tail)) return PyErr_NoMemory();
+    memcpy(self->memory.at, PyBytes_AS_STRING(arguments[0]), head);
+    if (self->size) memcpy(self->memory.at + head, self->text.at, self->size);
+    memcpy(self->memory.at + head + self->size, PyBytes_AS_STRING(arguments[1]), tail);
+    self->first = head;
+    self->size += head + tail;
+    self->is_sealed = 1;
+    end_text(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *forget_message(Message *self, PyObject *unused) {
+    (void)unused;
+    if (!self->is_sealed) return PyErr_SetString(PyExc_ValueError, "the message is not sealed yet"), NULL;
+    self->is_forgotten = 1;
+    shrink(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *payload(Message *self, PyObject *unused) {
+    (void)unused;
+    return PyMemoryView_FromObject((PyObject *)self);
+}
+
+static PyObject *size_of(Message *self, PyObject *unused) {
+    (void)unused;
+    return PyLong_FromSize_t(sizeof *self + (self->is_sealed ? self->memory.room : self->text.size));
+}
+
+static int view_message(Message *self, Py_buffer *view, int flags) {
+    int status = PyBuffer_FillInfo(view, (PyObject *)self, events_of(self) - self->first, (Py_ssize_t)self->size, 1, flags);
+    if (status == 0) self->views++;
+    return status;
+}
+
+static void end_view(Message *self, Py_buffer *view) {
+    (void)view;
+    self->views--;
+    shrink(self);
+}
+
+static Py_ssize_t message_length(Message *self) { return (Py_ssize_t)self->size; }
+
+static PyMethodDef message_methods[] = {
+    {"append", (PyCFunction)append_event, METH_O, NULL},
+    {"seal", (PyCFunction)(void (*)(void))seal, METH_FASTCALL, NULL},
+    {"payload", (PyCFunction)payload, METH_NOARGS, NULL},
+    {"forget", (PyCFunction)forget_message, METH_NOARGS, NULL},
+    {"__sizeof__", (PyCFunction)size_of, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+static PyMemberDef message_members[] = {{"events", T_PYSSIZET, offsetof(Message, events), READONLY, NULL}, {NULL, 0, 0, 0, NULL}};
+static PyType_Slot message_slots[] = {
+    {Py_tp_new, make_message}, {Py_tp_dealloc, free_message}, {Py_tp_methods, message_methods}, {Py_tp_members, message_members},
+    {Py_bf_getbuffer, view_message}, {Py_bf_releasebuffer, end_view}, {Py_sq_length, message_length}, {0, NULL}};
+static PyType_Spec message_spec = {"kvtier._events.Message", sizeof(Message), 0, Py_TPFLAGS_DEFAULT, message_slots};
+
+static PyMemberDef piece_members[] = {{"message", T_OBJECT_EX, offsetof(Piece, message), READONLY, NULL}, {NULL, 0, 0, 0, NULL}};
+static PyType_Slot piece_slots[] = {
+    {Py_tp_dealloc, free_piece}, {Py_tp_members, piece_members}, {Py_bf_getbuffer, view_piece}, {Py_bf_releasebuffer, end_view_of_piece},
+    {Py_sq_length, piece_length}, {0, NULL}};
+static PyType_Spec piece_spec = {"kvtier._events.Piece", sizeof(Piece), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, piece_slots};
+
+#endif
