@@ -311,21 +311,6 @@ static Py_ssize_t read_more(Express *self, Blocks *const *tables, Py_ssize_t cou
     return stop;
 }
 
-/* Fetch what removals a little further on consist of: each is an event, its list, the list's items and the hash, one behind the other. */
-static inline void look_ahead(PyObject *events, Py_ssize_t place) {
-    enum { STEP = 4 };
-    PyObject **next = &PyList_GET_ITEM(events, place);
-    Py_ssize_t left = PyList_GET_SIZE(events) - place;
-    if (left > 4 * STEP) __builtin_prefetch(next[4 * STEP]);
-    if (left > 3 * STEP && Py_IS_TYPE(next[3 * STEP], removed->type)) __builtin_prefetch(field_of(removed, next[3 * STEP], HASHES));
-    for (int step = 2; step > 0; step--) {
-        if (left <= step * STEP || !Py_IS_TYPE(next[step * STEP], removed->type)) continue;
-        PyObject *list = field_of(removed, next[step * STEP], HASHES);
-        if (list == NULL || !PyList_CheckExact(list) || PyList_GET_SIZE(list) == 0) continue;
-        __builtin_prefetch(step == 2 ? (void *)((PyListObject *)list)->ob_item : (void *)PyList_GET_ITEM(list, 0));
-    }
-}
-
 /* Make a draft of the event at `place`, and of those behind it that are removals from the same place; return where they end, -1 if one
  * is left to Python. `first` says how many hashes were read before. */
 static Py_ssize_t draft_one(Express *self, PyObject *events, Py_ssize_t place, Py_ssize_t first, Draft *draft) {
@@ -339,7 +324,6 @@ static Py_ssize_t draft_one(Express *self, PyObject *events, Py_ssize_t place, P
     do {
         end = read_more(self, tables, end, field_of(kind, PyList_GET_ITEM(events, stop), HASHES));
         if (end < 0) return -1;
-        if (kind == removed) look_ahead(events, stop);
         stop++;
     } while (kind == removed && stop < PyList_GET_SIZE(events) && Py_IS_TYPE(PyList_GET_ITEM(events, stop), removed->type) &&
              is_same_place(event, PyList_GET_ITEM(events, stop)));
