@@ -1,5 +1,5 @@
 /* `Message`, the bytes of a message, and `Piece`, those of one event in it: part of `_events.c`, which includes it. `hot.py` says what
- * is promised. */
+ * is promised. A message belongs to one thread, like the state that has pieces of it; what all messages share is guarded by the GIL. */
 #ifndef KVTIER_MESSAGE_H
 #define KVTIER_MESSAGE_H
 

@@ -615,6 +615,36 @@ def test_batches_of_a_publisher_that_was_replaced_while_it_was_joined_are_not_ta
     assert bench.follower.counters.digest_mismatches == 0
 
 
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_snapshot_by_a_publisher_that_took_over_unties_the_live_stream(is_cut: bool) -> None:
+    """The live stream was shown to be the old one's; the picture is the new one's now."""
+    bench = ours()
+    bench.join()
+    bench.live(heartbeat(bench))
+    bench.follower.live(*false_mark(bench), bench.now)
+    assert bench.follower.ask is not None
+    assert bench.follower.ask.what is What.SNAPSHOT
+    newest = bench.publisher.newest
+    old = [bench.publish() for _ in range(6)]
+    bench.live(*old[:4])
+    if is_cut:
+        bench.follower.disconnected(bench.now)
+        bench.follower.connected(bench.now)
+    bench.publisher.begin()
+    bench.publisher.hello()
+    while bench.publisher.newest < newest:
+        bench.publish()
+    bench.answer_all()
+    bench.live(*old[4:])
+    for _ in range(20):
+        bench.wait(0.5)
+        bench.answer_all()
+        assert bench.state is not State.EXACT or bench.picture.held == bench.publisher.truth.held
+    bench.assert_exact()
+    assert bench.follower.epoch == bench.publisher.epoch
+    assert bench.follower.counters.digest_mismatches == 1  # the false mark
+
+
 def test_a_replay_by_a_publisher_that_took_over_is_not_taken_for_the_old_one_s() -> None:
     """It has all the numbers that were asked for, and sends no mark meanwhile: the next status tells."""
     bench = ours()

@@ -31,6 +31,9 @@ __all__ = ["Follower"]
 
 B = TypeVar("B", bound=Batch)
 
+_NOBODY = -1
+"""No epoch."""
+
 
 class Follower(Generic[B]):
     """The picture of one publisher, as far as it can be known."""
@@ -57,7 +60,7 @@ class Follower(Generic[B]):
         self._held = HeldBatches(limits.held_batches, limits.held_bytes)
         self._live_seq: int | None = None
         self._live_payload = b""
-        self._is_tied = not can_ask  # the live stream was shown to be of the incarnation that the picture is of
+        self._tied_to = _NOBODY if can_ask else None  # the epoch that the live stream was shown to be of
         self._status: tuple[int, Mark] | None = None  # what a publisher said of itself
         self._was_connected = False
         self._cut = "no connection"  # why there is none
@@ -168,7 +171,10 @@ class Follower(Generic[B]):
         if ask.what is What.STATUS:
             self._take_status(seq, payload)
         else:
+            epoch = self._facts.epoch
             self._act_on(self._repair.take(ask, seq, payload, now))
+            if epoch not in (None, self._facts.epoch):
+                self._forget_live()  # it came from the one before
         if ask is not self.ask:
             self._drain()
         self._settle()
@@ -213,7 +219,9 @@ class Follower(Generic[B]):
 
     def _is_next(self, seq: int) -> bool:
         """Say whether this is the batch that was to come, and nothing else is going on."""
-        if self.picture.state is not State.EXACT or not self._is_tied or self.ask is not None or self._held:
+        if self.picture.state is not State.EXACT or self.ask is not None or self._held:
+            return False
+        if self._tied_to != self._facts.epoch:
             return False
         return seq - 1 == self._facts.seq == self._live_seq
 
@@ -291,8 +299,9 @@ class Follower(Generic[B]):
         The picture may come from an answer, and whoever answered may have been started since the live batches that are
         still on their way here were sent: their numbers alone can fit by chance.
         """
-        self._is_tied = self._is_tied or batch.mark is not None
-        return self._is_tied
+        if batch.mark is not None:
+            self._tied_to = batch.mark.epoch
+        return batch.mark is not None or self._tied_to == self._facts.epoch
 
     def _verify(self, seq: int) -> None:
         """Have batch `seq` replayed, to see whether the live one is the same."""
@@ -327,12 +336,12 @@ class Follower(Generic[B]):
         self.counters.duplicates += 1
         known = self.picture.recall(seq)
         if known == payload_hash(payload):
-            self._is_tied = True
+            self._tied_to = self._facts.epoch
         elif self._facts.is_ours:  # a state that was replayed has its numbers, not its bytes
             batch = self.picture.read(payload)
             if batch is not None and batch.mark is not None:
-                self._is_tied = batch.mark.epoch == self._facts.epoch
-                if not self._is_tied:
+                self._tied_to = batch.mark.epoch
+                if self._tied_to != self._facts.epoch:
                     self._restart("the epoch changed")
         elif known is None:
             self._facts.doubt = True
@@ -393,9 +402,13 @@ class Follower(Generic[B]):
     def _forget_numbers_above(self, newest: int) -> None:
         """Drop live batches under numbers that the publisher had not used: they are not its own."""
         self.counters.bad_frames += 1
+        self._forget_live()
+        self._facts.ahead = newest
+
+    def _forget_live(self) -> None:
+        """Forget what came live, and under which numbers."""
         self._held.clear()
         self._live_seq = None
-        self._facts.ahead = newest
 
     # -- trouble ---------------------------------------------------------------------------------------------------------
 
@@ -424,7 +437,7 @@ class Follower(Generic[B]):
         """Drop the picture and all that is known of the publisher, and whatever was asked of it."""
         self.picture.why = why
         self.ask = None
-        self._is_tied = not self._can_ask
+        self._tied_to = _NOBODY if self._can_ask else None
         self._repair.forget_hole()
         self.picture.begin_anew()
         self._facts.kind = self._facts.epoch = None
