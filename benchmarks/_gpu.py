@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -109,10 +109,18 @@ class Rig:
         return result.transfer_time
 
     def run(self, way: str, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec) -> Timing:
-        """Run one job and time it."""
+        """Run one job and time it: from the call until its result is there."""
+        self._job += 1
+        job, handler = self._job, self.handlers[way]
+        spec = (gpu, cpu) if way == "store" else (cpu, gpu)
         begin = time.perf_counter()
-        device = self.finish(way, self.start(way, gpu, cpu))
-        return Timing(time.perf_counter() - begin, device)
+        accepted = handler.transfer_async(job, spec)
+        handler.wait({job})
+        results = handler.get_finished()
+        end = time.perf_counter()
+        if not accepted or not results[0].success or results[0].transfer_time is None:
+            raise RuntimeError(f"the {way} failed: {results}")
+        return Timing(end - begin, results[0].transfer_time)
 
     def run_new(self, way: str, blocks: int, *, scattered: bool) -> Timing:
         """Run one job with ends of its own and time it."""
@@ -176,8 +184,11 @@ class BareCopies:
         return Timing(time.perf_counter() - start, begin.elapsed_time(end) / 1000)
 
 
-def median(run: Callable[[], Timing], repetitions: int) -> Timing:
-    """Repeat, after two runs that do not count, and return the median of each time."""
-    run(), run()
-    timings = [run() for _ in range(repetitions)]
-    return Timing(*(statistics.median(column) for column in zip(*timings, strict=True)))
+def medians(runs: Mapping[str, Callable[[], Timing]], repetitions: int) -> dict[str, Timing]:
+    """Repeat all in turns, and return the median of each time. In its turn each runs twice, of which the second counts.
+
+    A machine whose memory others use as well drifts by more than what is to be measured; and what comes after something else
+    finds caches full of that.
+    """
+    timings = [{name: (run(), run())[1] for name, run in runs.items()} for _ in range(repetitions)]
+    return {name: Timing(*map(statistics.median, zip(*(turn[name] for turn in timings), strict=True))) for name in runs}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _gpu import BareCopies, Rig, median
+from _gpu import BareCopies, Rig, medians
 
 from kvtier.config import KVTierConfig
 from kvtier.engine import Decoder, Engine, EngineConfig, ModelConfig, RequestOutput, SamplingParams
@@ -98,7 +98,7 @@ def bus_limit() -> float:
     """Return the bytes per second of one large pinned copy to the GPU."""
     rig = Rig(1 << 20, 1, 1 << 30)
     bare = BareCopies(rig, rig.blocks)
-    timing = median(partial(bare.run, partial(bare.large, "load")), 5)
+    timing = medians({"large": partial(bare.run, partial(bare.large, "load"))}, 5)["large"]
     rig.close()
     return rig.job_bytes / timing.device
 

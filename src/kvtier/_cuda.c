@@ -1,4 +1,4 @@
-/* What CUDA streams are told for one step of a piece, in one call: what `kvtier.transfer.cuda.steps.PythonSteps` does, with next
+/* What CUDA streams are told for a piece, step by step in one call: what `kvtier.transfer.cuda.steps.PythonSteps` does, with next
  * to no time between the calls of the driver. Optional: where this was not compiled, that class does the same; what each method
  * promises is written there. tests/unit/test_cuda_steps.py holds the two against each other, call by call.
  *
@@ -39,7 +39,7 @@ typedef struct {
     PyObject_HEAD
     Driver driver;
     PyObject *fail;
-    int64_t to_pool, address, seam, small_range, batch_ranges;
+    int64_t to_pool, address, seam, small_range, first_ranges, batch_ranges;
 } Steps;
 
 /* `driver.Launch`, `steps.Note` and `steps.Plain`, and the columns of `pieces.Pages`. */
@@ -232,30 +232,6 @@ static PyObject *steps_is_plain(Steps *self, PyObject *const *args, Py_ssize_t g
     return answer(self, status, "asking for a stream");
 }
 
-/* begin(kernel, plain, note, blocks, slots, engine, stream, start, done) */
-static PyObject *steps_begin(Steps *self, PyObject *const *args, Py_ssize_t given) {
-    Launch launch;
-    Plain plain;
-    Note note;
-    Array blocks;
-    int64_t handles[4];
-    if (expect_count(given, 9) < 0 || read_tuple(args[0], 7, &launch.function) < 0) return NULL;
-    if (read_tuple(args[1], 4, &plain.first) < 0 || read_tuple(args[2], 5, &note.told) < 0) return NULL;
-    if (read_integers(args + 5, 4, handles) < 0) return NULL;
-    Rows rows = {.base = plain.first, .step = plain.step};
-    if (borrow(args[3], 0, 0, &blocks) < 0) return NULL;
-    if (borrow(args[4], 0, 0, &rows.ids) < 0) return give_back(&blocks), NULL;
-    int64_t count = blocks.count, span[] = {0, count}, numbers[] = {count, handles[1], handles[2], 0, handles[3]};
-    int status = count > note.most_blocks ? NOT_READY : expect_plain(self, &plain, &blocks, &rows.ids, handles[0]);
-    if (!status) {
-        write_note(&note, &blocks, &rows, span);
-        status = launch_step(&self->driver, &launch, &note, numbers);
-    }
-    give_back(&blocks);
-    give_back(&rows.ids);
-    return answer(self, status, "launching a kernel");
-}
-
 /* -- a copy ---------------------------------------------------------------------------------------------------------------- */
 
 typedef struct {
@@ -288,17 +264,20 @@ static void find_ranges(const Steps *self, const Array *pages, const Array *bloc
     }
 }
 
-/* Copy some ranges, batch by batch on two streams in turn: on one if they are the same. */
-static int copy_ranges(const Steps *self, const Ranges *ranges, const Handle *streams) {
+/* Copy some ranges, in batches of at first `some` on two streams in turn: on one if they are the same. */
+static int copy_ranges(const Steps *self, const Ranges *ranges, const Handle *streams, int64_t some) {
     Handle *dst = self->to_pool ? ranges->host : ranges->device, *src = self->to_pool ? ranges->device : ranges->host;
     int64_t most = self->driver.copy_batch == NULL ? 1 : self->batch_ranges;
     int status = 0;
-    for (int64_t at = 0, turn = 0; at < ranges->count && !status; at += most, turn = !turn) {
-        size_t count = ranges->count - at < most ? ranges->count - at : most, first = 0, failed = 0;
+    for (int64_t at = 0, turn = 0; at < ranges->count && !status; turn = !turn) {
+        int64_t left = ranges->count - at, batch = some < most ? some : most;
+        size_t count = left < batch ? left : batch, first = 0, failed = 0;
         BatchAttributes in_stream_order = {1, {0, 0}, {0, 0}, 0};
         status = count == 1 ? self->driver.copy(dst[at], src[at], ranges->size[at], streams[turn])
                             : self->driver.copy_batch(dst + at, src + at, ranges->size + at, count, &in_stream_order, &first, 1,
                                                       &failed, streams[turn]);
+        at += count;
+        some = 2 * batch;
     }
     return status;
 }
@@ -311,7 +290,7 @@ static int copy_step(const Steps *self, const Ranges *ranges, const int64_t *han
     int status = start ? driver->record(start, stream) : 0;
     if (!status && wait) status = driver->wait_for(stream, wait, 0);
     if (!status && wait && two) status = driver->wait_for(streams[1], wait, 0);
-    if (!status) status = copy_ranges(self, ranges, streams);
+    if (!status) status = copy_ranges(self, ranges, streams, start ? self->first_ranges : self->batch_ranges);
     if (!status && two) status = driver->record(side_done, streams[1]);
     if (!status && two) status = driver->wait_for(stream, side_done, 0);
     return status || !done ? status : driver->record(done, stream);
@@ -347,6 +326,43 @@ release:
     while (held > 0) give_back(&pages[--held]);
     give_back(&blocks);
     return result;
+}
+
+/* -- a piece --------------------------------------------------------------------------------------------------------------- */
+
+typedef PyObject *(*Step)(Steps *, PyObject *const *, Py_ssize_t);
+enum { NUM_STEPS = 3, MOST_ARGUMENTS = 11 };
+static const Step STEPS[NUM_STEPS] = {steps_tell, steps_launch, steps_copy}; /* TELL, LAUNCH, COPY */
+
+/* Return an argument of a step: a string is the name of what the piece has its own, which are the arguments of `play`. */
+static PyObject *find_argument(PyObject *named, PyObject *const *own) {
+    static const char INITIALS[] = "bflcrsw"; /* blocks, first, last, count, rows, start, wait */
+    if (!PyUnicode_Check(named) || PyUnicode_GetLength(named) < 1) return named;
+    Py_UCS4 initial = PyUnicode_ReadChar(named, 0);
+    const char *found = initial < 128 ? memchr(INITIALS, initial, sizeof(INITIALS) - 1) : NULL;
+    return found != NULL ? own[found - INITIALS] : named;
+}
+
+static PyObject *play_step(Steps *self, PyObject *step, PyObject *const *own) {
+    PyObject *args[MOST_ARGUMENTS], *first = PyTuple_Check(step) ? PyTuple_GetItem(step, 0) : NULL;
+    Py_ssize_t given = first != NULL ? PyTuple_Size(step) - 1 : -1;
+    int64_t which = -1;
+    if (first != NULL && read_integers(&first, 1, &which) < 0) return NULL;
+    if (which < 0 || which >= NUM_STEPS || given > MOST_ARGUMENTS) return PyErr_Clear(), refuse("a script of steps");
+    for (int i = 0; i < given; i++) args[i] = find_argument(PyTuple_GetItem(step, i + 1), own);
+    return STEPS[which](self, args, given);
+}
+
+/* play(script, blocks, first, last, count, rows, start, wait) */
+static PyObject *steps_play(Steps *self, PyObject *const *args, Py_ssize_t given) {
+    if (expect_count(given, 8) < 0) return NULL;
+    if (!PyTuple_Check(args[0])) return refuse("a script of steps");
+    for (Py_ssize_t i = 0; i < PyTuple_Size(args[0]); i++) {
+        PyObject *done = play_step(self, PyTuple_GetItem(args[0], i), args + 1);
+        if (done == NULL) return NULL;
+        Py_DECREF(done);
+    }
+    Py_RETURN_NONE;
 }
 
 /* -- asking and waiting ---------------------------------------------------------------------------------------------------- */
@@ -385,18 +401,20 @@ static PyObject *steps_seconds_between(Steps *self, PyObject *const *args, Py_ss
 
 /* -- the type -------------------------------------------------------------------------------------------------------------- */
 
-/* Steps(functions, fail, to_pool, address, seam, small_range, batch_ranges): `functions` are the addresses of the driver's. */
+/* Steps(functions, fail, to_pool, address, seam, small_range, first_ranges, batch_ranges): `functions` are addresses. */
 static PyObject *steps_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     PyObject *functions, *fail;
-    long long of[5];
+    long long of[6];
     if (kwargs != NULL && PyDict_Size(kwargs) > 0) return refuse("no keywords");
-    if (!PyArg_ParseTuple(args, "SOLLLLL", &functions, &fail, &of[0], &of[1], &of[2], &of[3], &of[4])) return NULL;
-    if (PyBytes_Size(functions) != sizeof(Driver) || of[2] < 1 || of[4] < 1) return refuse("nine addresses, a seam and a batch");
+    if (!PyArg_ParseTuple(args, "SOLLLLLL", &functions, &fail, &of[0], &of[1], &of[2], &of[3], &of[4], &of[5])) return NULL;
+    if (PyBytes_Size(functions) != sizeof(Driver) || of[2] < 1 || of[4] < 1 || of[5] < 1)
+        return refuse("nine addresses, a seam and batches");
     Steps *self = (Steps *)PyType_GenericAlloc(type, 0);
     if (self == NULL) return NULL;
     memcpy(&self->driver, PyBytes_AsString(functions), sizeof(Driver));
     self->fail = Py_NewRef(fail);
-    self->to_pool = of[0], self->address = of[1], self->seam = of[2], self->small_range = of[3], self->batch_ranges = of[4];
+    self->to_pool = of[0], self->address = of[1], self->seam = of[2];
+    self->small_range = of[3], self->first_ranges = of[4], self->batch_ranges = of[5];
     return (PyObject *)self;
 }
 
@@ -410,7 +428,7 @@ static void steps_dealloc(PyObject *self) {
 static PyMethodDef steps_methods[] = {
     {"tell", (PyCFunction)(void (*)(void))steps_tell, METH_FASTCALL, NULL},
     {"is_plain", (PyCFunction)(void (*)(void))steps_is_plain, METH_FASTCALL, NULL},
-    {"begin", (PyCFunction)(void (*)(void))steps_begin, METH_FASTCALL, NULL},
+    {"play", (PyCFunction)(void (*)(void))steps_play, METH_FASTCALL, NULL},
     {"launch", (PyCFunction)(void (*)(void))steps_launch, METH_FASTCALL, NULL},
     {"copy", (PyCFunction)(void (*)(void))steps_copy, METH_FASTCALL, NULL},
     {"is_over", (PyCFunction)steps_is_over, METH_O, NULL},

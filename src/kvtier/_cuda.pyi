@@ -3,20 +3,19 @@ from typing import NoReturn
 
 from kvtier.transfer.cuda.driver import Launch
 from kvtier.transfer.cuda.pieces import Ints, Pages, Rows
-from kvtier.transfer.cuda.steps import Note, Plain
+from kvtier.transfer.cuda.steps import Note, Plain, Script
 
 class Steps:
     """See `kvtier.transfer.cuda.steps.Steps`."""
 
     def __new__(
         cls, functions: bytes, fail: Callable[[int, str], NoReturn], to_pool: int, address: int, seam: int,
-        small_range: int, batch_ranges: int, /,
+        small_range: int, first_ranges: int, batch_ranges: int, /,
     ) -> Steps: ...  # fmt: skip
     def is_plain(self, plain: Plain, blocks: Ints, slots: Ints, engine: int, /) -> bool: ...
-    def begin(
-        self, kernel: Launch, plain: Plain, note: Note, blocks: Ints, slots: Ints,
-        engine: int, stream: int, start: int, done: int, /,
-    ) -> bool: ...  # fmt: skip
+    def play(
+        self, script: Script, blocks: Ints, first: int, last: int, count: int, rows: Rows, start: int, wait: int, /
+    ) -> None: ...
     def tell(self, note: Note, blocks: Ints, first: int, last: int, rows: Rows, offset: int, /) -> None: ...
     def launch(
         self, kernel: Launch, note: Note, num_blocks: int, stream: int, start: int, wait: int, done: int, /

@@ -29,7 +29,6 @@ from kvtier.transfer.cuda.lanes import RUN_AHEAD
 from kvtier.transfer.cuda.pieces import Ints, Piece, Rows
 from kvtier.transfer.cuda.pinning import Pinning
 from kvtier.transfer.layout import canonicalize
-from kvtier.transfer.plan import Plan
 
 
 class HostLane:
@@ -64,11 +63,11 @@ class HostLane:
 
     def begin(self, blocks: Ints, slots: Ints) -> None: ...
 
-    def enqueue(self, piece: Piece, plan: Plan, rows: Rows, timer: None, oldest: int | None) -> int:
+    def enqueue(self, piece: Piece, blocks: Ints, rows: Rows, timer: None, oldest: int | None, *, is_last: bool) -> int:
         if self.broken is not None:
             raise self.broken
         part, first, last, _ = piece
-        ranges = self._memory.pool_map.ranges(part.pages, plan.blocks[first:last], rows.places(first, last))
+        ranges = self._memory.pool_map.ranges(part.pages, blocks[first:last], rows.places(first, last))
         with self._lock:
             assert len(self._copies) - self._arrived < RUN_AHEAD
             assert self._arrived >= (len(self._copies) if oldest is None else oldest)

@@ -14,7 +14,7 @@ from kvtier.config import OffloadingConfig
 from kvtier.pool import Pool
 from kvtier.testing.handler_suite import Handlers, HandlerSuite, Rig, random_job
 from kvtier.transfer.base import CanonicalKVCaches, CPULoadStoreSpec, GPULoadStoreSpec, OffloadingHandler
-from kvtier.transfer.cuda import CudaHandler, CudaLoadHandler, CudaMemory, CudaStoreHandler, pieces, steps
+from kvtier.transfer.cuda import CudaHandler, CudaLoadHandler, CudaMemory, CudaStoreHandler, lanes, pieces, steps
 from kvtier.transfer.cuda.handlers import CudaJob
 from kvtier.transfer.cuda.lanes import LoadLane, StoreLane
 from kvtier.transfer.cuda.pinning import Pinning
@@ -28,6 +28,11 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = FakeDriver(copies=True)
     fake.use(monkeypatch)
     return fake
+
+
+def cut_small(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    for name in ("SHORT_STORE", "SHORT_LOAD", "LAST_LOAD"):
+        monkeypatch.setattr(pieces, name, size)
 
 
 class TestLanes(HandlerSuite):
@@ -69,7 +74,7 @@ class TestManyPieces(TestLanes):
 
     @pytest.fixture(autouse=True)
     def _stage_everything(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(pieces, "SMALL_BYTES", 64)
+        cut_small(monkeypatch, 64)
         for lane in (StoreLane, LoadLane):
             monkeypatch.setattr(lane, "short_bytes", 0)
 
@@ -95,7 +100,7 @@ def test_both_forms_tell_the_driver_the_same(
     seed: int, options: dict[str, Any], fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Down to the numbers of streams and events; addresses differ."""
-    monkeypatch.setattr(pieces, "SMALL_BYTES", 1 << 12)
+    cut_small(monkeypatch, 1 << 12)
     monkeypatch.setattr(StoreLane, "short_bytes", 1 << 13)
     suite = TestLanes()
     monkeypatch.setattr(TestLanes, "options", options)
@@ -122,7 +127,8 @@ def enqueue_some(rng: random.Random, rig: Rig, handler: CudaHandler) -> None:
         plan = handler.plan((gpu, cpu) if handler is rig.store else (cpu, gpu))
         rows, timer, oldest = handler.memory.pool_map.rows(plan), handler._lane.timer(), None
         for piece in handler._cut(plan, by_layer=False)[0]:
-            number = handler._lane.enqueue(piece, plan, rows, timer, oldest)
+            is_last = piece.last == len(plan)
+            number = handler._lane.enqueue(piece, plan.blocks, rows, timer, oldest, is_last=is_last)
             timer, oldest = None, rng.choice([None, number, max(0, number - 6)])
 
 
@@ -134,33 +140,68 @@ def small_numbers(args: Any) -> list[Any]:
 
 
 @compiled_only
+@pytest.mark.parametrize("way", ["store", "load"])
+@pytest.mark.parametrize("options", [{}, {"direct_bytes": 1}])
 @pytest.mark.parametrize(
     ("blocks", "slots", "begins"),
     [
         ([1], [0], True),
         ([3, 1, 2], [5, 0, 9], True),
         ([3, 0, 2], [5, 0, 9], False),
-        (list(range(1, 8)), list(range(7)), False),
+        (list(range(1, 11)), list(range(10)), True),
     ],
 )
-def test_a_small_plain_job_begins_before_its_books_are_written(
-    blocks: list[int], slots: list[int], begins: bool, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+def test_a_plain_job_begins_before_its_books_are_written(
+    blocks: list[int],
+    slots: list[int],
+    begins: bool,
+    options: dict[str, Any],
+    way: str,
+    fake: FakeDriver,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    cut_small(monkeypatch, 6 * 3 * 4096)
+    monkeypatch.setattr(TestLanes, "options", options)
     rig = Rig(TestLanes(), page=4096)
-    monkeypatch.setattr(StoreLane, "short_bytes", 6 * rig.caches.groups[0].bytes_per_block)
+    handler, run = (
+        (rig.store, rig.run_store) if way == "store" else (rig.load, lambda job, *ends: rig.run_load(job, *ends[::-1]))
+    )
+    assert isinstance(handler, CudaHandler)
+    begun = []
+    begin = handler._lane.begin
+    monkeypatch.setattr(handler._lane, "begin", lambda *args: begun.append(begin(*args)) or begun[-1])
+    gpu, cpu = GPULoadStoreSpec(blocks), CPULoadStoreSpec(slots)
+    for job in range(20):  # all places in the ring, and more
+        assert run(job, gpu, cpu).success
+        assert (begun[-1] is not None) == begins
+        assert not begins or (len(begun[-1].pieces) > 1) == (len(blocks) > 6)
+        rig.check()
+    fake.failing = {"cuStreamQuery": 600}  # the engine is busy, and its fence is over at once
+    assert run(20, gpu, cpu).success
+    assert begun[-1] is None
+    rig.check()
+    rig.close()
+
+
+@compiled_only
+def test_sizes_of_jobs_are_remembered_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "_MOST_SIZES", 2)
     rig = Rig(TestLanes(), page=4096)
     assert isinstance(rig.store, CudaHandler)
-    begun = []
-    begin = rig.store._lane.begin
-    monkeypatch.setattr(rig.store._lane, "begin", lambda *args: begun.append(begin(*args)) or begun[-1])
-    gpu, cpu = GPULoadStoreSpec(blocks), CPULoadStoreSpec(slots)
-    assert rig.run_store(0, gpu, cpu).success
-    assert (begun[0] is not None) == begins
+    for job, size in enumerate([1, 2, 1, 3, 4, 1]):
+        assert rig.run_store(job, GPULoadStoreSpec(range(1, size + 1)), CPULoadStoreSpec(range(size))).success
+        assert len(rig.store._lane._cuts) <= 2
     rig.check()
-    fake.failing = {"cuStreamQuery": 600}  # the engine is busy, and its fence is over at once
-    assert rig.run_store(1, gpu, cpu).success
-    assert begun[1] is None
-    rig.check()
+    rig.close()
+
+
+@compiled_only
+def test_a_device_that_is_broken_refuses_jobs(fake: FakeDriver, caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(TestLanes(), page=4096)
+    fake.failing = {"cuStreamQuery": 719}
+    assert not rig.store.transfer_async(0, (GPULoadStoreSpec([1]), CPULoadStoreSpec([0])))
+    assert "refused" in caplog.text
+    assert rig.store.get_finished() == []
     rig.close()
 
 

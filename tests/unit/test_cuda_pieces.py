@@ -84,7 +84,7 @@ def test_parts_are_all_pages_in_order(sizes: list[int], direct_bytes: int, more:
 @given(st.sampled_from([cut_store, cut_load]), st.integers(1, 200), st.integers(1, 64), st.integers(1, 3))
 def test_pieces_are_all_blocks_in_order(cut: Cut, blocks: int, limit: int, pages: int) -> None:
     parts = [split_pages(pages_of([8] * pages), 16, 16)]
-    pieces = list(cut(plan_of(list(range(1, blocks + 1)), list(range(blocks))), parts, limit))
+    pieces = list(cut([blocks], parts, limit))
     for part in parts[0]:
         mine = [(piece.first, piece.last) for piece in pieces if piece.part is part]
         assert mine[0][0] == 0
@@ -98,32 +98,29 @@ def test_pieces_are_all_blocks_in_order(cut: Cut, blocks: int, limit: int, pages
 def test_a_store_is_cut_small_at_its_beginning_a_load_at_its_end_and_a_small_job_not_at_all() -> None:
     parts = [split_pages(pages_of([1 << 20]), 32 << 20, 32 << 20)]
 
-    def sizes(blocks: int) -> list[int]:
-        plan = plan_of(list(range(1, blocks + 1)), list(range(blocks)))
-        store, load = ([piece.bytes >> 20 for piece in cut(plan, parts, 32 << 20)] for cut in (cut_store, cut_load))
-        assert load == store[::-1]
-        return store
+    def sizes(blocks: int) -> tuple[list[int], list[int]]:
+        store, load = ([piece.bytes >> 20 for piece in cut([blocks], parts, 32 << 20)] for cut in (cut_store, cut_load))
+        return store, load
 
-    assert sizes(1) == [1]
-    assert sizes(4) == [4]
-    assert sizes(5) == [2, 3]
-    assert sizes(64) == [2, 16, 32, 14]
-    assert sizes(256) == [2, 16, *[32] * 7, 14]
+    assert sizes(1) == ([1], [1])
+    assert sizes(2) == ([2], [2])
+    assert sizes(4) == ([4], [3, 1])
+    assert sizes(5) == ([4, 1], [4, 1])
+    assert sizes(64) == ([4, 32, 28], [23, 32, 8, 1])
+    assert sizes(256) == ([4, *[32] * 7, 28], [23, *[32] * 7, 8, 1])
 
 
 def test_groups_are_cut_apart() -> None:
     parts = [split_pages(pages_of([1 << 20]), 32 << 20, 32 << 20) for _ in range(2)]
-    gpu, cpu = GPULoadStoreSpec(range(1, 13), [5, 7]), CPULoadStoreSpec(range(12))
-    plan = pair_blocks(gpu, cpu, Geometry(2, 100, 100, 1))
-    for cut, spans in ((cut_store, [(0, 2), (2, 5), (5, 12)]), (cut_load, [(0, 5), (5, 10), (10, 12)])):
-        pieces = list(cut(plan, parts, 32 << 20))
+    for cut, spans in ((cut_store, [(0, 4), (4, 5), (5, 12)]), (cut_load, [(0, 5), (5, 11), (11, 12)])):
+        pieces = list(cut([5, 7], parts, 32 << 20))
         assert [(piece.first, piece.last) for piece in pieces] == spans
         assert all(piece.part is parts[piece.first >= 5][0] for piece in pieces)
 
 
 def test_a_job_of_tiny_blocks_is_cut_by_their_number() -> None:
     parts = [split_pages(pages_of([8]), 1 << 20, 1 << 20)]
-    pieces = cut_store(plan_of([1] * 9000, [1] * 9000), parts, 32 << 20)
+    pieces = cut_store([9000], parts, 32 << 20)
     assert [piece.last - piece.first for piece in pieces] == [4096, 4096, 808]
 
 

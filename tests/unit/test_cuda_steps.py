@@ -16,7 +16,7 @@ from kvtier.testing.caches import make_caches, make_config
 from kvtier.transfer.cuda import steps
 from kvtier.transfer.cuda.driver import Launch
 from kvtier.transfer.cuda.pieces import Pages, PoolMap, Rows
-from kvtier.transfer.cuda.steps import Note, Plain, PythonSteps, make_steps
+from kvtier.transfer.cuda.steps import COPY, LAUNCH, TELL, Note, Plain, PythonSteps, make_steps
 
 compiled_only = pytest.mark.skipif(steps.STEPS_BY == "python", reason="kvtier._cuda was not compiled here")
 
@@ -121,31 +121,56 @@ def test_questions_are_answered_alike(fake: FakeDriver) -> None:
 @compiled_only
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(-1, 12), max_size=6), st.lists(st.integers(-1, 10), max_size=6), st.booleans())
-def test_a_plain_job_begins_with_what_else_are_two_steps(
+def test_a_plain_job_has_all_blocks_and_slots_and_an_engine_that_is_idle(
     fake: FakeDriver, blocks: list[int], slots: list[int], busy: bool
 ) -> None:
-    plain, memory = Plain(POOL, 512, num_blocks=12, num_slots=10), (ctypes.c_int64 * 8)()
-    note, ids = Note(ctypes.addressof(memory), 0, 0, 0, most_blocks=4), (np.array(blocks, int), np.array(slots, int))
+    plain, ids = Plain(POOL, 512, num_blocks=12, num_slots=10), (np.array(blocks, int), np.array(slots, int))
     is_plain = len(blocks) == len(slots) > 0 and not busy and {*blocks} <= {*range(1, 12)} and {*slots} <= {*range(10)}
     fake.failing = {"cuStreamQuery": 600} if busy else {}
     compiled, python = forms()
     assert compiled.is_plain(plain, *ids, 7) == is_plain
+    assert python.is_plain(plain, *ids, 7) is False
+
+
+@compiled_only
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data(), st.lists(st.integers(0, 2), max_size=6), maybe, maybe)
+def test_scripts_are_played_step_by_step(
+    fake: FakeDriver, data: st.DataObject, which: list[int], start: int, wait: int
+) -> None:
+    memory = (ctypes.c_int64 * 16)()
+    note = Note(ctypes.addressof(memory), 0, 0, 0, most_blocks=4)
+    blocks, rows = np.array([5, 6, 7, 8]), Rows(np.array([3, 1, 2, 0]), POOL, 64)
+    first = data.draw(st.integers(0, 3))
+    last = data.draw(st.integers(first + 1, 4))
+    either = st.sampled_from(["start", 0, 21])
+    steps_of = {
+        TELL: lambda: (note, "blocks", "first", "last", data.draw(st.sampled_from(["rows", ROWS])), 8),
+        LAUNCH: lambda: (KERNEL, note, "count", 1, data.draw(either), data.draw(st.sampled_from(["wait", 0, 22])), 23),
+        COPY: lambda: (PAGES, data.draw(st.sampled_from(["blocks", None])), "first", "last", "rows", 1, 2, 3,
+                       data.draw(either), "wait", 24),
+    }  # fmt: skip
+    script = tuple((each, *steps_of[each]()) for each in which)
+    own = {"blocks": blocks, "first": first, "last": last, "count": last - first, "rows": rows}
+    own |= {"start": start, "wait": wait}
+    one_by_one = PythonSteps(pool_map(), to_pool=True)
+    names = [one_by_one.tell, one_by_one.launch, one_by_one.copy]
     fake.calls.clear()
-    begun = compiled.begin(KERNEL, plain, note, *ids, 7, 8, 9, 10)
-    assert begun == (is_plain and len(blocks) <= 4)
-    calls = [call for call in fake.calls if call[0] != "cuStreamQuery"]
-    told = memory[:]
-    fake.calls.clear()
-    if begun:
-        python.tell(note, ids[0], 0, len(blocks), Rows(ids[1], POOL, 512), 0)
-        python.launch(KERNEL, note, len(blocks), 8, 9, 0, 10)
-    assert calls == fake.calls
-    assert told == memory[:]
+    for each, *args in script:
+        names[each](*(own[arg] if isinstance(arg, str) else arg for arg in args))
+    expected, told = list(fake.calls), memory[:]
+    for form in forms():
+        memory[:] = [0] * 16
+        fake.calls.clear()
+        form.play(script, *own.values())
+        assert fake.calls == expected
+        assert memory[:] == (told if TELL in which else [0] * 16)
 
 
 NOTE = Note(0, 0, 0, 0, 4)
 KERNEL = Launch(1, 1, 0, 1, 1, 1, 1)
 IDS = np.arange(4)
+SCRIPT = (LAUNCH, KERNEL, NOTE, "count", 1, 0, 0, 0)
 ROWS = Rows(IDS, POOL, 2048)
 PAGES = Pages(*(np.array([each]) for each in (0, 64, 64, 0)))
 
@@ -160,6 +185,7 @@ PAGES = Pages(*(np.array([each]) for each in (0, 64, 64, 0)))
         ("cuMemcpyAsync", "tell", (Note(0, 1, 2, 3, 4), IDS, 0, 0, ROWS, 0)),
         ("cuMemcpyAsync", "copy", (PAGES, None, 0, 1, ROWS, 1, 0, 0, 0, 0, 0)),
         ("cuMemcpyBatchAsync", "copy", (PAGES, None, 0, 4, ROWS, 1, 0, 0, 0, 0, 0)),
+        ("cuLaunchKernel", "play", (((LAUNCH, KERNEL, NOTE, "count", 1, 0, 0, 0),), IDS, 0, 1, 1, ROWS, 0, 0)),
         ("cuEventQuery", "is_over", (1,)),
         ("cuStreamQuery", "is_idle", (1,)),
         ("cuEventSynchronize", "wait_over", (1,)),
@@ -202,6 +228,17 @@ def test_a_call_that_fails_is_told_by_its_name(
         ("copy", (PAGES[:3], None, 0, 1, ROWS, 1, 0, 0, 0, 0, 0)),
         ("copy", (PAGES._replace(size=IDS[:0]), None, 0, 1, ROWS, 1, 0, 0, 0, 0, 0)),
         ("is_over", ("1",)),
+        ("play", ((SCRIPT,), IDS, 0, 1, 1, ROWS, 0)),
+        ("play", ([SCRIPT], IDS, 0, 1, 1, ROWS, 0, 0)),
+        ("play", (((3, *SCRIPT[1:]),), IDS, 0, 1, 1, ROWS, 0, 0)),
+        ("play", (((-1, *SCRIPT[1:]),), IDS, 0, 1, 1, ROWS, 0, 0)),
+        ("play", (((LAUNCH, *range(12)),), IDS, 0, 1, 1, ROWS, 0, 0)),
+        ("play", (((),), IDS, 0, 1, 1, ROWS, 0, 0)),
+        ("play", ((7,), IDS, 0, 1, 1, ROWS, 0, 0)),
+        ("play", (((*SCRIPT[:-1], "no such name"),), IDS, 0, 1, 1, ROWS, 0, 0)),
+        ("play", (((*SCRIPT[:-1], "\0"),), IDS, 0, 1, 1, ROWS, 0, 0)),
+        ("play", (((*SCRIPT[:-1], ""),), IDS, 0, 1, 1, ROWS, 0, 0)),
+        ("play", (((*SCRIPT[:-1], "start"),), IDS, 0, 1, 1, ROWS, None, 0)),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_the_driver_is_told(

@@ -16,7 +16,7 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Generic, TypeVar
 
 from kvtier.errors import InputError, IntegrityError, PoolError, TransferError
@@ -41,18 +41,21 @@ Ends = tuple[GPULoadStoreSpec, CPULoadStoreSpec]
 _JOIN_SECONDS = 5.0
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(eq=False)
 class Job:
-    """A job on its way. Its leading `blocks_begun` blocks are being copied, its leading `blocks_done` have arrived."""
+    """A job on its way. Its leading `blocks_begun` blocks are being copied, its leading `blocks_done` have arrived.
+
+    What is the same for every new job is its class's until it changes: the device may be done before the books are written.
+    """
 
     job_id: int
     plan: Plan
     deadline: float
-    ending: bool = False
+    ending: bool = field(default=False, init=False)
     """Somebody is about to end it."""
-    blocks_begun: int = 0
-    blocks_done: int = 0
-    bytes_done: int = 0
+    blocks_begun: int = field(default=0, init=False)
+    blocks_done: int = field(default=0, init=False)
+    bytes_done: int = field(default=0, init=False)
 
 
 J = TypeVar("J", bound=Job)
@@ -135,23 +138,31 @@ class JobHandler(OffloadingHandler, Generic[J]):
         return self._accept(job_id, spec)
 
     def _accept(self, job_id: int, spec: TransferSpec, *, by_layer: bool = False) -> bool:
+        ends = self._ends(spec) or self._expect_ends(spec)
         if not self.pool.complete:
             raise PoolError(f"job {job_id}: not every process has attached to the pool; do all have the same config?")
-        ends = self._expect_ends(spec)
         self._enter_thread()
         with self._lock:
             if job_id in self._jobs:
                 raise InputError(f"job {job_id}: expected a new id, got one that is under way")
             if self._closed or len(self._jobs) >= self._max_jobs:
                 return False
-            job = self._make_job(job_id, ends, self._clock() + self._deadline, by_layer)
+            try:
+                job = self._make_job(job_id, ends, self._clock() + self._deadline, by_layer)
+            except TransferError as error:
+                logger.warning("%s job %d was refused: %s", self, job_id, error)
+                return False
             self._jobs[job_id] = job
             self._begin(job)
         return True
 
     def get_finished(self) -> list[TransferResult]:
         """Take the results that are in, ending jobs past their deadline first."""
-        self._end_late_jobs()
+        if self._jobs:
+            self._enter_thread()
+            with self._lock:
+                self._note_progress()
+            self._end_late_jobs()
         with self._lock:
             taken, self._results = self._results, []
         return taken
@@ -163,6 +174,7 @@ class JobHandler(OffloadingHandler, Generic[J]):
     def wait(self, job_ids: set[int], timeout: float | None = None) -> bool:
         """Block until these jobs are over, by their deadlines at the latest, or `timeout`; say whether they are."""
         until = None if timeout is None else time.monotonic() + timeout
+        self._enter_thread()
         self._end_late_jobs()
         while not self._are_over(job_ids):
             left = self.wait_tick if until is None else until - time.monotonic()
@@ -222,7 +234,7 @@ class JobHandler(OffloadingHandler, Generic[J]):
 
     def _are_over(self, job_ids: set[int]) -> bool:
         with self._lock:
-            return self._jobs.keys().isdisjoint(job_ids)
+            return not self._jobs or self._jobs.keys().isdisjoint(job_ids)
 
     def _mark_ending(self, job: J) -> None:
         with self._changed:
@@ -232,7 +244,7 @@ class JobHandler(OffloadingHandler, Generic[J]):
     def _finish(self, job: J, seconds: float | None, *, success: bool) -> None:
         """Give a job its result. It is under way no more. `_lock` is held."""
         del self._jobs[job.job_id]
-        if job in self._queue:
+        if self._queue and job in self._queue:
             self._queue.remove(job)
         failed = None if success else tuple(job.plan.positions[job.blocks_done :].tolist())
         self._results.append(TransferResult(job.job_id, success, job.bytes_done, seconds, self.transfer_type, failed))
@@ -246,10 +258,13 @@ class JobHandler(OffloadingHandler, Generic[J]):
     def _end_late_jobs(self) -> None:
         if not self._jobs:
             return
-        self._enter_thread()
         with self._lock:
-            self._note_progress()
             now = self._clock()
+            for first in self._jobs.values():  # they came in the order of their deadlines
+                if now <= first.deadline:
+                    return
+                break
+            self._note_progress()
             late = [job for job in self._jobs.values() if now > job.deadline]
         for job in reversed(late):  # the last first, so that ending the one that runs does not start another
             if self._end(job):

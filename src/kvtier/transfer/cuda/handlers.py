@@ -29,14 +29,14 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 from kvtier.errors import IntegrityError, TransferError
 from kvtier.transfer.base import TransferSpec
 from kvtier.transfer.cuda.lanes import RUN_AHEAD, Begun, Lane, LoadLane, StoreLane
 from kvtier.transfer.cuda.memory import CudaMemory
-from kvtier.transfer.cuda.pieces import NO_ROWS, Ints, Piece, Rows, cut_by_layer, cut_load, cut_store
+from kvtier.transfer.cuda.pieces import Ints, Piece, Rows, cut_by_layer, cut_load, cut_store, group_sizes
 from kvtier.transfer.jobs import Clock, Ends, Job, JobHandler, Loads, Stores
 from kvtier.transfer.plan import Plan, pair_blocks, pair_plain
 
@@ -45,24 +45,23 @@ __all__ = ["CudaHandler", "CudaJob", "CudaLoadHandler", "CudaStoreHandler"]
 logger = logging.getLogger(__name__)
 
 _INLINE_PIECES = 4  # a job of 64 MiB has no more
-_NOTHING_LEFT: Iterator[Piece] = iter(())
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(eq=False)
 class CudaJob(Job):
     """A job on its way. `rows` are its blocks in the pool, `left` the pieces behind the `upcoming` one."""
 
     timer: int
+    rows: Rows
+    left: Iterator[Piece]
     fence: int | None = None
-    rows: Rows = NO_ROWS
-    left: Iterator[Piece] = _NOTHING_LEFT
-    upcoming: Piece | None = None
     stage_ends: Sequence[int] = ()
     """How many pieces there are up to the end of each stage; nothing if it does not come layer by layer."""
-    num_enqueued: int = 0
-    last_pieces: tuple[int, ...] = ()
+    upcoming: Piece | None = field(default=None, init=False)
+    num_enqueued: int = field(default=0, init=False)
+    last_pieces: tuple[int, ...] = field(default=(), init=False)
     """The numbers of the last two that were enqueued: they may be on two streams, and either arrive last."""
-    seconds: float = 0.0
+    seconds: float = field(default=0.0, init=False)
 
 
 class _UnderWay(NamedTuple):
@@ -115,35 +114,37 @@ class CudaHandler(JobHandler[CudaJob]):
     def _make_job(self, job_id: int, ends: Ends, deadline: float, by_layer: bool) -> CudaJob:
         gpu, blocks, slots = ends[0], ends[0].block_ids, ends[1].block_ids
         simple = len(gpu.group_sizes) == 1 and (gpu.block_indices is None or gpu.block_indices[0] >= 0)
-        if simple and not by_layer and (begun := self._begin_whole(blocks, slots)) is not None:
-            job = CudaJob(job_id=job_id, plan=pair_plain(blocks, slots), deadline=deadline, timer=begun.timer)
-            self._note_enqueued(job, begun.piece, begun.number)
-            return job
-        plain = simple and self._lane.is_plain(blocks, slots)
-        plan = pair_plain(blocks, slots) if plain else pair_blocks(*ends, self._geometry)
-        fence = None if plain else self._lane.fence()
-        job = CudaJob(job_id=job_id, plan=plan, deadline=deadline, timer=self._lane.timer(), fence=fence)
-        job.rows = self.memory.pool_map.rows(plan)
-        job.left, job.stage_ends = self._cut(plan, by_layer)
-        job.upcoming = next(job.left, None)
+        if simple and not by_layer and (begun := self._begin_at_once(blocks, slots)) is not None:
+            number, timer, rows, pieces = begun
+            left = iter(pieces)
+            job = CudaJob(job_id, pair_plain(blocks, slots), deadline, timer, rows, left)
+            self._note_enqueued(job, next(left), number)
+        else:
+            plain = simple and self._lane.is_plain(blocks, slots)
+            plan = pair_plain(blocks, slots) if plain else pair_blocks(*ends, self._geometry)
+            fence = None if plain else self._lane.fence()
+            left, stage_ends = self._cut(plan, by_layer)
+            rows = self.memory.pool_map.rows(plan)
+            job = CudaJob(job_id, plan, deadline, self._lane.timer(), rows, left, fence, stage_ends)
+        job.upcoming = next(left, None)
         return job
 
-    def _begin_whole(self, blocks: Ints, slots: Ints) -> Begun | None:
-        """Let the device begin with a small job before the books are written, if it is alone and nothing is unusual."""
-        if self._queue or self._under_way or self.probe is not None:
+    def _begin_at_once(self, blocks: Ints, slots: Ints) -> Begun | None:
+        """Let the device begin with a job before its books are written, if it is alone and nothing is unusual."""
+        if self._under_way or self._queue or self.probe is not None:
             return None
         try:
             return self._lane.begin(blocks, slots)
-        except TransferError:
-            return None  # the usual way fails too, and that is a job's failure
+        except TransferError:  # the usual way fails too, and that is a job's failure
+            self._drain()
+            return None
 
     def _begin(self, job: CudaJob) -> None:
-        if job.num_enqueued:
+        if job.num_enqueued and job.upcoming is None:
             return
         self._queue.append(job)
         # Whoever wants the first layers first is about to compute, and may keep the thread from running meanwhile.
-        most = RUN_AHEAD if job.stage_ends else _INLINE_PIECES
-        enqueued = 0
+        most, enqueued = RUN_AHEAD if job.stage_ends else _INLINE_PIECES, job.num_enqueued
         while enqueued < most and self._enqueue_nowait():
             enqueued += 1
         if self._queue:
@@ -159,9 +160,9 @@ class CudaHandler(JobHandler[CudaJob]):
                     self._changed.wait(seconds)
                 return
             oldest = self._under_way[0].number
-        self._wait_done([oldest])
-        with self._lock:
-            self._note_progress(oldest)
+        if self._wait_done(oldest):
+            with self._lock:
+                self._note_progress(oldest)
 
     def _finish(self, job: CudaJob, seconds: float | None, *, success: bool) -> None:
         super()._finish(job, seconds, success=success)
@@ -175,7 +176,8 @@ class CudaHandler(JobHandler[CudaJob]):
             if job in self._queue:
                 self._queue.remove(job)
             numbers = [each.number for each in self._under_way if each.job is job]
-        self._wait_done(numbers)
+        for number in numbers:
+            self._wait_done(number)
         if drain:
             self._drain()
         with self._changed:
@@ -239,14 +241,16 @@ class CudaHandler(JobHandler[CudaJob]):
         if piece is not None:
             timer = None if job.last_pieces else job.timer
             oldest = under_way[0].number if under_way else None
+            after = next(job.left, None)
+            is_last = after is None and len(self._queue) == 1
             try:
-                number = self._lane.enqueue(piece, job.plan, job.rows, timer, oldest)
+                number = self._lane.enqueue(piece, job.plan.blocks, job.rows, timer, oldest, is_last=is_last)
             except TransferError as error:
                 logger.warning("%s job %d failed: %s", self, job.job_id, error)
                 self._abandon(job)
                 return True
             self._note_enqueued(job, piece, number)
-            job.upcoming = next(job.left, None)
+            job.upcoming = after
         if job.upcoming is None:
             self._queue.popleft()
             if not len(job.plan):
@@ -259,13 +263,14 @@ class CudaHandler(JobHandler[CudaJob]):
         job.last_pieces = (*job.last_pieces[-1:], number)
         job.blocks_begun += piece.completes
 
-    def _wait_done(self, numbers: Sequence[int]) -> None:
-        """Block until pieces have arrived, or the device is found to be broken."""
+    def _wait_done(self, number: int) -> bool:
+        """Block until a piece has arrived; if not, the device is broken."""
         try:
-            for number in numbers:
-                self._lane.wait_done(number)
+            self._lane.wait_done(number)
         except TransferError as error:
             self._break(error)
+            return False
+        return True
 
     def _drain(self) -> None:
         try:
@@ -297,7 +302,8 @@ class CudaStoreHandler(Stores, CudaHandler):
     lane_type = StoreLane
 
     def _cut(self, plan: Plan, by_layer: bool) -> tuple[Iterator[Piece], Sequence[int]]:
-        return cut_store(plan, self.memory.parts, self.piece_bytes), ()
+        parts = self.memory.parts
+        return cut_store(group_sizes(plan, len(parts)), parts, self.piece_bytes), ()
 
 
 class CudaLoadHandler(Loads, CudaHandler):
@@ -309,7 +315,8 @@ class CudaLoadHandler(Loads, CudaHandler):
         if by_layer and self.memory.stages:
             pieces, ends = cut_by_layer(plan, self.memory.stages, self.piece_bytes)
             return iter(pieces), ends
-        return cut_load(plan, self.memory.parts, self.piece_bytes), ()
+        parts = self.memory.parts
+        return cut_load(group_sizes(plan, len(parts)), parts, self.piece_bytes), ()
 
     def transfer_by_layer(self, job_id: int, spec: TransferSpec) -> bool:
         """Start a load that comes stage by stage. If it ends early no block of it has arrived."""

@@ -5,9 +5,13 @@
 
 A kernel waits for its buffer on the device, never on the host, and the bus goes on while kernels wait for the engine's
 own. Pieces arrive one after the other, so that the last kernel has little to do; if their ranges are small a second copy stream
-fills the gaps of the first. A piece with nothing before it has nothing to overlap with, and takes one stream and fewer calls;
-if it is short as well, one kernel copies it between the engine and the pool, with no buffer: a long store begins so, and its next
-piece is gathered meanwhile. At most `RUN_AHEAD` pieces are under way, so that stopping is a matter of milliseconds.
+fills the gaps of the first. A piece with nothing before it, and if it is a load nothing behind it, has nothing to overlap with,
+and takes one stream and fewer calls; if it is short as well, one kernel copies it between the engine and the pool, with no
+buffer: a long store begins so, and its next piece is gathered meanwhile. At most `RUN_AHEAD` pieces are under way, so that
+stopping is a matter of milliseconds.
+
+What streams are told for a piece is a script, written once for each part, way and place in the ring of events and buffers, and
+played by `steps` in one call.
 
 A lane knows nothing of jobs and has no lock: its handler calls it from one thread at a time. The engine's work that a
 piece must follow is over when the piece is enqueued. Errors of the device are `TransferError`. Streams and events are
@@ -17,24 +21,40 @@ handles, as `driver` takes them, and 0 is none.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from kvtier.transfer.cuda import driver
 from kvtier.transfer.cuda.device import Device
 from kvtier.transfer.cuda.memory import BUFFERS, CudaMemory
-from kvtier.transfer.cuda.pieces import MOST_BLOCKS, WHOLE_BYTES, Ints, Pages, Part, Piece, Rows
-from kvtier.transfer.cuda.steps import Note, Plain, make_steps
-from kvtier.transfer.plan import Plan
+from kvtier.transfer.cuda.pieces import (
+    MOST_BLOCKS,
+    SHORT_LOAD,
+    SHORT_STORE,
+    Ints,
+    Pages,
+    Part,
+    Piece,
+    Rows,
+    cut_load,
+    cut_store,
+)
+from kvtier.transfer.cuda.steps import COPY, LAUNCH, TELL, Note, Plain, Script, Step, make_steps
 
 __all__ = ["RUN_AHEAD", "Begun", "Lane", "LoadLane", "StoreLane"]
 
 RUN_AHEAD = 8
+"""A multiple of `BUFFERS`."""
+_MOST_SIZES = 1024
 
 _CopyStreams = tuple[int, int, int]
 """A stream, one beside it for small ranges, and an event to join them by."""
+_Open = int | str
+"""An event, or the name of one that each piece has its own."""
+_Way = Literal["direct", "short", "alone", "staged"]
+"""How a piece is copied: page by page; by a kernel, over the bus; through a buffer on one stream, or beside other pieces."""
 
 
 class _Ways(NamedTuple):
@@ -49,32 +69,30 @@ class _Ways(NamedTuple):
     pages: list[Pages]
 
 
-class _Whole(NamedTuple):
-    """What a job is begun with that is one short piece."""
+class _Cut(NamedTuple):
+    """The pieces of a plain job of some size, and the script of the first one for each place in the ring."""
 
-    part: Part
-    kernel: driver.Launch
-    plain: Plain
-    most_blocks: int
+    pieces: Sequence[Piece]
+    scripts: Sequence[Script]
 
 
 class Begun(NamedTuple):
-    """The one piece of a job, which was enqueued."""
+    """A job whose first piece was enqueued, and all of its pieces."""
 
-    piece: Piece
     number: int
     timer: int
+    rows: Rows
+    pieces: Sequence[Piece]
 
 
 class Lane(ABC):
     """Streams, buffers and events of one direction."""
 
     gathers: bool
+    begins_alone: bool
+    """Whether the first of several pieces has nothing to overlap with."""
     short_bytes: int
-    """Up to this size a kernel copies a piece over the bus itself, if it is alone: beyond, staging is as fast.
-
-    On an H200 a load of 4 MiB takes its caller 31 us more than its bytes take the bus, and 48 us staged; one of 8 MiB 54 and 53.
-    """
+    """Up to this size a kernel copies a piece over the bus itself, if it is alone."""
 
     def __init__(self, memory: CudaMemory) -> None:
         self._pinned = memory.pinning.pinned
@@ -98,7 +116,9 @@ class Lane(ABC):
         staged = [(group, part) for group, part in self._parts(memory) if not part.direct]
         self._ways = {id(part): self._find_ways(memory, group, part) for group, part in staged}
         self._plain = self._find_plain(memory)
-        self._whole = self._find_whole(memory)
+        self._cuts: dict[int, _Cut] = {}
+        self._scripts: dict[tuple[int, _Way, int, bool], Script] = {}
+        self._memory = memory
 
     def _parts(self, memory: CudaMemory) -> Iterator[tuple[int, Part]]:
         """Yield all parts that pieces of this direction may have, with their groups."""
@@ -119,14 +139,6 @@ class Lane(ABC):
         if len(memory.parts) > 1 or len(memory.parts[0]) > 1 or geometry.blocks_per_chunk > 1:
             return None
         return Plain(pool.first, pool.row_bytes, geometry.num_blocks, geometry.num_slots)
-
-    def _find_whole(self, memory: CudaMemory) -> _Whole | None:
-        """Return what a plain job takes that is one short piece, if there are any."""
-        part = memory.parts[0][0]
-        if self._plain is None or part.direct or not self._pinned:
-            return None
-        most_blocks = min(MOST_BLOCKS, min(self.short_bytes, WHOLE_BYTES, memory.piece_bytes) // part.bytes)
-        return _Whole(part, self._ways[id(part)].short, self._plain, most_blocks)
 
     def enter_thread(self) -> None:
         """Make the device that of the calling thread, if it has none."""
@@ -170,75 +182,106 @@ class Lane(ABC):
         )
 
     def begin(self, blocks: Ints, slots: Ints) -> Begun | None:
-        """Enqueue a plain job that is one short piece, with nothing before it; `None`: it takes the usual way."""
-        if self._whole is None or len(blocks) > self._whole.most_blocks:
+        """Enqueue the first piece of a plain job, with nothing before it; `None`: it takes the usual way."""
+        plain = self._plain
+        if plain is None or not self._steps.is_plain(plain, blocks, slots, self._device.current_stream()):
             return None
-        part, kernel, plain, _ = self._whole
-        number, timer, count = self._enqueued, self.timer(), len(blocks)
-        note, done = self._told[number % RUN_AHEAD], self._done[number % RUN_AHEAD]
-        engine = self._device.current_stream()
-        if not self._steps.begin(kernel, plain, note, blocks, slots, engine, self._copies, timer, done):
-            self._spare_timers.append(timer)
-            return None
-        self._enqueued += 1
-        return Begun(Piece(part, 0, count, count), number, timer)
+        pieces, scripts = self._cuts.get(len(blocks)) or self._remember_cut(len(blocks))
+        number, count, timer, rows = self._enqueued, pieces[0].last, self.timer(), Rows(slots, plain.first, plain.step)
+        self._steps.play(scripts[number % RUN_AHEAD], blocks, 0, count, count, rows, timer, 0)
+        self._enqueued = number + 1
+        return Begun(number, timer, rows, pieces)
 
-    def enqueue(self, piece: Piece, plan: Plan, rows: Rows, timer: int | None, oldest: int | None) -> int:
-        """Enqueue a piece and return its number. `timer` starts with it. All pieces before `oldest` have arrived, or all."""
-        number, start = self._enqueued, timer or 0
-        if piece.part.direct:
-            self._enqueue_direct(number, piece, plan, rows, start)
-        elif oldest is not None or not self._may_go_alone(piece, plan):
-            taken = oldest is not None and number - BUFFERS >= oldest
-            free = self._done[(number - BUFFERS) % RUN_AHEAD] if taken else 0
-            self._enqueue_staged(number, piece, plan, rows, start, free)
-        elif piece.bytes <= self.short_bytes and self._pinned:
-            self._enqueue_short(number, piece, plan, rows, start)
-        else:
-            self._enqueue_alone(number, piece, plan, rows, start)
-        self._enqueued += 1
+    def _remember_cut(self, num_blocks: int) -> _Cut:
+        """Cut a plain job and find the scripts of its first piece. There are few sizes, and meanwhile the bus is idle."""
+        if len(self._cuts) >= _MOST_SIZES:
+            self._cuts.clear()
+        pieces = tuple(self._cut(num_blocks))
+        way = self._choose_way(pieces[0], None, is_last=len(pieces) == 1)
+        scripts = [self._find_script(pieces[0].part, way, place, True) for place in range(RUN_AHEAD)]
+        cut = self._cuts[num_blocks] = _Cut(pieces, scripts)
+        return cut
+
+    def enqueue(
+        self, piece: Piece, blocks: Ints, rows: Rows, timer: int | None, oldest: int | None, *, is_last: bool
+    ) -> int:
+        """Enqueue a piece of a job and return its number.
+
+        `timer` starts with it. All pieces before `oldest` have arrived, or all. `is_last`: nothing is known to come behind it.
+        """
+        part, first, last, _ = piece
+        number, way = self._enqueued, self._choose_way(piece, oldest, is_last=is_last)
+        script = self._find_script(part, way, number % RUN_AHEAD, timer is not None)
+        is_taken = oldest is not None and number - BUFFERS >= oldest
+        free = self._done[(number - BUFFERS) % RUN_AHEAD] if is_taken else 0
+        self._steps.play(script, blocks, first, last, last - first, rows, timer or 0, free)
+        self._enqueued = number + 1
         return number
 
-    def _enqueue_direct(self, number: int, piece: Piece, plan: Plan, rows: Rows, start: int) -> None:
-        """Enqueue a piece of large pages."""
-        streams, done = self._copy_streams[number % RUN_AHEAD], self._done[number % RUN_AHEAD]
-        self._steps.copy(piece.part.pages, plan.blocks, piece.first, piece.last, rows, *streams, start, 0, done)
-
-    def _enqueue_short(self, number: int, piece: Piece, plan: Plan, rows: Rows, start: int) -> None:
-        """Enqueue a small piece with nothing before it. It takes a copy stream: the next piece may be gathered meanwhile."""
-        part, first, last, _ = piece
-        note, done = self._told[number % RUN_AHEAD], self._done[number % RUN_AHEAD]
-        self._steps.tell(note, plan.blocks, first, last, rows, part.offset)
-        self._steps.launch(self._ways[id(part)].short, note, last - first, self._copies, start, 0, done)
+    def _choose_way(self, piece: Piece, oldest: int | None, *, is_last: bool) -> _Way:
+        if piece.part.direct:
+            return "direct"
+        if oldest is not None or not (is_last or self.begins_alone):
+            return "staged"
+        return "short" if piece.bytes <= self.short_bytes and self._pinned else "alone"
 
     @abstractmethod
-    def _may_go_alone(self, piece: Piece, plan: Plan) -> bool:
-        """Say whether a piece with nothing before it should take one stream."""
+    def _cut(self, num_blocks: int) -> Iterator[Piece]:
+        """Cut a plain job."""
+
+    # -- scripts: what streams are told for a piece ------------------------------------------------------------------------
+
+    def _find_script(self, part: Part, way: _Way, place: int, begins: bool) -> Script:
+        key = (id(part), way, place, begins)
+        script = self._scripts.get(key)
+        if script is None:
+            script = self._scripts[key] = self._write_script(part, way, place, begins)
+        return script
+
+    def _write_script(self, part: Part, way: _Way, place: int, begins: bool) -> Script:
+        match way:
+            case "direct":
+                return self._write_direct(part, place)
+            case "short":
+                return self._write_short(part, place)
+            case "alone":
+                return self._write_alone(part, place)
+            case "staged":
+                return self._write_staged(part, place, begins)
+
+    def _write_direct(self, part: Part, place: int) -> Script:
+        streams = self._copy_streams[place]
+        return ((COPY, part.pages, "blocks", "first", "last", "rows", *streams, "start", 0, self._done[place]),)
+
+    def _write_short(self, part: Part, place: int) -> Script:
+        note, kernel = self._told[place], self._ways[id(part)].short
+        return (
+            (TELL, note, "blocks", "first", "last", "rows", part.offset),
+            (LAUNCH, kernel, note, "count", self._side, "start", 0, self._done[place]),
+        )
 
     @abstractmethod
-    def _enqueue_alone(self, number: int, piece: Piece, plan: Plan, rows: Rows, start: int) -> None:
-        """Enqueue a piece with nothing before it: on one stream, in as few calls as possible."""
+    def _write_alone(self, part: Part, place: int) -> Script:
+        """Write down a piece that takes one stream, and as few calls as possible."""
 
     @abstractmethod
-    def _enqueue_staged(self, number: int, piece: Piece, plan: Plan, rows: Rows, start: int, free: int) -> None:
-        """Enqueue a piece through its buffer, beside others. `free`: when the buffer is."""
+    def _write_staged(self, part: Part, place: int, begins: bool) -> Script:
+        """Write down a piece that is copied beside others. `begins`: it is the first of its job."""
 
-    def _tell(self, note: Note, number: int, piece: Piece, plan: Plan) -> None:
+    def _tell(self, note: Note, part: Part, place: int) -> Step:
         """Tell a kernel the blocks of a piece, and that their rows are in its buffer."""
-        rows = self._ways[id(piece.part)].rows[number % BUFFERS]
-        self._steps.tell(note, plan.blocks, piece.first, piece.last, rows, 0)
+        return (TELL, note, "blocks", "first", "last", self._ways[id(part)].rows[place % BUFFERS], 0)
 
-    def _launch(self, note: Note, piece: Piece, stream: int, start: int, wait: int, done: int) -> None:
+    def _launch(self, note: Note, part: Part, stream: int, start: _Open, wait: _Open, done: int) -> Step:
         """Let a kernel copy a piece between the engine and its buffer."""
-        kernel, count = self._ways[id(piece.part)].staged, piece.last - piece.first
-        self._steps.launch(kernel, note, count, stream, start, wait, done)
+        return (LAUNCH, self._ways[id(part)].staged, note, "count", stream, start, wait, done)
 
-    def _copy(
-        self, number: int, piece: Piece, rows: Rows, streams: _CopyStreams, start: int, wait: int, done: int
-    ) -> None:
+    def _copy(self, part: Part, place: int, streams: _CopyStreams, start: _Open, wait: _Open, done: int) -> Step:
         """Copy a piece between its buffer and the pool."""
-        pages = self._ways[id(piece.part)].pages[number % BUFFERS]
-        self._steps.copy(pages, None, piece.first, piece.last, rows, *streams, start, wait, done)
+        pages = self._ways[id(part)].pages[place % BUFFERS]
+        return (COPY, pages, None, "first", "last", "rows", *streams, start, wait, done)
+
+    # -- what has arrived --------------------------------------------------------------------------------------------------
 
     def is_done(self, number: int) -> bool:
         """Say whether a piece that was enqueued has arrived. It is one of the last `RUN_AHEAD`."""
@@ -266,30 +309,35 @@ class StoreLane(Lane):
     """From the device to the pool."""
 
     gathers = True
-    short_bytes = 4 << 20
+    begins_alone = True
+    short_bytes = SHORT_STORE
 
-    def _may_go_alone(self, piece: Piece, plan: Plan) -> bool:
-        return True
+    def _cut(self, num_blocks: int) -> Iterator[Piece]:
+        return cut_store([num_blocks], self._memory.parts, self._memory.piece_bytes)
 
-    def _enqueue_alone(self, number: int, piece: Piece, plan: Plan, rows: Rows, start: int) -> None:
-        note, stream, done = self._told[number % RUN_AHEAD], self._copies, self._done[number % RUN_AHEAD]
-        self._tell(note, number, piece, plan)
-        self._launch(note, piece, stream, start, 0, 0)
-        self._copy(number, piece, rows, (stream, 0, 0), 0, 0, done)
+    def _write_alone(self, part: Part, place: int) -> Script:
+        note, stream = self._told[place], self._copies
+        return (
+            self._tell(note, part, place),
+            self._launch(note, part, stream, "start", 0, 0),
+            self._copy(part, place, (stream, 0, 0), 0, 0, self._done[place]),
+        )
 
-    def _enqueue_staged(self, number: int, piece: Piece, plan: Plan, rows: Rows, start: int, free: int) -> None:
-        note, streams = self._heard[number % RUN_AHEAD], self._copy_streams[number % RUN_AHEAD]
-        ready, done = self._ready[number % RUN_AHEAD], self._done[number % RUN_AHEAD]
-        self._tell(note, number, piece, plan)
-        self._launch(note, piece, self._kernels, start, free, ready)
-        self._copy(number, piece, rows, streams, 0, ready, done)
+    def _write_staged(self, part: Part, place: int, begins: bool) -> Script:
+        note, ready = self._heard[place], self._ready[place]
+        return (
+            self._tell(note, part, place),
+            self._launch(note, part, self._kernels, "start", "wait", ready),
+            self._copy(part, place, self._copy_streams[place], 0, ready, self._done[place]),
+        )
 
 
 class LoadLane(Lane):
     """From the pool to the device."""
 
     gathers = False
-    short_bytes = 4 << 20
+    begins_alone = False  # the copy of the next piece would wait for its kernel
+    short_bytes = SHORT_LOAD
 
     def _parts(self, memory: CudaMemory) -> Iterator[tuple[int, Part]]:
         yield from super()._parts(memory)
@@ -298,21 +346,23 @@ class LoadLane(Lane):
                 for part in parts:
                     yield group, part
 
-    def _may_go_alone(self, piece: Piece, plan: Plan) -> bool:
-        return piece.completes == len(plan)  # else the copy of the next piece would wait for its kernel
+    def _cut(self, num_blocks: int) -> Iterator[Piece]:
+        return cut_load([num_blocks], self._memory.parts, self._memory.piece_bytes)
 
-    def _enqueue_alone(self, number: int, piece: Piece, plan: Plan, rows: Rows, start: int) -> None:
-        note, stream, done = self._told[number % RUN_AHEAD], self._copies, self._done[number % RUN_AHEAD]
-        self._copy(number, piece, rows, (stream, 0, 0), start, 0, 0)
-        self._tell(note, number, piece, plan)
-        self._launch(note, piece, stream, 0, 0, done)
+    def _write_alone(self, part: Part, place: int) -> Script:
+        note, stream = self._told[place], self._copies
+        return (
+            self._copy(part, place, (stream, 0, 0), "start", 0, 0),
+            self._tell(note, part, place),
+            self._launch(note, part, stream, 0, 0, self._done[place]),
+        )
 
-    def _enqueue_staged(self, number: int, piece: Piece, plan: Plan, rows: Rows, start: int, free: int) -> None:
-        note, streams = self._heard[number % RUN_AHEAD], self._copy_streams[number % RUN_AHEAD]
-        ready, done = self._ready[number % RUN_AHEAD], self._done[number % RUN_AHEAD]
-        if not start:  # a note that is behind the copy waits for it, but a job's first bytes should not wait for a note
-            self._tell(note, number, piece, plan)
-        self._copy(number, piece, rows, streams, start, free, ready)
-        if start:
-            self._tell(note, number, piece, plan)
-        self._launch(note, piece, self._kernels, 0, ready, done)
+    def _write_staged(self, part: Part, place: int, begins: bool) -> Script:
+        note, ready = self._heard[place], self._ready[place]
+        tell = self._tell(note, part, place)
+        copy = self._copy(part, place, self._copy_streams[place], "start", "wait", ready)
+        # A note that is behind the copy waits for it, but a job's first bytes should not wait for a note.
+        return (
+            *((copy, tell) if begins else (tell, copy)),
+            self._launch(note, part, self._kernels, 0, ready, self._done[place]),
+        )

@@ -26,10 +26,10 @@ from kvtier.transfer.plan import Plan, stage_bounds
 
 __all__ = [
     "GROWTH",
+    "LAST_LOAD",
     "MOST_BLOCKS",
-    "NO_ROWS",
-    "SMALL_BYTES",
-    "WHOLE_BYTES",
+    "SHORT_LOAD",
+    "SHORT_STORE",
     "Pages",
     "Part",
     "Piece",
@@ -41,6 +41,7 @@ __all__ = [
     "cut_store",
     "find_pages",
     "find_stages",
+    "group_sizes",
     "split_pages",
 ]
 
@@ -48,15 +49,20 @@ Ints = npt.NDArray[np.int64]
 
 MOST_BLOCKS = 4096
 """In one piece: what the kernel is told of them is kept in pinned memory."""
-WHOLE_BYTES = 4 << 20
-"""Up to this size the blocks of a group are not cut. With 8 MiB a job of that size took as long."""
-SMALL_BYTES = 2 << 20
-"""Of the smallest piece of a large job. It takes the bus 38 us, in which the next one is enqueued (15 to 25 us) and gathered."""
+SHORT_STORE, SHORT_LOAD = 4 << 20, 2 << 20
+"""Up to these sizes a kernel copies a piece over the bus itself, if it is alone, and jobs are not cut; a long store begins so.
+
+On an H200, microseconds of the device beyond what the bus takes, by one kernel and through a buffer: stores of 2 MiB 10 and 17,
+of 4 MiB 12 and 17; loads of 1 MiB 12 and 18, of 2 MiB 15 and 18, of 4 MiB 22 and 20. The bus carries 4 MiB in 76 us, in which
+the next piece is enqueued and gathered: a store of 32 MiB that began with 2 MiB took 28 us more than its bytes, with 4 MiB 12.
+"""
+LAST_LOAD = 1 << 20
+"""Of the last piece of a long load, which is scattered when the bus is done: with 2 MiB it is later by 2 to 3 us."""
 GROWTH = 8
 """Of pieces: a kernel is over before the bus has carried an eighth of its bytes.
 
-On an H200 jobs of 64 MiB are at 0.98 (stores) and 0.99 (loads) of one large copy, with pieces from 1, 2 or 4 MiB and growing 4, 8
-or 16 times alike; cut small at both ends, from 8 MiB, they were at 0.96 to 0.97 and 0.98.
+On an H200 jobs of 64 MiB are at 0.98 (stores) and 0.99 (loads) of one large copy, growing 4, 8 or 16 times alike; cut small at
+both ends, from 8 MiB, they were at 0.96 to 0.97 and 0.98.
 """
 
 
@@ -108,9 +114,6 @@ class Rows(NamedTuple):
         ids = np.arange(last - first) if self.ids is None else self.ids[first:last]
         places: Ints = ids * self.step + self.base
         return places
-
-
-NO_ROWS = Rows(None, 0, 0)
 
 
 class Ranges(NamedTuple):
@@ -168,38 +171,39 @@ def _part(pages: Pages, direct: bool) -> Part:
     return Part(pages, int(pages.offset[0]), int(pages.size.sum()), direct)
 
 
-def cut_store(plan: Plan, parts: Sequence[Sequence[Part]], piece_bytes: int) -> Iterator[Piece]:
-    """Return the pieces of a job in order: at most `piece_bytes`, or one part of one block where that is more.
+def cut_store(sizes: Sequence[int], parts: Sequence[Sequence[Part]], piece_bytes: int) -> Iterator[Piece]:
+    """Return the pieces of a job with so many blocks of each group, in order.
 
-    They are small at the beginning: the bus waits for the first one to be gathered, and carries it while the next one is.
+    A piece has at most `piece_bytes`, or one part of one block where that is more. They are small at the beginning: the bus
+    waits for the first one to be gathered, and carries it while the next one is.
     """
-    first, limit = 0, SMALL_BYTES
-    for some, size in zip(parts, _group_sizes(plan, len(parts)), strict=True):
+    first, limit = 0, SHORT_STORE
+    for some, size in zip(parts, sizes, strict=True):
         counts, limit = _count_blocks(some, size, limit, piece_bytes)
         yield from _lay_out(some, first, counts)
         first += size
 
 
-def cut_load(plan: Plan, parts: Sequence[Sequence[Part]], piece_bytes: int) -> Iterator[Piece]:
+def cut_load(sizes: Sequence[int], parts: Sequence[Sequence[Part]], piece_bytes: int) -> Iterator[Piece]:
     """Do the same for a load: small at the end, since whoever wants the bytes waits for the last one to be scattered."""
-    last, limit, backwards = len(plan), SMALL_BYTES, []
-    for some, size in zip(reversed(parts), reversed(_group_sizes(plan, len(parts))), strict=True):
-        counts, limit = _count_blocks(some, size, limit, piece_bytes)
+    last, limit, backwards = sum(sizes), LAST_LOAD, []
+    for some, size in zip(reversed(parts), reversed(sizes), strict=True):
+        whole = size * max(part.bytes for part in some) <= SHORT_LOAD
+        counts, limit = _count_blocks(some, size, max(limit, SHORT_LOAD) if whole else limit, piece_bytes)
         last -= size
         backwards.append((some, last, counts[::-1]))
     for group in reversed(backwards):
         yield from _lay_out(*group)
 
 
-def _group_sizes(plan: Plan, num_groups: int) -> list[int]:
+def group_sizes(plan: Plan, num_groups: int) -> list[int]:
+    """Return how many blocks of each group a job has."""
     return [len(plan)] if num_groups == 1 else np.bincount(plan.groups, minlength=num_groups).tolist()
 
 
 def _count_blocks(parts: Sequence[Part], left: int, limit: int, piece_bytes: int) -> tuple[list[int], int]:
-    """Cut the blocks of a group so that pieces grow from `limit`, and return the next limit. What is little stays whole."""
+    """Cut the blocks of a group so that pieces grow from `limit`, and return the next limit."""
     counts, largest = [], max(part.bytes for part in parts)
-    if left * largest <= WHOLE_BYTES:
-        limit = max(limit, WHOLE_BYTES)
     while left:
         counts.append(min(max(1, min(limit, piece_bytes) // largest), MOST_BLOCKS, left))
         left, limit = left - counts[-1], GROWTH * limit

@@ -1,7 +1,7 @@
-"""The steps of a piece: a kernel or a copy over the bus, with the events around it, told to a stream in one call.
+"""The steps of a piece: a kernel or a copy over the bus, with the events around it. All of a piece are a script, played in one call.
 
 A step starts a timer, waits for an event, does its work and records another event, each if there is one (0: none). `PythonSteps`
-says how, call by call; compiled, a step takes little longer than the driver does, and small jobs wait for nothing else.
+says how, call by call; compiled, a script takes little longer than the driver does, and small jobs wait for nothing else.
 `make_steps` chooses. `STEPS_BY` says which was compiled.
 
 Streams, events and addresses are numbers. One thread at a time; any may wait. Errors of the driver are `TransferError`.
@@ -10,7 +10,8 @@ Streams, events and addresses are numbers. One thread at a time; any may wait. E
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -22,7 +23,22 @@ try:
 except ImportError:  # not compiled here
     CompiledSteps = None  # type: ignore[assignment, misc]
 
-__all__ = ["BATCH_RANGES", "SMALL_RANGE", "STEPS_BY", "Note", "Plain", "PythonSteps", "Steps", "make_steps"]
+__all__ = [
+    "BATCH_RANGES",
+    "COPY",
+    "FIRST_RANGES",
+    "LAUNCH",
+    "SMALL_RANGE",
+    "STEPS_BY",
+    "TELL",
+    "Note",
+    "Plain",
+    "PythonSteps",
+    "Script",
+    "Step",
+    "Steps",
+    "make_steps",
+]
 
 STEPS_BY = "python" if CompiledSteps is None else "c"
 """Who tells streams what to do. Both tell them the same."""
@@ -35,6 +51,9 @@ BATCH_RANGES = 32
 On an H200, jobs of 64 MiB in rows of 256 KiB, store and load as parts of one large copy: batches of 8 on two streams 0.93 and
 0.93, of 16 0.96 and 0.95, of 32 0.965 and 0.956, of 64 0.94 and 0.95; of 64 on one stream 0.94 and 0.945.
 """
+
+FIRST_RANGES = 4
+"""In the first batch of a job, while the bus has nothing else to do; each batch after it has twice as many."""
 
 
 class Note(NamedTuple):
@@ -60,17 +79,22 @@ class Plain(NamedTuple):
     num_slots: int
 
 
+TELL, LAUNCH, COPY = range(3)
+Step = tuple[Any, ...]
+"""One of these three and its arguments, of which a string is the name of what each piece has its own: see `Steps.play`."""
+Script = tuple[Step, ...]
+
+
 class Steps(Protocol):
     """What both forms do."""
 
     def is_plain(self, plain: Plain, blocks: Ints, slots: Ints, engine: int, /) -> bool:
         """Say whether a job has as many slots as blocks, all there and none null, and the engine's stream is idle."""
 
-    def begin(
-        self, kernel: driver.Launch, plain: Plain, note: Note, blocks: Ints, slots: Ints,
-        engine: int, stream: int, start: int, done: int, /,
-    ) -> bool:  # fmt: skip
-        """Copy all blocks of a plain job by a kernel, if they fit into the note; say whether that was done."""
+    def play(
+        self, script: Script, blocks: Ints, first: int, last: int, count: int, rows: Rows, start: int, wait: int, /
+    ) -> None:
+        """Do the steps of a script for a piece. Arguments have the names that scripts call them by."""
 
     def tell(self, note: Note, blocks: Ints, first: int, last: int, rows: Rows, offset: int, /) -> None:
         """Write down blocks `[first, last)` for a kernel, and the places of their rows, plus `offset`."""
@@ -87,7 +111,7 @@ class Steps(Protocol):
         """Copy pages of blocks `[first, last)` between the device and their rows in the pool, joined into ranges.
 
         Without `blocks` they are numbered from 0. Small ranges take turns on two streams, where one fills the gaps of the
-        other, unless there is no `side_done` to join them by.
+        other, unless there is no `side_done` to join them by. What begins with `start` begins with a few of them.
         """
 
     def is_over(self, event: int, /) -> bool:
@@ -108,7 +132,7 @@ def make_steps(pool: PoolMap, *, to_pool: bool, pinned: bool) -> Steps:
     if CompiledSteps is None or not pinned:  # copies of pageable memory may wait, and must not hold the GIL
         return PythonSteps(pool, to_pool=to_pool, pinned=pinned)
     return CompiledSteps(
-        driver.find_functions(), driver.fail, to_pool, pool.address, pool.seam, SMALL_RANGE, BATCH_RANGES
+        driver.find_functions(), driver.fail, to_pool, pool.address, pool.seam, SMALL_RANGE, FIRST_RANGES, BATCH_RANGES
     )
 
 
@@ -122,9 +146,15 @@ class PythonSteps:
         """Say no, so that the job takes the usual way: to ask would take as long."""
         return False
 
-    def begin(self, *job: object) -> bool:
-        """Do nothing, so that the job takes the usual way: there is no shorter one."""
-        return False
+    def play(
+        self, script: Script, blocks: Ints, first: int, last: int, count: int, rows: Rows, start: int, wait: int, /
+    ) -> None:
+        """Do one after the other."""
+        own: dict[str, Any] = {"blocks": blocks, "first": first, "last": last, "count": count, "rows": rows}
+        own |= {"start": start, "wait": wait}
+        steps: list[Callable[..., None]] = [self.tell, self.launch, self.copy]
+        for which, *args in script:
+            steps[which](*(own[arg] if isinstance(arg, str) else arg for arg in args))
 
     def tell(self, note: Note, blocks: Ints, first: int, last: int, rows: Rows, offset: int, /) -> None:
         """Write a note, and bring it to the device."""
@@ -165,10 +195,12 @@ class PythonSteps:
         if wait:
             for each in streams:
                 driver.wait_for(each, wait)
-        batch = BATCH_RANGES if driver.has_batches() else 1
-        for turn, at in enumerate(range(0, len(size), batch)):
+        most, at, turn = BATCH_RANGES if driver.has_batches() else 1, 0, 0
+        batch = min(FIRST_RANGES if start else most, most)
+        while at < len(size):
             now = slice(at, at + batch)
             driver.copy_ranges(dst[now], src[now], size[now], streams[turn % len(streams)], pinned=self._pinned)
+            at, turn, batch = at + batch, turn + 1, min(2 * batch, most)
         if two:
             driver.record(side_done, side)
             driver.wait_for(stream, side_done)
