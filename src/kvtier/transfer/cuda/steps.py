@@ -1,4 +1,4 @@
-"""The steps of a piece: a kernel or a copy over the bus, with the events around it. All of a piece are a script, played in one call.
+"""The steps of a piece: a kernel or a copy over the bus, with the events around it. A script is all of a piece, in one call.
 
 A step starts a timer, waits for an event, does its work and records another event, each if there is one (0: none). `PythonSteps`
 says how, call by call; compiled, a script takes little longer than the driver does, and small jobs wait for nothing else.
