@@ -336,11 +336,12 @@ static const Step STEPS[NUM_STEPS] = {steps_tell, steps_launch, steps_copy}; /* 
 
 /* Return an argument of a step: a string is the name of what the piece has its own, which are the arguments of `play`. */
 static PyObject *find_argument(PyObject *named, PyObject *const *own) {
-    static const char INITIALS[] = "bflcrsw"; /* blocks, first, last, count, rows, start, wait */
-    if (!PyUnicode_Check(named) || PyUnicode_GetLength(named) < 1) return named;
+    static const char *const NAMES[] = {"blocks", "first", "last", "count", "rows", "start", "wait"}; /* no two begin alike */
+    if (!PyUnicode_Check(named) || PyUnicode_GetLength(named) == 0) return named;
     Py_UCS4 initial = PyUnicode_ReadChar(named, 0);
-    const char *found = initial < 128 ? memchr(INITIALS, initial, sizeof(INITIALS) - 1) : NULL;
-    return found != NULL ? own[found - INITIALS] : named;
+    for (int i = 0; i < (int)(sizeof(NAMES) / sizeof(NAMES[0])); i++)
+        if (initial == (Py_UCS4)NAMES[i][0]) return PyUnicode_CompareWithASCIIString(named, NAMES[i]) == 0 ? own[i] : named;
+    return named;
 }
 
 static PyObject *play_step(Steps *self, PyObject *step, PyObject *const *own) {

@@ -54,7 +54,7 @@ class TestCudaHandlers(HandlerSuite):
         released = False
 
         def wait_for_release(job: CudaJob) -> None:
-            while not released and job.upcoming is not None:
+            while not released and not job.is_enqueued:
                 torch.cuda._sleep(1000)
                 torch.cuda.current_stream().synchronize()
 

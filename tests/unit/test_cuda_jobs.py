@@ -61,7 +61,7 @@ class HostLane:
     def is_plain(self, blocks: Ints, slots: Ints) -> bool:
         return False
 
-    def begin(self, blocks: Ints, slots: Ints) -> None: ...
+    has_plain_jobs = False
 
     def enqueue(self, piece: Piece, blocks: Ints, rows: Rows, timer: None, oldest: int | None, *, is_last: bool) -> int:
         if self.broken is not None:
@@ -137,7 +137,7 @@ class TestJobs(HandlerSuite):
         released = threading.Event()
 
         def wait_for_release(job: CudaJob) -> None:
-            while job.upcoming is not None and not released.wait(0.001):
+            while not job.is_enqueued and not released.wait(0.001):
                 pass
 
         handler.probe = wait_for_release

@@ -14,9 +14,10 @@ from kvtier.config import OffloadingConfig
 from kvtier.pool import Pool
 from kvtier.testing.handler_suite import Handlers, HandlerSuite, Rig, random_job
 from kvtier.transfer.base import CanonicalKVCaches, CPULoadStoreSpec, GPULoadStoreSpec, OffloadingHandler
-from kvtier.transfer.cuda import CudaHandler, CudaLoadHandler, CudaMemory, CudaStoreHandler, lanes, pieces, steps
+from kvtier.transfer.cuda import CudaHandler, CudaLoadHandler, CudaMemory, CudaStoreHandler, handlers, pieces, steps
 from kvtier.transfer.cuda.handlers import CudaJob
 from kvtier.transfer.cuda.lanes import LoadLane, StoreLane
+from kvtier.transfer.cuda.pieces import group_sizes
 from kvtier.transfer.cuda.pinning import Pinning
 from kvtier.transfer.cuda.steps import PythonSteps
 
@@ -56,7 +57,7 @@ class TestLanes(HandlerSuite):
         released = False
 
         def wait_for_release(job: CudaJob) -> None:
-            while job.upcoming is not None and not released:
+            while not job.is_enqueued and not released:
                 handler.wait_ending(job, 0.001)
 
         handler.probe = wait_for_release
@@ -126,7 +127,8 @@ def enqueue_some(rng: random.Random, rig: Rig, handler: CudaHandler) -> None:
         gpu, cpu = random_job(rng, rig.config, rig.caches, range(rig.config.num_slots))
         plan = handler.plan((gpu, cpu) if handler is rig.store else (cpu, gpu))
         rows, timer, oldest = handler.memory.pool_map.rows(plan), handler._lane.timer(), None
-        for piece in handler._cut(plan, by_layer=False)[0]:
+        parts = handler.memory.parts
+        for piece in handler._cut(group_sizes(plan, len(parts)), parts, handler.piece_bytes):
             is_last = piece.last == len(plan)
             number = handler._lane.enqueue(piece, plan.blocks, rows, timer, oldest, is_last=is_last)
             timer, oldest = None, rng.choice([None, number, max(0, number - 6)])
@@ -185,12 +187,12 @@ def test_a_plain_job_begins_before_its_books_are_written(
 
 @compiled_only
 def test_sizes_of_jobs_are_remembered_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "_MOST_SIZES", 2)
+    monkeypatch.setattr(handlers, "_MOST_SIZES", 2)
     rig = Rig(TestLanes(), page=4096)
     assert isinstance(rig.store, CudaHandler)
     for job, size in enumerate([1, 2, 1, 3, 4, 1]):
         assert rig.run_store(job, GPULoadStoreSpec(range(1, size + 1)), CPULoadStoreSpec(range(size))).success
-        assert len(rig.store._lane._cuts) <= 2
+        assert len(rig.store._cuts) <= 2
     rig.check()
     rig.close()
 

@@ -235,6 +235,7 @@ def test_a_call_that_fails_is_told_by_its_name(
         ("play", (((LAUNCH, *range(12)),), IDS, 0, 1, 1, ROWS, 0, 0)),
         ("play", (((),), IDS, 0, 1, 1, ROWS, 0, 0)),
         ("play", ((7,), IDS, 0, 1, 1, ROWS, 0, 0)),
+        ("play", (((*SCRIPT[:-1], "starts"),), IDS, 0, 1, 1, ROWS, 0, 0)),
         ("play", (((*SCRIPT[:-1], "no such name"),), IDS, 0, 1, 1, ROWS, 0, 0)),
         ("play", (((*SCRIPT[:-1], "\0"),), IDS, 0, 1, 1, ROWS, 0, 0)),
         ("play", (((*SCRIPT[:-1], ""),), IDS, 0, 1, 1, ROWS, 0, 0)),

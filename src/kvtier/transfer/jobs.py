@@ -17,6 +17,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import ClassVar, Generic, TypeVar
 
 from kvtier.errors import InputError, IntegrityError, PoolError, TransferError
@@ -138,7 +139,7 @@ class JobHandler(OffloadingHandler, Generic[J]):
         return self._accept(job_id, spec)
 
     def _accept(self, job_id: int, spec: TransferSpec, *, by_layer: bool = False) -> bool:
-        ends = self._ends(spec) or self._expect_ends(spec)
+        ends = self._expect_ends(spec)
         if not self.pool.complete:
             raise PoolError(f"job {job_id}: not every process has attached to the pool; do all have the same config?")
         self._enter_thread()
@@ -151,6 +152,8 @@ class JobHandler(OffloadingHandler, Generic[J]):
                 job = self._make_job(job_id, ends, self._clock() + self._deadline, by_layer)
             except TransferError as error:
                 logger.warning("%s job %d was refused: %s", self, job_id, error)
+                return False
+            if self._closed:  # it was found to be broken meanwhile
                 return False
             self._jobs[job_id] = job
             self._begin(job)
@@ -179,7 +182,9 @@ class JobHandler(OffloadingHandler, Generic[J]):
         while not self._are_over(job_ids):
             left = self.wait_tick if until is None else until - time.monotonic()
             if left <= 0:
-                return False
+                with self._lock:
+                    self._note_progress()
+                return self._are_over(job_ids)
             self._wait_a_little(job_ids, min(left, self.wait_tick))
             self._end_late_jobs()
         return True
@@ -260,12 +265,11 @@ class JobHandler(OffloadingHandler, Generic[J]):
             return
         with self._lock:
             now = self._clock()
-            for first in self._jobs.values():  # they came in the order of their deadlines
-                if now <= first.deadline:
-                    return
-                break
-            self._note_progress()
-            late = [job for job in self._jobs.values() if now > job.deadline]
+            late = list(
+                takewhile(lambda job: now > job.deadline, self._jobs.values())
+            )  # in the order of their deadlines
+            if late:
+                self._note_progress()
         for job in reversed(late):  # the last first, so that ending the one that runs does not start another
             if self._end(job):
                 logger.warning("%s job %d was not over after %.3g s", self, job.job_id, self._deadline)

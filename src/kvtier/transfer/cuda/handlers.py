@@ -36,7 +36,7 @@ from kvtier.errors import IntegrityError, TransferError
 from kvtier.transfer.base import TransferSpec
 from kvtier.transfer.cuda.lanes import RUN_AHEAD, Begun, Lane, LoadLane, StoreLane
 from kvtier.transfer.cuda.memory import CudaMemory
-from kvtier.transfer.cuda.pieces import Ints, Piece, Rows, cut_by_layer, cut_load, cut_store, group_sizes
+from kvtier.transfer.cuda.pieces import Ints, Part, Piece, Rows, cut_by_layer, cut_load, cut_store, group_sizes
 from kvtier.transfer.jobs import Clock, Ends, Job, JobHandler, Loads, Stores
 from kvtier.transfer.plan import Plan, pair_blocks, pair_plain
 
@@ -45,23 +45,26 @@ __all__ = ["CudaHandler", "CudaJob", "CudaLoadHandler", "CudaStoreHandler"]
 logger = logging.getLogger(__name__)
 
 _INLINE_PIECES = 4  # a job of 64 MiB has no more
+_MOST_SIZES = 1024
 
 
 @dataclass(eq=False)
 class CudaJob(Job):
-    """A job on its way. `rows` are its blocks in the pool, `left` the pieces behind the `upcoming` one."""
+    """A job on its way. `rows` are its blocks in the pool."""
 
     timer: int
     rows: Rows
-    left: Iterator[Piece]
+    pieces: Sequence[Piece]
     fence: int | None = None
     stage_ends: Sequence[int] = ()
     """How many pieces there are up to the end of each stage; nothing if it does not come layer by layer."""
-    upcoming: Piece | None = field(default=None, init=False)
     num_enqueued: int = field(default=0, init=False)
-    last_pieces: tuple[int, ...] = field(default=(), init=False)
-    """The numbers of the last two that were enqueued: they may be on two streams, and either arrive last."""
     seconds: float = field(default=0.0, init=False)
+
+    @property
+    def is_enqueued(self) -> bool:
+        """Whether all of its pieces are."""
+        return self.num_enqueued >= len(self.pieces)
 
 
 class _UnderWay(NamedTuple):
@@ -85,6 +88,7 @@ class CudaHandler(JobHandler[CudaJob]):
         self.memory = memory
         self._lane = self.lane_type(memory)  # `_lock` guards it too, and what follows
         self._under_way: deque[_UnderWay] = deque()
+        self._cuts: dict[tuple[int, int], Sequence[Piece]] = {}
         self._thread_state = threading.local()
         memory.pinning.hold()
         self._holds_pool = True
@@ -107,40 +111,53 @@ class CudaHandler(JobHandler[CudaJob]):
 
     # -- jobs --------------------------------------------------------------------------------------------------------------
 
+    @staticmethod
     @abstractmethod
-    def _cut(self, plan: Plan, by_layer: bool) -> tuple[Iterator[Piece], Sequence[int]]:
+    def _cut(sizes: Sequence[int], parts: Sequence[Sequence[Part]], piece_bytes: int) -> Iterator[Piece]:
+        """Return the pieces of a job with so many blocks of each group."""
+
+    def _cut_plain(self, num_blocks: int) -> Sequence[Piece]:
+        """Return the pieces of a plain job. There are few sizes, and while they are cut the bus is idle."""
+        size = (num_blocks, self.piece_bytes)
+        pieces = self._cuts.get(size)
+        if pieces is None:
+            if len(self._cuts) >= _MOST_SIZES:
+                self._cuts.clear()
+            pieces = self._cuts[size] = tuple(self._cut([num_blocks], self.memory.parts, self.piece_bytes))
+        return pieces
+
+    def _cut_plan(self, plan: Plan, by_layer: bool) -> tuple[Sequence[Piece], Sequence[int]]:
         """Return the pieces of a job, and how many there are up to the end of each stage if it comes layer by layer."""
+        parts = self.memory.parts
+        return tuple(self._cut(group_sizes(plan, len(parts)), parts, self.piece_bytes)), ()
 
     def _make_job(self, job_id: int, ends: Ends, deadline: float, by_layer: bool) -> CudaJob:
         gpu, blocks, slots = ends[0], ends[0].block_ids, ends[1].block_ids
         simple = len(gpu.group_sizes) == 1 and (gpu.block_indices is None or gpu.block_indices[0] >= 0)
         if simple and not by_layer and (begun := self._begin_at_once(blocks, slots)) is not None:
             number, timer, rows, pieces = begun
-            left = iter(pieces)
-            job = CudaJob(job_id, pair_plain(blocks, slots), deadline, timer, rows, left)
-            self._note_enqueued(job, next(left), number)
-        else:
-            plain = simple and self._lane.is_plain(blocks, slots)
-            plan = pair_plain(blocks, slots) if plain else pair_blocks(*ends, self._geometry)
-            fence = None if plain else self._lane.fence()
-            left, stage_ends = self._cut(plan, by_layer)
-            rows = self.memory.pool_map.rows(plan)
-            job = CudaJob(job_id, plan, deadline, self._lane.timer(), rows, left, fence, stage_ends)
-        job.upcoming = next(left, None)
-        return job
+            job = CudaJob(job_id, pair_plain(blocks, slots), deadline, timer, rows, pieces)
+            self._note_enqueued(job, number)
+            return job
+        plain = simple and self._lane.is_plain(blocks, slots)
+        plan = pair_plain(blocks, slots) if plain else pair_blocks(*ends, self._geometry)
+        fence = None if plain else self._lane.fence()
+        pieces, stage_ends = self._cut_plan(plan, by_layer)
+        rows = self.memory.pool_map.rows(plan)
+        return CudaJob(job_id, plan, deadline, self._lane.timer(), rows, pieces, fence, stage_ends)
 
     def _begin_at_once(self, blocks: Ints, slots: Ints) -> Begun | None:
         """Let the device begin with a job before its books are written, if it is alone and nothing is unusual."""
-        if self._under_way or self._queue or self.probe is not None:
+        if self._under_way or self._queue or self.probe is not None or not self._lane.has_plain_jobs:
             return None
         try:
-            return self._lane.begin(blocks, slots)
+            return self._lane.begin(self._cut_plain(len(blocks)), blocks, slots)
         except TransferError:  # the usual way fails too, and that is a job's failure
             self._drain()
             return None
 
     def _begin(self, job: CudaJob) -> None:
-        if job.num_enqueued and job.upcoming is None:
+        if job.num_enqueued and job.is_enqueued:
             return
         self._queue.append(job)
         # Whoever wants the first layers first is about to compute, and may keep the thread from running meanwhile.
@@ -172,7 +189,7 @@ class CudaHandler(JobHandler[CudaJob]):
         """Stop a job; say whether it had no result before. Waits for what is under way of it, or (`drain`) of any job."""
         self._mark_ending(job)
         with self._changed:
-            job.upcoming = None
+            job.pieces = job.pieces[: job.num_enqueued]
             if job in self._queue:
                 self._queue.remove(job)
             numbers = [each.number for each in self._under_way if each.job is job]
@@ -206,12 +223,14 @@ class CudaHandler(JobHandler[CudaJob]):
         under_way, lane = self._under_way, self._lane
         try:
             while under_way and (under_way[0].number <= done or lane.is_done(under_way[0].number)):
-                number, job, _, piece = under_way.popleft()
+                number, job, place, piece = under_way.popleft()
+                if self._jobs.get(job.job_id) is not job:
+                    continue  # it has been ended, and its timer may be another job's
                 job.blocks_done += piece.completes
                 job.bytes_done += piece.bytes
-                if number in job.last_pieces:
+                if place == 0 or place >= len(job.pieces) - 2:  # on three streams, and any of them may be the last
                     job.seconds = max(job.seconds, lane.seconds(job.timer, number))
-                if job.blocks_done == len(job.plan) and self._jobs.get(job.job_id) is job:
+                if job.blocks_done == len(job.plan):
                     self._finish(job, job.seconds, success=True)
         except TransferError as error:
             self._break(error)
@@ -225,7 +244,7 @@ class CudaHandler(JobHandler[CudaJob]):
 
     def _is_past_fence(self, job: CudaJob) -> bool:
         try:
-            return bool(job.last_pieces) or job.fence is None or self._lane.is_over(job.fence)
+            return job.num_enqueued > 0 or job.fence is None or self._lane.is_over(job.fence)
         except TransferError as error:
             self._break(error)
             return False
@@ -237,30 +256,31 @@ class CudaHandler(JobHandler[CudaJob]):
             self._note_progress()
         if len(under_way) >= RUN_AHEAD or job not in self._queue:
             return False
-        piece = job.upcoming
-        if piece is not None:
-            timer = None if job.last_pieces else job.timer
+        if not job.is_enqueued:
+            is_last = job.num_enqueued + 1 == len(job.pieces) and len(self._queue) == 1
+            piece, timer = job.pieces[job.num_enqueued], None if job.num_enqueued else job.timer
             oldest = under_way[0].number if under_way else None
-            after = next(job.left, None)
-            is_last = after is None and len(self._queue) == 1
             try:
                 number = self._lane.enqueue(piece, job.plan.blocks, job.rows, timer, oldest, is_last=is_last)
-            except TransferError as error:
-                logger.warning("%s job %d failed: %s", self, job.job_id, error)
+            except Exception as error:
+                logger.warning(
+                    "%s job %d failed: %s", self, job.job_id, error, exc_info=not isinstance(error, TransferError)
+                )
                 self._abandon(job)
                 return True
-            self._note_enqueued(job, piece, number)
-            job.upcoming = after
-        if job.upcoming is None:
+            self._note_enqueued(job, number)
+        if job.is_enqueued:
             self._queue.popleft()
             if not len(job.plan):
                 self._finish(job, 0.0, success=True)
         return True
 
-    def _note_enqueued(self, job: CudaJob, piece: Piece, number: int) -> None:
-        self._under_way.append(_UnderWay(number, job, job.num_enqueued, piece))
-        job.num_enqueued += 1
-        job.last_pieces = (*job.last_pieces[-1:], number)
+    def _note_enqueued(self, job: CudaJob, number: int) -> None:
+        """Take note that the next piece of a job was enqueued."""
+        place = job.num_enqueued
+        piece = job.pieces[place]
+        self._under_way.append(_UnderWay(number, job, place, piece))
+        job.num_enqueued = place + 1
         job.blocks_begun += piece.completes
 
     def _wait_done(self, number: int) -> bool:
@@ -287,7 +307,7 @@ class CudaHandler(JobHandler[CudaJob]):
 
     def _run(self, job: CudaJob) -> None:
         """Enqueue one piece of a job, when the engine's work before it is over, or wait a little for room."""
-        if not job.last_pieces and job.fence is not None:
+        if not job.num_enqueued and job.fence is not None:
             self._lane.wait_over(job.fence)
         if self.probe is not None:
             self.probe(job)
@@ -301,9 +321,7 @@ class CudaStoreHandler(Stores, CudaHandler):
 
     lane_type = StoreLane
 
-    def _cut(self, plan: Plan, by_layer: bool) -> tuple[Iterator[Piece], Sequence[int]]:
-        parts = self.memory.parts
-        return cut_store(group_sizes(plan, len(parts)), parts, self.piece_bytes), ()
+    _cut = staticmethod(cut_store)
 
 
 class CudaLoadHandler(Loads, CudaHandler):
@@ -311,12 +329,12 @@ class CudaLoadHandler(Loads, CudaHandler):
 
     lane_type = LoadLane
 
-    def _cut(self, plan: Plan, by_layer: bool) -> tuple[Iterator[Piece], Sequence[int]]:
+    _cut = staticmethod(cut_load)
+
+    def _cut_plan(self, plan: Plan, by_layer: bool) -> tuple[Sequence[Piece], Sequence[int]]:
         if by_layer and self.memory.stages:
-            pieces, ends = cut_by_layer(plan, self.memory.stages, self.piece_bytes)
-            return iter(pieces), ends
-        parts = self.memory.parts
-        return cut_load(group_sizes(plan, len(parts)), parts, self.piece_bytes), ()
+            return cut_by_layer(plan, self.memory.stages, self.piece_bytes)
+        return super()._cut_plan(plan, by_layer)
 
     def transfer_by_layer(self, job_id: int, spec: TransferSpec) -> bool:
         """Start a load that comes stage by stage. If it ends early no block of it has arrived."""
@@ -340,7 +358,7 @@ class CudaLoadHandler(Loads, CudaHandler):
             if job is None:
                 return self._has_succeeded(job_id)
             needed = job.stage_ends[stage] if job.stage_ends and stage is not None else math.inf
-            if job.ending or (job.upcoming is not None and job.num_enqueued < needed):
+            if job.ending or (not job.is_enqueued and job.num_enqueued < needed):
                 return False if job.ending else None
             try:
                 for each in self._under_way:

@@ -38,8 +38,6 @@ from kvtier.transfer.cuda.pieces import (
     Part,
     Piece,
     Rows,
-    cut_load,
-    cut_store,
 )
 from kvtier.transfer.cuda.steps import COPY, LAUNCH, TELL, Note, Plain, Script, Step, make_steps
 
@@ -47,7 +45,6 @@ __all__ = ["RUN_AHEAD", "Begun", "Lane", "LoadLane", "StoreLane"]
 
 RUN_AHEAD = 8
 """A multiple of `BUFFERS`."""
-_MOST_SIZES = 1024
 
 _CopyStreams = tuple[int, int, int]
 """A stream, one beside it for small ranges, and an event to join them by."""
@@ -67,13 +64,6 @@ class _Ways(NamedTuple):
     short: driver.Launch
     rows: list[Rows]
     pages: list[Pages]
-
-
-class _Cut(NamedTuple):
-    """The pieces of a plain job of some size, and the script of the first one for each place in the ring."""
-
-    pieces: Sequence[Piece]
-    scripts: Sequence[Script]
 
 
 class Begun(NamedTuple):
@@ -116,9 +106,8 @@ class Lane(ABC):
         staged = [(group, part) for group, part in self._parts(memory) if not part.direct]
         self._ways = {id(part): self._find_ways(memory, group, part) for group, part in staged}
         self._plain = self._find_plain(memory)
-        self._cuts: dict[int, _Cut] = {}
+        self.has_plain_jobs = self._plain is not None
         self._scripts: dict[tuple[int, _Way, int, bool], Script] = {}
-        self._memory = memory
 
     def _parts(self, memory: CudaMemory) -> Iterator[tuple[int, Part]]:
         """Yield all parts that pieces of this direction may have, with their groups."""
@@ -151,9 +140,10 @@ class Lane(ABC):
         stream = self._device.current_stream()
         if self._steps.is_idle(stream):
             return None
-        fence = self._spare_fences.pop() if self._spare_fences else self._device.event(blocking=True)
-        driver.record(fence, stream)
-        return fence
+        if not self._spare_fences:
+            self._spare_fences.append(self._device.event(blocking=True))
+        driver.record(self._spare_fences[-1], stream)
+        return self._spare_fences.pop()
 
     def is_over(self, fence: int) -> bool:
         """Say whether what is before a fence has been done."""
@@ -181,26 +171,18 @@ class Lane(ABC):
             self._plain, blocks, slots, self._device.current_stream()
         )
 
-    def begin(self, blocks: Ints, slots: Ints) -> Begun | None:
-        """Enqueue the first piece of a plain job, with nothing before it; `None`: it takes the usual way."""
+    def begin(self, pieces: Sequence[Piece], blocks: Ints, slots: Ints) -> Begun | None:
+        """Enqueue the first of its pieces, with nothing before it, if a job is plain; `None`: it takes the usual way."""
         plain = self._plain
         if plain is None or not self._steps.is_plain(plain, blocks, slots, self._device.current_stream()):
             return None
-        pieces, scripts = self._cuts.get(len(blocks)) or self._remember_cut(len(blocks))
-        number, count, timer, rows = self._enqueued, pieces[0].last, self.timer(), Rows(slots, plain.first, plain.step)
-        self._steps.play(scripts[number % RUN_AHEAD], blocks, 0, count, count, rows, timer, 0)
-        self._enqueued = number + 1
+        rows = Rows(slots, plain.first, plain.step)
+        if not self._spare_timers:
+            self._spare_timers.append(self._device.event(timing=True))
+        timer = self._spare_timers[-1]
+        number = self.enqueue(pieces[0], blocks, rows, timer, None, is_last=len(pieces) == 1)
+        self._spare_timers.pop()
         return Begun(number, timer, rows, pieces)
-
-    def _remember_cut(self, num_blocks: int) -> _Cut:
-        """Cut a plain job and find the scripts of its first piece. There are few sizes, and meanwhile the bus is idle."""
-        if len(self._cuts) >= _MOST_SIZES:
-            self._cuts.clear()
-        pieces = tuple(self._cut(num_blocks))
-        way = self._choose_way(pieces[0], None, is_last=len(pieces) == 1)
-        scripts = [self._find_script(pieces[0].part, way, place, True) for place in range(RUN_AHEAD)]
-        cut = self._cuts[num_blocks] = _Cut(pieces, scripts)
-        return cut
 
     def enqueue(
         self, piece: Piece, blocks: Ints, rows: Rows, timer: int | None, oldest: int | None, *, is_last: bool
@@ -224,10 +206,6 @@ class Lane(ABC):
         if oldest is not None or not (is_last or self.begins_alone):
             return "staged"
         return "short" if piece.bytes <= self.short_bytes and self._pinned else "alone"
-
-    @abstractmethod
-    def _cut(self, num_blocks: int) -> Iterator[Piece]:
-        """Cut a plain job."""
 
     # -- scripts: what streams are told for a piece ------------------------------------------------------------------------
 
@@ -312,9 +290,6 @@ class StoreLane(Lane):
     begins_alone = True
     short_bytes = SHORT_STORE
 
-    def _cut(self, num_blocks: int) -> Iterator[Piece]:
-        return cut_store([num_blocks], self._memory.parts, self._memory.piece_bytes)
-
     def _write_alone(self, part: Part, place: int) -> Script:
         note, stream = self._told[place], self._copies
         return (
@@ -345,9 +320,6 @@ class LoadLane(Lane):
             for group, parts in enumerate(stage):
                 for part in parts:
                     yield group, part
-
-    def _cut(self, num_blocks: int) -> Iterator[Piece]:
-        return cut_load([num_blocks], self._memory.parts, self._memory.piece_bytes)
 
     def _write_alone(self, part: Part, place: int) -> Script:
         note, stream = self._told[place], self._copies

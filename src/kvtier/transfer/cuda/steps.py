@@ -53,7 +53,7 @@ On an H200, jobs of 64 MiB in rows of 256 KiB, store and load as parts of one la
 """
 
 FIRST_RANGES = 4
-"""In the first batch of a job, while the bus has nothing else to do; each batch after it has twice as many."""
+"""In the first batch of a copy that a job begins with, while the bus is idle; each batch after it has twice as many."""
 
 
 class Note(NamedTuple):
