@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtier.transfer.cuda import driver, lanes
+from kvtier.transfer.cuda import driver, lanes, pieces, steps
 from kvtier.transfer.cuda.driver import Launch
 from kvtier.transfer.cuda.pieces import Part
 
@@ -29,6 +29,15 @@ SIGNATURES: dict[str, list[Any]] = {
     "cuStreamSynchronize": [c_uint64],
     "cuEventElapsedTime": [c_void_p, c_uint64, c_uint64],
 }
+
+
+compiled_only = pytest.mark.skipif(steps.STEPS_BY == "python", reason="kvtier._cuda was not compiled here")
+
+
+def cut_small(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Let pieces begin and end with this size."""
+    for name in ("SHORT_STORE", "SHORT_LOAD", "LAST_LOAD"):
+        monkeypatch.setattr(pieces, name, size)
 
 
 def read(kind: Any, address: int | None, count: int) -> list[int]:

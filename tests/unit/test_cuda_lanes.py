@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import pytest
-from tests.unit.cuda_kit import FakeDriver
+from tests.unit.cuda_kit import FakeDriver, compiled_only, cut_small
 
 from kvtier.config import OffloadingConfig
 from kvtier.pool import Pool
 from kvtier.testing.handler_suite import Handlers, HandlerSuite, Rig, random_job
 from kvtier.transfer.base import CanonicalKVCaches, CPULoadStoreSpec, GPULoadStoreSpec, OffloadingHandler
-from kvtier.transfer.cuda import CudaHandler, CudaLoadHandler, CudaMemory, CudaStoreHandler, handlers, pieces, steps
+from kvtier.transfer.cuda import CudaHandler, CudaLoadHandler, CudaMemory, CudaStoreHandler, handlers, steps
 from kvtier.transfer.cuda.handlers import CudaJob
-from kvtier.transfer.cuda.lanes import LoadLane, StoreLane
-from kvtier.transfer.cuda.pieces import group_sizes
+from kvtier.transfer.cuda.lanes import Begun, LoadLane, StoreLane
+from kvtier.transfer.cuda.pieces import Piece, group_sizes
 from kvtier.transfer.cuda.pinning import Pinning
 from kvtier.transfer.cuda.steps import PythonSteps
-
-compiled_only = pytest.mark.skipif(steps.STEPS_BY == "python", reason="kvtier._cuda was not compiled here")
 
 
 @pytest.fixture(autouse=True)
@@ -29,11 +27,6 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = FakeDriver(copies=True)
     fake.use(monkeypatch)
     return fake
-
-
-def cut_small(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    for name in ("SHORT_STORE", "SHORT_LOAD", "LAST_LOAD"):
-        monkeypatch.setattr(pieces, name, size)
 
 
 class TestLanes(HandlerSuite):
@@ -169,14 +162,20 @@ def test_a_plain_job_begins_before_its_books_are_written(
         (rig.store, rig.run_store) if way == "store" else (rig.load, lambda job, *ends: rig.run_load(job, *ends[::-1]))
     )
     assert isinstance(handler, CudaHandler)
-    begun = []
+    begun, cuts = [], []
     begin = handler._lane.begin
-    monkeypatch.setattr(handler._lane, "begin", lambda *args: begun.append(begin(*args)) or begun[-1])
+
+    def watch(pieces: Sequence[Piece], *ends: Any) -> Begun | None:
+        cuts.append(len(pieces))
+        begun.append(begin(pieces, *ends))
+        return begun[-1]
+
+    monkeypatch.setattr(handler._lane, "begin", watch)
     gpu, cpu = GPULoadStoreSpec(blocks), CPULoadStoreSpec(slots)
     for job in range(20):  # all places in the ring, and more
         assert run(job, gpu, cpu).success
         assert (begun[-1] is not None) == begins
-        assert not begins or (len(begun[-1].pieces) > 1) == (len(blocks) > 6)
+        assert not begins or (cuts[-1] > 1) == (len(blocks) > 6)
         rig.check()
     fake.failing = {"cuStreamQuery": 600}  # the engine is busy, and its fence is over at once
     assert run(20, gpu, cpu).success

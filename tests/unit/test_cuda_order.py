@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.unit.cuda_kit import compiled_only, cut_small
 from tests.unit.cuda_sim import SimDriver
 from tests.unit.test_cuda_lanes import TestLanes as Lanes
-from tests.unit.test_cuda_lanes import compiled_only, cut_small
 
 from kvtier.testing.handler_suite import PATIENCE, Rig, finish
 from kvtier.transfer.base import CPULoadStoreSpec, GPULoadStoreSpec, OffloadingHandler, TransferResult

@@ -9,16 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.unit.cuda_kit import FakeDriver
+from tests.unit.cuda_kit import FakeDriver, compiled_only
 
 from kvtier.errors import TransferError
 from kvtier.testing.caches import make_caches, make_config
-from kvtier.transfer.cuda import steps
 from kvtier.transfer.cuda.driver import Launch
 from kvtier.transfer.cuda.pieces import Pages, PoolMap, Rows
 from kvtier.transfer.cuda.steps import COPY, LAUNCH, TELL, Note, Plain, PythonSteps, make_steps
-
-compiled_only = pytest.mark.skipif(steps.STEPS_BY == "python", reason="kvtier._cuda was not compiled here")
 
 POOL = 1 << 40
 

@@ -5,7 +5,8 @@ by the handler's thread (or by whoever has time), and ends in one of two ways: i
 (its deadline, a cancel, a shutdown, a failure). Jobs of one direction begin in the order given.
 
 Deadlines count from `transfer_async` and are looked at by `get_finished` and `wait`. With `max_jobs` jobs accepted and not
-over, `transfer_async` refuses the next one. All public methods belong to the worker's thread.
+over, `transfer_async` refuses the next one; so does a device that does not answer. All public methods belong to the worker's
+thread.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from typing import ClassVar, NamedTuple
 
 from kvtier.errors import IntegrityError, TransferError
 from kvtier.transfer.base import TransferSpec
-from kvtier.transfer.cuda.lanes import RUN_AHEAD, Begun, Lane, LoadLane, StoreLane
+from kvtier.transfer.cuda.lanes import RUN_AHEAD, Lane, LoadLane, StoreLane
 from kvtier.transfer.cuda.memory import CudaMemory
 from kvtier.transfer.cuda.pieces import Ints, Part, Piece, Rows, cut_by_layer, cut_load, cut_store, group_sizes
 from kvtier.transfer.jobs import Clock, Ends, Job, JobHandler, Loads, Stores
@@ -134,10 +134,7 @@ class CudaHandler(JobHandler[CudaJob]):
     def _make_job(self, job_id: int, ends: Ends, deadline: float, by_layer: bool) -> CudaJob:
         gpu, blocks, slots = ends[0], ends[0].block_ids, ends[1].block_ids
         simple = len(gpu.group_sizes) == 1 and (gpu.block_indices is None or gpu.block_indices[0] >= 0)
-        if simple and not by_layer and (begun := self._begin_at_once(blocks, slots)) is not None:
-            number, timer, rows, pieces = begun
-            job = CudaJob(job_id, pair_plain(blocks, slots), deadline, timer, rows, pieces)
-            self._note_enqueued(job, number)
+        if simple and not by_layer and (job := self._begin_at_once(job_id, blocks, slots, deadline)) is not None:
             return job
         plain = simple and self._lane.is_plain(blocks, slots)
         plan = pair_plain(blocks, slots) if plain else pair_blocks(*ends, self._geometry)
@@ -146,15 +143,21 @@ class CudaHandler(JobHandler[CudaJob]):
         rows = self.memory.pool_map.rows(plan)
         return CudaJob(job_id, plan, deadline, self._lane.timer(), rows, pieces, fence, stage_ends)
 
-    def _begin_at_once(self, blocks: Ints, slots: Ints) -> Begun | None:
+    def _begin_at_once(self, job_id: int, blocks: Ints, slots: Ints, deadline: float) -> CudaJob | None:
         """Let the device begin with a job before its books are written, if it is alone and nothing is unusual."""
         if self._under_way or self._queue or self.probe is not None or not self._lane.has_plain_jobs:
             return None
+        pieces = self._cut_plain(len(blocks))
         try:
-            return self._lane.begin(self._cut_plain(len(blocks)), blocks, slots)
+            begun = self._lane.begin(pieces, blocks, slots)
         except TransferError:  # the usual way fails too, and that is a job's failure
             self._drain()
             return None
+        if begun is None:
+            return None
+        job = CudaJob(job_id, pair_plain(blocks, slots), deadline, begun.timer, begun.rows, pieces)
+        self._note_enqueued(job, begun.number)
+        return job
 
     def _begin(self, job: CudaJob) -> None:
         if job.num_enqueued and job.is_enqueued:
@@ -262,10 +265,8 @@ class CudaHandler(JobHandler[CudaJob]):
             oldest = under_way[0].number if under_way else None
             try:
                 number = self._lane.enqueue(piece, job.plan.blocks, job.rows, timer, oldest, is_last=is_last)
-            except Exception as error:
-                logger.warning(
-                    "%s job %d failed: %s", self, job.job_id, error, exc_info=not isinstance(error, TransferError)
-                )
+            except (TransferError, MemoryError) as error:
+                logger.warning("%s job %d failed: %s", self, job.job_id, error)
                 self._abandon(job)
                 return True
             self._note_enqueued(job, number)

@@ -4,14 +4,15 @@
     load    copy stream:    rows to buffer n % BUFFERS  --ready-->  kernel stream:  scatter piece n            --done
 
 A kernel waits for its buffer on the device, never on the host, and the bus goes on while kernels wait for the engine's
-own. Pieces arrive one after the other, so that the last kernel has little to do; if their ranges are small a second copy stream
-fills the gaps of the first. A piece with nothing before it, and if it is a load nothing behind it, has nothing to overlap with,
-and takes one stream and fewer calls; if it is short as well, one kernel copies it between the engine and the pool, with no
-buffer: a long store begins so, and its next piece is gathered meanwhile. At most `RUN_AHEAD` pieces are under way, so that
-stopping is a matter of milliseconds.
+own. The bus carries pieces one after the other, so that the last kernel has little to do; if their ranges are small a second
+copy stream fills the gaps of the first. A piece with nothing before it, and if it is a load nothing behind it, has nothing to
+overlap with, and takes one stream and fewer calls; if it is short as well, one kernel copies it between the engine and the pool,
+with no buffer: a long store begins so, and its next piece is gathered meanwhile. At most `RUN_AHEAD` pieces are under way, so
+that stopping is a matter of milliseconds. Those that end on different streams may arrive in another order than they were
+enqueued in.
 
-What streams are told for a piece is a script, written once for each part, way and place in the ring of events and buffers, and
-played by `steps` in one call.
+What streams are told for a piece is a script, written once for each part, route and turn (its place in the ring of events and
+buffers), and played by `steps` in one call.
 
 A lane knows nothing of jobs and has no lock: its handler calls it from one thread at a time. The engine's work that a
 piece must follow is over when the piece is enqueued. Errors of the device are `TransferError`. Streams and events are
@@ -44,13 +45,13 @@ from kvtier.transfer.cuda.steps import COPY, LAUNCH, TELL, Note, Plain, Script, 
 __all__ = ["RUN_AHEAD", "Begun", "Lane", "LoadLane", "StoreLane"]
 
 RUN_AHEAD = 8
-"""A multiple of `BUFFERS`."""
+"""Pieces under way, at most: the length of the ring. A multiple of `BUFFERS`."""
 
 _CopyStreams = tuple[int, int, int]
 """A stream, one beside it for small ranges, and an event to join them by."""
 _Open = int | str
 """An event, or the name of one that each piece has its own."""
-_Way = Literal["direct", "short", "alone", "staged"]
+_Route = Literal["direct", "short", "alone", "staged"]
 """How a piece is copied: page by page; by a kernel, over the bus; through a buffer on one stream, or beside other pieces."""
 
 
@@ -67,12 +68,11 @@ class _Ways(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """A job whose first piece was enqueued, and all of its pieces."""
+    """A job whose first piece was enqueued."""
 
     number: int
     timer: int
     rows: Rows
-    pieces: Sequence[Piece]
 
 
 class Lane(ABC):
@@ -107,7 +107,8 @@ class Lane(ABC):
         self._ways = {id(part): self._find_ways(memory, group, part) for group, part in staged}
         self._plain = self._find_plain(memory)
         self.has_plain_jobs = self._plain is not None
-        self._scripts: dict[tuple[int, _Way, int, bool], Script] = {}
+        """Whether `begin` may be called."""
+        self._scripts: dict[tuple[int, _Route, int, bool], Script] = {}
 
     def _parts(self, memory: CudaMemory) -> Iterator[tuple[int, Part]]:
         """Yield all parts that pieces of this direction may have, with their groups."""
@@ -182,7 +183,7 @@ class Lane(ABC):
         timer = self._spare_timers[-1]
         number = self.enqueue(pieces[0], blocks, rows, timer, None, is_last=len(pieces) == 1)
         self._spare_timers.pop()
-        return Begun(number, timer, rows, pieces)
+        return Begun(number, timer, rows)
 
     def enqueue(
         self, piece: Piece, blocks: Ints, rows: Rows, timer: int | None, oldest: int | None, *, is_last: bool
@@ -192,15 +193,15 @@ class Lane(ABC):
         `timer` starts with it. All pieces before `oldest` have arrived, or all. `is_last`: nothing is known to come behind it.
         """
         part, first, last, _ = piece
-        number, way = self._enqueued, self._choose_way(piece, oldest, is_last=is_last)
-        script = self._find_script(part, way, number % RUN_AHEAD, timer is not None)
+        number, route = self._enqueued, self._choose_route(piece, oldest, is_last=is_last)
+        script = self._find_script(part, route, number % RUN_AHEAD, timer is not None)
         is_taken = oldest is not None and number - BUFFERS >= oldest
         free = self._done[(number - BUFFERS) % RUN_AHEAD] if is_taken else 0
         self._steps.play(script, blocks, first, last, last - first, rows, timer or 0, free)
         self._enqueued = number + 1
         return number
 
-    def _choose_way(self, piece: Piece, oldest: int | None, *, is_last: bool) -> _Way:
+    def _choose_route(self, piece: Piece, oldest: int | None, *, is_last: bool) -> _Route:
         if piece.part.direct:
             return "direct"
         if oldest is not None or not (is_last or self.begins_alone):
@@ -209,54 +210,54 @@ class Lane(ABC):
 
     # -- scripts: what streams are told for a piece ------------------------------------------------------------------------
 
-    def _find_script(self, part: Part, way: _Way, place: int, begins: bool) -> Script:
-        key = (id(part), way, place, begins)
+    def _find_script(self, part: Part, route: _Route, turn: int, begins: bool) -> Script:
+        key = (id(part), route, turn, begins)
         script = self._scripts.get(key)
         if script is None:
-            script = self._scripts[key] = self._write_script(part, way, place, begins)
+            script = self._scripts[key] = self._write_script(part, route, turn, begins)
         return script
 
-    def _write_script(self, part: Part, way: _Way, place: int, begins: bool) -> Script:
-        match way:
+    def _write_script(self, part: Part, route: _Route, turn: int, begins: bool) -> Script:
+        match route:
             case "direct":
-                return self._write_direct(part, place)
+                return self._write_direct(part, turn)
             case "short":
-                return self._write_short(part, place)
+                return self._write_short(part, turn)
             case "alone":
-                return self._write_alone(part, place)
+                return self._write_alone(part, turn)
             case "staged":
-                return self._write_staged(part, place, begins)
+                return self._write_staged(part, turn, begins)
 
-    def _write_direct(self, part: Part, place: int) -> Script:
-        streams = self._copy_streams[place]
-        return ((COPY, part.pages, "blocks", "first", "last", "rows", *streams, "start", 0, self._done[place]),)
+    def _write_direct(self, part: Part, turn: int) -> Script:
+        streams = self._copy_streams[turn]
+        return ((COPY, part.pages, "blocks", "first", "last", "rows", *streams, "start", 0, self._done[turn]),)
 
-    def _write_short(self, part: Part, place: int) -> Script:
-        note, kernel = self._told[place], self._ways[id(part)].short
+    def _write_short(self, part: Part, turn: int) -> Script:
+        note, kernel = self._told[turn], self._ways[id(part)].short
         return (
             (TELL, note, "blocks", "first", "last", "rows", part.offset),
-            (LAUNCH, kernel, note, "count", self._side, "start", 0, self._done[place]),
+            (LAUNCH, kernel, note, "count", self._side, "start", 0, self._done[turn]),
         )
 
     @abstractmethod
-    def _write_alone(self, part: Part, place: int) -> Script:
+    def _write_alone(self, part: Part, turn: int) -> Script:
         """Write down a piece that takes one stream, and as few calls as possible."""
 
     @abstractmethod
-    def _write_staged(self, part: Part, place: int, begins: bool) -> Script:
+    def _write_staged(self, part: Part, turn: int, begins: bool) -> Script:
         """Write down a piece that is copied beside others. `begins`: it is the first of its job."""
 
-    def _tell(self, note: Note, part: Part, place: int) -> Step:
+    def _tell(self, note: Note, part: Part, turn: int) -> Step:
         """Tell a kernel the blocks of a piece, and that their rows are in its buffer."""
-        return (TELL, note, "blocks", "first", "last", self._ways[id(part)].rows[place % BUFFERS], 0)
+        return (TELL, note, "blocks", "first", "last", self._ways[id(part)].rows[turn % BUFFERS], 0)
 
     def _launch(self, note: Note, part: Part, stream: int, start: _Open, wait: _Open, done: int) -> Step:
         """Let a kernel copy a piece between the engine and its buffer."""
         return (LAUNCH, self._ways[id(part)].staged, note, "count", stream, start, wait, done)
 
-    def _copy(self, part: Part, place: int, streams: _CopyStreams, start: _Open, wait: _Open, done: int) -> Step:
+    def _copy(self, part: Part, turn: int, streams: _CopyStreams, start: _Open, wait: _Open, done: int) -> Step:
         """Copy a piece between its buffer and the pool."""
-        pages = self._ways[id(part)].pages[place % BUFFERS]
+        pages = self._ways[id(part)].pages[turn % BUFFERS]
         return (COPY, pages, None, "first", "last", "rows", *streams, start, wait, done)
 
     # -- what has arrived --------------------------------------------------------------------------------------------------
@@ -290,20 +291,20 @@ class StoreLane(Lane):
     begins_alone = True
     short_bytes = SHORT_STORE
 
-    def _write_alone(self, part: Part, place: int) -> Script:
-        note, stream = self._told[place], self._copies
+    def _write_alone(self, part: Part, turn: int) -> Script:
+        note, stream = self._told[turn], self._copies
         return (
-            self._tell(note, part, place),
+            self._tell(note, part, turn),
             self._launch(note, part, stream, "start", 0, 0),
-            self._copy(part, place, (stream, 0, 0), 0, 0, self._done[place]),
+            self._copy(part, turn, (stream, 0, 0), 0, 0, self._done[turn]),
         )
 
-    def _write_staged(self, part: Part, place: int, begins: bool) -> Script:
-        note, ready = self._heard[place], self._ready[place]
+    def _write_staged(self, part: Part, turn: int, begins: bool) -> Script:
+        note, ready = self._heard[turn], self._ready[turn]
         return (
-            self._tell(note, part, place),
+            self._tell(note, part, turn),
             self._launch(note, part, self._kernels, "start", "wait", ready),
-            self._copy(part, place, self._copy_streams[place], 0, ready, self._done[place]),
+            self._copy(part, turn, self._copy_streams[turn], 0, ready, self._done[turn]),
         )
 
 
@@ -321,20 +322,20 @@ class LoadLane(Lane):
                 for part in parts:
                     yield group, part
 
-    def _write_alone(self, part: Part, place: int) -> Script:
-        note, stream = self._told[place], self._copies
+    def _write_alone(self, part: Part, turn: int) -> Script:
+        note, stream = self._told[turn], self._copies
         return (
-            self._copy(part, place, (stream, 0, 0), "start", 0, 0),
-            self._tell(note, part, place),
-            self._launch(note, part, stream, 0, 0, self._done[place]),
+            self._copy(part, turn, (stream, 0, 0), "start", 0, 0),
+            self._tell(note, part, turn),
+            self._launch(note, part, stream, 0, 0, self._done[turn]),
         )
 
-    def _write_staged(self, part: Part, place: int, begins: bool) -> Script:
-        note, ready = self._heard[place], self._ready[place]
-        tell = self._tell(note, part, place)
-        copy = self._copy(part, place, self._copy_streams[place], "start", "wait", ready)
+    def _write_staged(self, part: Part, turn: int, begins: bool) -> Script:
+        note, ready = self._heard[turn], self._ready[turn]
+        tell = self._tell(note, part, turn)
+        copy = self._copy(part, turn, self._copy_streams[turn], "start", "wait", ready)
         # A note that is behind the copy waits for it, but a job's first bytes should not wait for a note.
         return (
             *((copy, tell) if begins else (tell, copy)),
-            self._launch(note, part, self._kernels, 0, ready, self._done[place]),
+            self._launch(note, part, self._kernels, 0, ready, self._done[turn]),
         )
