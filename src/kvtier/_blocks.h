@@ -8,6 +8,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "_spans.h"
+
 /* -- ints ------------------------------------------------------------------------------------------------------------------ */
 
 /* Read an int from 0 to 2^64 - 1; return 0 for anything else, with no exception set. */
@@ -35,6 +37,24 @@ static inline int read_uint(PyObject *object, uint64_t *value) {
         return 0;
     }
     return 1;
+}
+
+/* Say whether an object is an int of less than 2^30, as tokens are; 0 need not count as one. */
+static inline int is_token(PyObject *object) {
+#if PY_VERSION_HEX >= 0x030C0000
+    return PyLong_CheckExact(object) && PyUnstable_Long_IsCompact((PyLongObject *)object) &&
+           PyUnstable_Long_CompactValue((PyLongObject *)object) >= 0;
+#else
+    return PyLong_CheckExact(object) && Py_SIZE(object) == 1;
+#endif
+}
+
+static inline uint32_t token_of(PyObject *object) {
+#if PY_VERSION_HEX >= 0x030C0000
+    return (uint32_t)PyUnstable_Long_CompactValue((PyLongObject *)object);
+#else
+    return ((PyLongObject *)object)->ob_digit[0];
+#endif
 }
 
 /* -- room ------------------------------------------------------------------------------------------------------------------ */
@@ -98,9 +118,20 @@ static inline void fetch(Blocks *self, uint64_t hash) { __builtin_prefetch(home_
 /* Return the bucket of a hash and where in it it is; NULL if it is nowhere. */
 static inline Bucket *find_in(const Part *part, uint64_t hash, unsigned *place) {
     for (Bucket *bucket = home_of(part, hash);; bucket = after(part, bucket)) {
-        for (unsigned i = 0; i < SLOTS; i++)
-            if (bucket->hashes[i] == hash && i < bucket->used) return *place = i, bucket;
+        unsigned same = 0; /* a bit for each slot; where the hash is cannot be foreseen, so there is no branch */
+        for (unsigned i = 0; i < SLOTS; i++) same |= (unsigned)(bucket->hashes[i] == hash) << i;
+        same &= (1u << bucket->used) - 1;
+        if (same != 0) return *place = (unsigned)__builtin_ctz(same), bucket;
         if (bucket->passed == 0) return NULL;
+    }
+}
+
+/* Say whether a hash is there: like `find_in`, for those that most likely are not. */
+static inline int is_in(const Part *part, uint64_t hash) {
+    for (const Bucket *bucket = home_of(part, hash);; bucket = after(part, (Bucket *)bucket)) {
+        for (unsigned i = 0; i < SLOTS; i++)
+            if (bucket->hashes[i] == hash && i < bucket->used) return 1;
+        if (bucket->passed == 0) return 0;
     }
 }
 
@@ -141,9 +172,15 @@ static inline uint32_t take_out(Blocks *self, uint64_t hash) {
 }
 
 static Bucket *make_buckets(size_t count) {
-    void *buckets = NULL;
-    if (posix_memalign(&buckets, sizeof(Bucket), count * sizeof(Bucket)) != 0) return PyErr_NoMemory(), NULL;
-    return memset(buckets, 0, count * sizeof(Bucket));
+    size_t size = count * sizeof(Bucket);
+    void *buckets = is_span(size) ? take_span(size) : aligned_alloc(sizeof(Bucket), size);
+    return buckets == NULL ? PyErr_NoMemory(), NULL : memset(buckets, 0, size);
+}
+
+static void free_buckets(Bucket *buckets, size_t count) {
+    if (buckets == no_buckets) return;
+    if (is_span(count * sizeof(Bucket))) give_span(buckets, count * sizeof(Bucket));
+    else free(buckets);
 }
 
 /* Double a part. */
@@ -156,7 +193,7 @@ static int grow(Blocks *self, Part *part) {
     part->used = 0;
     for (const Bucket *bucket = old.buckets; bucket < old.buckets + old.size; bucket++)
         for (unsigned i = 0; i < bucket->used; i++) put_in(part, bucket->hashes[i], bucket->numbers[i]);
-    if (old.buckets != no_buckets) free(old.buckets);
+    free_buckets(old.buckets, old.size);
     return 0;
 }
 
@@ -181,8 +218,7 @@ static int hold_all(Blocks *self, const uint64_t *hashes, Py_ssize_t size, uint3
     int status = 1;
     for (; done < size; done++) {
         Part *part = part_of(self, hashes[done]);
-        unsigned place;
-        status = find_in(part, hashes[done], &place) != NULL ? 0 : reserve(self, part) < 0 ? -1 : 1;
+        status = reserve(self, part) < 0 ? -1 : is_in(part, hashes[done]) ? 0 : 1;
         if (status != 1) break;
         put_in(part, hashes[done], number);
         *sum += hashes[done];
@@ -324,8 +360,7 @@ static PyObject *copy(Blocks *self, PyObject *unused) {
 
 static void free_blocks(Blocks *self) {
     PyTypeObject *type = Py_TYPE(self);
-    for (int i = 0; i < PARTS; i++)
-        if (self->parts[i].buckets != no_buckets) free(self->parts[i].buckets);
+    for (int i = 0; i < PARTS; i++) free_buckets(self->parts[i].buckets, self->parts[i].size);
     PyMem_Free(self->read.at);
     type->tp_free(self);
     Py_DECREF(type);

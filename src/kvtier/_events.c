@@ -27,22 +27,24 @@ static inline uint8_t *put(uint8_t *out, uint8_t tag, uint64_t value, int size) 
 }
 
 /* Write an int; up to 8 bytes behind it are overwritten. Tokens have random lengths, which a branch cannot foresee: so none. */
-static inline uint8_t *put_uint(uint8_t *out, uint64_t value) {
+static inline uint8_t *put_uint32(uint8_t *out, uint32_t value) {
     static const struct {
         uint64_t tag;
         uint8_t shift, size;
     } forms[32] = { /* by the highest bit that is set */
         [0 ... 6] = {0, 56, 1}, [7] = {0xccull << 56, 48, 2}, [8 ... 15] = {0xcdull << 56, 40, 3}, [16 ... 31] = {0xceull << 56, 24, 5}};
-    if (value > UINT32_MAX) {
-        value = htobe64(value);
-        *out = 0xcf;
-        memcpy(out + 1, &value, 8);
-        return out + 9;
-    }
-    int highest = 31 - __builtin_clz((uint32_t)value | 1);
-    uint64_t word = htobe64(forms[highest].tag | value << forms[highest].shift);
+    unsigned highest = 31 ^ (unsigned)__builtin_clz(value | 1);
+    uint64_t word = htobe64(forms[highest].tag | (uint64_t)value << forms[highest].shift);
     memcpy(out, &word, 8);
     return out + forms[highest].size;
+}
+
+static inline uint8_t *put_uint(uint8_t *out, uint64_t value) {
+    if (value <= UINT32_MAX) return put_uint32(out, (uint32_t)value);
+    value = htobe64(value);
+    *out = 0xcf;
+    memcpy(out + 1, &value, 8);
+    return out + 9;
 }
 
 static inline uint8_t *put_text(uint8_t *out, const char *text, size_t size) {
@@ -63,10 +65,11 @@ static inline uint8_t *put_length(uint8_t *out, Py_ssize_t count) {
 static uint8_t *put_uints(uint8_t *out, PyObject *list) {
     Py_ssize_t count = PyList_GET_SIZE(list);
     out = put_length(out, count);
-    for (Py_ssize_t i = 0; i < count; i++) {
+    for (PyObject **item = ((PyListObject *)list)->ob_item, **end = item + count; item < end; item++) {
         uint64_t value;
-        if (!read_uint(PyList_GET_ITEM(list, i), &value)) return NULL;
-        out = put_uint(out, value);
+        if (is_token(*item)) out = put_uint32(out, token_of(*item));
+        else if (read_uint(*item, &value)) out = put_uint(out, value);
+        else return NULL;
     }
     return out;
 }
@@ -213,10 +216,12 @@ static PyObject *read_stored(PyObject *module, PyObject *data) {
 
 /* -- the express lane ---------------------------------------------------------------------------------------------------------- */
 
-/* Attributes that are used here: of a state, those that it never replaces first; of a holding; of a record. */
-enum { RECORDS, FREE, BY_EVENT, GHOSTS, RECORD, KEPT, CHILDREN = KEPT, BLOCKS, DIGEST, COUNTS, PLACE_OF, WEIGHT, USES, PARENT_OF, NUMBER, NAMES };
+/* Attributes that are used here: of a state, those that it never replaces first; of a holding; of a record; of a batch; of a queue. */
+enum { RECORDS, FREE, BY_EVENT, GHOSTS, RECORD, KEPT, CHILDREN = KEPT, BLOCKS, DIGEST, COUNTS, PLACE_OF, WEIGHT, USES, PARENT_OF, NUMBER,
+       TS, EVENTS, RANK, POPLEFT, NAMES };
 static const char *const texts[NAMES] = {"_records", "_free", "_by_event", "_ghosts", "make_record", "_children", "blocks",
-                                         "digest", "counts", "place", "weight", "uses", "parent", "number"};
+                                         "digest", "counts", "place", "weight", "uses", "parent", "number",
+                                         "ts", "events", "data_parallel_rank", "popleft"};
 static PyObject *names[NAMES];
 
 /* An event that was read and written: a store, or removals in a row. What it refers to is its own. */
@@ -535,7 +540,6 @@ static PyObject *apply_all(Express *self, Py_ssize_t count) {
     Py_ssize_t done = 0;
     int status = 1;
     while (done < count && (status = apply(self, &drafts[done])) == 1) done++;
-    if (done > 0 && (add_to(self->state, BLOCKS, self->blocks) < 0 || add_to(self->state, DIGEST, self->digest) < 0)) status = -1;
     PyObject *rest = status < 0 ? NULL : PyList_New(count - done);
     for (Py_ssize_t i = done; i < count && rest != NULL; i++) {
         PyObject *draft = to_python(self, &drafts[i]);
@@ -546,28 +550,100 @@ static PyObject *apply_all(Express *self, Py_ssize_t count) {
     return rest;
 }
 
-static PyObject *take(Express *self, PyObject *const *arguments, Py_ssize_t count) {
-    if (count != 2 || !Py_IS_TYPE(arguments[1], message_type)) return PyErr_SetString(PyExc_TypeError, "expected events and a message"), NULL;
-    self->message = (Message *)arguments[1];
-    if (check_open(self->message) < 0) return NULL;
-    if (!PyList_CheckExact(arguments[0])) Py_RETURN_NONE;
-    PyObject *children = borrow(self->state, CHILDREN);
-    if (children == NULL) return NULL;
+/* Begin a call that adds to a message. */
+static int begin(Express *self, PyObject *message) {
+    if (!Py_IS_TYPE(message, message_type)) return PyErr_SetString(PyExc_TypeError, "expected a message to add to"), -1;
+    self->message = (Message *)message;
+    PyObject *children = check_open(self->message) < 0 ? NULL : borrow(self->state, CHILDREN);
+    if (children == NULL) return -1;
     self->children = Py_IS_TYPE(children, blocks_type) ? (Blocks *)children : NULL;
     self->blocks = self->digest = 0;
+    return 0;
+}
+
+/* Tell the state what the call did to its sums, whether it went well or not; return what the call returns. */
+static PyObject *finish(Express *self, PyObject *result) {
+    PyObject *type, *value, *traceback;
+    if (self->blocks == 0 && self->digest == 0) return result;
+    PyErr_Fetch(&type, &value, &traceback);
+    int status = add_to(self->state, BLOCKS, self->blocks) < 0 ? -1 : add_to(self->state, DIGEST, self->digest);
+    if (status == 0) return PyErr_Restore(type, value, traceback), result;
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(traceback);
+    return Py_XDECREF(result), NULL;
+}
+
+/* Take events in; return what is left to Python, or None, and nothing done, if all are. A batch whose events they are leaves its queue
+ * before anything is done. */
+static PyObject *take_events(Express *self, PyObject *events, PyObject *queue) {
     int plain;
     size_t before = self->message->size;
-    Py_ssize_t size = draft_all(self, arguments[0], &plain);
+    Py_ssize_t size = draft_all(self, events, &plain);
+    PyObject *rest = NULL, *batch = NULL;
     if (!plain) {
         PyErr_Clear(); /* Python finds the same fault, and says it better */
         self->message->size = before;
+        rest = Py_NewRef(Py_None);
+    } else if (queue == NULL || (batch = PyObject_CallMethodNoArgs(queue, names[POPLEFT])) != NULL) {
+        rest = apply_all(self, size);
     }
-    PyObject *rest = plain ? apply_all(self, size) : Py_NewRef(Py_None);
     for (const Draft *draft = self->drafts.at; size--; draft++) {
         Py_DECREF(draft->event);
         Py_XDECREF(draft->holding);
     }
+    Py_XDECREF(batch);
     return rest;
+}
+
+static PyObject *take(Express *self, PyObject *const *arguments, Py_ssize_t count) {
+    if (count != 2) return PyErr_SetString(PyExc_TypeError, "expected events and a message"), NULL;
+    if (begin(self, arguments[1]) < 0) return NULL;
+    return PyList_CheckExact(arguments[0]) ? finish(self, take_events(self, arguments[0], NULL)) : Py_NewRef(Py_None);
+}
+
+/* Take the batch in that is the first in a queue, if it is of that rank; return like `take_events`. */
+static PyObject *take_batch(Express *self, PyObject *queue, PyObject *batch, uint64_t rank) {
+    PyObject *ts = PyObject_GetAttr(batch, names[TS]), *events = ts == NULL ? NULL : PyObject_GetAttr(batch, names[EVENTS]);
+    PyObject *of_rank = events == NULL ? NULL : PyObject_GetAttr(batch, names[RANK]), *rest;
+    uint64_t its;
+    Py_ssize_t before = self->message->events;
+    if (of_rank == NULL || !PyFloat_CheckExact(ts) || !PyList_CheckExact(events) || !read_uint(of_rank, &its) || its != rank) {
+        PyErr_Clear();
+        rest = Py_NewRef(Py_None);
+    } else {
+        rest = take_events(self, events, queue);
+    }
+    if (rest != NULL && rest != Py_None) {
+        if (PyList_GET_SIZE(rest) > 0 || (self->message->events == before && PyList_GET_SIZE(events) > 0)) {
+            Py_SETREF(rest, Py_BuildValue("OnO", ts, before, rest));
+        } else {
+            self->message->batches++;
+            self->message->ts = PyFloat_AS_DOUBLE(ts);
+        }
+    }
+    Py_XDECREF(ts);
+    Py_XDECREF(events);
+    Py_XDECREF(of_rank);
+    return rest;
+}
+
+static PyObject *join(Express *self, PyObject *const *arguments, Py_ssize_t count) {
+    uint64_t most, most_bytes, rank;
+    if (count != 5 || !read_uint(arguments[1], &most) || !read_uint(arguments[2], &most_bytes))
+        return PyErr_SetString(PyExc_TypeError, "expected a queue, how many batches and bytes at most, a rank, and a message"), NULL;
+    if (begin(self, arguments[4]) < 0) return NULL;
+    if (!read_uint(arguments[3], &rank)) Py_RETURN_NONE;
+    PyObject *rest = NULL;
+    for (; most > 0 && self->message->size < most_bytes; most--) {
+        PyObject *batch = PySequence_GetItem(arguments[0], 0);
+        Py_XSETREF(rest, batch == NULL ? NULL : take_batch(self, arguments[0], batch, rank));
+        Py_XDECREF(batch);
+        if (rest == NULL) return finish(self, NULL);
+        if (!PyList_CheckExact(rest)) break;
+    }
+    if (rest == NULL || PyList_CheckExact(rest)) Py_XSETREF(rest, Py_NewRef(Py_None));
+    return finish(self, rest);
 }
 
 static PyObject *make_express(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
@@ -592,7 +668,11 @@ static void free_express(Express *self) {
     Py_DECREF(type);
 }
 
-static PyMethodDef express_methods[] = {{"take", (PyCFunction)(void (*)(void))take, METH_FASTCALL, NULL}, {NULL, NULL, 0, NULL}};
+static PyMethodDef express_methods[] = {
+    {"take", (PyCFunction)(void (*)(void))take, METH_FASTCALL, NULL},
+    {"join", (PyCFunction)(void (*)(void))join, METH_FASTCALL, NULL},
+    {NULL, NULL, 0, NULL},
+};
 static PyType_Slot express_slots[] = {
     {Py_tp_new, make_express}, {Py_tp_dealloc, free_express}, {Py_tp_methods, express_methods}, {0, NULL}};
 static PyType_Spec express_spec = {"kvtier._events.Express", sizeof(Express), 0, Py_TPFLAGS_DEFAULT, express_slots};

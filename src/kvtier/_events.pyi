@@ -1,3 +1,4 @@
+from collections import deque
 from typing import Any, final
 
 @final
@@ -15,10 +16,15 @@ class Blocks:
 class Express:
     def __init__(self, state: Any, /) -> None: ...
     def take(self, events: Any, out: Any, /) -> list[tuple[str, Any, bytes]] | None: ...
+    def join(
+        self, queue: deque[Any], most: int, most_bytes: int, rank: int, out: Any, /
+    ) -> tuple[float, int, list[tuple[str, Any, bytes]]] | None: ...
 
 @final
 class Message:
     events: int
+    batches: int
+    ts: float
 
     def append(self, data: bytes, /) -> None: ...
     def seal(self, head: bytes, tail: bytes, /) -> None: ...

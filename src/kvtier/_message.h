@@ -4,61 +4,29 @@
 #define KVTIER_MESSAGE_H
 
 #include "_blocks.h"
+#include "_spans.h"
 
 #include <structmember.h>
-#include <sys/mman.h>
 
 /* -- memory ---------------------------------------------------------------------------------------------------------------- */
 
-/* Where a message is kept. A large one has pages of its own, asked for at once: one by one, as they are written to, fresh pages cost twice
- * as much, and while a cache fills they are a third of all that publishing costs. Some that were given back wait for the next message.
- * Mappings are bounded: a process may have 65,530, and the engine needs them too. */
-enum { PAGE = 4096, LARGE = 64 << 10, SPARES = 8, MOST_SPARE = 256 << 10, MOST_MAPPED = 8192 };
-
+/* Where a message is kept: a large one in a span, others where the system puts them. */
 typedef struct {
     uint8_t *at;
     size_t room;
-    int is_mapped;
+    int is_span;
 } Memory;
-
-static Memory spares[SPARES];
-static int mapped;
-
-static int map_pages(Memory *memory, size_t size) {
-    size_t room = (size + PAGE - 1) & ~(size_t)(PAGE - 1);
-    for (int i = 0; i < SPARES; i++) {
-        if (spares[i].room < room || spares[i].room > room + room / 4) continue;
-        *memory = spares[i];
-        spares[i] = (Memory){0};
-        return 1;
-    }
-    if (mapped >= MOST_MAPPED) return 0;
-    void *at = mmap(NULL, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
-    if (at == MAP_FAILED) return 0;
-    mapped++;
-    *memory = (Memory){at, room, 1};
-    return 1;
-}
 
 /* Return whether there was some. */
 static int get_memory(Memory *memory, size_t size) {
-    if (size >= LARGE && map_pages(memory, size)) return 1;
-    *memory = (Memory){malloc(size ? size : 1), size, 0};
+    void *span = is_span(size) ? take_span(size) : NULL;
+    *memory = (Memory){span != NULL ? span : malloc(size ? size : 1), size, span != NULL};
     return memory->at != NULL;
 }
 
 static void give_back(const Memory *memory) {
-    if (!memory->is_mapped) {
-        free(memory->at);
-        return;
-    }
-    for (int i = 0; i < SPARES && memory->room <= MOST_SPARE; i++) {
-        if (spares[i].at != NULL) continue;
-        spares[i] = *memory;
-        return;
-    }
-    mapped--;
-    munmap(memory->at, memory->room);
+    if (memory->is_span) give_span(memory->at, memory->room);
+    else free(memory->at);
 }
 
 /* -- messages ---------------------------------------------------------------------------------------------------------------- */
@@ -71,7 +39,8 @@ typedef struct {
     Room text;
     Memory memory;
     size_t first, size, kept; /* where the events begin; where the last byte ends; how many bytes are pieces' */
-    Py_ssize_t events, views;
+    Py_ssize_t events, batches, views;
+    double ts; /* of the last batch */
     Piece *pieces;
     int is_sealed, is_forgotten;
 } Message;
@@ -241,7 +210,9 @@ static PyMethodDef message_methods[] = {
     {"__sizeof__", (PyCFunction)size_of, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
-static PyMemberDef message_members[] = {{"events", T_PYSSIZET, offsetof(Message, events), READONLY, NULL}, {NULL, 0, 0, 0, NULL}};
+static PyMemberDef message_members[] = {
+    {"events", T_PYSSIZET, offsetof(Message, events), READONLY, NULL}, {"batches", T_PYSSIZET, offsetof(Message, batches), 0, NULL},
+    {"ts", T_DOUBLE, offsetof(Message, ts), 0, NULL}, {NULL, 0, 0, 0, NULL}};
 static PyType_Slot message_slots[] = {
     {Py_tp_new, make_message}, {Py_tp_dealloc, free_message}, {Py_tp_methods, message_methods}, {Py_tp_members, message_members},
     {Py_bf_getbuffer, view_message}, {Py_bf_releasebuffer, end_view}, {Py_sq_length, message_length}, {0, NULL}};

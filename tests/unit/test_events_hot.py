@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tracemalloc
+from collections import deque
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.unit.event_kit import batch, removed, stored
 
-from kvtier.events import AllBlocksCleared, BlockRemoved, BlockStored, EventEncoder, KVEventsConfig, TierCleared
+from kvtier.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventEncoder,
+    KVEventBatch,
+    KVEventsConfig,
+    TierCleared,
+)
+from kvtier.events.publish.fold import Fold
 from kvtier.events.publish.hot import PythonBlocks, PythonExpress, PythonMessage, python_read_stored, python_wake
 from kvtier.events.publish.sender import Sender
 from kvtier.events.publish.snapshot import Snapshot
@@ -186,7 +196,7 @@ def senders(**settings: Any) -> list[tuple[Sender, Wire]]:
     ways = (_events.Express, _events.Message), (PythonExpress, PythonMessage)
     for (sender, _), table, (lane_to, make_message) in zip(made, tables, ways, strict=True):
         sender.state = PublishedState(sender.encoder, config.counting, table)
-        sender._take = lane_to(sender.state).take
+        sender._short = lane_to(sender.state)
         sender._make_message, sender._waiting = make_message, make_message()
     return made
 
@@ -257,6 +267,86 @@ def test_batches_go_the_same_way_with_and_without_the_lane(settings: dict[str, A
             sender.check()
         assert everything(ours) == everything(theirs)
     assert wire.frames == other_wire.frames
+
+
+def ranked(*events: Any, ts: float = 1.0, rank: int = 0) -> KVEventBatch:
+    """Return a batch as `publish` hands it over."""
+    return KVEventBatch(ts=ts, events=list(events), data_parallel_rank=rank)
+
+
+ranks = st.sampled_from([0, 0, 0, 0, None, 1, 2**64, -1])
+times = st.sampled_from([1.5, 1.5, 1.5, 2.5, 3])
+
+
+@pytest.mark.parametrize("settings", [{}, {"counting": "set"}, {"max_blocks_per_event": 2}, {"hash_format": "as_is"}])
+@given(st.data())
+def test_batches_that_wait_go_the_same_way_together(settings: dict[str, Any], data: st.DataObject) -> None:
+    (ours, wire), (theirs, other_wire) = senders(**settings)
+    waiting = [
+        KVEventBatch(data.draw(times), events, data_parallel_rank=data.draw(ranks)) for events in data.draw(batches)
+    ]
+    queue = deque(waiting)
+    while queue:
+        before = len(queue)
+        sent = ours.send_joined(queue, data.draw(st.integers(1, len(queue))))
+        assert len(queue) == before - sent
+        if not sent:
+            ours.send(queue.popleft(), more=True)
+        ours.check()
+    for each in waiting:
+        theirs.send(each, more=True)
+    for sender in (ours, theirs):
+        sender.flush()
+    assert everything(ours) == everything(theirs)
+    assert wire.frames == other_wire.frames
+
+
+def test_a_message_takes_so_many_batches_and_no_more() -> None:
+    (sender, wire), _ = senders()
+    sender.send(batch(stored([1])))
+    small = deque(ranked(stored([block])) for block in range(2, 102))
+    assert [sender.send_joined(small, len(small)) for _ in range(4)] == [32, 32, 32, 4]
+    sender.flush()
+    assert (not small, len(wire.frames) // 3, sender.counters["joined"]) == (True, 5, 96)
+    tokens = list(range(10_000, 30_000))
+    large = deque(ranked(stored([block], token_ids=tokens)) for block in range(200, 210))  # 60 kB each, of 96
+    assert [sender.send_joined(large, len(large)) for _ in range(5)] == [2] * 5
+    sender.check()
+
+
+@pytest.mark.parametrize("rank", [2**64, object(), [1], "one" * 3 + "\ud800"])
+def test_a_rank_that_cannot_be_encoded_costs_its_batch_and_no_other(rank: Any) -> None:
+    for sender, wire in senders():
+        sender.send(ranked(stored([1])), more=True)
+        sender.send(ranked(stored([2]), rank=rank), more=True)
+        sender.send(ranked(stored([3])), more=True)
+        sender.flush()
+        sender.check()
+        assert (sender.counters["unencodable"], sender.state.blocks, len(wire.frames)) == (1, 2, 3)
+
+
+def test_what_is_no_batch_stays_in_the_queue() -> None:
+    express, out = lane(stored([1])), _events.Message()
+    fold, task = Fold("count"), object()
+    for item in (fold, task, ranked(stored([2]), rank=1), ranked(AllBlocksCleared())):
+        queue = deque([ranked(stored([1])), item])
+        express.take([removed([1])], out)
+        assert express.join(queue, 2, 1000, 0, out) is None
+        assert list(queue) == [item]
+        assert express.join(queue, 1, 1000, "a rank", out) is None
+    assert (out.batches, out.events) == (4, 7)
+
+
+def test_a_batch_that_is_begun_is_not_lost() -> None:
+    express, out = lane(stored([1])), _events.Message()
+    plain, begun, known = ([stored([1])], [stored([2]), stored([2, 3])], [stored([])])
+    queue = deque(ranked(*events, ts=ts) for ts, events in ((1.0, plain), (2.0, begun), (3.0, known)))
+    ts, before, left = express.join(queue, 3, 1000, 0, out)
+    assert (ts, before, [event for _, event, _ in left]) == (2.0, 1, [begun[1]])
+    assert (out.batches, out.ts, out.events, len(queue)) == (1, 1.0, 2, 1)
+    assert express.join(queue, 1, 1000, 0, out) == (3.0, 2, [])
+    with pytest.raises(IndexError):
+        express.join(queue, 1, 1000, 0, out)
 
 
 def test_what_is_plain_is_done_and_nothing_is_left() -> None:

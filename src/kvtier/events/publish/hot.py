@@ -20,6 +20,7 @@ from kvtier.events.wire import U64, hash_sum
 
 __all__ = [
     "HOT_BY",
+    "Begun",
     "BlockTable",
     "Blocks",
     "Draft",
@@ -44,6 +45,9 @@ Dropped = tuple[int, list[ExternalBlockHash], list[tuple[int, int]]]
 Draft = tuple[str, Any, bytes]
 """An event on its way out: the name of its kind, the event, its bytes."""
 
+Begun = tuple[float, int, list[Draft]]
+"""A batch that was begun: its time, how many events the message had before it, and what of it is left to do."""
+
 
 class _Hashes(msgspec.Struct):
     block_hashes: list[ExternalBlockHash]
@@ -64,6 +68,9 @@ class Message(Protocol):
     """
 
     events: int
+    batches: int
+    ts: float
+    """Of how many batches the events are, and the time of the last: who adds them says so."""
 
     def append(self, data: bytes, /) -> None:
         """Add an event."""
@@ -85,7 +92,8 @@ class PythonMessage:
     """`Message` as a list of its parts: those that the state holds too are there once."""
 
     def __init__(self) -> None:
-        self.events = 0
+        self.events = self.batches = 0
+        self.ts = 0.0
         self._parts: list[bytes] = []
         self._size = 0
 
@@ -125,6 +133,13 @@ class ShortWay(Protocol):
         again, is counted, or was not held; a removal that leaves orphans; a place that is new.
         """
 
+    def join(self, queue: deque[Any], most: int, most_bytes: int, rank: int, out: Message, /) -> Begun | None:
+        """Take up to `most` batches of a rank from the front of a queue that has as many, until `out` has `most_bytes`.
+
+        They are counted in `out`. The first that `take` would leave alone stays in the queue, with all behind it. One that is
+        done in part, or is no news, leaves it too, and is returned: it is not counted yet.
+        """
+
 
 class PythonExpress:
     """`ShortWay` that takes nothing: all batches go the long way."""
@@ -134,6 +149,10 @@ class PythonExpress:
 
     def take(self, events: Any, out: Message, /) -> list[Draft] | None:
         """Leave a batch alone."""
+        return None
+
+    def join(self, queue: deque[Any], most: int, most_bytes: int, rank: int, out: Message, /) -> Begun | None:
+        """Leave all batches in the queue."""
         return None
 
 

@@ -151,11 +151,16 @@ class PublisherLoop:
     def _send_some(self) -> int:
         """Send waiting batches, but not too many; return how many. With many behind it, a batch may travel with the next."""
         outbox, sender = self.outbox, self.sender
+        sent = 0
         try:
-            for sent in range(_BATCHES_A_TURN):
+            while sent < _BATCHES_A_TURN:
+                plenty = len(outbox) - 1 - _BEHIND
+                if plenty > 0 and (joined := sender.send_joined(outbox.queue, plenty)):
+                    sent += joined
+                    continue
                 item = outbox.take()
                 if item is None:
-                    return sent
+                    break
                 if type(item) is Fold:
                     sender.absorb(item)
                 elif type(item) is _Task:
@@ -163,7 +168,8 @@ class PublisherLoop:
                     item.run()
                 else:
                     sender.send(item, more=len(outbox) > _BEHIND)
-            return _BATCHES_A_TURN
+                sent += 1
+            return sent
         finally:
             sender.flush()
 

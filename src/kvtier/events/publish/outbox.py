@@ -2,7 +2,8 @@
 
 `put` is one append, and one write to an eventfd if the sending thread sleeps. When the queue is full, batches are folded
 until the sending thread has come to the fold: at most one fold exists, always last, so nothing is overtaken. Any thread
-may call `put`, `wake` and `close`; the others belong to the sending thread.
+may call `put`, `wake` and `close`; the others belong to the sending thread, which may also take batches, but no fold, from the
+front of `queue`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Outbox:
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._capacity = capacity
         self._counting = counting
-        self._queue: deque[Any] = deque()
+        self.queue: deque[Any] = deque()
         self._fold: Fold | None = None
         self._lock = threading.Lock()  # of the fold
         self._asleep = False
@@ -38,27 +39,27 @@ class Outbox:
         """Queue a batch, or fold it if the queue is full. Raises `RuntimeError` once closed."""
         if self.closed:
             raise RuntimeError("Publisher is closed")
-        if self._fold is not None or len(self._queue) >= self._capacity:
+        if self._fold is not None or len(self.queue) >= self._capacity:
             self._put_folded(item)
         else:
-            self._queue.append(item)
+            self.queue.append(item)
         if self._asleep:
             self.wake()
 
     def _put_folded(self, batch: Any) -> None:
         with self._lock:
-            if self._fold is None and len(self._queue) < self._capacity:  # there is room meanwhile
-                self._queue.append(batch)
+            if self._fold is None and len(self.queue) < self._capacity:  # there is room meanwhile
+                self.queue.append(batch)
                 return
             if self._fold is None:
                 self._fold = Fold(self._counting)
-                self._queue.append(self._fold)
+                self.queue.append(self._fold)
             self._fold.add(batch.events)
             self.folded += 1
 
     def call(self, task: Any) -> None:
         """Queue something that is not a batch, full or not."""
-        self._queue.append(task)
+        self.queue.append(task)
         self.wake()
 
     def wake(self) -> None:
@@ -75,9 +76,9 @@ class Outbox:
 
     def take(self) -> Any | None:
         """Take the next item, `None` if there is none; a fold that was taken grows no more."""
-        if not self._queue:
+        if not self.queue:
             return None
-        item = self._queue.popleft()
+        item = self.queue.popleft()
         if item is self._fold:
             with self._lock:
                 self._fold = None
@@ -86,7 +87,7 @@ class Outbox:
     def fall_asleep(self) -> bool:
         """Ask to be woken through `wake_fd` by the next `put`; return whether it is safe to sleep now."""
         self._asleep = True
-        if self._queue or self.closed:
+        if self.queue or self.closed:
             self._asleep = False
         return self._asleep
 
@@ -97,7 +98,7 @@ class Outbox:
             os.eventfd_read(self.wake_fd)
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self.queue)
 
     def __del__(self) -> None:
         # Not before: a `put` that is under way in another thread must not write to whatever gets the number next.
@@ -106,7 +107,7 @@ class Outbox:
     def check(self) -> None:
         """Raise `IntegrityError` where a fold is not the last in the queue."""
         with self._lock:
-            folds = [item for item in self._queue if isinstance(item, Fold)]
+            folds = [item for item in self.queue if isinstance(item, Fold)]
             if len(folds) > 1 or (folds and folds[0] is not self._fold):
                 raise IntegrityError(f"outbox: {len(folds)} folds queued, expected one at most, and open")
             if self._fold is not None:

@@ -11,6 +11,7 @@ import logging
 import math
 import secrets
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import chain, groupby
 from operator import attrgetter
@@ -69,12 +70,11 @@ class Sender:
         self._reserved: float = numbers.start if numbers is not None else float("inf")
         self._formats = HashFormat(config.hash_format)
         is_plain = config.encoding == "map" and config.hash_format in ("as_is", "u64")
-        self._take = (Express if is_plain else PythonExpress)(self.state).take
+        self._short = (Express if is_plain else PythonExpress)(self.state)
         self._make_message = make_message if is_plain else PythonMessage
         self._most_blocks = config.max_blocks_per_event
         self._waiting: Message = self._make_message()  # the events of batches that are to leave together
-        self._batches = 0  # of those
-        self._waiting_ts, self._waiting_rank = 0.0, rank
+        self._waiting_rank = rank
         self._interval = config.heartbeat_interval
         self._mark_due = False
         self._spoke_at = self._marked_at = time.monotonic()
@@ -94,41 +94,70 @@ class Sender:
         If there is `more` to come it may wait for the next one, or for `flush`, to travel with it.
         """
         rank = self.rank if batch.data_parallel_rank is None else batch.data_parallel_rank
-        if rank != self._waiting_rank:
-            self.flush()
-        waiting = self._waiting
-        before = waiting.events
         try:
+            if rank != self._waiting_rank:
+                batch_ends(0.0, 0, rank)  # fails for one that cannot be encoded
+                self.flush()
+                self._waiting_rank = rank
+            waiting = self._waiting
+            before = waiting.events
             ts, events = float(batch.ts), batch.events
             if self._most_blocks is not None:
                 events = [part for event in events for part in _cut_event(event, self._most_blocks)]
-            drafts = self._take(events, waiting)
+            drafts = self._short.take(events, waiting)
             if drafts is None:
                 drafts = [self._draft(event) for event in _join_removals(events)]
         except _UNENCODABLE as error:
             self.counters["unencodable"] += 1
             logger.error("a batch of events cannot be encoded and is dropped whole: %s", error)
         else:
-            for draft in drafts:
-                self._apply(draft, waiting)
-            if waiting.events > before or not events:
-                self._batches += 1
-                self._waiting_ts, self._waiting_rank = ts, rank
-            else:
-                self.counters["filtered"] += 1
-        if not more or self._batches >= _JOINED_BATCHES or len(waiting) >= _JOINED_BYTES:
+            self._finish(ts, before, drafts, is_empty=not events)
+        if not more or self._is_full(self._waiting):
             self.flush()
+
+    def send_joined(self, queue: deque[Any], most: int) -> int:
+        """Send up to `most` batches from the front of a queue as one message, which may wait; return how many.
+
+        They go the short way: the first that is unusual stays in the queue.
+        """
+        if self._most_blocks is not None:
+            return 0
+        waiting = self._waiting
+        before = waiting.batches
+        room = min(most, _JOINED_BATCHES - before)
+        begun = self._short.join(queue, room, _JOINED_BYTES, self._waiting_rank, waiting)
+        sent = waiting.batches - before
+        if begun is not None:
+            self._finish(*begun)
+            sent += 1
+        if self._is_full(waiting):
+            self.flush()
+        return sent
 
     def flush(self) -> None:
         """Send the batches that wait for others, as one; nothing if there are none."""
-        if not self._batches:
+        message = self._waiting
+        if not message.batches:
             return
-        message, batches = self._waiting, self._batches
-        self.counters["joined"] += batches - 1
-        self._waiting, self._batches = self._make_message(), 0
+        self.counters["joined"] += message.batches - 1
+        self._waiting = self._make_message()
         if self._mark_due:
             message.append(self._mark())
-        self._emit(self._waiting_ts, message, self._waiting_rank, batches)
+        self._emit(message, self._waiting_rank)
+
+    def _is_full(self, message: Message) -> bool:
+        return message.batches >= _JOINED_BATCHES or len(message) >= _JOINED_BYTES
+
+    def _finish(self, ts: float, before: int, drafts: list[Draft], is_empty: bool = False) -> None:
+        """Do what is left of a batch, and count it in the message that waits if there is news in it, or nothing at all."""
+        waiting = self._waiting
+        for draft in drafts:
+            self._apply(draft, waiting)
+        if waiting.events > before or is_empty:
+            waiting.batches += 1
+            waiting.ts = ts
+        else:
+            self.counters["filtered"] += 1
 
     def absorb(self, fold: Fold) -> None:
         """Take over what batches did that found no room. Their numbers stay unused, so that everybody sees a gap."""
@@ -165,16 +194,17 @@ class Sender:
         message = self._make_message()
         for event in events:
             message.append(event)
-        self._emit(time.time(), message, self.rank)
+        message.batches, message.ts = 1, time.time()
+        self._emit(message, self.rank)
 
-    def _emit(self, ts: float, message: Message, rank: int, batches: int = 1) -> None:
-        """Number a message of so many batches, keep it, send it."""
-        message.seal(*batch_ends(ts, message.events, rank))
+    def _emit(self, message: Message, rank: int) -> None:
+        """Number a message, keep it, send it."""
+        message.seal(*batch_ends(message.ts, message.events, rank))
         payload = message.payload()  # a small ring forgets the message at once
         seq = self.next_seq
         if seq >= self._reserved:
             self._reserve(seq)
-        self.ring.append(message, batches)
+        self.ring.append(message, message.batches)
         self.next_seq = seq + 1
         self._spoken = True
         send = self._pub.send

@@ -1,0 +1,144 @@
+/* Memory in spans, for what a publisher keeps in bulk, its messages and its tables: part of `_events.c`, which includes it.
+ *
+ * While a cache fills, what is published is kept, so every batch needs fresh pages, and to clear them takes the system a third of all the
+ * time that publishing costs. So spans are cut from slabs of 2 MiB, and a thread that does nothing else has the next slab ready, its
+ * pages cleared. It starts with the second slab, sleeps until one is taken, never touches Python and ends with the process. Where it is
+ * late, or cannot be had, pages come one by one as they are written to. All but what the thread does is guarded by the GIL. */
+#ifndef KVTIER_SPANS_H
+#define KVTIER_SPANS_H
+
+#include <pthread.h>
+#include <semaphore.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+
+enum { SLAB = 2 << 20, GRAIN = 16 << 10, GRAINS = SLAB / GRAIN, LEAST_SPAN = 2 * GRAIN, MOST_SPAN = SLAB - GRAIN };
+
+/* A slab begins with which of its grains are in use. Those that may have room are in a list. */
+typedef struct Slab Slab;
+struct Slab {
+    Slab *next, **link; /* `link` is what refers to it; NULL if it is not in the list */
+    int used;           /* grains, the first one among them */
+    uint64_t is_used[GRAINS / 64];
+};
+
+static Slab *open_slabs;
+
+/* -- slabs ----------------------------------------------------------------------------------------------------------------- */
+
+static Slab *map_slab(void) {
+    uint8_t *at = mmap(NULL, 2 * SLAB, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (at == MAP_FAILED) return NULL;
+    size_t before = -(uintptr_t)at % SLAB; /* slabs begin at multiples of their size, so that spans know theirs */
+    if (before > 0) munmap(at, before);
+    munmap(at + before + SLAB, SLAB - before);
+    return (Slab *)(at + before);
+}
+
+static _Atomic(Slab *) ready_slab;
+static sem_t slab_wanted;
+static int is_supplied; /* whether the thread runs; in a child that was forked it does not */
+
+static void *supply_slabs(void *unused) {
+    setpriority(PRIO_PROCESS, 0, 10); /* of this thread, on Linux: nobody is to wait for it */
+    for (;;) {
+        while (sem_wait(&slab_wanted) != 0) continue;
+        if (atomic_load(&ready_slab) != NULL) continue;
+        Slab *slab = map_slab();
+#ifdef MADV_POPULATE_WRITE
+        if (slab != NULL) madvise(slab, SLAB, MADV_POPULATE_WRITE);
+#endif
+        atomic_store(&ready_slab, slab);
+    }
+    return unused;
+}
+
+static void forget_supply(void) { is_supplied = 0; }
+
+static void start_supply(void) {
+    static int is_told;
+    sigset_t all, before;
+    pthread_t thread;
+    if (is_supplied || sem_init(&slab_wanted, 0, 0) != 0) return;
+    if (!is_told) is_told = pthread_atfork(NULL, NULL, forget_supply) == 0;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for the threads of the engine */
+    is_supplied = is_told && pthread_create(&thread, NULL, supply_slabs, NULL) == 0;
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (is_supplied) pthread_detach(thread);
+}
+
+static void open_slab(Slab *slab) {
+    slab->next = open_slabs;
+    slab->link = &open_slabs;
+    if (slab->next != NULL) slab->next->link = &slab->next;
+    open_slabs = slab;
+}
+
+static void close_slab(Slab *slab) {
+    *slab->link = slab->next;
+    if (slab->next != NULL) slab->next->link = slab->link;
+    slab->link = NULL;
+}
+
+/* Open a slab that nothing is in; return whether there was memory for it. */
+static int add_slab(void) {
+    static int is_first = 1;
+    if (!is_first) start_supply();
+    is_first = 0;
+    Slab *slab = atomic_exchange(&ready_slab, NULL);
+    if (is_supplied) sem_post(&slab_wanted);
+    if (slab == NULL && (slab = map_slab()) == NULL) return 0;
+    slab->used = 1;
+    slab->is_used[0] = 1;
+    open_slab(slab);
+    return 1;
+}
+
+/* -- spans ----------------------------------------------------------------------------------------------------------------- */
+
+static inline int is_span(size_t size) { return size >= LEAST_SPAN && size <= MOST_SPAN; }
+
+static inline int grains_for(size_t size) { return (int)((size + GRAIN - 1) / GRAIN); }
+
+/* Return where so many free grains in a row begin, 0 if nowhere. */
+static int find_grains(const Slab *slab, int count) {
+    for (int grain = 1, run = 0; grain < GRAINS; grain++) {
+        run = slab->is_used[grain / 64] >> grain % 64 & 1 ? 0 : run + 1;
+        if (run == count) return grain + 1 - count;
+    }
+    return 0;
+}
+
+static void turn_grains(Slab *slab, int first, int count) {
+    for (int grain = first; grain < first + count; grain++) slab->is_used[grain / 64] ^= 1ull << grain % 64;
+}
+
+/* Return memory for so many bytes, as `is_span` allows; NULL if there is none. */
+static void *take_span(size_t size) {
+    int count = grains_for(size), first = 0;
+    while (open_slabs != NULL && (first = find_grains(open_slabs, count)) == 0) close_slab(open_slabs);
+    if (first == 0 && add_slab()) first = find_grains(open_slabs, count);
+    if (first == 0) return NULL;
+    turn_grains(open_slabs, first, count);
+    open_slabs->used += count;
+    return (uint8_t *)open_slabs + (size_t)first * GRAIN;
+}
+
+/* Give back the memory of so many bytes. A slab in which nothing is left goes back to the system, unless it is the only one with room. */
+static void give_span(void *at, size_t size) {
+    size_t place = (uintptr_t)at % SLAB;
+    Slab *slab = (Slab *)((uint8_t *)at - place);
+    turn_grains(slab, (int)(place / GRAIN), grains_for(size));
+    slab->used -= grains_for(size);
+    if (slab->link == NULL) open_slab(slab);
+    if (slab->used > 1 || (slab == open_slabs && slab->next == NULL)) return;
+    close_slab(slab);
+    munmap(slab, SLAB);
+}
+
+#endif
