@@ -16,7 +16,7 @@
 #include <sys/mman.h>
 #include <sys/resource.h>
 
-enum { SLAB = 2 << 20, GRAIN = 16 << 10, GRAINS = SLAB / GRAIN, LEAST_SPAN = 2 * GRAIN, MOST_SPAN = SLAB - GRAIN };
+enum { SLAB = 2 << 20, GRAIN = 8 << 10, GRAINS = SLAB / GRAIN, LEAST_SPAN = 2 * GRAIN, MOST_SPAN = SLAB - GRAIN };
 
 /* A slab begins with which of its grains are in use. Those that may have room are in a list. */
 typedef struct Slab Slab;
