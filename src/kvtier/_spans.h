@@ -7,6 +7,7 @@
 #ifndef KVTIER_SPANS_H
 #define KVTIER_SPANS_H
 
+#include <errno.h>
 #include <pthread.h>
 #include <semaphore.h>
 #include <signal.h>
@@ -39,6 +40,13 @@ static Slab *map_slab(void) {
     return (Slab *)(at + before);
 }
 
+static void clear_pages(Slab *slab) {
+#ifdef MADV_POPULATE_WRITE
+    if (madvise(slab, SLAB, MADV_POPULATE_WRITE) == 0 || errno != EINVAL) return;
+#endif
+    for (size_t at = 0; at < SLAB; at += 4096) ((volatile uint8_t *)slab)[at] = 0; /* systems before Linux 5.14 */
+}
+
 static _Atomic(Slab *) ready_slab;
 static sem_t slab_wanted;
 static int is_supplied; /* whether the thread runs; in a child that was forked it does not */
@@ -49,9 +57,7 @@ static void *supply_slabs(void *unused) {
         while (sem_wait(&slab_wanted) != 0) continue;
         if (atomic_load(&ready_slab) != NULL) continue;
         Slab *slab = map_slab();
-#ifdef MADV_POPULATE_WRITE
-        if (slab != NULL) madvise(slab, SLAB, MADV_POPULATE_WRITE);
-#endif
+        if (slab != NULL) clear_pages(slab);
         atomic_store(&ready_slab, slab);
     }
     return unused;

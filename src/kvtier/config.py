@@ -23,6 +23,7 @@ from typing import Any, Self
 from kvtier.errors import ConfigError
 
 __all__ = [
+    "LEAST_STAGING",
     "ROW_ALIGNMENT",
     "CPUConfig",
     "GroupConfig",
@@ -36,6 +37,9 @@ __all__ = [
 
 ROW_ALIGNMENT = 4096
 """Rows are whole pages of host memory, so that any row can be read and written with direct I/O."""
+
+LEAST_STAGING = 1 << 20
+"""Buffers that are smaller than that would cost more than they bring."""
 
 _BINARY = {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGTPE", start=1)}
 _DECIMAL = {f"{prefix}B": 1000**power for power, prefix in enumerate("kMGTPE", start=1)}
@@ -93,6 +97,13 @@ _Reader = Callable[[str, Any], Any]
 
 def _read_size(path: str, value: object) -> int:
     return parse_size(value, path)
+
+
+def _read_staging(path: str, value: object) -> int:
+    size = parse_size(value, path)
+    if size < LEAST_STAGING:
+        raise ConfigError(path, f"expected at least {format_size(LEAST_STAGING)}, got {value!r}")
+    return size
 
 
 def _read_duration(path: str, value: object) -> float:
@@ -184,7 +195,8 @@ class KVTierConfig:
     """Everything a user may set.
 
     `chunk_tokens` is another way to say `blocks_per_chunk`, resolved when the engine's block size is known. Deadlines
-    are in seconds. A chunk is admitted once it has been offered `store_threshold` times; below 2 that is at once.
+    are in seconds. A chunk is admitted once it has been offered `store_threshold` times; below 2 that is at once. `staging`
+    is memory of a CUDA device, for the buffers of both directions together.
     """
 
     cpu: CPUConfig = _setting(_instance(CPUConfig))
@@ -195,6 +207,7 @@ class KVTierConfig:
     store_deadline: float = _setting(_read_duration, 30.0)
     store_threshold: int = _setting(_at_least(0), 0)
     load_if_faster: bool = _setting(_read_flag, True)
+    staging: int = _setting(_read_staging, 256 << 20)
     self_describing_kv_events: bool = _setting(_read_flag, True)
     tiers: tuple[()] = _setting(_read_tiers, ())
 

@@ -114,6 +114,7 @@ class TestFromDict:
         assert (config.cpu.policy, config.blocks_per_chunk, config.prompt_only) == ("lru", 1, False)
         assert (config.load_deadline, config.store_deadline, config.store_threshold) == (2.0, 30.0, 0)
         assert (config.load_if_faster, config.self_describing_kv_events, config.tiers) == (True, True, ())
+        assert config.staging == 256 << 20
 
     def test_everything(self) -> None:
         given_settings = {
@@ -124,6 +125,7 @@ class TestFromDict:
             "store_deadline": "1m",
             "store_threshold": 2,
             "load_if_faster": False,
+            "staging": "64MiB",
             "self_describing_kv_events": False,
             "tiers": [],
         }
@@ -136,6 +138,7 @@ class TestFromDict:
             store_deadline=60.0,
             store_threshold=2,
             load_if_faster=False,
+            staging=64 << 20,
             self_describing_kv_events=False,
         )
         assert KVTierConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
@@ -172,6 +175,7 @@ class TestFromDict:
             ({"cpu": {}}, "cpu.capacity: expected a value, got none; this setting is required"),
             ({"eviction_policy": "lru"}, "cpu.capacity: expected a value, got none; this setting is required"),
             ({"cpu": {"capacity": 1, "policy": 3}}, "cpu.policy: expected a name, got 3"),
+            ({"cpu": {"capacity": 1}, "staging": "1MB"}, "staging: expected at least 1.0 MiB, got '1MB'"),
             ({"cpu": {"capacity": 1, "policy": ""}}, "cpu.policy: expected a name, got ''"),
             ({"cpu": {"capcity": 1}}, "cpu.capcity: no such setting; did you mean cpu.capacity?"),
             ({"cpu": {"x": 1}}, "cpu.x: no such setting; expected one of capacity, policy"),

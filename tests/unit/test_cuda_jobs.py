@@ -7,11 +7,12 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from kvtier.config import OffloadingConfig
+from kvtier.config import OffloadingConfig, parse_size
 from kvtier.errors import LayoutError, TransferError
 from kvtier.pool import Pool
 from kvtier.testing.caches import make_caches, make_config
@@ -26,6 +27,7 @@ from kvtier.transfer.base import (
 from kvtier.transfer.cuda import CudaHandler, CudaLoadHandler, CudaMemory, CudaStoreHandler
 from kvtier.transfer.cuda.handlers import CudaJob
 from kvtier.transfer.cuda.lanes import RUN_AHEAD
+from kvtier.transfer.cuda.memory import BUFFERS
 from kvtier.transfer.cuda.pieces import Ints, Piece, Rows
 from kvtier.transfer.cuda.pinning import Pinning
 from kvtier.transfer.layout import canonicalize
@@ -280,6 +282,17 @@ def test_a_load_that_is_ended_promises_no_layer(rig: Rig) -> None:
     rig.load.cancel({1})
     assert not rig.load.await_layer(1, "group0.layer0", 1)
     lane_of(rig.load).engine_is_idle.set()
+
+
+@pytest.mark.parametrize("staging", ["1MiB", "256MiB"])
+def test_buffers_take_what_the_settings_say(staging: str) -> None:
+    caches = make_caches("kv_first", page=4096)
+    config = make_config(caches)
+    config = replace(config, settings=replace(config.settings, staging=staging))
+    pool = Pool.open("test", config.num_slots, config.row_bytes)
+    memory = CudaMemory(canonicalize(caches.layers, caches.groups), pool, config, pinning=pretend_to_pin(pool))
+    assert memory.staging_bytes == 2 * BUFFERS * memory.piece_bytes == parse_size(staging)
+    pool.close()
 
 
 def test_small_blocks_do_not_come_layer_by_layer() -> None:

@@ -9,6 +9,6 @@ device, and all but `kernels` without Triton.
 from __future__ import annotations
 
 from kvtier.transfer.cuda.handlers import CudaHandler, CudaLoadHandler, CudaStoreHandler
-from kvtier.transfer.cuda.memory import STAGING_BYTES, CudaMemory
+from kvtier.transfer.cuda.memory import CudaMemory
 
-__all__ = ["STAGING_BYTES", "CudaHandler", "CudaLoadHandler", "CudaMemory", "CudaStoreHandler"]
+__all__ = ["CudaHandler", "CudaLoadHandler", "CudaMemory", "CudaStoreHandler"]
