@@ -141,11 +141,13 @@ def plot_growth(rows: list[dict[str, Any]]) -> str:
     plot = Plot("speed by size of the job", x, y, x_label="job, MiB (loads dashed)", y_label="GB/s")
     plot.x_axis((value, f"{value:g}") for value in x.ticks())
     plot.y_axis((value, f"{value:g}") for value in y.ticks())
-    for name in ("limit", "batched", "ours"):
+    places = {"limit": ("store", -6, -6, "end"), "batched": ("store", 0, -8, ""), "ours": ("load", 10, 16, "start")}
+    for name, (labelled, right, down, anchor) in places.items():
         for way in WAYS:
             points = [(row["bytes"] / 2**20, row[name]) for row in rows if row["way"] == way]
             plot.line(points, f"{name} {way}")
-        plot.text(plot.x(points[2][0]), plot.y(points[2][1]) - 6, name, f"tick {name}")
+            if way == labelled:
+                plot.text(plot.x(points[1][0]) + right, plot.y(points[1][1]) + down, name, anchor)
     opening, rest = plot.svg().split("\n", 1)
     return opening.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1) + f"\n{STYLE}\n{rest}\n"
 
