@@ -39,7 +39,7 @@ static inline int read_uint(PyObject *object, uint64_t *value) {
     return 1;
 }
 
-/* Say whether an object is an int of less than 2^30, as tokens are; 0 need not count as one. */
+/* Say whether an object is an int from 1 to 2^30 - 1, or some other that `token_of` can read: most tokens are. */
 static inline int is_token(PyObject *object) {
 #if PY_VERSION_HEX >= 0x030C0000
     return PyLong_CheckExact(object) && PyUnstable_Long_IsCompact((PyLongObject *)object) &&

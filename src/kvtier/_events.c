@@ -26,7 +26,7 @@ static inline uint8_t *put(uint8_t *out, uint8_t tag, uint64_t value, int size) 
     return out;
 }
 
-/* Write an int; up to 8 bytes behind it are overwritten. Tokens have random lengths, which a branch cannot foresee: so none. */
+/* Write an int; up to 7 bytes behind it are overwritten. Tokens have random lengths, which a branch cannot foresee: so none. */
 static inline uint8_t *put_uint32(uint8_t *out, uint32_t value) {
     static const struct {
         uint64_t tag;

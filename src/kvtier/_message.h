@@ -11,6 +11,8 @@
 /* -- memory ---------------------------------------------------------------------------------------------------------------- */
 
 /* Where a message is kept: a large one in a span, others where the system puts them. */
+enum { LARGE = 32 << 10 };
+
 typedef struct {
     uint8_t *at;
     size_t room;
@@ -19,8 +21,8 @@ typedef struct {
 
 /* Return whether there was some. */
 static int get_memory(Memory *memory, size_t size) {
-    void *span = is_span(size) ? take_span(size) : NULL;
-    *memory = (Memory){span != NULL ? span : malloc(size ? size : 1), size, span != NULL};
+    void *span = size >= LARGE && is_span(size) ? take_span(size) : NULL;
+    *memory = span != NULL ? (Memory){span, (size_t)grains_for(size) * GRAIN, 1} : (Memory){malloc(size ? size : 1), size, 0};
     return memory->at != NULL;
 }
 
@@ -32,7 +34,7 @@ static void give_back(const Memory *memory) {
 /* -- messages ---------------------------------------------------------------------------------------------------------------- */
 
 /* A message is `text` while events are added, and `memory` of the right size once it is sealed. Its pieces are in a list, so that they can
- * be moved: of a message that is forgotten, all that is kept is pieces, and never more than twice their size. */
+ * be moved: of a message that is forgotten, all that is kept is pieces, and never more than twice their size, but for what a span rounds up. */
 typedef struct Piece Piece;
 typedef struct {
     PyObject_HEAD

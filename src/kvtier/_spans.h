@@ -17,17 +17,18 @@
 #include <sys/mman.h>
 #include <sys/resource.h>
 
-enum { SLAB = 2 << 20, GRAIN = 8 << 10, GRAINS = SLAB / GRAIN, LEAST_SPAN = 2 * GRAIN, MOST_SPAN = SLAB - GRAIN };
+enum { SLAB = 2 << 20, GRAIN = 8 << 10, GRAINS = SLAB / GRAIN, LEAST_SPAN = 2 * GRAIN, MOST_SPAN = SLAB / 8, MOST_TRIES = 16 };
 
-/* A slab begins with which of its grains are in use. Those that may have room are in a list. */
+/* A slab begins with which of its grains are in use. Those with room for any span are in a circle, and `next_slab` is the one to try
+ * first: whatever does not fit there may fit into the next. */
 typedef struct Slab Slab;
 struct Slab {
-    Slab *next, **link; /* `link` is what refers to it; NULL if it is not in the list */
-    int used;           /* grains, the first one among them */
+    Slab *next, *previous; /* NULL if it is not in the circle */
+    int used;              /* grains, the first one among them */
     uint64_t is_used[GRAINS / 64];
 };
 
-static Slab *open_slabs;
+static Slab *next_slab;
 
 /* -- slabs ----------------------------------------------------------------------------------------------------------------- */
 
@@ -52,7 +53,7 @@ static sem_t slab_wanted;
 static int is_supplied; /* whether the thread runs; in a child that was forked it does not */
 
 static void *supply_slabs(void *unused) {
-    setpriority(PRIO_PROCESS, 0, 10); /* of this thread, on Linux: nobody is to wait for it */
+    if (getpriority(PRIO_PROCESS, 0) < 10) setpriority(PRIO_PROCESS, 0, 10); /* on Linux, of this thread: others come first */
     for (;;) {
         while (sem_wait(&slab_wanted) != 0) continue;
         if (atomic_load(&ready_slab) != NULL) continue;
@@ -79,16 +80,17 @@ static void start_supply(void) {
 }
 
 static void open_slab(Slab *slab) {
-    slab->next = open_slabs;
-    slab->link = &open_slabs;
-    if (slab->next != NULL) slab->next->link = &slab->next;
-    open_slabs = slab;
+    slab->next = next_slab == NULL ? slab : next_slab;
+    slab->previous = next_slab == NULL ? slab : next_slab->previous;
+    slab->previous->next = slab->next->previous = slab;
+    next_slab = slab;
 }
 
 static void close_slab(Slab *slab) {
-    *slab->link = slab->next;
-    if (slab->next != NULL) slab->next->link = slab->link;
-    slab->link = NULL;
+    if (next_slab == slab) next_slab = slab->next == slab ? NULL : slab->next;
+    slab->previous->next = slab->next;
+    slab->next->previous = slab->previous;
+    slab->next = slab->previous = NULL;
 }
 
 /* Open a slab that nothing is in; return whether there was memory for it. */
@@ -113,6 +115,7 @@ static inline int grains_for(size_t size) { return (int)((size + GRAIN - 1) / GR
 
 /* Return where so many free grains in a row begin, 0 if nowhere. */
 static int find_grains(const Slab *slab, int count) {
+    if (slab->used + count > GRAINS) return 0;
     for (int grain = 1, run = 0; grain < GRAINS; grain++) {
         run = slab->is_used[grain / 64] >> grain % 64 & 1 ? 0 : run + 1;
         if (run == count) return grain + 1 - count;
@@ -127,22 +130,29 @@ static void turn_grains(Slab *slab, int first, int count) {
 /* Return memory for so many bytes, as `is_span` allows; NULL if there is none. */
 static void *take_span(size_t size) {
     int count = grains_for(size), first = 0;
-    while (open_slabs != NULL && (first = find_grains(open_slabs, count)) == 0) close_slab(open_slabs);
-    if (first == 0 && add_slab()) first = find_grains(open_slabs, count);
+    const Slab *begin = next_slab;
+    for (int tries = 0; next_slab != NULL && first == 0 && tries < MOST_TRIES; tries++) {
+        if (tries > 0 && next_slab == begin) break;
+        first = find_grains(next_slab, count);
+        if (first == 0) next_slab = next_slab->next;
+    }
+    if (first == 0 && add_slab()) first = find_grains(next_slab, count);
     if (first == 0) return NULL;
-    turn_grains(open_slabs, first, count);
-    open_slabs->used += count;
-    return (uint8_t *)open_slabs + (size_t)first * GRAIN;
+    Slab *slab = next_slab;
+    turn_grains(slab, first, count);
+    slab->used += count;
+    if (slab->used + LEAST_SPAN / GRAIN > GRAINS) close_slab(slab);
+    return (uint8_t *)slab + (size_t)first * GRAIN;
 }
 
-/* Give back the memory of so many bytes. A slab in which nothing is left goes back to the system, unless it is the only one with room. */
+/* Give back the memory of so many bytes. A slab in which nothing is left goes back to the system, unless it is the only one in the circle. */
 static void give_span(void *at, size_t size) {
     size_t place = (uintptr_t)at % SLAB;
     Slab *slab = (Slab *)((uint8_t *)at - place);
     turn_grains(slab, (int)(place / GRAIN), grains_for(size));
     slab->used -= grains_for(size);
-    if (slab->link == NULL) open_slab(slab);
-    if (slab->used > 1 || (slab == open_slabs && slab->next == NULL)) return;
+    if (slab->next == NULL && slab->used + LEAST_SPAN / GRAIN <= GRAINS) open_slab(slab);
+    if (slab->used > 1 || slab->next == slab) return;
     close_slab(slab);
     munmap(slab, SLAB);
 }

@@ -118,6 +118,14 @@ def test_lines_for_programs() -> None:
     assert line["mark"] == {"epoch": 10, "blocks": 1234, "digest": 11}
 
 
+def test_lines_for_programs_have_keys_of_all_types() -> None:
+    keys: list[Any] = [None, True, b"\0x", (1, b"a"), 1.5, 2**64 - 1, "text"]
+    event = BlockStored([1], None, [], 0, None, "GPU", None, extra_keys=[[dict.fromkeys(keys, 1)]])  # type: ignore[list-item]
+    (text,) = JSONLines().batch(0.0, 7, DecodedBatch(1.0, [event]))
+    (found,) = json.loads(text)["events"][0]["extra_keys"][0]
+    assert list(found) == ["None", "True", "0078", "[1, '61']", "1.5", "18446744073709551615", "text"]
+
+
 # -- tail ------------------------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -25,6 +26,7 @@ from kvtier.events import (
     KVEventBatch,
     KVEventsConfig,
     TierCleared,
+    decode_batch,
 )
 from kvtier.events.publish.fold import Fold
 from kvtier.events.publish.hot import PythonBlocks, PythonExpress, PythonMessage, python_read_stored, python_wake
@@ -274,7 +276,7 @@ def ranked(*events: Any, ts: float = 1.0, rank: int = 0) -> KVEventBatch:
     return KVEventBatch(ts=ts, events=list(events), data_parallel_rank=rank)
 
 
-ranks = st.sampled_from([0, 0, 0, 0, None, 1, 2**64, -1])
+ranks = st.sampled_from([0, 0, 0, 0, None, 1, True, np.int64(1), 1.0, 2**64, -1])
 times = st.sampled_from([1.5, 1.5, 1.5, 2.5, 3])
 
 
@@ -314,7 +316,7 @@ def test_a_message_takes_so_many_batches_and_no_more() -> None:
     sender.check()
 
 
-@pytest.mark.parametrize("rank", [2**64, object(), [1], "one" * 3 + "\ud800"])
+@pytest.mark.parametrize("rank", [2**64, object(), [1], "one", 1.0])
 def test_a_rank_that_cannot_be_encoded_costs_its_batch_and_no_other(rank: Any) -> None:
     for sender, wire in senders():
         sender.send(ranked(stored([1])), more=True)
@@ -323,6 +325,26 @@ def test_a_rank_that_cannot_be_encoded_costs_its_batch_and_no_other(rank: Any) -
         sender.flush()
         sender.check()
         assert (sender.counters["unencodable"], sender.state.blocks, len(wire.frames)) == (1, 2, 3)
+
+
+def test_a_rank_is_sent_as_the_int_that_it_is() -> None:
+    for sender, wire in senders():
+        for number, rank in enumerate([1, True, np.int64(1), 1, False, 0], start=1):
+            sender.send(ranked(stored([number]), rank=rank), more=True)
+        sender.flush()
+        assert [msgspec.msgpack.decode(payload)[2] for payload in wire.frames[2::3]] == [1, 0]
+        assert all(type(decode_batch(payload).data_parallel_rank) is int for payload in wire.frames[2::3])
+
+
+def test_what_a_batch_did_that_failed_halfway_is_sent() -> None:
+    """Else the state would hold what nobody was told."""
+    (sender, wire), _ = senders()
+    sender.send(ranked(stored([1])))
+    assert sender._short.take([stored([2])], sender._waiting) == []
+    sender.flush()
+    sender.check()
+    assert (len(wire.frames), sender.ring.batches, sender.counters["joined"]) == (6, 2, 0)
+    assert decode_batch(wire.frames[-1]).events[0].block_hashes == [2]
 
 
 def test_what_is_no_batch_stays_in_the_queue() -> None:

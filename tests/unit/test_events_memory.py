@@ -53,7 +53,7 @@ def test_tables_and_messages_do_not_get_in_each_others_way() -> None:
     tables: list[tuple[Any, list[int]]] = []
     messages = [(sealed(data), data) for data in (source.randbytes(100_000) for _ in range(30))]
     for number in range(1, 9):
-        hashes = [source.getrandbits(64) for _ in range(source.choice([50_000, 200_000]))]
+        hashes = [source.getrandbits(64) for _ in range(50_000 if number % 2 else 200_000)]
         table = _events.Blocks()
         assert table.hold(hashes, number) is not None
         tables.append((table, hashes))
@@ -63,6 +63,18 @@ def test_tables_and_messages_do_not_get_in_each_others_way() -> None:
     for number, (table, hashes) in enumerate(tables, 9 - len(tables)):
         assert table.count(hashes, number) == len(table) == len(hashes)
     assert all(bytes(message.payload()) == b"<" + data + b">" for message, data in messages)
+
+
+def test_tables_with_parts_of_all_sizes_find_what_they_hold() -> None:
+    """From parts that are too small for a span to some that are too large: 512 of 280 kB."""
+    table, source = _events.Blocks(), random.Random(3)
+    for number in range(1, 61):
+        hashes = [source.getrandbits(64) for _ in range(100_000)]
+        assert table.hold(hashes, number) is not None
+        assert table.count(hashes[:1_000], number) == 1_000
+    source = random.Random(3)
+    assert table.count([source.getrandbits(64) for _ in range(100_000)], 1) == 100_000
+    assert len(table) == 6_000_000
 
 
 # -- in a process of its own: what the system sees of it --------------------------------------------------------------------
@@ -87,7 +99,8 @@ def sealed(size):
 
 
 def run(script: str) -> list[str]:
-    done = subprocess.run([sys.executable, "-c", TOOLS + script], capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", TOOLS + script]  # of forks with a thread
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.split()
 
@@ -124,6 +137,27 @@ print(resident())
         ),
     )
     assert abs(again - held) <= 4
+
+
+@pytest.mark.parametrize("large", [50_000, 130_000, 250_000, 1_100_000, 1_900_000])
+def test_what_comes_and_goes_leaves_room_for_others(large: int) -> None:
+    """Small messages stay, large ones go after a while, as in a ring."""
+    (more,) = run(
+        f"""
+from collections import deque
+ring, kept = deque(), []
+sealed({large})
+before = resident()
+for _ in range(1_500):
+    kept.append(sealed(40_000))
+    ring.append(sealed({large}))
+    if len(ring) > 20:
+        ring.popleft()
+print(resident() - before)
+"""
+    )
+    in_use = (1_500 * 40_000 + 20 * large) >> 20
+    assert int(more) < 1.4 * in_use + 6
 
 
 def test_little_needs_no_thread_and_much_needs_one() -> None:

@@ -118,8 +118,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
+        return {_key(key): _plain(each) for key, each in value.items()}
     return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def _key(key: Any) -> str | int | float:
+    """Return a key that JSON can have; msgpack has keys of all types."""
+    return key if type(key) in (str, int, float) else str(_plain(key))
 
 
 def _json(**fields: Any) -> str:

@@ -64,13 +64,13 @@ class Message(Protocol):
     """A message: first events are added, then it is sealed and stays as it is.
 
     In C, what a record has of its event is a *piece* of the message: bytes-like, and no copy. Pieces outlive what the ring keeps:
-    a message that was forgotten takes no more than twice the room of those that are still in use.
+    a message that was forgotten takes no more than twice the room of those that are still in use, and some kilobytes.
     """
 
     events: int
     batches: int
     ts: float
-    """Of how many batches the events are, and the time of the last: who adds them says so."""
+    """Of how many batches the events are, and the time of the last; set by whoever adds them."""
 
     def append(self, data: bytes, /) -> None:
         """Add an event."""
@@ -136,8 +136,9 @@ class ShortWay(Protocol):
     def join(self, queue: deque[Any], most: int, most_bytes: int, rank: int, out: Message, /) -> Begun | None:
         """Take up to `most` batches of a rank from the front of a queue that has as many, until `out` has `most_bytes`.
 
-        They are counted in `out`. The first that `take` would leave alone stays in the queue, with all behind it. One that is
-        done in part, or is no news, leaves it too, and is returned: it is not counted yet.
+        They are counted in `out`. What is no batch, or one of another rank, or with a time that is no float, or that `take` would
+        leave alone, stays in the queue with all behind it. One that is done in part, or is no news, is the last to be taken,
+        and is returned: it is not counted yet.
         """
 
 

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import chain, groupby
-from operator import attrgetter
+from operator import attrgetter, index
 from typing import Any
 
 import zmq
@@ -93,32 +93,23 @@ class Sender:
 
         If there is `more` to come it may wait for the next one, or for `flush`, to travel with it.
         """
-        rank = self.rank if batch.data_parallel_rank is None else batch.data_parallel_rank
+        given = batch.data_parallel_rank
         try:
+            rank = self.rank if given is None else self._encodable(given)
+        except _UNENCODABLE as error:
+            self._refuse(error)
+        else:
             if rank != self._waiting_rank:
-                batch_ends(0.0, 0, rank)  # fails for one that cannot be encoded
                 self.flush()
                 self._waiting_rank = rank
-            waiting = self._waiting
-            before = waiting.events
-            ts, events = float(batch.ts), batch.events
-            if self._most_blocks is not None:
-                events = [part for event in events for part in _cut_event(event, self._most_blocks)]
-            drafts = self._short.take(events, waiting)
-            if drafts is None:
-                drafts = [self._draft(event) for event in _join_removals(events)]
-        except _UNENCODABLE as error:
-            self.counters["unencodable"] += 1
-            logger.error("a batch of events cannot be encoded and is dropped whole: %s", error)
-        else:
-            self._finish(ts, before, drafts, is_empty=not events)
+            self._take_in(batch)
         if not more or self._is_full(self._waiting):
             self.flush()
 
     def send_joined(self, queue: deque[Any], most: int) -> int:
         """Send up to `most` batches from the front of a queue as one message, which may wait; return how many.
 
-        They go the short way: the first that is unusual stays in the queue.
+        The first that cannot go the short way at all stays in the queue.
         """
         if self._most_blocks is not None:
             return 0
@@ -138,7 +129,12 @@ class Sender:
         """Send the batches that wait for others, as one; nothing if there are none."""
         message = self._waiting
         if not message.batches:
-            return
+            if not message.events:
+                return
+            message.batches, message.ts = (
+                1,
+                time.time(),
+            )  # one that failed halfway, say without memory, has changed the state
         self.counters["joined"] += message.batches - 1
         self._waiting = self._make_message()
         if self._mark_due:
@@ -147,6 +143,33 @@ class Sender:
 
     def _is_full(self, message: Message) -> bool:
         return message.batches >= _JOINED_BATCHES or len(message) >= _JOINED_BYTES
+
+    def _encodable(self, given: Any) -> int:
+        """Return a rank as the int that it is, or fail."""
+        rank = index(given)
+        if rank != self._waiting_rank:
+            batch_ends(0.0, 0, rank)
+        return rank
+
+    def _take_in(self, batch: Any) -> None:
+        """Bring a batch into the state, and what of it is news to the message that waits."""
+        waiting = self._waiting
+        before = waiting.events
+        try:
+            ts, events = float(batch.ts), batch.events
+            if self._most_blocks is not None:
+                events = [part for event in events for part in _cut_event(event, self._most_blocks)]
+            drafts = self._short.take(events, waiting)
+            if drafts is None:
+                drafts = [self._draft(event) for event in _join_removals(events)]
+        except _UNENCODABLE as error:
+            self._refuse(error)
+        else:
+            self._finish(ts, before, drafts, is_empty=not events)
+
+    def _refuse(self, error: Exception) -> None:
+        self.counters["unencodable"] += 1
+        logger.error("a batch of events cannot be encoded and is dropped whole: %s", error)
 
     def _finish(self, ts: float, before: int, drafts: list[Draft], is_empty: bool = False) -> None:
         """Do what is left of a batch, and count it in the message that waits if there is news in it, or nothing at all."""

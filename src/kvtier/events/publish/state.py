@@ -175,7 +175,7 @@ class PublishedState:
     def remove(self, event: BlockRemoved, data: bytes, out: Out) -> None:
         """Let blocks go; `data` is the whole event's bytes."""
         holding = self._holding(event)
-        hashes = event.block_hashes
+        hashes = event.block_hashes if type(event.block_hashes) is list else list(event.block_hashes)
         counted = holding.counts and not holding.counts.keys().isdisjoint(hashes)
         found = None if counted else holding.blocks.drop(hashes, self._children)
         if found is None:
