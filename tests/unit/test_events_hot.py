@@ -311,8 +311,8 @@ def test_a_message_takes_so_many_batches_and_no_more() -> None:
     sender.flush()
     assert (not small, len(wire.frames) // 3, sender.counters["joined"]) == (True, 5, 96)
     tokens = list(range(10_000, 30_000))
-    large = deque(ranked(stored([block], token_ids=tokens)) for block in range(200, 210))  # 60 kB each, of 96
-    assert [sender.send_joined(large, len(large)) for _ in range(5)] == [2] * 5
+    large = deque(ranked(stored([block], token_ids=tokens)) for block in range(200, 210))  # 60 kB each, of 131
+    assert [sender.send_joined(large, len(large)) for _ in range(4)] == [3, 3, 3, 1]
     sender.check()
 
 

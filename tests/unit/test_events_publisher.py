@@ -507,7 +507,7 @@ def test_a_joined_message_is_not_large(client: Client) -> None:
             for n in range(100):
                 made.publish(batch(stored([1000 * n + k + 1 for k in range(1000)])))
         sizes = [len(payload) for _, payload in replay(made, 0, client)]
-        assert 96 << 10 < max(sizes) < 112 << 10
+        assert 128 << 10 < max(sizes) < 144 << 10
 
 
 def test_what_is_joined_keeps_ranks_clears_and_faults_apart(

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 _UNENCODABLE = (AttributeError, OverflowError, RecursionError, TypeError, ValueError)
 _SHARED_FOR = 0.25  # seconds that a snapshot serves newcomers
-_JOINED_BATCHES, _JOINED_BYTES = 32, 96 << 10  # ZeroMQ's cost is per message up to about there
+_JOINED_BATCHES, _JOINED_BYTES = 32, 128 << 10  # ZeroMQ's cost is per message up to about there
 _MORE = int(zmq.SNDMORE)
 _hashes, _place = attrgetter("block_hashes"), attrgetter("medium", "group_idx", "locality", "ownership")
 
