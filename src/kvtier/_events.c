@@ -150,9 +150,9 @@ static uint8_t *put_value(uint8_t *out, PyObject *value) {
     return read_uint(value, &number) ? put_uint(out, number) : NULL;
 }
 
-/* Write an event with these hashes for its own behind the first `before` bytes; return its end, NULL if it is left to Python. Nobody else
- * runs, so it stays as it is. */
-static uint8_t *put_event(Room *text, size_t before, const Kind *kind, PyObject *event, const uint64_t *hashes, Py_ssize_t size) {
+/* Write an event with these hashes for its own at the end of a message; return its end, NULL if it is left to Python. Nobody else runs, so
+ * it stays as it is. */
+static uint8_t *put_event(Message *message, const Kind *kind, PyObject *event, const uint64_t *hashes, Py_ssize_t size) {
     size_t room = 128 + MOST_INT * (size_t)size;
     int count = 2;
     for (int i = HASHES + 1; i < kind->fields; i++) {
@@ -162,8 +162,8 @@ static uint8_t *put_event(Room *text, size_t before, const Kind *kind, PyObject 
         room += needed + 32; /* the longest name has 28 letters */
         count += i < kind->required || value != Py_None;
     }
-    if (make_room(text, before + room) < 0) return NULL;
-    uint8_t *out = put((uint8_t *)text->at + before, (uint8_t)(0x80 | count), 0, 0);
+    if (make_space(message, message->size + room) < 0) return NULL;
+    uint8_t *out = put(events_of(message) + message->size, (uint8_t)(0x80 | count), 0, 0);
     out = put_text(put_text(out, "type", 4), kind->name, strlen(kind->name));
     out = put_length(put_text(out, kind->names[HASHES], strlen(kind->names[HASHES])), size);
     for (Py_ssize_t i = 0; i < size; i++) out = put_uint(out, hashes[i]);
@@ -336,10 +336,10 @@ static Py_ssize_t draft_one(Express *self, PyObject *events, Py_ssize_t place, P
     draft->size = end - first;
     draft->joined = stop - place;
     Message *message = self->message;
-    const uint8_t *written = put_event(&message->text, message->size, kind, event, (uint64_t *)self->hashes.at + first, draft->size);
+    const uint8_t *written = put_event(message, kind, event, (uint64_t *)self->hashes.at + first, draft->size);
     if (written == NULL) return -1;
     draft->start = message->size;
-    if (draft->size > 0) message->size = (size_t)(written - (uint8_t *)message->text.at);
+    if (draft->size > 0) message->size = (size_t)(written - events_of(message));
     draft->stop = message->size;
     return stop;
 }
@@ -519,7 +519,7 @@ static int apply(Express *self, const Draft *draft) {
 static PyObject *to_python(Express *self, const Draft *draft) {
     const Kind *kind = kind_of(Py_TYPE(draft->event));
     if (kind == NULL) return PyErr_SetString(PyExc_TypeError, "the class of an event was changed"), NULL;
-    const char *data = (char *)self->message->text.at + draft->start;
+    const char *data = (char *)events_of(self->message) + draft->start;
     Py_ssize_t size = (Py_ssize_t)(draft->stop - draft->start);
     if (draft->joined == 1) return Py_BuildValue("sOy#", kind->name, draft->event, data, size);
     PyObject *fields[MOST_FIELDS] = {PyList_New(draft->size)}, *event = NULL;

@@ -33,14 +33,17 @@ static void give_back(const Memory *memory) {
 
 /* -- messages ---------------------------------------------------------------------------------------------------------------- */
 
-/* A message is `text` while events are added, and `memory` of the right size once it is sealed. Its pieces are in a list, so that they can
- * be moved: of a message that is forgotten, all that is kept is pieces, and never more than twice their size, but for what a span rounds up. */
+/* Where a slab has much room, events are written to where a large message stays, and what it does not need goes back when it is sealed.
+ * Else they are written elsewhere, and it moves to a place of its size then: so holes are filled that others left. Pieces are in a list,
+ * so that they can be moved: of a message that is forgotten, all that is kept is pieces, and never more than twice their size, but for what
+ * a span rounds up. */
+enum { SPACE = 144 << 10, HEAD = 32, TAIL = 32 }; /* what a message begins with, and how much of it is not for events */
+
 typedef struct Piece Piece;
 typedef struct {
     PyObject_HEAD
-    Room text;
     Memory memory;
-    size_t first, size, kept; /* where the events begin; where the last byte ends; how many bytes are pieces' */
+    size_t first, head, size, kept; /* where the events begin; bytes in front of them; all bytes; those that are pieces' */
     Py_ssize_t events, batches, views;
     double ts; /* of the last batch */
     Piece *pieces;
@@ -55,9 +58,38 @@ struct Piece {
 };
 
 static PyTypeObject *message_type, *piece_type;
-static Room spare_text; /* of the message that was sealed last, for the next one: it is warm */
+static Memory spare; /* what one message wrote to and left, for the next */
 
-static inline uint8_t *events_of(const Message *self) { return (self->is_sealed ? self->memory.at : (uint8_t *)self->text.at) + self->first; }
+static inline uint8_t *events_of(const Message *self) { return self->memory.at + self->first; }
+
+/* Make room for so many bytes of events, and some behind them. */
+static int make_space(Message *self, size_t size) {
+    size_t needed = HEAD + size + TAIL;
+    if (needed <= self->memory.room) return 0;
+    Memory grown;
+    if (!get_memory(&grown, needed <= SPACE ? SPACE : 2 * needed)) return PyErr_NoMemory(), -1;
+    if (self->size > 0) memcpy(grown.at + HEAD, events_of(self), self->size);
+    give_back(&self->memory);
+    self->memory = grown;
+    return 0;
+}
+
+static int begin_message(Message *self) {
+    self->first = HEAD;
+    if (spare.is_span || (spare.at != NULL && !has_span(SPACE))) {
+        self->memory = spare;
+        spare = (Memory){0};
+    } else if (!has_span(SPACE)) {
+        self->memory = (Memory){malloc(SPACE), SPACE, 0};
+        if (self->memory.at == NULL) return PyErr_NoMemory(), -1;
+    }
+    return make_space(self, 0);
+}
+
+static void leave_to_next(const Memory *memory) {
+    if (spare.at == NULL && memory->room <= SPACE) spare = *memory;
+    else give_back(memory);
+}
 
 /* Where less than half of a forgotten message is pieces, keep just those. Without memory for that, or while somebody reads, it stays. */
 static void shrink(Message *self) {
@@ -71,7 +103,7 @@ static void shrink(Message *self) {
     }
     give_back(&self->memory);
     self->memory = small;
-    self->first = 0;
+    self->first = self->head = 0;
     self->size = self->kept;
 }
 
@@ -119,22 +151,14 @@ static PyObject *make_message(PyTypeObject *type, PyObject *arguments, PyObject 
     (void)keywords;
     if (PyTuple_GET_SIZE(arguments) != 0) return PyErr_SetString(PyExc_TypeError, "Message() takes no arguments"), NULL;
     Message *self = (Message *)type->tp_alloc(type, 0);
-    if (self == NULL) return NULL;
-    self->text = spare_text;
-    spare_text = (Room){0};
+    if (self == NULL || begin_message(self) < 0) return Py_XDECREF(self), NULL;
     return (PyObject *)self;
-}
-
-static void end_text(Message *self) {
-    PyMem_Free(spare_text.at);
-    spare_text = self->text;
-    self->text = (Room){0};
 }
 
 static void free_message(Message *self) {
     PyTypeObject *type = Py_TYPE(self);
     if (self->is_sealed) give_back(&self->memory);
-    else end_text(self);
+    else leave_to_next(&self->memory);
     type->tp_free(self);
     Py_DECREF(type);
 }
@@ -149,8 +173,8 @@ static int check_open(const Message *self) {
 static PyObject *append_event(Message *self, PyObject *data) {
     if (!PyBytes_Check(data)) return PyErr_Format(PyExc_TypeError, "expected an event's bytes, not %.100R", data), NULL;
     size_t size = (size_t)PyBytes_GET_SIZE(data);
-    if (check_open(self) < 0 || make_room(&self->text, self->size + size) < 0) return NULL;
-    memcpy((uint8_t *)self->text.at + self->size, PyBytes_AS_STRING(data), size);
+    if (check_open(self) < 0 || make_space(self, self->size + size) < 0) return NULL;
+    memcpy(events_of(self) + self->size, PyBytes_AS_STRING(data), size);
     self->size += size;
     self->events++;
     Py_RETURN_NONE;
@@ -161,14 +185,23 @@ static PyObject *seal(Message *self, PyObject *const *arguments, Py_ssize_t coun
         return PyErr_SetString(PyExc_TypeError, "expected bytes to be put in front, and bytes to be put behind"), NULL;
     size_t head = (size_t)PyBytes_GET_SIZE(arguments[0]), tail = (size_t)PyBytes_GET_SIZE(arguments[1]);
     if (check_open(self) < 0) return NULL;
-    if (!get_memory(&self->memory, head + self->size + tail)) return PyErr_NoMemory();
-    memcpy(self->memory.at, PyBytes_AS_STRING(arguments[0]), head);
-    if (self->size) memcpy(self->memory.at + head, self->text.at, self->size);
-    memcpy(self->memory.at + head + self->size, PyBytes_AS_STRING(arguments[1]), tail);
-    self->first = head;
+    size_t end = self->first + self->size + tail, used = (size_t)grains_for(end) * GRAIN;
+    if (self->memory.is_span && self->size >= LARGE && head <= self->first && end <= self->memory.room) {
+        if (used < self->memory.room) give_span(self->memory.at + used, self->memory.room - used);
+        self->memory.room = used;
+    } else {
+        Memory moved;
+        if (!get_memory(&moved, head + self->size + tail)) return PyErr_NoMemory();
+        memcpy(moved.at + head, events_of(self), self->size);
+        leave_to_next(&self->memory);
+        self->memory = moved;
+        self->first = head;
+    }
+    memcpy(events_of(self) - head, PyBytes_AS_STRING(arguments[0]), head);
+    memcpy(events_of(self) + self->size, PyBytes_AS_STRING(arguments[1]), tail);
+    self->head = head;
     self->size += head + tail;
     self->is_sealed = 1;
-    end_text(self);
     Py_RETURN_NONE;
 }
 
@@ -187,11 +220,11 @@ static PyObject *payload(Message *self, PyObject *unused) {
 
 static PyObject *size_of(Message *self, PyObject *unused) {
     (void)unused;
-    return PyLong_FromSize_t(sizeof *self + (self->is_sealed ? self->memory.room : self->text.size));
+    return PyLong_FromSize_t(sizeof *self + self->memory.room);
 }
 
 static int view_message(Message *self, Py_buffer *view, int flags) {
-    int status = PyBuffer_FillInfo(view, (PyObject *)self, events_of(self) - self->first, (Py_ssize_t)self->size, 1, flags);
+    int status = PyBuffer_FillInfo(view, (PyObject *)self, events_of(self) - self->head, (Py_ssize_t)self->size, 1, flags);
     if (status == 0) self->views++;
     return status;
 }

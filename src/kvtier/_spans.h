@@ -145,6 +145,9 @@ static void *take_span(size_t size) {
     return (uint8_t *)slab + (size_t)first * GRAIN;
 }
 
+/* Say whether the next slab has room for so many bytes, so that they need not come from elsewhere. */
+static int has_span(size_t size) { return next_slab != NULL && find_grains(next_slab, grains_for(size)) != 0; }
+
 /* Give back the memory of so many bytes. A slab in which nothing is left goes back to the system, unless it is the only one in the circle. */
 static void give_span(void *at, size_t size) {
     size_t place = (uintptr_t)at % SLAB;
