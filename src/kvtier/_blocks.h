@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "_spans.h"
+#include "_slabs.h"
 
 /* -- ints ------------------------------------------------------------------------------------------------------------------ */
 
@@ -173,13 +173,13 @@ static inline uint32_t take_out(Blocks *self, uint64_t hash) {
 
 static Bucket *make_buckets(size_t count) {
     size_t size = count * sizeof(Bucket);
-    void *buckets = is_span(size) ? take_span(size) : aligned_alloc(sizeof(Bucket), size);
+    void *buckets = is_stretch(size) ? take_stretch(size) : aligned_alloc(sizeof(Bucket), size);
     return buckets == NULL ? PyErr_NoMemory(), NULL : memset(buckets, 0, size);
 }
 
 static void free_buckets(Bucket *buckets, size_t count) {
     if (buckets == no_buckets) return;
-    if (is_span(count * sizeof(Bucket))) give_span(buckets, count * sizeof(Bucket));
+    if (is_stretch(count * sizeof(Bucket))) give_stretch(buckets, count * sizeof(Bucket));
     else free(buckets);
 }
 

@@ -4,30 +4,30 @@
 #define KVTIER_MESSAGE_H
 
 #include "_blocks.h"
-#include "_spans.h"
+#include "_slabs.h"
 
 #include <structmember.h>
 
 /* -- memory ---------------------------------------------------------------------------------------------------------------- */
 
-/* Where a message is kept: a large one in a span, others where the system puts them. */
+/* Where a message is kept: a large one in a stretch, others where the system puts them. */
 enum { LARGE = 32 << 10 };
 
 typedef struct {
     uint8_t *at;
     size_t room;
-    int is_span;
+    int is_stretch;
 } Memory;
 
 /* Return whether there was some. */
 static int get_memory(Memory *memory, size_t size) {
-    void *span = size >= LARGE && is_span(size) ? take_span(size) : NULL;
-    *memory = span != NULL ? (Memory){span, (size_t)grains_for(size) * GRAIN, 1} : (Memory){malloc(size ? size : 1), size, 0};
+    void *stretch = size >= LARGE && is_stretch(size) ? take_stretch(size) : NULL;
+    *memory = stretch != NULL ? (Memory){stretch, (size_t)grains_for(size) * GRAIN, 1} : (Memory){malloc(size ? size : 1), size, 0};
     return memory->at != NULL;
 }
 
 static void give_back(const Memory *memory) {
-    if (memory->is_span) give_span(memory->at, memory->room);
+    if (memory->is_stretch) give_stretch(memory->at, memory->room);
     else free(memory->at);
 }
 
@@ -36,7 +36,7 @@ static void give_back(const Memory *memory) {
 /* Where a slab has much room, events are written to where a large message stays, and what it does not need goes back when it is sealed.
  * Else they are written elsewhere, and it moves to a place of its size then: so holes are filled that others left. Pieces are in a list,
  * so that they can be moved: of a message that is forgotten, all that is kept is pieces, and never more than twice their size, but for what
- * a span rounds up. */
+ * a stretch rounds up. */
 enum { SPACE = 144 << 10, HEAD = 32, TAIL = 32 }; /* what a message begins with, and how much of it is not for events */
 
 typedef struct Piece Piece;
@@ -76,10 +76,10 @@ static int make_space(Message *self, size_t size) {
 
 static int begin_message(Message *self) {
     self->first = HEAD;
-    if (spare.is_span || (spare.at != NULL && !has_span(SPACE))) {
+    if (spare.is_stretch || (spare.at != NULL && !has_stretch(SPACE))) {
         self->memory = spare;
         spare = (Memory){0};
-    } else if (!has_span(SPACE)) {
+    } else if (!has_stretch(SPACE)) {
         self->memory = (Memory){malloc(SPACE), SPACE, 0};
         if (self->memory.at == NULL) return PyErr_NoMemory(), -1;
     }
@@ -186,8 +186,8 @@ static PyObject *seal(Message *self, PyObject *const *arguments, Py_ssize_t coun
     size_t head = (size_t)PyBytes_GET_SIZE(arguments[0]), tail = (size_t)PyBytes_GET_SIZE(arguments[1]);
     if (check_open(self) < 0) return NULL;
     size_t end = self->first + self->size + tail, used = (size_t)grains_for(end) * GRAIN;
-    if (self->memory.is_span && self->size >= LARGE && head <= self->first && end <= self->memory.room) {
-        if (used < self->memory.room) give_span(self->memory.at + used, self->memory.room - used);
+    if (self->memory.is_stretch && self->size >= LARGE && head <= self->first && end <= self->memory.room) {
+        if (used < self->memory.room) give_stretch(self->memory.at + used, self->memory.room - used);
         self->memory.room = used;
     } else {
         Memory moved;

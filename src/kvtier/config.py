@@ -39,7 +39,7 @@ ROW_ALIGNMENT = 4096
 """Rows are whole pages of host memory, so that any row can be read and written with direct I/O."""
 
 LEAST_STAGING = 1 << 20
-"""Buffers that are smaller than that would cost more than they bring."""
+"""With less, pieces would be smaller than 128 KiB: eight buffers share it."""
 
 _BINARY = {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGTPE", start=1)}
 _DECIMAL = {f"{prefix}B": 1000**power for power, prefix in enumerate("kMGTPE", start=1)}

@@ -1,4 +1,4 @@
-"""Where the C form of publishing keeps what it keeps: in spans that are given back, fed by a thread that nobody notices."""
+"""Where the C form of publishing keeps what it keeps: in stretches of slabs that go back, fed by a thread that nobody notices."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_tables_and_messages_do_not_get_in_each_others_way() -> None:
 
 
 def test_tables_with_parts_of_all_sizes_find_what_they_hold() -> None:
-    """From parts that are too small for a span to some that are too large: 512 of 280 kB."""
+    """From parts that are too small for a slab to some that are too large: 512 of 280 kB."""
     table, source = _events.Blocks(), random.Random(3)
     for number in range(1, 61):
         hashes = [source.getrandbits(64) for _ in range(100_000)]

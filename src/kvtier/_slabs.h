@@ -1,11 +1,11 @@
-/* Memory in spans, for what a publisher keeps in bulk, its messages and its tables: part of `_events.c`, which includes it.
+/* Memory in stretches of slabs, for what a publisher keeps in bulk, its messages and its tables: part of `_events.c`, which includes it.
  *
  * While a cache fills, what is published is kept, so every batch needs fresh pages, and to clear them takes the system a third of all the
- * time that publishing costs. So spans are cut from slabs of 2 MiB, and a thread that does nothing else has the next slab ready, its
+ * time that publishing costs. So stretches are cut from slabs of 2 MiB, and a thread that does nothing else has the next slab ready, its
  * pages cleared. It starts with the second slab, sleeps until one is taken, never touches Python and ends with the process. Where it is
  * late, or cannot be had, pages come one by one as they are written to. All but what the thread does is guarded by the GIL. */
-#ifndef KVTIER_SPANS_H
-#define KVTIER_SPANS_H
+#ifndef KVTIER_SLABS_H
+#define KVTIER_SLABS_H
 
 #include <errno.h>
 #include <pthread.h>
@@ -17,9 +17,9 @@
 #include <sys/mman.h>
 #include <sys/resource.h>
 
-enum { SLAB = 2 << 20, GRAIN = 8 << 10, GRAINS = SLAB / GRAIN, LEAST_SPAN = 2 * GRAIN, MOST_SPAN = SLAB / 8, MOST_TRIES = 16 };
+enum { SLAB = 2 << 20, GRAIN = 8 << 10, GRAINS = SLAB / GRAIN, LEAST_STRETCH = 2 * GRAIN, MOST_STRETCH = SLAB / 8, MOST_TRIES = 16 };
 
-/* A slab begins with which of its grains are in use. Those with room for any span are in a circle, and `next_slab` is the one to try
+/* A slab begins with which of its grains are in use. Those with room for any stretch are in a circle, and `next_slab` is the one to try
  * first: whatever does not fit there may fit into the next. */
 typedef struct Slab Slab;
 struct Slab {
@@ -35,7 +35,7 @@ static Slab *next_slab;
 static Slab *map_slab(void) {
     uint8_t *at = mmap(NULL, 2 * SLAB, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (at == MAP_FAILED) return NULL;
-    size_t before = -(uintptr_t)at % SLAB; /* slabs begin at multiples of their size, so that spans know theirs */
+    size_t before = -(uintptr_t)at % SLAB; /* slabs begin at multiples of their size, so that stretches know theirs */
     if (before > 0) munmap(at, before);
     munmap(at + before + SLAB, SLAB - before);
     return (Slab *)(at + before);
@@ -93,7 +93,7 @@ static void close_slab(Slab *slab) {
     slab->next = slab->previous = NULL;
 }
 
-/* Open a slab that nothing is in; return whether there was memory for it. */
+/* Open a slab that nothing is in; return whether there was memory for it. The first is not cleared ahead: many need no other. */
 static int add_slab(void) {
     static int is_first = 1;
     if (!is_first) start_supply();
@@ -107,9 +107,9 @@ static int add_slab(void) {
     return 1;
 }
 
-/* -- spans ----------------------------------------------------------------------------------------------------------------- */
+/* -- stretches ----------------------------------------------------------------------------------------------------------------- */
 
-static inline int is_span(size_t size) { return size >= LEAST_SPAN && size <= MOST_SPAN; }
+static inline int is_stretch(size_t size) { return size >= LEAST_STRETCH && size <= MOST_STRETCH; }
 
 static inline int grains_for(size_t size) { return (int)((size + GRAIN - 1) / GRAIN); }
 
@@ -127,8 +127,8 @@ static void turn_grains(Slab *slab, int first, int count) {
     for (int grain = first; grain < first + count; grain++) slab->is_used[grain / 64] ^= 1ull << grain % 64;
 }
 
-/* Return memory for so many bytes, as `is_span` allows; NULL if there is none. */
-static void *take_span(size_t size) {
+/* Return memory for so many bytes, as `is_stretch` allows; NULL if there is none. */
+static void *take_stretch(size_t size) {
     int count = grains_for(size), first = 0;
     const Slab *begin = next_slab;
     for (int tries = 0; next_slab != NULL && first == 0 && tries < MOST_TRIES; tries++) {
@@ -141,20 +141,20 @@ static void *take_span(size_t size) {
     Slab *slab = next_slab;
     turn_grains(slab, first, count);
     slab->used += count;
-    if (slab->used + LEAST_SPAN / GRAIN > GRAINS) close_slab(slab);
+    if (slab->used + LEAST_STRETCH / GRAIN > GRAINS) close_slab(slab);
     return (uint8_t *)slab + (size_t)first * GRAIN;
 }
 
 /* Say whether the next slab has room for so many bytes, so that they need not come from elsewhere. */
-static int has_span(size_t size) { return next_slab != NULL && find_grains(next_slab, grains_for(size)) != 0; }
+static int has_stretch(size_t size) { return next_slab != NULL && find_grains(next_slab, grains_for(size)) != 0; }
 
 /* Give back the memory of so many bytes. A slab in which nothing is left goes back to the system, unless it is the only one in the circle. */
-static void give_span(void *at, size_t size) {
+static void give_stretch(void *at, size_t size) {
     size_t place = (uintptr_t)at % SLAB;
     Slab *slab = (Slab *)((uint8_t *)at - place);
     turn_grains(slab, (int)(place / GRAIN), grains_for(size));
     slab->used -= grains_for(size);
-    if (slab->next == NULL && slab->used + LEAST_SPAN / GRAIN <= GRAINS) open_slab(slab);
+    if (slab->next == NULL && slab->used + LEAST_STRETCH / GRAIN <= GRAINS) open_slab(slab);
     if (slab->used > 1 || slab->next == slab) return;
     close_slab(slab);
     munmap(slab, SLAB);
