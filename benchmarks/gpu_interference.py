@@ -4,7 +4,8 @@
 
 The work is a loop of bf16 matrix products (8192 x 8192 x 8192), and a loop of copies within HBM, which has nothing to spare
 for anybody. Both are timed by the device's clock, alone and beside transfers that are always under way, in turns: a GPU at
-its power limit drifts by more than what is to be measured, so each turn is held against those before and after it.
+its power limit drifts by more than what is to be measured, so each turn is held against those before and after it. Between turns
+it is idle for some milliseconds, while transfers end: what comes next, the work alone, is the faster for it.
 """
 
 from __future__ import annotations
