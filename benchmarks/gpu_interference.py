@@ -2,10 +2,16 @@
 
     python benchmarks/gpu_interference.py [--json FILE]
 
-The work is a loop of bf16 matrix products (8192 x 8192 x 8192), and a loop of copies within HBM, which has nothing to spare
-for anybody. Both are timed by the device's clock, alone and beside transfers that are always under way, in turns: a GPU at
-its power limit drifts by more than what is to be measured, so each turn is held against those before and after it. Between turns
-it is idle for some milliseconds, while transfers end: what comes next, the work alone, is the faster for it.
+The work is a prefill with eight layers of the 8B-shaped Llama of `gpu_ttft.py` (bf16, 4,096 tokens), loops of bf16 matrix
+products that take about 1.4 and 0.18 ms each, and a loop of copies within HBM, which has nothing to spare for anybody.
+
+A GPU at its power limit drifts by more than what is to be measured, and runs faster for a while after it was idle. So the work
+never stops: transfers come and go beside it, in turns, and after each change nothing counts for `SETTLE` seconds. Each turn is
+held against the work alone before and after it. Two figures: what the work keeps of its speed, and what it keeps at the same
+clock, counted in cycles. The first has what transfers take of the device's power, which any copy does; the second is what
+they keep the work from doing. Large copies alone are the least that transfers can cost.
+
+Engines copy too, a few bytes at each step: the time that such a copy takes beside transfers, to the host and to the device.
 """
 
 from __future__ import annotations
@@ -13,21 +19,34 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from _gpu import DEVICE, WAYS, BareCopies, Rig, is_over, new_stream, new_timer
+from gpu_ttft import LLAMA_8B, make_model
+from triton.language.extra.cuda import globaltimer, smid
+
+from kvtier.engine.model import Batch, SequenceSlice
 
 PAGE, REFS, JOB = 32 << 10, 64, 256 << 20
+SETTLE, WINDOW = 0.1, 0.2
+PATIENCE = 1.0
+AHEAD = 3
+"""Units of work that are enqueued at a time: the device is never without any."""
 
 
-def matrix_products(count: int) -> Callable[[], None]:
+def matrix_products(size: int, count: int) -> Callable[[], None]:
     """Return a loop of matrix products."""
-    a, b, out = (torch.randn(8192, 8192, dtype=torch.bfloat16, device=DEVICE) for _ in range(3))
+    a, b, out = (torch.randn(size, size, dtype=torch.bfloat16, device=DEVICE) for _ in range(3))
 
     def work() -> None:
         for _ in range(count):
@@ -43,6 +62,22 @@ def hbm_copies(count: int) -> Callable[[], None]:
     def work() -> None:
         for _ in range(count):
             b.copy_(a)
+
+    return work
+
+
+def prefill(num_tokens: int, num_layers: int, block_size: int = 16) -> Callable[[], None]:
+    """Return the forward pass of one prompt through some layers of the model."""
+    model = make_model(LLAMA_8B | {"num_hidden_layers": num_layers})
+    num_blocks = num_tokens // block_size
+    shape = (num_blocks, 2, block_size, model.config.num_kv_heads, model.config.head_dim)
+    caches = {name: torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE) for name in model.config.layer_names}
+    each = torch.arange(num_tokens, device=DEVICE)
+    sequence = SequenceSlice(0, num_tokens, num_tokens, (torch.arange(num_blocks, device=DEVICE),))
+    batch = Batch(each, each, [sequence], (each,))
+
+    def work() -> None:
+        model.hidden(batch, caches, [0] * num_layers, block_size)
 
     return work
 
@@ -81,7 +116,7 @@ class Bare:
         self._bare = [BareCopies(rig, rig.blocks) for _ in ways]
         pairs = list(zip(self._bare, ways, strict=True))
         self._enqueue = [bare.kernel(way) if kind == "kernel" else partial(bare.large, way) for bare, way in pairs]
-        self._events: list[list[torch.cuda.Event]] = [[] for _ in ways]
+        self._events: list[deque[torch.cuda.Event]] = [deque() for _ in ways]
         self._size = rig.job_bytes
         self.bytes = 0
 
@@ -89,7 +124,7 @@ class Bare:
         """Keep two copies enqueued on each stream."""
         for bare, enqueue, events in zip(self._bare, self._enqueue, self._events, strict=True):
             while events and is_over(events[0]):
-                events.pop(0)
+                events.popleft()
                 self.bytes += self._size
             while len(events) < 2:
                 enqueue()
@@ -97,62 +132,227 @@ class Bare:
 
     def stop(self) -> None:
         """Wait for what is enqueued."""
-        torch.cuda.synchronize()
+        for bare, events in zip(self._bare, self._events, strict=True):
+            bare.stream.synchronize()
+            events.clear()
 
 
-def seconds(work: Callable[[], None], beside: Transfers | Bare | None) -> tuple[float, float]:
-    """Return how long the work takes on the device, and how fast the transfers beside it are, in GB/s."""
-    torch.cuda.synchronize()
-    if beside is not None:
-        beside.step()
-    start, end = new_timer(), new_timer()
-    moved, begin = (beside.bytes if beside else 0), time.perf_counter()
-    start.record()
-    work()
-    end.record()
-    while not is_over(end):
-        if beside is not None:
-            beside.step()
-        time.sleep(0.0001)
-    elapsed = time.perf_counter() - begin
-    speed = (beside.bytes - moved) / elapsed / 1e9 if beside else 0.0
-    if beside is not None:
-        beside.stop()
-    return start.elapsed_time(end) / 1000, speed
+class Running:
+    """Transfers that go on in a thread of their own, until they are left."""
+
+    def __init__(self, transfers: Transfers | Bare) -> None:
+        self._transfers = transfers
+        self._leave = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        while not self._leave.wait(0.0001):
+            self._transfers.step()
+        self._transfers.stop()
+
+    def leave(self) -> bool:
+        """Start no more, without waiting; say whether what was under way is over."""
+        self._leave.set()
+        return not self._thread.is_alive()
+
+    def __enter__(self) -> Running:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._leave.set()
+        self._thread.join()
+
+
+@triton.jit
+def _read_clock(out):  # type: ignore[no-untyped-def]
+    """Write down the cycles and nanoseconds of the multiprocessor that this runs on."""
+    place = out + 2 * smid()
+    cycles = tl.inline_asm_elementwise("mov.u64 $0, %clock64;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+    tl.store(place, cycles)
+    tl.store(place + 1, globaltimer())
+
+
+class Clock:
+    """Tells the frequency of the multiprocessors between two looks at it, each enqueued behind the work so far."""
+
+    def __init__(self) -> None:
+        self._count = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+        self._side = new_stream()
+
+    def look(self) -> torch.Tensor:
+        """Return what will be cycles and nanoseconds of each multiprocessor."""
+        seen = torch.zeros((2 * self._count, 2), dtype=torch.int64, device=DEVICE)
+        _read_clock[(2 * self._count,)](seen, num_warps=1)
+        return seen
+
+    def hertz(self, before: torch.Tensor, after: torch.Tensor) -> float:
+        """Return the frequency between two looks, which are over; what was enqueued since then may go on."""
+        with torch.cuda.stream(self._side):
+            first, last = before.cpu(), after.cpu()
+        both = (first[:, 1] > 0) & (last[:, 1] > 0)
+        cycles, nanoseconds = (last - first)[both].double().sum(0).tolist()
+        return 1e9 * float(cycles / nanoseconds)
+
+
+class Turn(NamedTuple):
+    """Seconds and cycles that a unit of work took on the device, and GB/s moved beside it."""
+
+    seconds: float
+    cycles: float
+    gbps: float
+
+
+class _Mark(NamedTuple):
+    """The end of a unit of work."""
+
+    timer: torch.cuda.Event
+    seen: torch.Tensor
+
+
+class Work:
+    """Work that never stops: `for_seconds` returns while the last units are still under way."""
+
+    def __init__(self, unit: Callable[[], None]) -> None:
+        self._unit, self._clock = unit, Clock()
+        self._marks: deque[_Mark] = deque()
+
+    def for_seconds(self, seconds: float) -> tuple[_Mark, _Mark, int]:
+        """Go on for so long; return marks that are over, and how many units are between them."""
+        until = time.perf_counter() + seconds
+        over: list[_Mark] = []
+        while time.perf_counter() < until or len(over) < 2:
+            self._unit()
+            self._marks.append(_Mark(new_timer(), self._clock.look()))
+            self._marks[-1].timer.record()
+            if len(self._marks) > AHEAD:
+                over.append(self._marks.popleft())
+                over[-1].timer.synchronize()
+        return over[0], over[-1], len(over) - 1
+
+    def turn(self, transfers: Transfers | Bare | None) -> Turn:
+        """Go on for a turn, alone or beside transfers."""
+        if transfers is None:
+            self.for_seconds(SETTLE)
+            return self._read(*self.for_seconds(WINDOW), 0.0)
+        with Running(transfers) as running:
+            self.for_seconds(SETTLE)
+            moved, begin = transfers.bytes, time.perf_counter()
+            found = self.for_seconds(WINDOW)
+            gbps = (transfers.bytes - moved) / (time.perf_counter() - begin) / 1e9
+            while not running.leave():
+                self.for_seconds(0.0)
+        return self._read(*found, gbps)
+
+    def _read(self, first: _Mark, last: _Mark, units: int, gbps: float) -> Turn:
+        seconds = float(first.timer.elapsed_time(last.timer)) / 1000 / units
+        return Turn(seconds, seconds * self._clock.hertz(first.seen, last.seen), gbps)
 
 
 def bench(
-    name: str, work: Callable[[], None], ways: tuple[str, ...], kind: str, beside: Transfers | Bare, turns: int
-) -> dict[str, Any]:
-    """Measure one kind of work beside one kind of transfers."""
-    seconds(work, None)
-    alone, busy, speeds = [seconds(work, None)[0]], [], []
+    name: str, work: Work, ways: tuple[str, ...], kinds: dict[str, Transfers | Bare], turns: int
+) -> list[dict[str, Any]]:
+    """Measure one kind of work beside each kind of transfers, in turns."""
+    triples: dict[str, list[tuple[Turn, Turn, Turn]]] = {kind: [] for kind in kinds}
+    before = work.turn(None)
     for _ in range(turns):
-        elapsed, speed = seconds(work, beside)
-        busy.append(elapsed)
-        speeds.append(speed)
-        alone.append(seconds(work, None)[0])
-    kept = statistics.median((a + b) / 2 / c for a, b, c in zip(alone, alone[1:], busy, strict=False))
-    speed = statistics.median(speeds)
-    print(f"{name:18} beside {kind:12} {' and '.join(ways):14}: keeps {kept:.3f} of its speed, {speed:5.1f} GB/s moved")
-    return {"work": name, "beside": kind, "ways": list(ways), "kept": kept, "gbps": speed}
+        for kind, transfers in kinds.items():
+            busy, after = work.turn(transfers), work.turn(None)
+            triples[kind].append((before, busy, after))
+            before = after
+    torch.cuda.synchronize()
+    rows = []
+    for kind, some in triples.items():
+        kept = statistics.median((a.seconds + b.seconds) / 2 / busy.seconds for a, busy, b in some)
+        cycles = statistics.median((a.cycles + b.cycles) / 2 / busy.cycles for a, busy, b in some)
+        speed = statistics.median(busy.gbps for _, busy, _ in some)
+        which = " and ".join(ways)
+        print(
+            f"{name:22} {which:14} {kind:12} keeps {kept:.3f}, at the same clock {cycles:.3f}; {speed:5.1f} GB/s moved"
+        )
+        row = {"work": name, "beside": kind, "ways": list(ways), "kept": kept, "kept_cycles": cycles, "gbps": speed}
+        rows.append(row)
+    return rows
+
+
+class SmallCopies:
+    """Copies of a few bytes on a stream of their own, one at a time."""
+
+    def __init__(self) -> None:
+        self._here = torch.zeros(8, dtype=torch.int8).pin_memory()
+        self._there = self._here.to(DEVICE)
+        self._stream = new_stream()
+
+    def seconds(self, *, to_host: bool) -> list[float]:
+        """Return what copies took, in order of size. One that takes longer than `PATIENCE` counts as that, and is the last."""
+        found: list[float] = []
+        dst, src = (self._here, self._there) if to_host else (self._there, self._here)
+        until = time.perf_counter() + WINDOW
+        while (begin := time.perf_counter()) < until:
+            with torch.cuda.stream(self._stream):
+                dst.copy_(src, non_blocking=True)
+            event = self._stream.record_event()
+            while not is_over(event):
+                if time.perf_counter() - begin > PATIENCE:
+                    return sorted([*found, PATIENCE])
+            found.append(time.perf_counter() - begin)
+            time.sleep(0.001)
+        return sorted(found)
+
+
+def bench_copies(rig: Rig, ways: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Measure copies of a few bytes beside each kind of transfers."""
+    kinds: dict[str, Transfers | Bare | None] = {
+        "nothing": None,
+        "ours": Transfers(rig, ways),
+        "large copies": Bare(rig, ways, "large"),
+    }
+    rows = []
+    for kind, transfers in kinds.items():
+        row: dict[str, Any] = {"work": "small copies", "beside": kind, "ways": list(ways)}
+        for to_host in (True, False):
+            small = SmallCopies()
+            with Running(transfers) if transfers else nullcontext():
+                time.sleep(SETTLE)
+                seconds = small.seconds(to_host=to_host)
+            name = "to_host" if to_host else "to_device"
+            row |= {f"{name}_p50": statistics.median(seconds), f"{name}_worst": seconds[-1]}
+        p50, worst, p50_back, worst_back = (1000 * row[name] for name in list(row)[3:])
+        print(
+            f"{'8 bytes':22} {' and '.join(ways):14} {kind:12} to the host {p50:.2f} ms, at worst {worst:.2f};"
+            f" to the device {p50_back:.2f} and {worst_back:.2f}"
+        )
+        rows.append(row)
+    return rows
 
 
 def main() -> None:
     """Measure, print, and write what was asked for."""
+    works = {
+        "prefill": partial(prefill, 4096, 8),
+        "matrix products, 8192": partial(matrix_products, 8192, 2),
+        "matrix products, 4096": partial(matrix_products, 4096, 12),
+        "copies within HBM": partial(hbm_copies, 4),
+    }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--work", nargs="+", choices=list(works), default=list(works))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rig = Rig(PAGE, REFS, JOB)
     rows: list[dict[str, Any]] = []
-    for name, work in {"matrix products": matrix_products(80), "copies within HBM": hbm_copies(160)}.items():
+    for ways in (("store",), ("load",), WAYS):
+        rows += bench_copies(rig, ways)
+    for name in options.work:
+        work = Work(works[name]())
         for ways in (("store",), ("load",), WAYS):
-            rows += [
-                bench(name, work, ways, "ours", Transfers(rig, ways), options.repetitions),
-                bench(name, work, ways, "large copies", Bare(rig, ways, "large"), options.repetitions),
-                bench(name, work, ways, "kernel", Bare(rig, ways, "kernel"), options.repetitions // 4),
-            ]
+            kinds: dict[str, Transfers | Bare] = {
+                "ours": Transfers(rig, ways),
+                "large copies": Bare(rig, ways, "large"),
+            }
+            rows += bench(name, work, ways, kinds, options.turns)
+            # Apart from the others: the work is so slow beside it that the device cools, and is fast afterwards.
+            rows += bench(name, work, ways, {"kernel": Bare(rig, ways, "kernel")}, max(1, options.turns // 4))
     rig.close()
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2))

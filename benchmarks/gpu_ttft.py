@@ -14,6 +14,7 @@ import argparse
 import json
 import random
 import statistics
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,15 +44,19 @@ LLAMA_8B = {
 TOKEN_BYTES = 2 * 32 * 8 * 128 * 2
 
 
+def make_model(shape: Mapping[str, Any]) -> Decoder:
+    """Make a model with random weights."""
+    config = ModelConfig.from_dict(shape)
+    weights = {
+        name: torch.randn(size, dtype=torch.bfloat16, device="cuda").mul_(size[-1] ** -0.5 if len(size) > 1 else 1)
+        for name, size in weight_shapes(config).items()
+    }
+    return Decoder(config, weights, device="cuda", dtype=torch.bfloat16)
+
+
 def make_engine(lengths: list[int]) -> Engine:
     """Make an engine with room for one prompt on the GPU and for all of them in the tier."""
-    config = ModelConfig.from_dict(LLAMA_8B)
-    weights = {
-        name: torch.randn(shape, dtype=torch.bfloat16, device="cuda").mul_(shape[-1] ** -0.5 if len(shape) > 1 else 1)
-        for name, shape in weight_shapes(config).items()
-    }
-    model = Decoder(config, weights, device="cuda", dtype=torch.bfloat16)
-    del weights
+    model = make_model(LLAMA_8B)
     engine_config = EngineConfig(
         num_blocks=max(lengths) // 16 + 64,
         max_num_batched_tokens=8192,

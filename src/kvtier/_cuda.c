@@ -282,14 +282,19 @@ static int copy_ranges(const Steps *self, const Ranges *ranges, const Handle *st
     return status;
 }
 
+static int wait_on(const Driver *driver, const Handle *streams, int two, Handle event) {
+    int status = driver->wait_for(streams[0], event, 0);
+    return status || !two ? status : driver->wait_for(streams[1], event, 0);
+}
+
 static int copy_step(const Steps *self, const Ranges *ranges, const int64_t *handles) {
     const Driver *driver = &self->driver;
-    Handle side_done = handles[2], start = handles[3], wait = handles[4], done = handles[5];
+    Handle side_done = handles[2], after = handles[3], start = handles[4], wait = handles[5], done = handles[6];
     int two = side_done && ranges->count > 1 && ranges->size[0] < (size_t)self->small_range;
     Handle stream = handles[0], streams[] = {stream, two ? (Handle)handles[1] : stream};
-    int status = start ? driver->record(start, stream) : 0;
-    if (!status && wait) status = driver->wait_for(stream, wait, 0);
-    if (!status && wait && two) status = driver->wait_for(streams[1], wait, 0);
+    int status = after ? wait_on(driver, streams, two, after) : 0;
+    if (!status && start) status = driver->record(start, stream);
+    if (!status && wait) status = wait_on(driver, streams, two, wait);
     if (!status) status = copy_ranges(self, ranges, streams, start ? self->first_ranges : self->batch_ranges);
     if (!status && two) status = driver->record(side_done, streams[1]);
     if (!status && two) status = driver->wait_for(stream, side_done, 0);
@@ -308,14 +313,14 @@ static PyObject *copy_pages(Steps *self, const Array *pages, const Array *blocks
     return report(self, status, "copying over the bus");
 }
 
-/* copy(pages, blocks, first, last, rows, stream, side, side_done, start, wait, done) */
+/* copy(pages, blocks, first, last, rows, stream, side, side_done, after, start, wait, done) */
 static PyObject *steps_copy(Steps *self, PyObject *const *args, Py_ssize_t given) {
     PyObject *result = NULL;
-    int64_t span[2], handles[6];
+    int64_t span[2], handles[7];
     Array pages[NUM_COLUMNS], blocks;
     Rows rows;
     int held = 0;
-    if (expect_count(given, 11) < 0 || read_span(args + 2, span) < 0 || read_integers(args + 5, 6, handles) < 0) return NULL;
+    if (expect_count(given, 12) < 0 || read_span(args + 2, span) < 0 || read_integers(args + 5, 7, handles) < 0) return NULL;
     if (expect_tuple(args[0], NUM_COLUMNS) < 0 || borrow(args[1], span[1], 1, &blocks) < 0) return NULL;
     for (; held < NUM_COLUMNS; held++)
         if (borrow(PyTuple_GetItem(args[0], held), held == BASE ? 1 : pages[BASE].count, 0, &pages[held]) < 0) goto release;
@@ -331,7 +336,7 @@ release:
 /* -- a piece --------------------------------------------------------------------------------------------------------------- */
 
 typedef PyObject *(*Step)(Steps *, PyObject *const *, Py_ssize_t);
-enum { NUM_STEPS = 3, MOST_ARGUMENTS = 11 };
+enum { NUM_STEPS = 3, MOST_ARGUMENTS = 12 };
 static const Step STEPS[NUM_STEPS] = {steps_tell, steps_launch, steps_copy}; /* TELL, LAUNCH, COPY */
 
 /* Return an argument of a step: a string is the name of what the piece has its own, which are the arguments of `play`. */

@@ -322,3 +322,27 @@ def start_jobs(rng: random.Random, rig: Rig, round_: int) -> dict[OffloadingHand
             assert rig.load.transfer_async(job_id, (cpu, gpu))
             running[rig.load].add(job_id)
     return running
+
+
+def test_copies_of_the_engine_have_their_turn_beside_stores_without_end() -> None:
+    """As many jobs are always under way as keep the bus busy; a copy of 8 bytes to the host waits for little of that."""
+    rig = Rig(TestCudaHandlers(), "kv_first", page=1 << 20, num_blocks=64, num_slots=64)
+    spec = (GPULoadStoreSpec(range(1, 61)), CPULoadStoreSpec(range(60)))
+    here, there = torch.zeros(8, dtype=torch.int8).pin_memory(), torch.ones(8, dtype=torch.int8, device="cuda")
+    stream, side = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    started, over, begun, copied = 0, 0, 0, None
+    while over < 60 and (copied is None or not copied.query()):
+        with torch.cuda.stream(side):
+            while started - over < 3:
+                assert rig.store.transfer_async(started, spec)
+                started += 1
+        over += len(rig.store.get_finished())
+        if copied is None and over >= 5:
+            with torch.cuda.stream(stream):
+                here.copy_(there, non_blocking=True)
+            copied, begun = stream.record_event(), over
+    assert over - begun <= 3, "it waited until there was nothing to store"
+    rig.store.wait(set(range(started)))
+    assert here.tolist() == [1] * 8
+    rig.close()

@@ -14,7 +14,7 @@ from kvtier.config import OffloadingConfig
 from kvtier.pool import Pool
 from kvtier.testing.handler_suite import Handlers, HandlerSuite, Rig, random_job
 from kvtier.transfer.base import CanonicalKVCaches, CPULoadStoreSpec, GPULoadStoreSpec, OffloadingHandler
-from kvtier.transfer.cuda import CudaHandler, CudaLoadHandler, CudaMemory, CudaStoreHandler, handlers, steps
+from kvtier.transfer.cuda import CudaHandler, CudaLoadHandler, CudaMemory, CudaStoreHandler, handlers, lanes, steps
 from kvtier.transfer.cuda.handlers import CudaJob
 from kvtier.transfer.cuda.lanes import Begun, LoadLane, StoreLane
 from kvtier.transfer.cuda.pieces import Piece, group_sizes
@@ -96,6 +96,7 @@ def test_both_forms_tell_the_driver_the_same(
     """Down to the numbers of streams and events; addresses differ."""
     cut_small(monkeypatch, 1 << 12)
     monkeypatch.setattr(StoreLane, "short_bytes", 1 << 13)
+    monkeypatch.setattr(lanes, "BURST_BYTES", 1 << 14)
     suite = TestLanes()
     monkeypatch.setattr(TestLanes, "options", options)
     told = []
@@ -125,6 +126,79 @@ def enqueue_some(rng: random.Random, rig: Rig, handler: CudaHandler) -> None:
             is_last = piece.last == len(plan)
             number = handler._lane.enqueue(piece, plan.blocks, rows, timer, oldest, is_last=is_last)
             timer, oldest = None, rng.choice([None, number, max(0, number - 6)])
+
+
+class CopyEngine:
+    """Reads from the driver's calls what a copy engine finds: copies on streams, and what their streams wait for."""
+
+    def __init__(self, calls: list[tuple[Any, ...]]) -> None:
+        self.bursts: list[tuple[int, int]] = []
+        """Streams and bytes, in order; a stream that goes on is one."""
+        waited: dict[int, set[int]] = {}
+        ended: dict[int, int] = {}
+        for name, *args in calls:
+            match name, args:
+                case "cuStreamWaitEvent", [stream, event, _]:
+                    waited.setdefault(stream, set()).add(event)
+                case "cuEventRecord", [event, stream]:
+                    ended[stream] = event
+                case "cuMemcpyAsync", [_, _, size, stream]:
+                    self._note(stream, size, waited, ended)
+                case "cuMemcpyBatchAsync", [_, _, sizes, *_, stream]:
+                    self._note(stream, sum(sizes), waited, ended)
+
+    def _note(self, stream: int, size: int, waited: dict[int, set[int]], ended: dict[int, int]) -> None:
+        if self.bursts and self.bursts[-1][0] == stream:
+            size += self.bursts.pop()[1]
+        elif self.bursts:
+            assert ended[self.bursts[-1][0]] in waited[stream], "it begins before the other stream has ended"
+        self.bursts.append((stream, size))
+
+
+@pytest.mark.parametrize("options", [{"staging_bytes": 1 << 16}, {"direct_bytes": 1}])
+@pytest.mark.parametrize(
+    ("way", "burst", "changes"), [("store", 1 << 14, True), ("store", 1 << 30, False), ("load", 1, False)]
+)
+def test_stores_give_way_to_the_copies_of_others(
+    way: str, burst: int, changes: bool, options: dict[str, Any], fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever copies to the host has a turn when a stream ends and the next one begins."""
+    cut_small(monkeypatch, 1 << 12)
+    monkeypatch.setattr(lanes, "BURST_BYTES", burst)
+    monkeypatch.setattr(steps, "SMALL_RANGE", 1)
+    monkeypatch.setattr(TestLanes, "options", options)
+    rig = Rig(TestLanes(), "kv_first", page=1024, num_blocks=40, num_slots=40)
+    handler = rig.store if way == "store" else rig.load
+    assert isinstance(handler, CudaHandler)
+    lane = handler._lane
+    notes, oldest, piece_bytes = lane._notes, None, 0
+    fake.calls.clear()
+    for _ in range(3):
+        gpu, cpu = GPULoadStoreSpec(range(1, 30)), CPULoadStoreSpec(range(29))
+        plan = handler.plan((gpu, cpu) if way == "store" else (cpu, gpu))
+        rows, timer = handler.memory.pool_map.rows(plan), handler._lane.timer()
+        for piece in handler._cut([len(plan)], handler.memory.parts, handler.piece_bytes):
+            number = lane.enqueue(piece, plan.blocks, rows, timer, oldest, is_last=False)
+            oldest, timer, piece_bytes = max(0, number - 3), None, max(piece_bytes, piece.bytes)
+    copies = CopyEngine([call for call in fake.calls if call[-1] != notes])
+    assert (len({stream for stream, _ in copies.bursts}) > 1) == changes
+    assert max(size for _, size in copies.bursts) <= max(burst, piece_bytes) or not changes
+    rig.close()
+
+
+@compiled_only
+def test_a_store_that_finds_the_bus_idle_waits_for_nobody(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much was copied before; also if a short piece comes first."""
+    monkeypatch.setattr(lanes, "BURST_BYTES", 1 << 13)
+    monkeypatch.setattr(StoreLane, "short_bytes", 1 << 13)
+    cut_small(monkeypatch, 1 << 13)
+    rig = Rig(TestLanes(), "blocks_first", page=4096, num_blocks=40, num_slots=40)
+    assert isinstance(rig.store, CudaHandler)
+    before = rig.store._lane._copies
+    for job in range(3):
+        assert rig.run_store(job, GPULoadStoreSpec([1, 2]), CPULoadStoreSpec([0, 1])).success
+        assert rig.store._lane._copies == before
+    rig.close()
 
 
 def small_numbers(args: Any) -> list[Any]:

@@ -16,7 +16,7 @@ from tests.unit.test_cuda_lanes import TestLanes as Lanes
 
 from kvtier.testing.handler_suite import PATIENCE, Rig, finish
 from kvtier.transfer.base import CPULoadStoreSpec, GPULoadStoreSpec, OffloadingHandler, TransferResult
-from kvtier.transfer.cuda import CudaHandler, steps
+from kvtier.transfer.cuda import CudaHandler, lanes, steps
 from kvtier.transfer.cuda.lanes import Lane, LoadLane, StoreLane
 
 PAGE = 4096
@@ -47,6 +47,7 @@ class Soak:
         size = self.rng.choice([1, 2, 5]) * BLOCK
         cut_small(monkeypatch, size)
         monkeypatch.setattr(steps, "SMALL_RANGE", self.rng.choice([1, 2048, 1 << 20]))
+        monkeypatch.setattr(lanes, "BURST_BYTES", self.rng.choice([1, 2 * size, 1 << 30]))
         for lane in (StoreLane, LoadLane):
             monkeypatch.setattr(lane, "short_bytes", self.rng.choice([0, size, size, 2 * size]))
         self.rig = Rig(Lanes(), "kv_first", page=PAGE, num_blocks=60, num_slots=60)

@@ -1,10 +1,12 @@
-"""What a lane has of its device: streams, events, memory and kernels, made by torch and Triton, and kept for as long as it lives.
+"""What a lane has of its device: streams, events, memory and kernels, most of them torch's, kept for as long as it lives.
 
 All are given out as handles and addresses, which is how `steps` and `driver` take them. Any thread may ask for the current
 stream; the rest is for one thread at a time.
 """
 
 from __future__ import annotations
+
+import weakref
 
 import torch
 
@@ -37,9 +39,10 @@ class Device:
 
     def stream(self) -> int:
         """Return a new stream."""
-        stream = torch.cuda.Stream(self._device, priority=PRIORITY)  # type: ignore[no-untyped-call]
-        self._kept.append(stream)
-        return int(stream.cuda_stream)
+        with torch.cuda.device(self._device):
+            stream = driver.new_stream(PRIORITY)
+        weakref.finalize(self, driver.end_stream, stream)
+        return stream
 
     def event(self, *, timing: bool = False, blocking: bool = False) -> int:
         """Return a new event. `blocking`: a thread that waits for it sleeps."""

@@ -1,6 +1,6 @@
 """The calls of the CUDA driver that a transfer is made of: copies, launches, events, and pinning memory.
 
-`libcuda` comes with the driver, so this needs no package. Streams and events are torch's, by their handles: a call through
+`libcuda` comes with the driver, so this needs no package. Streams and events are handles, also of torch's: a call through
 ctypes takes half the time of torch's own, and torch has no name for some of them. Calls that only enqueue keep the GIL, since
 letting it go and getting it back takes longer than the call. An error of the driver is a `TransferError` with its name.
 
@@ -25,12 +25,14 @@ __all__ = [
     "Launch",
     "copy_range",
     "copy_ranges",
+    "end_stream",
     "fail",
     "find_functions",
     "has_batches",
     "has_context",
     "is_idle",
     "is_over",
+    "new_stream",
     "pin",
     "record",
     "seconds_between",
@@ -44,6 +46,7 @@ Addresses = npt.NDArray[np.int64]
 
 _LIBRARY = "libcuda.so.1"
 _PORTABLE = 1  # pinned for every context of this process
+_NON_BLOCKING = 1  # a stream that does not wait for the default one, nor is waited for
 _NOT_READY = 600
 
 
@@ -72,6 +75,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuEventRecord": (_POINTER, _POINTER),
     "cuEventSynchronize": (_POINTER,),
     "cuLaunchKernel": (_POINTER, *[_COUNT] * 7, _POINTER, _POINTER, _POINTER),
+    "cuStreamCreateWithPriority": (_POINTER, _COUNT, ctypes.c_int),
+    "cuStreamDestroy_v2": (_POINTER,),
     "cuStreamQuery": (_POINTER,),
     "cuStreamSynchronize": (_POINTER,),
     "cuStreamWaitEvent": (_POINTER, _POINTER, _COUNT),
@@ -139,6 +144,19 @@ def has_context() -> bool:
 
 
 # -- streams and events --------------------------------------------------------------------------------------------------
+
+
+def new_stream(priority: int) -> int:
+    """Return a stream that is nobody else's: torch has 32 of each priority, and gives them out again and again."""
+    stream = ctypes.c_void_p()
+    if status := _waiting().cuStreamCreateWithPriority(ctypes.addressof(stream), _NON_BLOCKING, priority):
+        fail(status, "making a stream")
+    return stream.value or 0
+
+
+def end_stream(stream: int) -> None:
+    """Let a stream go when it has done all that it has been told."""
+    _waiting().cuStreamDestroy_v2(stream)  # fails if the device is gone, and then so is the stream
 
 
 def record(event: int, stream: int) -> None:

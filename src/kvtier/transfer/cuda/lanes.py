@@ -11,6 +11,9 @@ with no buffer: a long store begins so, and its next piece is gathered meanwhile
 that stopping is a matter of milliseconds. Those that end on different streams may arrive in another order than they were
 enqueued in.
 
+The engine copies too: its tokens, to the host. The device's copy engine serves a stream until it has nothing to do or must wait,
+and stores always have something to do; so they go over to another stream after every `BURST_BYTES`, which waits for the first.
+
 What streams are told for a piece is a script, written once for each part, route and turn (its place in the ring of events and
 buffers), and played by `steps` in one call.
 
@@ -42,13 +45,21 @@ from kvtier.transfer.cuda.pieces import (
 )
 from kvtier.transfer.cuda.steps import COPY, LAUNCH, TELL, Note, Plain, Script, Step, make_steps
 
-__all__ = ["RUN_AHEAD", "Begun", "Lane", "LoadLane", "StoreLane"]
+__all__ = ["BURST_BYTES", "RUN_AHEAD", "Begun", "Lane", "LoadLane", "StoreLane"]
 
 RUN_AHEAD = 8
 """Pieces under way, at most: the length of the ring. A multiple of `BUFFERS`."""
 
-_CopyStreams = tuple[int, int, int]
-"""A stream, one beside it for small ranges, and an event to join them by."""
+BURST_BYTES = 32 << 20
+"""Copied to the host before others have their turn, or one piece where that is more.
+
+On an H200, beside copies of 256 MiB to the host without a break: another copy of a few bytes waits 13 ms and more, until there
+is a break; with bursts of 32 MiB 0.66 ms, of 16 0.36, of 8 0.23; of 54.9 GB/s there remain 54.8, 54.2 and 53.4. In the other
+direction nobody waits.
+"""
+
+_CopyStreams = tuple[int, int, int, int]
+"""A stream, one beside it for small ranges, an event to join them by, and another that both begin after."""
 _Open = int | str
 """An event, or the name of one that each piece has its own."""
 _Route = Literal["direct", "short", "alone", "staged"]
@@ -83,6 +94,8 @@ class Lane(ABC):
     """Whether the first of several pieces has nothing to overlap with."""
     short_bytes: int
     """Up to this size a kernel copies a piece over the bus itself, if it is alone."""
+    gives_way: bool
+    """Whether copies of others wait for those of a stream that goes on."""
 
     def __init__(self, memory: CudaMemory) -> None:
         self._pinned = memory.pinning.pinned
@@ -91,7 +104,10 @@ class Lane(ABC):
         device = self._device = Device(memory.device)
         self._kernels, self._notes = device.stream(), device.stream()
         self._copies, self._side = device.stream(), device.stream()
-        self._copy_streams = [(self._copies, self._side, device.event()) for _ in range(RUN_AHEAD)]
+        self._next_copies = device.stream() if self.gives_way else self._copies
+        self._burst = 0
+        """Bytes that the copy stream was told in one go."""
+        self._joined = [device.event() for _ in range(RUN_AHEAD)]
         self._ready = [device.event() for _ in range(RUN_AHEAD)]
         self._done = [device.event(timing=True) for _ in range(RUN_AHEAD)]
         self._spare_fences: list[int] = []
@@ -108,7 +124,7 @@ class Lane(ABC):
         self._plain = self._find_plain(memory)
         self.has_plain_jobs = self._plain is not None
         """Whether `begin` may be called."""
-        self._scripts: dict[tuple[int, _Route, int, bool], Script] = {}
+        self._scripts: dict[tuple[int, _Route, int, int, bool, bool], Script] = {}
 
     def _parts(self, memory: CudaMemory) -> Iterator[tuple[int, Part]]:
         """Yield all parts that pieces of this direction may have, with their groups."""
@@ -194,7 +210,10 @@ class Lane(ABC):
         """
         part, first, last, _ = piece
         number, route = self._enqueued, self._choose_route(piece, oldest, is_last=is_last)
-        script = self._find_script(part, route, number % RUN_AHEAD, timer is not None)
+        if oldest is None:
+            self._burst = 0
+        changes = route != "short" and self._change_streams(piece.bytes)
+        script = self._find_script(part, route, number % RUN_AHEAD, begins=timer is not None, changes=changes)
         is_taken = oldest is not None and number - BUFFERS >= oldest
         free = self._done[(number - BUFFERS) % RUN_AHEAD] if is_taken else 0
         self._steps.play(script, blocks, first, last, last - first, rows, timer or 0, free)
@@ -208,28 +227,39 @@ class Lane(ABC):
             return "staged"
         return "short" if piece.bytes <= self.short_bytes and self._pinned else "alone"
 
+    def _change_streams(self, size: int) -> bool:
+        """Go over to the other copy stream if this one has had its burst; say whether that is so."""
+        changes = self.gives_way and self._burst > 0 and self._burst + size > BURST_BYTES
+        if changes:
+            self._copies, self._next_copies = self._next_copies, self._copies
+            self._burst = 0
+        self._burst += size
+        return changes
+
     # -- scripts: what streams are told for a piece ------------------------------------------------------------------------
 
-    def _find_script(self, part: Part, route: _Route, turn: int, begins: bool) -> Script:
-        key = (id(part), route, turn, begins)
+    def _find_script(self, part: Part, route: _Route, turn: int, *, begins: bool, changes: bool) -> Script:
+        key = (id(part), route, turn, self._copies, begins, changes)
         script = self._scripts.get(key)
         if script is None:
-            script = self._scripts[key] = self._write_script(part, route, turn, begins)
+            after = self._done[(turn - 1) % RUN_AHEAD] if changes else 0
+            script = self._scripts[key] = self._write_script(part, route, turn, after, begins)
         return script
 
-    def _write_script(self, part: Part, route: _Route, turn: int, begins: bool) -> Script:
+    def _write_script(self, part: Part, route: _Route, turn: int, after: int, begins: bool) -> Script:
+        """Write down a piece. Its copy comes `after` that of the piece before it, if they are on two streams."""
         match route:
             case "direct":
-                return self._write_direct(part, turn)
+                return self._write_direct(part, turn, after)
             case "short":
                 return self._write_short(part, turn)
             case "alone":
                 return self._write_alone(part, turn)
             case "staged":
-                return self._write_staged(part, turn, begins)
+                return self._write_staged(part, turn, after, begins)
 
-    def _write_direct(self, part: Part, turn: int) -> Script:
-        streams = self._copy_streams[turn]
+    def _write_direct(self, part: Part, turn: int, after: int) -> Script:
+        streams = self._copy_streams(turn, after)
         return ((COPY, part.pages, "blocks", "first", "last", "rows", *streams, "start", 0, self._done[turn]),)
 
     def _write_short(self, part: Part, turn: int) -> Script:
@@ -244,8 +274,11 @@ class Lane(ABC):
         """Write down a piece that takes one stream, and as few calls as possible."""
 
     @abstractmethod
-    def _write_staged(self, part: Part, turn: int, begins: bool) -> Script:
+    def _write_staged(self, part: Part, turn: int, after: int, begins: bool) -> Script:
         """Write down a piece that is copied beside others. `begins`: it is the first of its job."""
+
+    def _copy_streams(self, turn: int, after: int) -> _CopyStreams:
+        return self._copies, self._side, self._joined[turn], after
 
     def _tell(self, note: Note, part: Part, turn: int) -> Step:
         """Tell a kernel the blocks of a piece, and that their rows are in its buffer."""
@@ -280,7 +313,7 @@ class Lane(ABC):
 
     def drain(self) -> None:
         """Block until the streams are empty, also of a piece that could not be enqueued whole."""
-        for stream in (self._kernels, self._notes, self._copies, self._side):
+        for stream in (self._kernels, self._notes, self._copies, self._side, self._next_copies):
             driver.wait_idle(stream)
 
 
@@ -290,21 +323,22 @@ class StoreLane(Lane):
     gathers = True
     begins_alone = True
     short_bytes = SHORT_STORE
+    gives_way = True
 
     def _write_alone(self, part: Part, turn: int) -> Script:
         note, stream = self._told[turn], self._copies
         return (
             self._tell(note, part, turn),
             self._launch(note, part, stream, "start", 0, 0),
-            self._copy(part, turn, (stream, 0, 0), 0, 0, self._done[turn]),
+            self._copy(part, turn, (stream, 0, 0, 0), 0, 0, self._done[turn]),
         )
 
-    def _write_staged(self, part: Part, turn: int, begins: bool) -> Script:
+    def _write_staged(self, part: Part, turn: int, after: int, begins: bool) -> Script:
         note, ready = self._heard[turn], self._ready[turn]
         return (
             self._tell(note, part, turn),
             self._launch(note, part, self._kernels, "start", "wait", ready),
-            self._copy(part, turn, self._copy_streams[turn], 0, ready, self._done[turn]),
+            self._copy(part, turn, self._copy_streams(turn, after), 0, ready, self._done[turn]),
         )
 
 
@@ -314,6 +348,7 @@ class LoadLane(Lane):
     gathers = False
     begins_alone = False  # the copy of the next piece would wait for its kernel
     short_bytes = SHORT_LOAD
+    gives_way = False
 
     def _parts(self, memory: CudaMemory) -> Iterator[tuple[int, Part]]:
         yield from super()._parts(memory)
@@ -325,15 +360,15 @@ class LoadLane(Lane):
     def _write_alone(self, part: Part, turn: int) -> Script:
         note, stream = self._told[turn], self._copies
         return (
-            self._copy(part, turn, (stream, 0, 0), "start", 0, 0),
+            self._copy(part, turn, (stream, 0, 0, 0), "start", 0, 0),
             self._tell(note, part, turn),
             self._launch(note, part, stream, 0, 0, self._done[turn]),
         )
 
-    def _write_staged(self, part: Part, turn: int, begins: bool) -> Script:
+    def _write_staged(self, part: Part, turn: int, after: int, begins: bool) -> Script:
         note, ready = self._heard[turn], self._ready[turn]
         tell = self._tell(note, part, turn)
-        copy = self._copy(part, turn, self._copy_streams[turn], "start", "wait", ready)
+        copy = self._copy(part, turn, self._copy_streams(turn, after), "start", "wait", ready)
         # A note that is behind the copy waits for it, but a job's first bytes should not wait for a note.
         return (
             *((copy, tell) if begins else (tell, copy)),

@@ -106,12 +106,13 @@ class Steps(Protocol):
 
     def copy(
         self, pages: Pages, blocks: Ints | None, first: int, last: int, rows: Rows,
-        stream: int, side: int, side_done: int, start: int, wait: int, done: int, /,
+        stream: int, side: int, side_done: int, after: int, start: int, wait: int, done: int, /,
     ) -> None:  # fmt: skip
         """Copy pages of blocks `[first, last)` between the device and their rows in the pool, joined into ranges.
 
         Without `blocks` they are numbered from 0. Small ranges take turns on two streams, where one fills the gaps of the
-        other, unless there is no `side_done` to join them by. What begins with `start` begins with a few of them.
+        other, unless there is no `side_done` to join them by. What begins with `start` begins with a few of them, and `after`
+        another event: that is not the copy's own time.
         """
 
     def is_over(self, event: int, /) -> bool:
@@ -182,7 +183,7 @@ class PythonSteps:
 
     def copy(
         self, pages: Pages, blocks: Ints | None, first: int, last: int, rows: Rows,
-        stream: int, side: int, side_done: int, start: int, wait: int, done: int, /,
+        stream: int, side: int, side_done: int, after: int, start: int, wait: int, done: int, /,
     ) -> None:  # fmt: skip
         """Find the ranges, and copy them."""
         some = np.arange(last - first) if blocks is None else blocks[first:last]
@@ -190,11 +191,12 @@ class PythonSteps:
         dst, src = (host, device) if self._to_pool else (device, host)
         two = side_done and len(size) > 1 and size[0] < SMALL_RANGE
         streams = [stream, side] if two else [stream]
+        for each in streams if after else ():
+            driver.wait_for(each, after)
         if start:
             driver.record(start, stream)
-        if wait:
-            for each in streams:
-                driver.wait_for(each, wait)
+        for each in streams if wait else ():
+            driver.wait_for(each, wait)
         most, at, turn = BATCH_RANGES if driver.has_batches() else 1, 0, 0
         batch = min(FIRST_RANGES if start else most, most)
         while at < len(size):
