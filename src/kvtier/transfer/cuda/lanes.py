@@ -95,7 +95,7 @@ class Lane(ABC):
     short_bytes: int
     """Up to this size a kernel copies a piece over the bus itself, if it is alone."""
     gives_way: bool
-    """Whether copies of others wait for those of a stream that goes on."""
+    """Whether others have a turn between its copies: else they wait for as long as its stream goes on."""
 
     def __init__(self, memory: CudaMemory) -> None:
         self._pinned = memory.pinning.pinned

@@ -21,8 +21,8 @@ BUFFERS = 4
 """How many each direction has.
 
 Kernels wait for the engine's to end, and what comes meanwhile waits in buffers; fewer and larger ones mean fewer kernels.
-Loads on an H200 beside matrix products of 1.6 ms each: with 256 MiB for both directions 2 buffers 40 GB/s, 3 43, 4 49 to 51,
-8 46; with 512 MiB 4 or 8 buffers 52.
+Loads on an H200 beside long matrix products, with kernels on twice as many multiprocessors: with 256 MiB for both directions
+2 buffers 40 GB/s, 3 43, 4 49 to 51, 8 46; with 512 MiB 4 or 8 buffers 52.
 """
 DIRECT_BYTES = 2 << 20
 """From this page size on pages are copied as they are.
