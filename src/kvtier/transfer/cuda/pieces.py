@@ -25,11 +25,12 @@ from kvtier.transfer.base import CanonicalKVCaches
 from kvtier.transfer.plan import Plan, stage_bounds
 
 __all__ = [
-    "GROWTH",
     "LAST_LOAD",
+    "LOAD_GROWTH",
     "MOST_BLOCKS",
     "SHORT_LOAD",
     "SHORT_STORE",
+    "STORE_GROWTH",
     "Pages",
     "Part",
     "Piece",
@@ -58,12 +59,12 @@ the next piece is enqueued and gathered: a store of 32 MiB that began with 2 MiB
 """
 LAST_LOAD = 1 << 20
 """Of the last piece of a long load, which is scattered when the bus is done: with 2 MiB it is later by 2 to 3 us."""
-GROWTH = 8
-"""Of pieces: a kernel is over before the bus has carried the piece before its own.
+STORE_GROWTH, LOAD_GROWTH = 4, 8
+"""Of pieces, so that a kernel is over before the bus has carried the piece before its own.
 
-On an H200, growing 4 times instead: stores of 32 and 64 MiB are over 8 to 10 us sooner, loads are not. But where one load
-follows another there are then more small pieces, and buffers hold less: beside matrix products of 1.4 ms loads move
-45 GB/s instead of 48.
+On an H200, stores of 32 and 64 MiB that grow 8 times take 8 to 10 us longer. Loads do not; but growing 4 times there are more
+small pieces where one load follows another, and buffers hold less: beside matrix products of 1.4 ms they move 45 GB/s
+instead of 48.
 """
 
 
@@ -180,7 +181,7 @@ def cut_store(sizes: Sequence[int], parts: Sequence[Sequence[Part]], piece_bytes
     """
     first, limit = 0, SHORT_STORE
     for some, size in zip(parts, sizes, strict=True):
-        counts, limit = _count_blocks(some, size, limit, piece_bytes)
+        counts, limit = _count_blocks(some, size, limit, piece_bytes, STORE_GROWTH)
         yield from _lay_out(some, first, counts)
         first += size
 
@@ -190,7 +191,8 @@ def cut_load(sizes: Sequence[int], parts: Sequence[Sequence[Part]], piece_bytes:
     last, limit, backwards = sum(sizes), LAST_LOAD, []
     for some, size in zip(reversed(parts), reversed(sizes), strict=True):
         whole = size * max(part.bytes for part in some) <= SHORT_LOAD
-        counts, limit = _count_blocks(some, size, max(limit, SHORT_LOAD) if whole else limit, piece_bytes)
+        limit = max(limit, SHORT_LOAD) if whole else limit
+        counts, limit = _count_blocks(some, size, limit, piece_bytes, LOAD_GROWTH)
         last -= size
         backwards.append((some, last, counts[::-1]))
     for group in reversed(backwards):
@@ -202,12 +204,12 @@ def group_sizes(plan: Plan, num_groups: int) -> list[int]:
     return [len(plan)] if num_groups == 1 else np.bincount(plan.groups, minlength=num_groups).tolist()
 
 
-def _count_blocks(parts: Sequence[Part], left: int, limit: int, piece_bytes: int) -> tuple[list[int], int]:
+def _count_blocks(parts: Sequence[Part], left: int, limit: int, piece_bytes: int, growth: int) -> tuple[list[int], int]:
     """Cut the blocks of a group so that pieces grow from `limit`, and return the next limit."""
     counts, largest = [], max(part.bytes for part in parts)
     while left:
         counts.append(min(max(1, min(limit, piece_bytes) // largest), MOST_BLOCKS, left))
-        left, limit = left - counts[-1], GROWTH * limit
+        left, limit = left - counts[-1], growth * limit
     return counts, limit
 
 
