@@ -314,14 +314,15 @@ def bench_copies(rig: Rig, ways: tuple[str, ...]) -> list[dict[str, Any]]:
             small = SmallCopies()
             with Running(transfers) if transfers else nullcontext():
                 time.sleep(SETTLE)
+                moved, begin = transfers.bytes if transfers else 0, time.perf_counter()
                 seconds = small.seconds(to_host=to_host)
+                gbps = ((transfers.bytes if transfers else 0) - moved) / (time.perf_counter() - begin) / 1e9
             name = "to_host" if to_host else "to_device"
-            row |= {f"{name}_p50": statistics.median(seconds), f"{name}_worst": seconds[-1]}
-        p50, worst, p50_back, worst_back = (1000 * row[name] for name in list(row)[3:])
-        print(
-            f"{'8 bytes':22} {' and '.join(ways):14} {kind:12} to the host {p50:.2f} ms, at worst {worst:.2f};"
-            f" to the device {p50_back:.2f} and {worst_back:.2f}"
-        )
+            row |= {f"{name}_p50": statistics.median(seconds), f"{name}_worst": seconds[-1], f"{name}_gbps": gbps}
+            print(
+                f"{'8 bytes ' + name.replace('_', ' '):22} {' and '.join(ways):14} {kind:12}"
+                f" {1000 * row[f'{name}_p50']:.2f} ms, at worst {1000 * seconds[-1]:.2f}; {gbps:5.1f} GB/s moved"
+            )
         rows.append(row)
     return rows
 
