@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import threading
 import time
@@ -38,7 +39,7 @@ from triton.language.extra.cuda import globaltimer, smid
 from kvtier.engine.model import Batch, SequenceSlice
 
 PAGE, REFS, JOB = 32 << 10, 64, 256 << 20
-SETTLE, WINDOW = 0.1, 0.2
+SETTLE, WINDOW, COPY_WINDOW = 0.1, 0.2, 0.5
 PATIENCE = 1.0
 AHEAD = 3
 """Units of work that are enqueued at a time: the device is never without any."""
@@ -286,8 +287,9 @@ class SmallCopies:
     def seconds(self, *, to_host: bool) -> list[float]:
         """Return what copies took, in order of size. One that takes longer than `PATIENCE` counts as that, and is the last."""
         found: list[float] = []
+        rng = random.Random(0)
         dst, src = (self._here, self._there) if to_host else (self._there, self._here)
-        until = time.perf_counter() + WINDOW
+        until = time.perf_counter() + COPY_WINDOW
         while (begin := time.perf_counter()) < until:
             with torch.cuda.stream(self._stream):
                 dst.copy_(src, non_blocking=True)
@@ -296,7 +298,7 @@ class SmallCopies:
                 if time.perf_counter() - begin > PATIENCE:
                     return sorted([*found, PATIENCE])
             found.append(time.perf_counter() - begin)
-            time.sleep(0.001)
+            time.sleep(rng.uniform(0, 0.002))  # not always at the same point of what is beside it
         return sorted(found)
 
 
@@ -318,10 +320,11 @@ def bench_copies(rig: Rig, ways: tuple[str, ...]) -> list[dict[str, Any]]:
                 seconds = small.seconds(to_host=to_host)
                 gbps = ((transfers.bytes if transfers else 0) - moved) / (time.perf_counter() - begin) / 1e9
             name = "to_host" if to_host else "to_device"
-            row |= {f"{name}_p50": statistics.median(seconds), f"{name}_worst": seconds[-1], f"{name}_gbps": gbps}
+            p50, p95, worst = (seconds[int(part * (len(seconds) - 1))] for part in (0.5, 0.95, 1))
+            row |= {f"{name}_p50": p50, f"{name}_p95": p95, f"{name}_worst": worst, f"{name}_gbps": gbps}
             print(
                 f"{'8 bytes ' + name.replace('_', ' '):22} {' and '.join(ways):14} {kind:12}"
-                f" {1000 * row[f'{name}_p50']:.2f} ms, at worst {1000 * seconds[-1]:.2f}; {gbps:5.1f} GB/s moved"
+                f" {1000 * p50:.2f} ms, p95 {1000 * p95:.2f}, at worst {1000 * worst:.2f}; {gbps:5.1f} GB/s moved"
             )
         rows.append(row)
     return rows

@@ -27,7 +27,7 @@ from kvtier.transfer.layout import canonicalize
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from kvtier.transfer.cuda import CudaHandler, CudaLoadHandler, CudaMemory, CudaStoreHandler, driver
+from kvtier.transfer.cuda import CudaHandler, CudaLoadHandler, CudaMemory, CudaStoreHandler, driver, lanes
 from kvtier.transfer.cuda.handlers import CudaJob
 from kvtier.transfer.cuda.lanes import LoadLane, StoreLane
 from kvtier.transfer.cuda.pinning import Pinning
@@ -106,6 +106,14 @@ class TestNothingIsShort(TestCudaHandlers):
     def _stage_everything(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for lane in (StoreLane, LoadLane):
             monkeypatch.setattr(lane, "short_bytes", 0)
+
+
+class TestLargePages(TestNothingIsShort):
+    """A piece that is alone is copied as it is."""
+
+    @pytest.fixture(autouse=True)
+    def _copy_as_it_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(lanes, "ALONE_BYTES", 1)
 
 
 class TestPageable(TestCudaHandlers):
@@ -325,9 +333,12 @@ def start_jobs(rng: random.Random, rig: Rig, round_: int) -> dict[OffloadingHand
 
 
 def test_copies_of_the_engine_have_their_turn_beside_stores_without_end() -> None:
-    """As many jobs are always under way as keep the bus busy; a copy of 8 bytes to the host waits for little of that."""
-    rig = Rig(TestCudaHandlers(), "kv_first", page=1 << 20, num_blocks=64, num_slots=64)
-    spec = (GPULoadStoreSpec(range(1, 61)), CPULoadStoreSpec(range(60)))
+    """As many jobs are always under way as keep the bus busy; a copy of 8 bytes to the host waits for little of that.
+
+    With jobs of 60 MiB there is never a break: a copy that is given no turn waits for all of them.
+    """
+    rig = Rig(TestCudaHandlers(), "kv_first", page=1 << 20, num_blocks=24, num_slots=24)
+    spec = (GPULoadStoreSpec(range(1, 21)), CPULoadStoreSpec(range(20)))
     here, there = torch.zeros(8, dtype=torch.int8).pin_memory(), torch.ones(8, dtype=torch.int8, device="cuda")
     stream, side = torch.cuda.Stream(), torch.cuda.Stream()
     torch.cuda.synchronize()

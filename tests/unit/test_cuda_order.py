@@ -48,6 +48,7 @@ class Soak:
         cut_small(monkeypatch, size)
         monkeypatch.setattr(steps, "SMALL_RANGE", self.rng.choice([1, 2048, 1 << 20]))
         monkeypatch.setattr(lanes, "BURST_BYTES", self.rng.choice([1, 2 * size, 1 << 30]))
+        monkeypatch.setattr(lanes, "ALONE_BYTES", self.rng.choice([1, 1 << 30]))
         for lane in (StoreLane, LoadLane):
             monkeypatch.setattr(lane, "short_bytes", self.rng.choice([0, size, size, 2 * size]))
         self.rig = Rig(Lanes(), "kv_first", page=PAGE, num_blocks=60, num_slots=60)

@@ -106,8 +106,8 @@ def test_a_store_is_cut_small_at_its_beginning_a_load_at_its_end_and_a_small_job
     assert sizes(2) == ([2], [2])
     assert sizes(4) == ([4], [3, 1])
     assert sizes(5) == ([4, 1], [4, 1])
-    assert sizes(64) == ([4, 16, 32, 12], [23, 32, 8, 1])
-    assert sizes(256) == ([4, 16, *[32] * 7, 12], [23, *[32] * 7, 8, 1])
+    assert sizes(64) == ([4, 12, 32, 16], [23, 32, 8, 1])
+    assert sizes(256) == ([4, 12, *[32] * 7, 16], [23, *[32] * 7, 8, 1])
 
 
 def test_groups_are_cut_apart() -> None:
