@@ -140,4 +140,4 @@ class FakeDevice:
         function = len(self._fake.kernels) + 1
         self._fake.kernels[function] = part, gather
         kernel = Launch(function, 32, 0, programs=4, tiles=2, table=0, num_tiles=len(part.pages.size))
-        return kernel, kernel
+        return kernel, kernel._replace(programs=16)

@@ -225,6 +225,22 @@ def test_large_pages_need_no_kernel_that_the_bus_would_wait_for(
     rig.close()
 
 
+@pytest.mark.parametrize(("is_last", "programs"), [(True, 12), (False, lanes.OPENING_PROGRAMS)])
+def test_what_a_long_store_begins_with_leaves_room_for_the_next_gather(
+    is_last: bool, programs: int, fake: FakeDriver
+) -> None:
+    rig = Rig(TestLanes(), "blocks_first", page=4096, num_blocks=40, num_slots=40)
+    assert isinstance(rig.store, CudaHandler)
+    lane, (part,) = rig.store._lane, rig.store.memory.parts[0]
+    plan = rig.store.plan((GPULoadStoreSpec(range(1, 9)), CPULoadStoreSpec(range(8))))
+    rows = rig.store.memory.pool_map.rows(plan)
+    fake.calls.clear()
+    lane.enqueue(Piece(part, 0, 8, 8), plan.blocks, rows, lane.timer(), None, is_last=is_last)
+    (launch,) = [args for name, *args in fake.calls if name == "cuLaunchKernel"]
+    assert launch[1] == programs
+    rig.close()
+
+
 @compiled_only
 def test_a_store_that_finds_the_bus_idle_waits_for_nobody(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """However much was copied before; also if a short piece comes first."""
