@@ -8,9 +8,8 @@ own. The bus carries pieces one after the other, so that the last kernel has lit
 copy stream fills the gaps of the first. A piece with nothing before it, and if it is a load nothing behind it, has nothing to
 overlap with, and takes one stream and fewer calls; or no buffer: if it is short as well, one kernel copies it between the engine
 and the pool, and if its pages are large, they are copied as they are. A long store begins so, and its next piece is gathered
-meanwhile. At most `RUN_AHEAD` pieces are under way, so
-that stopping is a matter of milliseconds. Those that end on different streams may arrive in another order than they were
-enqueued in.
+meanwhile. At most `RUN_AHEAD` pieces are under way, so that stopping is a matter of milliseconds. Those that end on different
+streams may arrive in another order than they were enqueued in.
 
 The engine copies too: its tokens, to the host. The device's copy engine serves a stream until it has nothing to do or must wait,
 and stores always have something to do; so they go over to another stream after every `BURST_BYTES`, which waits for the first.
