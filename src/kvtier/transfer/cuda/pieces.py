@@ -63,9 +63,9 @@ STORE_GROWTH, LOAD_GROWTH = 3, 8
 """Of pieces, so that a kernel is over before the bus has carried the piece before its own.
 
 On an H200, microseconds of the device beyond those of one large copy, for stores whose pieces grow 8, 4 and 3 times, all with a
-first kernel of 16 programs: of 32 MiB 18 to 22, 24 to 26, 19 to 22; of 48 MiB 25 to 35, 10 to 25, 9 to 20; of 64 MiB 24 to 33, 28,
-25 to 29. Loads take 3 longer if they grow 4 times instead of 8; and where one follows another there are then more small pieces,
-and buffers hold less: beside matrix products of 1.4 ms they move 45 GB/s instead of 48.
+first kernel of 16 programs: of 32 MiB 18 to 22, 24 to 26, 19 to 22; of 48 MiB 25 to 35, 10 to 25, 9 to 20; of 64 MiB 24 to 33,
+28, 25 to 29. Loads take 3 longer if they grow 4 times instead of 8; and where one follows another there are then more small
+pieces, and buffers hold less: beside matrix products of 1.4 ms they move 45 GB/s instead of 48.
 """
 
 
