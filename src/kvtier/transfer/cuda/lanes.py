@@ -68,11 +68,11 @@ and 32.
 """
 
 OPENING_PROGRAMS = 4
-"""Of the kernel that a long store begins with: what it writes over a full bus keeps others from memory, the next gather too.
+"""Of the kernel that a long store begins with: while it fills the bus others hardly get on, and so does the next gather.
 
 On an H200 with 16, no gather ends before that kernel does, however long it is. With 4 it ends up to 40 us sooner: a store of 32
 MiB takes 10 to 14 us more than one large copy instead of 20, one of 64 MiB 9 to 14 instead of 14 to 27. Alone, 4 are as fast.
-Beside a prefill 4 move 19 GB/s and 16 38, at the same cost for each byte: what nothing follows is better off with 16.
+Beside a prefill 4 move 19 GB/s and 16 38, for as many cycles of it a byte: what nothing follows is better off with 16.
 """
 
 _CopyStreams = tuple[int, int, int, int]
