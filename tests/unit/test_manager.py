@@ -220,9 +220,6 @@ class TestDoomed:
         assert manager.stats().doomed == 2
         assert manager.explain(keys(1)[0]) is MissReason.CLEARED
         assert manager.prepare_store(keys(3), A) is None, "their slots are still being written to"
-        nothing = manager.prepare_store(keys(1), A)
-        assert nothing is not None
-        assert nothing.keys_to_store == [], "not before the job that writes it is over"
         manager.complete_store(keys(1))
         manager.complete_store(keys(2), success=False)
         manager.check()
@@ -247,6 +244,36 @@ class TestDoomed:
         assert manager.stats().free == 2
         with pytest.raises(InputError):
             manager.complete_load(keys(1))
+        manager.check()
+
+    def test_a_key_is_stored_elsewhere_while_its_old_slot_is_still_written(self) -> None:
+        """Doomed slots belong to jobs: the old job's end must neither wait for the new one nor make its bytes ready."""
+        manager = CPUOffloadingManager(2)
+        old = manager.prepare_store(keys(1), A)
+        manager.reset_cache()
+        new = manager.prepare_store(keys(1), A)
+        assert old is not None
+        assert new is not None
+        assert (new.keys_to_store, manager.stats().doomed) == (keys(1), 1)
+        manager.complete_store(keys(1), spec=old.store_spec)
+        assert manager.lookup(keys(1)[0], A) is None, "the new bytes are still on their way"
+        assert (manager.stats().doomed, manager.stats().free) == (0, 1)
+        manager.complete_store(keys(1), spec=new.store_spec)
+        assert manager.lookup(keys(1)[0], A) is True
+        manager.check()
+
+    def test_a_key_is_read_from_its_new_slot_while_the_old_one_is_still_read(self) -> None:
+        manager = CPUOffloadingManager(3)
+        store(manager, 1)
+        old = manager.prepare_load(keys(1), A)
+        manager.discard(keys(1))
+        store(manager, 1)
+        new = manager.prepare_load(keys(1), A)
+        assert old.block_ids.tolist() != new.block_ids.tolist()
+        manager.complete_load(keys(1), new)
+        assert (manager.stats().doomed, manager.stats().reading) == (1, 0)
+        manager.complete_load(keys(1), old)
+        assert (manager.stats().doomed, manager.stats().free) == (0, 2)
         manager.check()
 
     def test_events_before_a_reset_stay_before_it(self) -> None:
@@ -333,8 +360,7 @@ def empty_the_last(manager: CPUOffloadingManager) -> None:
 BREAKAGES: dict[str, Callable[[CPUOffloadingManager], object]] = {
     "every slot is held, doomed or free": lambda m: m._book.free(np.array([3])),
     "a slot has a key iff it is held": lambda m: m._book.remove(np.array([0])),
-    "no doomed chunk is held": lambda m: empty_the_last(m) or m._doomed.update({keys(1)[0]: 3}),
-    "doomed chunks are in use": lambda m: empty_the_last(m) or m._doomed.update({keys(7)[0]: 3}),
+    "doomed slots are in use": lambda m: empty_the_last(m) or m._doomed.update({3: keys(7)[0]}),
     "a chunk has one writer": lambda m: m._readers.__setitem__(1, -2),
     "free slots are not in use": lambda m: m._readers.__setitem__(3, 1),
     "what may be evicted is ready and unread": lambda m: m._evictable.__setitem__(0, False),

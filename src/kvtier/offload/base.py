@@ -107,8 +107,12 @@ class OffloadingManager(ABC):
         """
         return
 
-    def complete_load(self, keys: Iterable[OffloadKey]) -> None:
-        """Unpin chunks pinned by `prepare_load`."""
+    def complete_load(self, keys: Iterable[OffloadKey], spec: LoadStoreSpec | None = None) -> None:
+        """Unpin chunks pinned by `prepare_load`.
+
+        `spec` is what `prepare_load` returned for these keys. It tells uses of one key apart: a chunk that was made absent
+        while a job read it may have been stored elsewhere since. Without it the oldest use of a key is meant.
+        """
         return
 
     @abstractmethod
@@ -120,15 +124,21 @@ class OffloadingManager(ABC):
         something to store and no place for any of it. The chunks taken are writing until `complete_store`.
         """
 
-    def complete_store(self, keys: Iterable[OffloadKey], success: bool = True) -> None:
+    def complete_store(
+        self, keys: Iterable[OffloadKey], success: bool = True, spec: LoadStoreSpec | None = None
+    ) -> None:
         """End the writing of chunks: they become ready, or on failure absent with their place freed.
 
-        Keys that are not being written are left alone.
+        Keys that are not being written are left alone. `spec` says where `prepare_store` put these keys, as for
+        `complete_load`. A chunk that was made absent meanwhile stays absent, and its place is freed.
         """
         return
 
     def discard(self, keys: Iterable[OffloadKey], reason: MissReason = MissReason.FAILED) -> None:
-        """Make chunks unreadable from now on, e.g. because their bytes are wrong. Their place is freed once unread."""
+        """Make chunks absent from now on, e.g. because their bytes are wrong. They may be stored again at once.
+
+        A place that a job still uses is freed when that job completes.
+        """
         return
 
     def on_request_finished(self, req_context: ReqContext) -> None:

@@ -1,8 +1,9 @@
 """The manager of the CPU tier: which chunk is in which slot of the pool, who uses it, who leaves.
 
 A chunk that is held, ready or writing, is in the index and ranked by the policy. One that was made absent (by `reset_cache` or
-`discard`) while a job was using its slot is *doomed*: it cannot be read, stored or evicted, and its slot comes back when the
-job completes. What is known of a chunk is kept by slot, in arrays that `SlotBook` keeps up to date: a call costs little besides
+`discard`) while a job was using its slot leaves that slot *doomed*: nobody can read, store into or evict it, and it comes back
+when the job completes. The doomed slot belongs to the job, not to the key: the key may be stored in another slot meanwhile, and
+`complete_load` and `complete_store` tell the two apart by the spec that the job was given. What is known of a chunk is kept by slot, in arrays that `SlotBook` keeps up to date: a call costs little besides
 what its keys cost, be they the thousand of a prompt or the one of a decoded block.
 
 Events: `prepare_store` announces what it evicted, `complete_store` what became ready, `discard` and `reset_cache` what was ready
@@ -22,8 +23,8 @@ from kvtier.keys import OffloadKey
 from kvtier.offload.absent import AbsentKeys
 from kvtier.offload.base import MissReason, OffloadingEvent, OffloadingManager, PrepareStoreOutput, ReqContext
 from kvtier.policies import CachePolicy, Slots, make_policy
-from kvtier.policies.slots import WRITING, SlotBook
-from kvtier.transfer.base import CPULoadStoreSpec
+from kvtier.policies.slots import WRITING, Mask, SlotBook
+from kvtier.transfer.base import CPULoadStoreSpec, LoadStoreSpec
 
 __all__ = ["CPUOffloadingManager", "ManagerStats"]
 
@@ -75,7 +76,7 @@ class CPUOffloadingManager(OffloadingManager):
         self._evictable = np.zeros(num_slots, dtype=np.bool_)  # ready and unread
         self._stored_by = np.zeros(num_slots, dtype=np.int64)  # hash of the request's id
         self._book = SlotBook(self._readers, self._evictable, self._stored_by)
-        self._doomed: dict[OffloadKey, int] = {}
+        self._doomed: dict[int, OffloadKey] = {}  # the key that a slot had
         self._store_threshold = store_threshold
         self._absent = AbsentKeys(max_tracked)
         self._events: list[OffloadingEvent] = []
@@ -109,15 +110,13 @@ class CPUOffloadingManager(OffloadingManager):
             raise self._misuse("prepare_load", "ready", keys[pinned])
         return CPULoadStoreSpec(slots)
 
-    def complete_load(self, keys: Iterable[OffloadKey]) -> None:
+    def complete_load(self, keys: Iterable[OffloadKey], spec: LoadStoreSpec | None = None) -> None:
         keys = _as_list(keys)
-        slots = self._book.find(keys)
-        if self._doomed:
-            slots = _array([self._doomed.get(key, slot) for key, slot in zip(keys, slots.tolist(), strict=True)])
+        slots = self._slots_of_job(keys, spec, self._readers > 0) if self._doomed else self._book.find(keys)
         if (unpinned := self._book.unpin(slots)) < len(keys):
             raise self._misuse("complete_load", "being read", keys[unpinned])
         if self._doomed:
-            self._free_doomed(keys, 0)
+            self._free_doomed(slots, 0)
 
     def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         slots = self._book.held(_as_list(keys))
@@ -145,10 +144,14 @@ class CPUOffloadingManager(OffloadingManager):
         self.policy.insert(slots, wanted)
         return PrepareStoreOutput(wanted, CPULoadStoreSpec(slots), evicted)
 
-    def complete_store(self, keys: Iterable[OffloadKey], success: bool = True) -> None:
+    def complete_store(
+        self, keys: Iterable[OffloadKey], success: bool = True, spec: LoadStoreSpec | None = None
+    ) -> None:
         keys = _as_list(keys)
         if self._doomed:
-            self._free_doomed(keys, WRITING)
+            slots = self._slots_of_job(keys, spec, self._readers == WRITING)
+            keys = [key for key, slot in zip(keys, slots.tolist(), strict=True) if slot not in self._doomed]
+            self._free_doomed(slots, WRITING)
         written = self._book.complete(keys)
         if success:
             self._stored += len(written)
@@ -190,7 +193,7 @@ class CPUOffloadingManager(OffloadingManager):
 
     def check(self) -> None:
         self.policy.check()
-        held, doomed, free = self._held_slots(), list(self._doomed.values()), self._book.free_slots()
+        held, doomed, free = self._held_slots(), list(self._doomed), self._book.free_slots()
         unread = np.zeros(self.num_slots, dtype=np.bool_)
         unread[held] = self._readers[held] == 0
         keys = self._book.keys(held)
@@ -198,9 +201,8 @@ class CPUOffloadingManager(OffloadingManager):
             (len(held) + len(doomed) + len(free) == self.num_slots, "every slot is held, doomed or free"),
             (len(self._book) == len(keys) == len(held), "a slot has a key iff it is held"),
             (np.array_equal(self._book.find(keys), held), "keys and slots map to each other"),
-            (not self._book.held(list(self._doomed)).size, "no doomed chunk is held"),
             (self._readers.min(initial=0) >= WRITING, "a chunk has one writer"),
-            (self._readers[doomed].all(), "doomed chunks are in use"),
+            (self._readers[doomed].all(), "doomed slots are in use"),
             (not self._readers[free].any(), "free slots are not in use"),
             (np.array_equal(self._evictable, unread), "what may be evicted is ready and unread"),
             (np.array_equal(np.sort(self.policy.ranked()), held), f"{self._policy_name()} ranks what is held"),
@@ -214,14 +216,12 @@ class CPUOffloadingManager(OffloadingManager):
         """Return the slots that are neither free nor doomed, in ascending order."""
         held = np.ones(self.num_slots, dtype=np.bool_)
         held[self._book.free_slots()] = False
-        held[list(self._doomed.values())] = False
+        held[list(self._doomed)] = False
         return np.flatnonzero(held)
 
     def _choose(self, offered: list[OffloadKey]) -> list[OffloadKey]:
         """Return the keys of an offer, each once, that could be stored and have been offered often enough."""
         keys = self._book.missing(offered)
-        if self._doomed:
-            keys = [key for key in keys if key not in self._doomed]
         if self._store_threshold < 2:
             return keys
         counts = self._absent.count_offers(keys)
@@ -264,15 +264,28 @@ class CPUOffloadingManager(OffloadingManager):
         ready, busy = self._readers[slots] != WRITING, self._readers[slots] != 0
         self.policy.remove(slots)
         keys = self._book.remove(slots)
-        self._doomed.update(compress(zip(keys, slots.tolist(), strict=True), busy.tolist()))
+        self._doomed.update(compress(zip(slots.tolist(), keys, strict=True), busy.tolist()))
         self._book.free(slots[~busy])
         self._absent.note(keys, reason)
         self._announce(list(compress(keys, ready.tolist())), removed=True)
 
-    def _free_doomed(self, keys: list[OffloadKey], readers: int) -> None:
-        """Free the slots of those doomed chunks that have this count of readers: their last job is over."""
-        over = [key for key in keys if key in self._doomed and self._readers[self._doomed[key]] == readers]
-        self._book.free(_array([self._doomed.pop(key) for key in dict.fromkeys(over)]))
+    def _slots_of_job(self, keys: list[OffloadKey], spec: LoadStoreSpec | None, used: Mask) -> Slots:
+        """Return the slot that a job has for each key, `ABSENT` where it has none.
+
+        The job's spec says it. Without one it is the oldest doomed slot of the key that is `used` so, else the held one.
+        """
+        if isinstance(spec, CPULoadStoreSpec):
+            return spec.block_ids
+        oldest = {key: slot for slot, key in reversed(self._doomed.items()) if used[slot]}
+        held = self._book.find(keys).tolist()
+        return _array([oldest.get(key, slot) for key, slot in zip(keys, held, strict=True)])
+
+    def _free_doomed(self, slots: Slots, readers: int) -> None:
+        """Free those doomed slots that have this count of readers: their last job is over."""
+        over = [s for s in dict.fromkeys(slots.tolist()) if s in self._doomed and self._readers[s] == readers]
+        for slot in over:
+            del self._doomed[slot]
+        self._book.free(_array(over))
 
     def _announce(self, keys: list[OffloadKey], *, removed: bool) -> None:
         if keys:

@@ -16,13 +16,14 @@ import numpy.typing as npt
 from kvtier.keys import OffloadKey
 from kvtier.policies.base import Slots
 
-__all__ = ["ABSENT", "SLOTS_BY", "WRITING", "GhostLists", "RecencyList", "SlotBook"]
+__all__ = ["ABSENT", "SLOTS_BY", "WRITING", "GhostLists", "Mask", "RecencyList", "SlotBook"]
 
 ABSENT = -1
 """The slot of a key that has none, the list of a key that was not evicted."""
 WRITING = -1
 """The readers of a slot that is being written."""
 Mask = npt.NDArray[np.bool_]
+"""A flag for each slot."""
 
 
 class PythonBook:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import pytest
 
@@ -203,20 +204,23 @@ class ManagerSuite:
     def test_reset_makes_everything_absent_and_says_so(self) -> None:
         manager = self.make(4)
         self.store(manager, 1, 2)
-        manager.prepare_load(keys(2), self.context)
-        assert manager.prepare_store(keys(3), self.context) is not None
+        read = manager.prepare_load(keys(2), self.context)
+        written = manager.prepare_store(keys(3), self.context)
+        assert written is not None
         manager.reset_cache()
         manager.check()
         assert self.held(manager, (1, 2, 3)) == [False] * 3
         assert replayed(manager) == set()
-        again = manager.prepare_store(keys(1, 2, 3), self.context)
+        again = manager.prepare_store(keys(3, 2, 1), self.context)
         assert again is not None
-        assert again.keys_to_store == keys(1), "the places of 2 and 3 are still in use"
-        manager.complete_load(keys(2))
-        manager.complete_store(keys(3))
+        assert again.keys_to_store == keys(3, 2), "two of four places are still in use, by jobs of before"
+        manager.complete_load(keys(2), read)
+        manager.complete_store(keys(3), True, written.store_spec)
         manager.check()
-        assert self.held(manager, (2, 3)) == [False, False]
-        assert len(self.store(manager, 2, 3)) == 2
+        assert self.held(manager, (2, 3)) == [None, None], "the jobs of before say nothing of these"
+        manager.complete_store(keys(3, 2), True, again.store_spec)
+        assert self.held(manager, (2, 3)) == [True, True]
+        assert len(self.store(manager, 5, 6)) == 2, "no place was lost"
 
     def test_a_discarded_chunk_is_gone_once_unread(self) -> None:
         manager = self.make(2)
@@ -281,29 +285,55 @@ def replayed(manager: OffloadingManager) -> set[OffloadKey]:
     return held
 
 
+@dataclass(eq=False)
+class _Place:
+    """A place of a chunk, held or doomed, and who uses it."""
+
+    number: int
+    readers: int = 0
+    writing: bool = True
+
+
+class _Job(NamedTuple):
+    """What was begun and is not over: places, in the order of the spec."""
+
+    places: list[_Place]
+    spec: LoadStoreSpec
+
+    @property
+    def keys(self) -> list[OffloadKey]:
+        return keys(*(place.number for place in self.places))
+
+
 @dataclass
 class _Model:
-    """What a manager must hold: numbers of chunks that are ready, with their readers, being written, or doomed by either."""
+    """What a manager must hold: the place of each chunk, and jobs that use places, also of chunks that are absent by now."""
 
     capacity: int
-    readers: dict[int, int] = field(default_factory=dict)
-    writing: set[int] = field(default_factory=set)
-    doomed_readers: dict[int, int] = field(default_factory=dict)
-    doomed_writing: set[int] = field(default_factory=set)
+    held: dict[int, _Place] = field(default_factory=dict)
+    stores: list[_Job] = field(default_factory=list)
+    loads: list[_Job] = field(default_factory=list)
 
     def lookup(self, number: int) -> bool | None:
-        return None if number in self.writing else number in self.readers
+        place = self.held.get(number)
+        return False if place is None else None if place.writing else True
 
     def random_call(self, rng: random.Random, manager: OffloadingManager) -> None:
         calls = (self._store, self._store, self._end_store, self._load, self._end_load, self._touch, self._drop)
         rng.choice(calls)(rng, manager)
 
+    def _ready(self) -> dict[int, _Place]:
+        return {number: place for number, place in self.held.items() if not place.writing}
+
+    def _num_free(self) -> int:
+        busy = {place for job in (*self.stores, *self.loads) for place in job.places}
+        return self.capacity - len(busy | set(self.held.values()))
+
     def _store(self, rng: random.Random, manager: OffloadingManager) -> None:
         offer = [rng.randrange(_UNIVERSE) for _ in range(rng.randint(0, 12))]
-        used = [*self.readers, *self.writing, *self.doomed_readers, *self.doomed_writing]
-        free = self.capacity - len(used)
-        wanted = [n for n in dict.fromkeys(offer) if n not in used]
-        may_leave = {n for n, readers in self.readers.items() if readers == 0 and n not in offer}
+        free = self._num_free()
+        wanted = [n for n in dict.fromkeys(offer) if n not in self.held]
+        may_leave = {n for n, place in self._ready().items() if place.readers == 0 and n not in offer}
         taken = wanted[: free + len(may_leave)]
         output = manager.prepare_store(keys(*offer), rng.choice(_RNG_CONTEXTS))
         if wanted and not taken:
@@ -314,35 +344,39 @@ class _Model:
         evicted = {n for n in may_leave if key(n) in output.evicted_keys}
         assert len(output.evicted_keys) == len(evicted) == max(0, len(taken) - free)
         for number in evicted:
-            del self.readers[number]
-        self.writing |= set(taken)
+            del self.held[number]
+        new = {number: _Place(number) for number in taken}
+        self.held |= new
+        self.stores.append(_Job(list(new.values()), output.store_spec))
 
     def _end_store(self, rng: random.Random, manager: OffloadingManager) -> None:
-        written = sorted(self.writing | self.doomed_writing)
-        over = set(rng.sample(written, rng.randint(0, len(written))))
-        failed = rng.random() < 0.3
-        manager.complete_store(set(keys(*over, _UNIVERSE)), success=not failed)
-        self.readers |= {} if failed else dict.fromkeys(over & self.writing, 0)
-        self.writing -= over
-        self.doomed_writing -= over
+        """End a store, not always the oldest. Of chunks that are absent by now, only their places come back."""
+        if not self.stores:
+            return
+        job, failed = self.stores.pop(rng.randrange(len(self.stores))), rng.random() < 0.3
+        manager.complete_store(job.keys, not failed, job.spec)
+        for place in job.places:
+            place.writing = False
+            if failed and self.held.get(place.number) is place:
+                del self.held[place.number]
 
     def _load(self, rng: random.Random, manager: OffloadingManager) -> None:
-        chosen = rng.choices(sorted(self.readers), k=rng.randint(0, 8)) if self.readers else []
+        ready = self._ready()
+        chosen = rng.choices(sorted(ready), k=rng.randint(0, 8)) if ready else []
         spec = manager.prepare_load(keys(*chosen), rng.choice(_RNG_CONTEXTS))
         assert len(slots(spec)) == len(chosen)
         assert len(set(slots(spec))) == len(set(chosen))
         for number in chosen:
-            self.readers[number] += 1
+            ready[number].readers += 1
+        self.loads.append(_Job([ready[number] for number in chosen], spec))
 
     def _end_load(self, rng: random.Random, manager: OffloadingManager) -> None:
-        read = [
-            n for held in (self.readers, self.doomed_readers) for n, readers in held.items() for _ in range(readers)
-        ]
-        over = rng.sample(read, rng.randint(0, len(read)))
-        manager.complete_load(keys(*over))
-        for number in over:
-            (self.readers if number in self.readers else self.doomed_readers)[number] -= 1
-        self.doomed_readers = {n: readers for n, readers in self.doomed_readers.items() if readers}
+        if not self.loads:
+            return
+        job = self.loads.pop(rng.randrange(len(self.loads)))
+        manager.complete_load(job.keys, job.spec)
+        for place in job.places:
+            place.readers -= 1
 
     def _touch(self, rng: random.Random, manager: OffloadingManager) -> None:
         used = [rng.randrange(_UNIVERSE) for _ in range(rng.randint(0, 10))]
@@ -356,11 +390,8 @@ class _Model:
             manager.reset_cache()
         else:
             manager.discard(keys(*gone))
-        self.doomed_readers |= {n: readers for n, readers in self.readers.items() if readers and n in gone}
-        self.doomed_writing |= self.writing & gone
-        self.readers = {n: readers for n, readers in self.readers.items() if n not in gone}
-        self.writing -= gone
+        self.held = {n: place for n, place in self.held.items() if n not in gone}
 
     def events(self, manager: OffloadingManager) -> None:
         """Hold what a listener believes against what is held."""
-        assert replayed(manager) == set(keys(*self.readers))
+        assert replayed(manager) == set(keys(*self._ready()))
