@@ -164,12 +164,19 @@ class Host:
         failed_blocks: tuple[int, ...] | None = None,
         corrupt: bool = False,
         rank: int | None = None,
+        seconds: float = 0.001,
     ) -> None:
         """Report a job, on every rank or on one."""
         ranks = range(self.world_size) if rank is None else (rank,)
         reports = [
-            TransferReport(r, TransferResult(job_id, success, 64, 0.001, None, failed_blocks, corrupt)) for r in ranks
+            TransferReport(r, TransferResult(job_id, success, 64, seconds, None, failed_blocks, corrupt)) for r in ranks
         ]
+        self.scheduler.update_connector_output(KVConnectorOutput(reports=reports))
+        self.scheduler.check()
+
+    def refuse(self, job_id: int) -> None:
+        """Report a job that no handler took."""
+        reports = [TransferReport(rank, TransferResult(job_id, success=False)) for rank in range(self.world_size)]
         self.scheduler.update_connector_output(KVConnectorOutput(reports=reports))
         self.scheduler.check()
 

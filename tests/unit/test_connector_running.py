@@ -4,41 +4,52 @@ from __future__ import annotations
 
 import pytest
 
+from tests.unit.connector_kit import Request
+
 from kvtier.connector.jobs import Job, LoadJob, StoreJob
+from kvtier.connector.metadata import TransferReport
 from kvtier.connector.running import RunningJobs
+from kvtier.connector.state import RequestState
 from kvtier.connector.strikes import Strikes
 from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey, make_offload_key
+from kvtier.offload import ReqContext
 from kvtier.transfer.base import GPULoadStoreSpec, TransferResult
 
 A, B, C = (make_offload_key(bytes([n]) * 32, 0) for n in range(3))
 
 
+REQUEST = RequestState(Request("r", [1]), ReqContext(), ())
+
+
 def load(*keys: OffloadKey, ranks: int = 1) -> LoadJob:
     end = GPULoadStoreSpec(list(range(1, 1 + len(keys))), [len(keys)], [0])
     return LoadJob(
-        req_id="r", keys=list(keys), gpu_end=end, blocks_per_chunk=1, num_bytes=8, ranks_left=ranks,
-        local=0, end=16 * len(keys), block_sizes=(16,),
+        request=REQUEST, keys=list(keys), gpu_end=end, blocks_per_chunk=1, num_bytes=8, missing_ranks=set(range(ranks)),
+        deadline=2.0, local=0, end=16 * len(keys), block_sizes=(16,), patience=1.0,
     )  # fmt: skip
 
 
 def store(*blocks: int) -> StoreJob:
     end = GPULoadStoreSpec(list(blocks), [len(blocks)], [0])
-    return StoreJob(req_id="r", keys=[A], gpu_end=end, blocks_per_chunk=len(blocks), num_bytes=8, ranks_left=1)
+    return StoreJob(
+        request=REQUEST, keys=[A], gpu_end=end, blocks_per_chunk=len(blocks), num_bytes=8, missing_ranks={0}, deadline=30.0,
+    )  # fmt: skip
 
 
-def result(job: Job, success: bool = True) -> TransferResult:
-    return TransferResult(job.job_id, success)
+def report(job: Job, rank: int = 0, success: bool = True) -> TransferReport:
+    return TransferReport(rank, TransferResult(job.job_id, success))
 
 
 def test_a_job_runs_until_every_rank_has_reported() -> None:
     jobs, job = RunningJobs(), load(A, B, ranks=2)
     jobs.start(job, 7.0)
     assert (job.job_id in jobs, job.started, list(jobs.loads())) == (True, 7.0, [job])
-    assert jobs.take_result(result(job)) is job
+    assert jobs.take_report(report(job)) is job
+    assert jobs.take_report(report(job)) is None, "a rank counts once, however often it says so"
     assert jobs.load_of(A) is job
-    assert jobs.take_result(result(job)) is job
-    assert (len(jobs), jobs.load_of(A), jobs.take_result(result(job))) == (0, None, None)
+    assert jobs.take_report(report(job, rank=1)) is job
+    assert (len(jobs), jobs.load_of(A), jobs.take_report(report(job))) == (0, None, None)
     jobs.check()
 
 
@@ -46,7 +57,7 @@ def test_a_chunk_belongs_to_the_load_that_came_last() -> None:
     jobs, first, second = RunningJobs(), load(A, B), load(B, C)
     jobs.start(first, 0.0)
     jobs.start(second, 0.0)
-    jobs.take_result(result(first))
+    jobs.take_report(report(first))
     assert [jobs.load_of(key) for key in (A, B, C)] == [None, second, second]
     jobs.check()
 
@@ -65,6 +76,31 @@ def test_check_finds_a_chunk_that_nobody_brings() -> None:
     jobs._loading[A] = 5
     with pytest.raises(IntegrityError, match="by a load that does not exist"):
         jobs.check()
+
+
+def test_a_job_expires_when_workers_have_answered_since_its_deadline_and_not_of_it() -> None:
+    jobs, job = RunningJobs(), load(A, ranks=2)
+    jobs.start(job, 0.0)
+    jobs.take_report(report(job))
+    assert [jobs.expire(2.0), jobs.expire(100.0), jobs.expire(100.0)] == [[], [], []], (
+        "one step may have lasted that long"
+    )
+    assert jobs.expire(100.0) == [job]
+    assert (len(jobs), jobs.load_of(A), job.failed) == (0, None, {0})
+    order = jobs.end_orders(100.0)[job.job_id]
+    assert (order.ranks, order.block_ids, order.void) == ({1}, (1,), True)
+    assert jobs.take_report(report(job, rank=1)) is job
+    assert (job.missing_ranks, jobs.end_orders(100.0)) == (set(), {})
+    jobs.check()
+
+
+def test_a_load_is_ended_when_computing_would_have_been_faster_and_what_has_arrived_may_be_used() -> None:
+    jobs, job = RunningJobs(), load(A)
+    jobs.start(job, 0.0)
+    assert jobs.end_orders(1.0) == {}
+    assert not jobs.end_orders(1.1)[job.job_id].void
+    jobs.void_loads()
+    assert jobs.end_orders(0.0)[job.job_id].void
 
 
 def failed(*keys: OffloadKey, failed: set[int], corrupt: bool = False) -> LoadJob:

@@ -417,21 +417,6 @@ def test_a_block_that_a_window_left_and_someone_else_got_is_not_stored() -> None
     assert not meta.reqs_to_store, "its first block is no longer its own"
 
 
-def test_after_a_reset_only_blocks_that_are_still_its_own_are_offered_again() -> None:
-    """A window left block 1 behind and it went to another request; offering it again would store foreign bytes."""
-    host = make_host(windows=(None, 4))
-    request, other = Request("a", list(range(13))), Request("b", list(range(50, 54)))
-    host.scheduler.get_num_new_matched_tokens(request, 0)
-    meta = host.run_new(request, ([11, 12, 13], [1, 2, 3]), 0, 12)
-    host.report(meta.store_jobs["a"])
-    host.scheduler.get_num_new_matched_tokens(other, 0)
-    host.run_new(other, ([21], [1]))
-    host.scheduler.reset_cache()
-    source, _ = host.run_more(request, 12, 1, ([14], [4])).reqs_to_store["a"]
-    assert isinstance(source, GPULoadStoreSpec)
-    assert source.block_ids.tolist() == [11, 12, 13]
-
-
 def test_an_unaligned_local_hit_is_refused() -> None:
     host = make_host()
     host.cache(Request("a", PROMPT))

@@ -14,6 +14,7 @@ from tests.unit.rank_process import Rank, RemoteRank, serve
 from kvtier.config import OffloadingConfig
 from kvtier.connector import (
     ConnectorRole,
+    EndOrder,
     KVConnectorOutput,
     NewRequest,
     OffloadingConnector,
@@ -22,7 +23,7 @@ from kvtier.connector import (
     StepView,
 )
 from kvtier.errors import InputError
-from kvtier.offload import CPULoadStoreSpec, GPULoadStoreSpec
+from kvtier.offload import CPULoadStoreSpec, GPULoadStoreSpec, OffloadingHandler, TransferResult, TransferSpec
 
 NUM_BLOCKS = 32
 PROMPT = list(range(26))
@@ -152,7 +153,127 @@ def expect_input_error(call: Callable[[], object], message: str) -> None:
 
 def test_outputs_are_merged_when_every_rank_has_spoken() -> None:
     aggregator = OutputAggregator(2)
-    one = aggregator.aggregate([KVConnectorOutput({"a"}, {"b"}, {3}), KVConnectorOutput()])
-    assert (one.finished_sending, one.finished_recving, one.invalid_block_ids) == (set(), set(), {3})
-    two = aggregator.aggregate([KVConnectorOutput(), KVConnectorOutput({"a"}, {"b"})])
-    assert (two.finished_sending, two.finished_recving) == ({"a"}, {"b"})
+    one = aggregator.aggregate([KVConnectorOutput({"a"}, {"b"}), KVConnectorOutput()])
+    assert (one.finished_sending, one.finished_recving) == (set(), set())
+    two = aggregator.aggregate([KVConnectorOutput({"a"}, {"b"}), KVConnectorOutput()])
+    assert (two.finished_sending, two.finished_recving) == (set(), set()), "one rank said it twice"
+    three = aggregator.aggregate([KVConnectorOutput(), KVConnectorOutput({"a"}, {"b"})])
+    assert (three.finished_sending, three.finished_recving) == ({"a"}, {"b"})
+
+
+def test_blocks_that_did_not_arrive_are_told_with_their_request_and_not_before() -> None:
+    """An engine takes the blocks of a request as good when it is named, and forgets what it was told of others."""
+    aggregator = OutputAggregator(2)
+    one = aggregator.aggregate([KVConnectorOutput(set(), {"b"}, {3}), KVConnectorOutput()])
+    assert (one.finished_recving, one.invalid_block_ids) == (set(), set())
+    nothing = aggregator.aggregate([KVConnectorOutput(), KVConnectorOutput()])
+    assert nothing.invalid_block_ids == set()
+    two = aggregator.aggregate([KVConnectorOutput(), KVConnectorOutput(set(), {"b"}, {4})])
+    assert (two.finished_recving, two.invalid_block_ids) == ({"b"}, {3, 4})
+    assert aggregator.aggregate([KVConnectorOutput()] * 2).invalid_block_ids == set()
+
+
+def test_blocks_named_beside_two_requests_are_told_with_both() -> None:
+    """A rank does not say which of the requests that it names a block belongs to."""
+    aggregator = OutputAggregator(2)
+    aggregator.aggregate([KVConnectorOutput(set(), {"a", "b"}, {3}), KVConnectorOutput()])
+    first = aggregator.aggregate([KVConnectorOutput(), KVConnectorOutput(set(), {"a"})])
+    assert (first.finished_recving, first.invalid_block_ids) == ({"a"}, {3})
+    second = aggregator.aggregate([KVConnectorOutput(), KVConnectorOutput(set(), {"b"})])
+    assert (second.finished_recving, second.invalid_block_ids) == ({"b"}, {3})
+
+
+class Unruly(OffloadingHandler):
+    """A handler that takes a job and raises what no handler should."""
+
+    def __init__(self) -> None:
+        self.jobs: set[int] = set()
+
+    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
+        self.jobs.add(job_id)
+        raise ZeroDivisionError("somebody else's bug")
+
+    def get_finished(self) -> list[TransferResult]:
+        return [TransferResult(job_id, success=True) for job_id in self.jobs]
+
+    def wait(self, job_ids: set[int], timeout: float | None = None) -> bool:
+        return True
+
+    def cancel(self, job_ids: set[int]) -> None:
+        self.jobs -= job_ids
+
+    def shutdown(self) -> None:
+        self.jobs.clear()
+
+
+@pytest.mark.parametrize("direction", ["load", "store"])
+def test_a_handler_that_raises_costs_its_job_and_not_the_step(config: OffloadingConfig, direction: str) -> None:
+    rank = Rank(replace(config, world_size=1), NUM_BLOCKS)
+    assert rank.worker.connector_worker is not None
+    handlers = rank.worker.connector_worker._handlers
+    real = dict(handlers)
+    handlers.update(dict.fromkeys(handlers, Unruly()))
+    gpu, cpu = GPULoadStoreSpec([5]), CPULoadStoreSpec([0])
+    metadata = OffloadingConnectorMetadata(reqs_to_load={"a": (cpu, gpu)}, load_jobs={"a": 7})
+    if direction == "store":
+        metadata = OffloadingConnectorMetadata(reqs_to_store={"a": (gpu, cpu)}, store_jobs={"a": 7})
+    output = rank.step(metadata)
+    assert [(report.result.job_id, report.result.success) for report in output.reports] == [(7, False)]
+    assert output.invalid_block_ids == ({5} if direction == "load" else set())
+    handlers.update(real)
+    rank.close()
+
+
+def test_jobs_of_a_step_that_was_cut_off_are_reported_with_the_next(config: OffloadingConfig) -> None:
+    """A forward pass that raises: the stores behind it were never started, and nobody may wait for them."""
+    rank = Rank(replace(config, world_size=1), NUM_BLOCKS)
+    gpu, cpu = GPULoadStoreSpec([5]), CPULoadStoreSpec([0])
+    cut = OffloadingConnectorMetadata(
+        reqs_to_load={"b": (cpu, GPULoadStoreSpec([6]))}, load_jobs={"b": 1},
+        reqs_to_store={"a": (gpu, cpu)}, store_jobs={"a": 2}, reqs_to_hold={"a"},
+    )  # fmt: skip
+    rank.worker.bind_connector_metadata(cut)
+    rank.worker.start_load_kv()
+    outputs = [rank.step(OffloadingConnectorMetadata()) for _ in range(3)]  # the first does not wait for the load
+    reports = [report.result for output in outputs for report in output.reports]
+    assert {(result.job_id, result.success) for result in reports} == {(1, True), (2, False)}
+    merged = OutputAggregator(1).aggregate(outputs)
+    assert (len(reports), merged.finished_sending, merged.finished_recving) == (2, {"a"}, {"b"})
+    assert not any(output.invalid_block_ids for output in outputs)
+    rank.close()
+
+
+def test_what_a_worker_does_not_know_it_reports_as_failed_when_asked(config: OffloadingConfig) -> None:
+    """Its report was lost on the way. Its request is named again once: some engines count how often."""
+    rank = Rank(replace(config, world_size=1), NUM_BLOCKS)
+    orders = {
+        7: EndOrder("a", frozenset({0}), (5, 6), void=True),
+        8: EndOrder("b", frozenset({0}), (), void=True),
+        9: EndOrder("c", frozenset({1}), (7,), void=True),
+    }
+    first = rank.step(OffloadingConnectorMetadata(jobs_to_end=orders))
+    assert [(report.result.job_id, report.result.success) for report in first.reports] == [(7, False), (8, False)]
+    assert (first.finished_recving, first.invalid_block_ids) == ({"a"}, {5, 6})
+    again = rank.step(OffloadingConnectorMetadata(jobs_to_end=orders))
+    assert (len(again.reports), again.finished_recving, again.invalid_block_ids) == (2, set(), set())
+    rank.close()
+
+
+def test_a_void_load_has_failed_whatever_has_arrived(config: OffloadingConfig) -> None:
+    rank = Rank(replace(config, world_size=1), NUM_BLOCKS)
+    spec = (CPULoadStoreSpec([0, 1]), GPULoadStoreSpec([5, 6]))
+    order = {1: EndOrder("a", frozenset({0}), (5, 6), void=True)}
+    together = OffloadingConnectorMetadata(reqs_to_load={"a": spec}, load_jobs={"a": 1}, jobs_to_end=order)
+    rank.fill(1)
+    before = rank.blocks([5, 6])
+    output = rank.step(together)
+    assert (output.finished_recving, output.invalid_block_ids) == ({"a"}, {5, 6})
+    assert torch.equal(rank.blocks([5, 6]), before), "it was never started"
+    rank.worker.bind_connector_metadata(OffloadingConnectorMetadata(reqs_to_load={"a": spec}, load_jobs={"a": 2}))
+    rank.worker.start_load_kv()
+    rank.worker.wait_for_transfers(10.0)
+    rank.worker.clear_connector_metadata()
+    late = rank.step(OffloadingConnectorMetadata(jobs_to_end={2: order[1]}))
+    assert (late.finished_recving, late.invalid_block_ids) == ({"a"}, {5, 6})
+    assert [report.result.success for report in late.reports] == [False]
+    rank.close()

@@ -17,6 +17,8 @@ from kvtier.connector.state import Geometry, RequestState
 __all__ = ["Choice"]
 
 _UNKNOWN_PATIENCE = 0.05  # how long to wait for a chunk while the price of computing it is not known
+_LEAST_PATIENCE = 0.05  # a load may have to wait for a step to end before its result is seen
+_PATIENCE = 4  # times what computing takes: a load that was expected to be faster and is not, has gone wrong
 
 
 class Choice:
@@ -63,6 +65,13 @@ class Choice:
     def _seconds_left(self, job: LoadJob) -> float:
         expected = self._cost.load_seconds(job.num_bytes)
         return 0.0 if expected is None else max(0.0, expected - (self._clock() - job.started))
+
+    def patience(self, state: RequestState, end: int) -> float:
+        """Say how long a load of tokens up to `end` may take before computing them is the better choice."""
+        deadline, compute = self._settings.load_deadline, self._cost.compute_seconds(end - state.local)
+        if compute is None or not self._settings.load_if_faster:
+            return deadline
+        return min(deadline, max(_LEAST_PATIENCE, _PATIENCE * compute))
 
     def is_worth_loading(self, state: RequestState, match: Match) -> bool:
         """Say whether the load of a match, behind those that run, is expected to beat computing."""

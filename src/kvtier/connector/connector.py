@@ -90,13 +90,13 @@ class OffloadingConnector:
         return self._scheduler.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take in what all workers reported after a step."""
+        """Take in what all workers reported after a step, and let the output say whose transfers are over."""
         self._scheduler.update_connector_output(connector_output)
 
     def request_finished(
         self, request: RequestView, block_ids: BlockIds | None = None
     ) -> tuple[bool, dict[str, Any] | None]:
-        """End a request. `True`: keep its blocks until `get_finished` names it."""
+        """End a request. `True`: keep its blocks, and do not use its id, until an output names it."""
         return self._scheduler.request_finished(request, block_ids)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -126,7 +126,9 @@ class OffloadingConnector:
         self._worker.register_kv_caches(kv_caches)
 
     def bind_connector_metadata(self, connector_metadata: OffloadingConnectorMetadata) -> None:
-        """Set the orders of the step that begins."""
+        """Set the orders of the step that begins. Those of a step that was never ended are reported as failed."""
+        if self._metadata is not None and self.connector_worker is not None:
+            self.connector_worker.refuse_unstarted(self._metadata)
         self._metadata = connector_metadata
 
     def clear_connector_metadata(self) -> None:
@@ -178,9 +180,12 @@ class OffloadingConnector:
         """Take the results of jobs for the scheduler's side."""
         return self._worker.take_reports()
 
-    def wait_for_transfers(self, timeout: float) -> None:
-        """Block until a transfer is over or `timeout` seconds have passed. For an engine with nothing else to do."""
-        self._worker.wait_for_transfers(timeout)
+    def wait_for_transfers(self, timeout: float) -> bool:
+        """Block until a transfer is over or `timeout` seconds have passed. For an engine with nothing else to do.
+
+        `False`: there is none to wait for.
+        """
+        return self._worker.wait_for_transfers(timeout)
 
     # Both sides.
 

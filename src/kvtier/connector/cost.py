@@ -1,7 +1,8 @@
 """Is a load faster than recomputing? Learned from what the engine and the bus have done so far.
 
 `StepTimer` tells how long each step took, also where an engine schedules a step while the one before it still runs. `CostModel`
-keeps two running averages: seconds per byte of finished loads, and seconds per token of prefill-sized steps. Until both are known
+keeps two running averages: seconds per byte of finished loads, and seconds per token of prefill-sized steps. A load that was
+given up would have taken at least as long as it was waited for, so the first average is no less than that. Until both are known
 every load is worth doing. A refusal is not for ever: every `_RETRY_AFTER`-th load goes ahead, so that a stale average heals.
 Used by the scheduler's side of the connector, on its thread.
 """
@@ -54,6 +55,11 @@ class CostModel:
         """Learn from a load that arrived."""
         if num_bytes > 0 and seconds > 0:
             self._seconds_per_byte = _blend(self._seconds_per_byte, seconds / num_bytes)
+
+    def note_lost_load(self, num_bytes: int, seconds: float) -> None:
+        """Learn from a load that was given up after so long: it would have taken longer."""
+        if num_bytes > 0 and seconds > 0:
+            self._seconds_per_byte = max(self._seconds_per_byte or 0.0, seconds / num_bytes)
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
         """Learn from a step that computed `num_tokens` tokens."""

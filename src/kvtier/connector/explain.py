@@ -41,30 +41,25 @@ class Explainer:
 
     def __init__(self, manager: OffloadingManager) -> None:
         self._manager = manager
-        self._misses: dict[ReqId, tuple[MissReason | None, int]] = {}
         self._explained: OrderedDict[ReqId, Explanation] = OrderedDict()
 
     def note_match(self, state: RequestState, match: Match, end: int) -> None:
         """Remember why the first chunk beyond `end` could not be had, in case the request runs like this."""
-        self._misses.pop(state.view.request_id, None)
+        state.miss = None, None
         if end < match.end:
-            self._misses[state.view.request_id] = MissReason.NOT_WORTH_LOADING, end
+            state.miss = MissReason.NOT_WORTH_LOADING, end
         elif match.missing is not None:
-            self._misses[state.view.request_id] = self._manager.explain(match.missing), end
+            state.miss = self._manager.explain(match.missing), end
 
     def note_load(self, state: RequestState, job: LoadJob, recompute: Recompute) -> Explanation | None:
         """Explain a request whose load is over, unless that was done before."""
         if job.failed:
-            self._misses[state.view.request_id] = MissReason.FAILED, job.first_failed_token()
+            state.miss = MissReason.FAILED, job.first_failed_token()
         return self._explain(state, job.tokens_saved(recompute))
 
     def note_run(self, state: RequestState) -> Explanation | None:
         """Explain a request that runs, unless that was done before: it has not loaded anything."""
         return self._explain(state, 0)
-
-    def note_finished(self, state: RequestState) -> None:
-        """Let go of what is kept for a request that may never have run."""
-        self._misses.pop(state.view.request_id, None)
 
     def get(self, req_id: ReqId) -> Explanation | None:
         """Return the explanation of a request; `None` if it has not run or is long forgotten."""
@@ -78,7 +73,7 @@ class Explainer:
         prompt = state.view.num_prompt_tokens
         local = min(state.local, prompt)
         loaded = max(0, min(loaded, prompt - 1 - local))
-        reason, token = self._misses.pop(req_id, (None, None))
+        reason, token = state.miss
         tiers = {"cpu": loaded} if loaded else {}
         explanation = self._explained[req_id] = Explanation(local, tiers, prompt - local - loaded, reason, token)
         if len(self._explained) > _REMEMBERED:

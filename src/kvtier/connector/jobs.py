@@ -7,14 +7,15 @@ planning costs a few slices. Scheduler thread only.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvtier.config import OffloadingConfig, Recompute
-from kvtier.connector.metadata import ReqId
+from kvtier.connector.metadata import EndOrder, ReqId, TransferReport
 from kvtier.connector.state import GroupState, RequestState
 from kvtier.errors import InputError
 from kvtier.keys import OffloadKey
-from kvtier.transfer.base import NULL_BLOCK, BlockIDsLoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec, TransferResult
+from kvtier.transfer.base import NULL_BLOCK, BlockIDsLoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec
 
 __all__ = ["Job", "LoadJob", "StoreJob", "plan_load", "plan_store", "reordered"]
 
@@ -23,15 +24,25 @@ __all__ = ["Job", "LoadJob", "StoreJob", "plan_load", "plan_store", "reordered"]
 class Job:
     """One transfer, seen from the scheduler."""
 
-    req_id: ReqId
+    request: RequestState
     keys: list[OffloadKey]
     gpu_end: GPULoadStoreSpec
     blocks_per_chunk: int
     num_bytes: int
     """Over all ranks."""
-    ranks_left: int
+    missing_ranks: set[int]
+    """Those that have not reported."""
+    deadline: float
+    """Seconds after which a worker gives it up."""
+    tier_end: LoadStoreSpec | None = None
+    """Where the chunks are in the tier, in the order of `keys`. Known once the manager was asked."""
     job_id: int = 0
     started: float = 0.0
+    epoch: int = 0
+    """The resets of the tiers before it started."""
+    expired: bool = False
+    """Its reports did not come, and nobody waits for them any more."""
+    outputs_since_deadline: int = 0
     failed: set[int] = field(default_factory=set)
     """Indices into `keys` of chunks that did not arrive whole on some rank."""
     corrupt: set[int] = field(default_factory=set)
@@ -43,22 +54,47 @@ class Job:
     def __post_init__(self) -> None:
         self.block_ids = frozenset(self.gpu_end.block_ids.tolist())
 
-    def take_result(self, result: TransferResult) -> None:
-        """Note what one rank reports."""
-        self.ranks_left -= 1
-        if result.success:
-            return
+    @property
+    def req_id(self) -> ReqId:
+        """The request on whose behalf it runs."""
+        return self.request.view.request_id
+
+    def take_report(self, report: TransferReport) -> None:
+        """Note what one rank reports. What is said of an expired job changes nothing but that the rank is done with it."""
+        self.missing_ranks.discard(report.rank)
+        if not report.result.success and not self.expired:
+            self._fail(report.result.failed_blocks, report.result.corrupt)
+
+    def expire(self) -> None:
+        """Give up waiting for reports: nothing of it has arrived, as far as anybody knows."""
+        self.fail()
+        self.expired = True
+
+    def fail(self) -> None:
+        """Note that nothing of it may be used."""
+        self._fail(None, is_corrupt=False)
+
+    def _fail(self, failed_blocks: tuple[int, ...] | None, is_corrupt: bool) -> None:
         key_of_block = self._keys_of_blocks()
-        positions = range(len(key_of_block)) if result.failed_blocks is None else result.failed_blocks
+        positions = range(len(key_of_block)) if failed_blocks is None else failed_blocks
         failed = {key_of_block[position] for position in positions}
         self.failed |= failed
         self.failed_blocks.update(positions)
-        if result.corrupt:
+        if is_corrupt:
             self.corrupt |= failed
 
-    def failed_keys(self) -> list[OffloadKey]:
-        """Return the chunks that did not arrive."""
-        return [self.keys[index] for index in sorted(self.failed)]
+    def end_order(self) -> EndOrder:
+        """Order those ranks to end it that have not reported it."""
+        return EndOrder(self.req_id, frozenset(self.missing_ranks), (), void=self.expired)
+
+    def tier_part(self, indices: Iterable[int]) -> LoadStoreSpec | None:
+        """Return the tier's end of some of the chunks, by index into `keys`; `None` where places have no numbers."""
+        spec = self.tier_end
+        return type(spec)(spec.block_ids[list(indices)]) if isinstance(spec, BlockIDsLoadStoreSpec) else None
+
+    def arrived(self) -> list[int]:
+        """Return the indices into `keys` of chunks that arrived whole on every rank that has reported."""
+        return [index for index in range(len(self.keys)) if index not in self.failed]
 
     def arrived_keys(self) -> list[OffloadKey]:
         """Return the chunks that arrived whole on every rank that has reported."""
@@ -83,6 +119,19 @@ class LoadJob(Job):
     end: int
     block_sizes: tuple[int, ...]
     """Tokens of a block, by group."""
+    patience: float
+    """Seconds after which computing is the better choice."""
+    void: bool = False
+    """A reset came after it was planned: nothing of it may be used."""
+
+    def end_order(self) -> EndOrder:
+        """Order those ranks to end it that have not reported it, and to name what it should have filled."""
+        blocks = tuple(self.gpu_end.block_ids.tolist())
+        return EndOrder(self.req_id, frozenset(self.missing_ranks), blocks, void=self.void or self.expired)
+
+    def invalid_block_ids(self) -> set[int]:
+        """Return the blocks that did not arrive."""
+        return set(self.gpu_end.block_ids[sorted(self.failed_blocks)].tolist())
 
     def first_failed_token(self) -> int:
         """Return the first token whose block did not arrive."""
@@ -132,7 +181,7 @@ class _GPUEnd:
         return blocks * config.world_size
 
 
-def plan_load(config: OffloadingConfig, state: RequestState, end: int) -> LoadJob:
+def plan_load(config: OffloadingConfig, state: RequestState, end: int, patience: float) -> LoadJob:
     """Plan the load of `[state.local, end)` into the blocks that the request holds."""
     gpu_end = _GPUEnd(len(state.groups))
     keys: list[OffloadKey] = []
@@ -144,15 +193,17 @@ def plan_load(config: OffloadingConfig, state: RequestState, end: int) -> LoadJo
         gpu_end.add(group.geometry.index, first, group.block_ids[first:last])
         keys += group.keys[first // per_chunk : -(-last // per_chunk)]
     return LoadJob(
-        req_id=state.view.request_id,
+        request=state,
         keys=keys,
         gpu_end=gpu_end.spec(),
         blocks_per_chunk=per_chunk,
         num_bytes=gpu_end.num_bytes(config),
-        ranks_left=config.world_size,
+        missing_ranks=set(range(config.world_size)),
+        deadline=config.settings.load_deadline,
         local=state.local,
         end=end,
         block_sizes=tuple(group.geometry.block_size for group in state.groups),
+        patience=patience,
     )
 
 
@@ -176,12 +227,13 @@ def plan_store(config: OffloadingConfig, state: RequestState, chunks: list[dict[
             positions = list(places.values())
             gpu_end.add(group.geometry.index, positions[0] * per_chunk, group.blocks_of(positions))
     return StoreJob(
-        req_id=state.view.request_id,
+        request=state,
         keys=[key for places in chunks for key in places],
         gpu_end=gpu_end.spec(),
         blocks_per_chunk=per_chunk,
         num_bytes=gpu_end.num_bytes(config),
-        ranks_left=config.world_size,
+        missing_ranks=set(range(config.world_size)),
+        deadline=config.settings.store_deadline,
     )
 
 

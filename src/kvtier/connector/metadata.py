@@ -18,6 +18,7 @@ __all__ = [
     "BlockIds",
     "CachedRequest",
     "ConnectorRole",
+    "EndOrder",
     "KVConnectorOutput",
     "NewRequest",
     "OffloadingConnectorMetadata",
@@ -102,13 +103,27 @@ def yield_req_data(step: StepView) -> Iterator[tuple[ReqId, BlockIds, bool]]:
         yield cached.req_id, cached.new_block_ids or (), cached.resumed
 
 
+class EndOrder(NamedTuple):
+    """An order to end a job and to report it, for those ranks whose report has not come.
+
+    A rank that does not know the job (any more) reports it as failed: either it was never started there, or its report was
+    lost. `block_ids` are those that a load was to fill. Nothing of a `void` load may be used, even if it has arrived.
+    """
+
+    req_id: ReqId
+    ranks: frozenset[int]
+    block_ids: tuple[int, ...]
+    void: bool
+
+
 @dataclass(slots=True)
 class OffloadingConnectorMetadata:
     """One step's orders to every worker.
 
     A request has at most one load and one store in a step; `load_jobs` and `store_jobs` give their job ids. Jobs of
-    `jobs_to_flush` read blocks that someone else will write in this step: they must be over before it runs. Requests of
-    `reqs_to_hold` have finished and keep their blocks until `get_finished` names them.
+    `jobs_to_flush` read blocks that someone else will write in this step: they must be over before it runs. Jobs of
+    `jobs_to_end` have taken too long, or nobody wants them any more; an order stands in every step until it is obeyed.
+    Requests of `reqs_to_hold` have finished and keep their blocks until `get_finished` names them.
     """
 
     reqs_to_load: dict[ReqId, TransferSpec] = field(default_factory=dict)
@@ -116,6 +131,7 @@ class OffloadingConnectorMetadata:
     load_jobs: dict[ReqId, int] = field(default_factory=dict)
     store_jobs: dict[ReqId, int] = field(default_factory=dict)
     jobs_to_flush: set[int] = field(default_factory=set)
+    jobs_to_end: dict[int, EndOrder] = field(default_factory=dict)
     reqs_to_hold: set[ReqId] = field(default_factory=set)
 
 
@@ -141,31 +157,46 @@ class KVConnectorOutput:
 
 
 class OutputAggregator:
-    """Merges the outputs of all ranks of a step: a request is finished when every rank has said so.
+    """Merges the outputs of all ranks of a step: a request is finished when every rank has said so, however often.
 
-    A block is invalid if any rank says so, and that is passed on no later than the request that it belongs to.
+    A block is invalid if any rank says so. That is passed on together with the request that it belongs to, however many steps
+    after the rank has said it: an engine takes the other blocks of a named request as good.
     """
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self._sending: dict[ReqId, int] = {}
-        self._recving: dict[ReqId, int] = {}
+        self._sending: dict[ReqId, set[int]] = {}
+        self._recving: dict[ReqId, set[int]] = {}
+        self._invalid: list[tuple[set[ReqId], set[int]]] = []
+        """Blocks that did not arrive, and the requests named beside them: those of them that not all ranks have named."""
 
     def aggregate(self, outputs: Iterable[KVConnectorOutput]) -> KVConnectorOutput:
-        """Fold one step's outputs, one per rank, into one."""
+        """Fold one step's outputs, one per rank and in the order of the ranks, into one."""
         merged = KVConnectorOutput()
-        for output in outputs:
-            merged.finished_sending |= self._count(self._sending, output.finished_sending)
-            merged.finished_recving |= self._count(self._recving, output.finished_recving)
-            merged.invalid_block_ids |= output.invalid_block_ids
+        for rank, output in enumerate(outputs):
+            merged.finished_sending |= self._note(self._sending, rank, output.finished_sending)
+            merged.finished_recving |= self._note(self._recving, rank, output.finished_recving)
+            if output.invalid_block_ids:
+                self._invalid.append((set(output.finished_recving), output.invalid_block_ids))
             merged.reports += output.reports
+        merged.invalid_block_ids = self._take_invalid(merged.finished_recving)
         return merged
 
-    def _count(self, counts: dict[ReqId, int], ids: set[ReqId]) -> set[ReqId]:
-        complete = set()
-        for req_id in ids:
-            counts[req_id] = counts.get(req_id, 0) + 1
-            if counts[req_id] == self._world_size:
-                del counts[req_id]
-                complete.add(req_id)
+    def _note(self, named: dict[ReqId, set[int]], rank: int, req_ids: set[ReqId]) -> set[ReqId]:
+        """Note that a rank has named requests, and return those that all ranks have named now."""
+        for req_id in req_ids:
+            named.setdefault(req_id, set()).add(rank)
+        complete = {req_id for req_id in req_ids if len(named[req_id]) == self._world_size}
+        for req_id in complete:
+            del named[req_id]
         return complete
+
+    def _take_invalid(self, complete: set[ReqId]) -> set[int]:
+        """Return the blocks that may belong to these requests, and keep what may belong to others too."""
+        taken: set[int] = set()
+        for req_ids, blocks in self._invalid:
+            if not req_ids.isdisjoint(complete):
+                taken |= blocks
+                req_ids -= complete
+        self._invalid = [held for held in self._invalid if held[0]]
+        return taken

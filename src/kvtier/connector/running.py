@@ -1,6 +1,7 @@
-"""The jobs that run: which of them brings which chunk, and which still reads which block.
+"""The jobs that run: which of them brings which chunk, which still reads which block, and which are given up.
 
-A job is here from its start until every rank has reported. Scheduler thread only.
+A job is here from its start until every rank has reported. One whose reports do not come expires: from then on it does not
+run, it is only waited for, so that its slots are not used again while a rank may still touch them. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -8,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 
 from kvtier.connector.jobs import LoadJob, StoreJob
+from kvtier.connector.metadata import EndOrder, TransferReport
 from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey
-from kvtier.transfer.base import TransferResult
 
 __all__ = ["RunningJobs"]
+
+_MARGIN = 1.5  # times its deadline; a worker's clock starts when the job reaches it, and its report travels with a step
+_GRACE_OUTPUTS = 2  # a step may last longer than any deadline, so a job is late only if workers have answered since
 
 
 class RunningJobs:
@@ -20,6 +24,7 @@ class RunningJobs:
 
     def __init__(self) -> None:
         self._jobs: dict[int, LoadJob | StoreJob] = {}
+        self._expired: dict[int, LoadJob | StoreJob] = {}
         self._loading: dict[OffloadKey, int] = {}
         self._newest = 0
 
@@ -40,22 +45,53 @@ class RunningJobs:
         if isinstance(job, LoadJob):
             self._loading.update(dict.fromkeys(job.keys, job.job_id))
 
-    def take_result(self, result: TransferResult) -> LoadJob | StoreJob | None:
-        """Note what a rank reports of a job, and return the job; one that all have reported is no longer here."""
-        job = self._jobs.get(result.job_id)
-        if job is None:
+    def take_report(self, report: TransferReport) -> LoadJob | StoreJob | None:
+        """Note what a rank reports of a job, and return the job; one that all have reported is no longer here.
+
+        `None`: the rank has reported it before, or all have.
+        """
+        job_id = report.result.job_id
+        job = self._jobs.get(job_id) or self._expired.get(job_id)
+        if job is None or report.rank not in job.missing_ranks:
             return None
-        job.take_result(result)
-        if job.ranks_left == 0:
-            del self._jobs[job.job_id]
-            if isinstance(job, LoadJob):
-                self._forget_keys(job)
+        job.take_report(report)
+        if not job.missing_ranks:
+            self._forget(job)
+            self._expired.pop(job_id, None)
         return job
 
-    def _forget_keys(self, job: LoadJob) -> None:
+    def expire(self, now: float) -> list[LoadJob | StoreJob]:
+        """Return the jobs whose reports should have come long ago. They run no more. Comes once for every output."""
+        expired = [job for job in self._jobs.values() if self._is_late(job, now)]
+        for job in expired:
+            job.expire()
+            self._forget(job)
+            self._expired[job.job_id] = job
+        return expired
+
+    @staticmethod
+    def _is_late(job: LoadJob | StoreJob, now: float) -> bool:
+        if now <= job.started + job.deadline:
+            return False
+        job.outputs_since_deadline += 1
+        return job.outputs_since_deadline > _GRACE_OUTPUTS and now > job.started + _MARGIN * job.deadline
+
+    def _forget(self, job: LoadJob | StoreJob) -> None:
+        if self._jobs.pop(job.job_id, None) is None or not isinstance(job, LoadJob):
+            return
         for key in job.keys:
             if self._loading.get(key) == job.job_id:
                 del self._loading[key]
+
+    def void_loads(self) -> None:
+        """Note that what the running loads bring may not be used."""
+        for job in self.loads():
+            job.void = True
+
+    def end_orders(self, now: float) -> dict[int, EndOrder]:
+        """Return what the workers are to end: expired jobs, and loads that are void or take longer than they are worth."""
+        loads = [job for job in self.loads() if job.void or now > job.started + job.patience]
+        return {job.job_id: job.end_order() for job in (*loads, *self._expired.values())}
 
     def load_of(self, key: OffloadKey) -> LoadJob | None:
         """Return the load that brings a chunk, if one does."""
@@ -66,13 +102,19 @@ class RunningJobs:
         """Return the loads among the jobs."""
         return (job for job in self._jobs.values() if isinstance(job, LoadJob))
 
+    def stores(self) -> Iterator[StoreJob]:
+        """Return the stores among the jobs."""
+        return (job for job in self._jobs.values() if isinstance(job, StoreJob))
+
     def stores_reading(self, blocks: Set[int]) -> set[int]:
         """Return the stores that read any of these blocks."""
         if not blocks:
             return set()
-        return {job.job_id for job in self if isinstance(job, StoreJob) and not job.block_ids.isdisjoint(blocks)}
+        return {job.job_id for job in self.stores() if not job.block_ids.isdisjoint(blocks)}
 
     def check(self) -> None:
-        """Raise `IntegrityError` where a chunk is noted as being loaded by nobody."""
+        """Raise `IntegrityError` where a chunk is noted as being loaded by nobody, or a job is here for no reason."""
         if not set(self._loading.values()) <= {job.job_id for job in self.loads()}:
             raise IntegrityError("a chunk is noted as being loaded by a load that does not exist")
+        if not all(job.missing_ranks for job in (*self._jobs.values(), *self._expired.values())):
+            raise IntegrityError("a job that every rank has reported is waited for")

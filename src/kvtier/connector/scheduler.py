@@ -6,13 +6,18 @@ token is computed, complete jobs when every rank has reported. It guarantees tha
 - asking (`get_num_new_matched_tokens`) pins nothing and may be repeated; `None` is answered for a bounded time only;
 - a request whose load failed is never offered another: what failed is computed;
 - a block that a running store still reads is fenced: whoever gets it, the store is ended first (`jobs_to_flush`);
+- nothing that was computed or stored before a reset is stored or loaded after it;
+- a report that does not come is waited for only so long. The job then counts as failed, and its slots stay out of use until
+  every rank has said that it is done with them (`jobs_to_end`);
 - every place in the pool is freed or ready once its job is over, whatever became of the request.
 
-Everything runs on the scheduler thread; nothing waits and there are no locks.
+A job knows its request, not the request's id, which may be somebody else's by the time the job is over. Everything runs on the
+scheduler thread; nothing waits and there are no locks.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -44,9 +49,11 @@ from kvtier.events.tracker import Describe, OffloadingEventsTracker
 from kvtier.events.types import KVCacheEvent
 from kvtier.keys import OffloadKey
 from kvtier.offload.base import MissReason, OffloadingSpec, ReqContext
-from kvtier.transfer.base import NULL_BLOCK, TransferSpec
+from kvtier.transfer.base import NULL_BLOCK, TransferResult, TransferSpec
 
 __all__ = ["OffloadingConnectorScheduler"]
+
+logger = logging.getLogger(__name__)
 
 _STORE_RETRY_STEPS = 16
 
@@ -70,9 +77,12 @@ class OffloadingConnectorScheduler:
         self._choice = Choice(self._settings, self._geometry, self.cost, self._jobs, clock)
         self._strikes = Strikes()
         self._step = 0
+        self._epoch = 0  # resets so far
         self._timer = StepTimer()
         self._planned = OffloadingConnectorMetadata()
         self._allocated: set[int] = set()
+        self._allocated_at: dict[int, int] = {}  # with windows: the step in which a block was last allocated
+        self._over = KVConnectorOutput()  # the requests whose transfers are over since the last output
         self._explainer = Explainer(self.manager)
         described = spec.config.enable_kv_cache_events and self._settings.self_describing_kv_events
         self._tracker = OffloadingEventsTracker(describe if described else None)
@@ -90,9 +100,9 @@ class OffloadingConnectorScheduler:
         engine that could not use more.
         """
         state = self._track(request)
-        state.local = num_computed_tokens
         if state.load_job is not None:
             return None, False
+        state.start_over(num_computed_tokens, self._epoch)
         if not state.may_load:
             return 0, False
         limit = request.num_tokens
@@ -115,20 +125,25 @@ class OffloadingConnectorScheduler:
         """Take note of all blocks the request holds; with external tokens, pin their chunks and plan one load."""
         state = self._track(request)
         for group in state.groups:
-            group.block_ids = list(blocks[group.geometry.index])
+            group.take_all()
+            group.give(blocks[group.geometry.index], self._step + 1)
         if num_external_tokens:
             self._plan_load(state, state.local + num_external_tokens)
 
     def _plan_load(self, state: RequestState, end: int) -> None:
-        job = plan_load(self.spec.config, state, end)
-        source = self.manager.prepare_load(job.keys, state.context)
-        self._jobs.start(job, self._clock())
+        job = plan_load(self.spec.config, state, end, self._choice.patience(state, end))
+        source = job.tier_end = self.manager.prepare_load(job.keys, state.context)
+        self._start(job)
         state.load_job = job.job_id
         for group in state.groups:
             group.next_store = max(group.next_store, end // group.geometry.chunk_size)
         self._allocated |= job.block_ids
         self._planned.reqs_to_load[job.req_id] = (source, job.gpu_end)
         self._planned.load_jobs[job.req_id] = job.job_id
+
+    def _start(self, job: LoadJob | StoreJob) -> None:
+        job.epoch = self._epoch
+        self._jobs.start(job, self._clock())
 
     # -- one step ----------------------------------------------------------------------------------------------------------
 
@@ -138,6 +153,7 @@ class OffloadingConnectorScheduler:
         self._update_blocks(step)
         meta, self._planned = self._planned, OffloadingConnectorMetadata()
         meta.jobs_to_flush = self._jobs.stores_reading(self._allocated)
+        meta.jobs_to_end = self._jobs.end_orders(self._clock())
         self.stats.flushes += len(meta.jobs_to_flush)
         for job, spec in self._get_reqs_to_store(step):
             meta.reqs_to_store[job.req_id] = spec
@@ -162,20 +178,14 @@ class OffloadingConnectorScheduler:
             for geometry, ids in zip(self._geometry.groups, block_ids, strict=False):
                 self._allocated.update(ids[hit // geometry.block_size :])
         self._allocated.discard(NULL_BLOCK)
-        self._forget_reused_blocks()
+        if self._geometry.windowed:
+            self._allocated_at.update(dict.fromkeys(self._allocated, self._step))
         for req_id, block_ids, starts_over in given:
             state = self._requests.get(req_id)
             for group, ids in zip(state.groups if state else (), block_ids, strict=False):
                 if starts_over:
-                    group.block_ids = []
-                group.block_ids += ids
-
-    def _forget_reused_blocks(self) -> None:
-        """Forget blocks that a window has left behind where another owner got them. Comes before new blocks are noted."""
-        if self._allocated:
-            for window in self._geometry.windowed:
-                for state in self._requests.values():
-                    state.groups[window.index].forget_reused(self._allocated)
+                    group.take_all()
+                group.give(ids, self._step)
 
     def _on_preempted(self, state: RequestState) -> None:
         """Let go of the blocks: from here on fences protect what running stores still read."""
@@ -183,7 +193,7 @@ class OffloadingConnectorScheduler:
         state.next_offer = 0
         state.may_load = True  # it has run since a load failed, so it cannot go round in circles
         for group in state.groups:
-            group.block_ids = []
+            group.take_all()
 
     # -- storing -----------------------------------------------------------------------------------------------------------
 
@@ -197,6 +207,8 @@ class OffloadingConnectorScheduler:
                 continue
             state.extend_keys()
             self.stats.count_tokens(self._explainer.note_run(state))
+            if state.epoch != self._epoch:
+                continue  # its blocks, or what they were computed from, are older than the last reset
             available = min(available, state.view.num_tokens)
             state.next_offer = self._geometry.next_chunk_end(available)
             wanted = self._chunks_to_store(state, available)
@@ -212,7 +224,7 @@ class OffloadingConnectorScheduler:
             start, stop = group.next_store, group.num_complete(limit)
             chunks = dict(zip(group.keys[start:stop], range(start, stop), strict=True))
             if group.geometry.window is not None:
-                chunks = {key: at for key, at in chunks.items() if NULL_BLOCK not in group.chunk_blocks(at)}
+                chunks = {key: at for key, at in chunks.items() if group.still_has(at, self._allocated_at)}
             wanted.append(chunks)
         return wanted
 
@@ -230,10 +242,11 @@ class OffloadingConnectorScheduler:
             return None
         taken = [{key: chunks[key] for key in output.keys_to_store if key in chunks} for chunks in wanted]
         job = plan_store(self.spec.config, state, taken)
-        self._jobs.start(job, self._clock())
+        target = job.tier_end = reordered(output.store_spec, output.keys_to_store, job.keys)
+        self._start(job)
         state.store_jobs.add(job.job_id)
         self._describe_chunks(state, taken)
-        return job, (job.gpu_end, reordered(output.store_spec, output.keys_to_store, job.keys))
+        return job, (job.gpu_end, target)
 
     def _describe_chunks(self, state: RequestState, chunks: list[dict[OffloadKey, int]]) -> None:
         """Have the chunks of a store described for the event stream, while the request is there."""
@@ -245,56 +258,118 @@ class OffloadingConnectorScheduler:
     # -- completing --------------------------------------------------------------------------------------------------------
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take in what the workers report; complete the jobs that every rank has reported.
+        """Take in what the workers report; complete the jobs that every rank has reported, and give up those that are late.
 
-        Comes once for every step, in the order of the steps. The next step may have been scheduled by then.
+        Comes once for every step, in the order of the steps. The next step may have been scheduled by then. What the output
+        says of requests and blocks is replaced by what the jobs say: a worker's word may be late, repeated or lost, and
+        whoever reads the output after this call need not mind.
         """
         if (timed := self._timer.end(self._clock())) is not None:
             self.cost.note_step(*timed)
         for report in connector_output.reports:
             self._take_report(report)
+        for job in self._jobs.expire(self._clock()):
+            self._give_up(job)
+        over, self._over = self._over, KVConnectorOutput()
+        connector_output.finished_recving = over.finished_recving
+        connector_output.finished_sending = over.finished_sending
+        connector_output.invalid_block_ids = over.invalid_block_ids
         if not self.spec.config.enable_kv_cache_events:
             self.manager.take_events()  # nobody will, and they must not pile up
 
     def _take_report(self, report: TransferReport) -> None:
-        result = report.result
-        job = self._jobs.take_result(result)
-        if isinstance(job, LoadJob):
-            if result.success and result.transfer_size and result.transfer_time:
-                self.cost.note_load(result.transfer_size * self.spec.config.world_size, result.transfer_time)
-            if job.ranks_left == 0:
-                self._complete_load(job)
-        elif job is not None and job.ranks_left == 0:
-            self._complete_store(job)
-
-    def _complete_load(self, job: LoadJob) -> None:
-        self.manager.complete_load(job.keys)
-        if guilty := self._strikes.blame(job):
-            self.manager.discard(guilty, MissReason.FAILED)
-        self.stats.count_load(job)
-        state = self._requests.get(job.req_id)
-        if state is None:
+        job = self._jobs.take_report(report)
+        if job is None:
             return
+        if isinstance(job, LoadJob):
+            self._learn(job, report.result)
+        if not job.missing_ranks:
+            if job.expired:
+                self._free_slots(job)
+            else:
+                self._complete(job)
+
+    def _learn(self, job: LoadJob, result: TransferResult) -> None:
+        """Take in what a load has cost or, where it did not deliver, has cost at least."""
+        seconds, world_size = result.transfer_time, self.spec.config.world_size
+        if result.success:
+            if result.transfer_size and seconds:
+                self.cost.note_load(result.transfer_size * world_size, seconds)
+            return
+        waited = self._clock() - job.started
+        if seconds is None and waited >= min(job.patience, job.deadline):
+            seconds = waited
+        self.cost.note_lost_load(job.num_bytes, seconds or 0.0)
+
+    def _complete(self, job: LoadJob | StoreJob) -> None:
+        if isinstance(job, LoadJob):
+            if job.void:
+                job.fail()
+            self.manager.complete_load(job.keys, job.tier_end)
+            self._end_load(job)
+        else:
+            self._complete_store(job)
+            self._end_store(job)
+
+    def _give_up(self, job: LoadJob | StoreJob) -> None:
+        """Take a job as failed whose reports do not come. Its slots stay as they are until every rank is done with them."""
+        self.stats.expired += 1
+        logger.warning(
+            "job %d of request %s: no report from rank(s) %s after %.3g s; its %d slots are set aside until there is one",
+            job.job_id, job.req_id, sorted(job.missing_ranks), self._clock() - job.started, len(job.keys),
+        )  # fmt: skip
+        if isinstance(job, LoadJob):
+            self.cost.note_lost_load(job.num_bytes, self._clock() - job.started)
+            self._end_load(job)
+            return
+        if job.epoch == self._epoch:
+            self.manager.discard(job.keys, MissReason.FAILED)
+            self._tracker.drop(job.keys)
+        self._end_store(job)
+
+    def _free_slots(self, job: LoadJob | StoreJob) -> None:
+        """Let go of the slots of a job that was given up: every rank is done with them."""
+        if isinstance(job, LoadJob):
+            self.manager.complete_load(job.keys, job.tier_end)
+        else:
+            self.manager.complete_store(job.keys, success=False, spec=job.tier_end)
+
+    def _end_load(self, job: LoadJob) -> None:
+        """Tell of a load that is over, and let its request go on."""
+        self.stats.count_load(job)
+        self._over.finished_recving.add(job.req_id)
+        self._over.invalid_block_ids |= job.invalid_block_ids()
+        if not job.void and (guilty := self._strikes.blame(job)):
+            self.manager.discard(guilty, MissReason.FAILED)
+        state = job.request
         state.load_job = None
+        if state.finished:
+            return
         self.stats.count_tokens(self._explainer.note_load(state, job, self._recompute))
         if job.failed:
             state.may_load, state.next_offer = False, 0
             for group in state.groups:
                 group.next_store = min(group.next_store, job.local // group.geometry.chunk_size)
-        self._drop_if_done(state)
 
     def _complete_store(self, job: StoreJob) -> None:
-        if job.failed:
-            self.manager.complete_store(job.failed_keys(), success=False)
-        self.manager.complete_store(job.arrived_keys())
-        if self._tracker.enabled:
+        arrived, failed = job.arrived(), sorted(job.failed)
+        if failed:
+            keys = [job.keys[index] for index in failed]
+            self.manager.complete_store(keys, success=False, spec=job.tier_part(failed))
+        keys = [job.keys[index] for index in arrived] if failed else job.keys
+        self.manager.complete_store(keys, spec=job.tier_part(arrived) if failed else job.tier_end)
+        if self._tracker.enabled and job.epoch == self._epoch:
             self._translate_events()
             self._tracker.drop(job.keys)  # what was not announced by now failed, or was made absent meanwhile
+
+    def _end_store(self, job: StoreJob) -> None:
+        """Tell of a store that is over. A request that has finished needs its blocks only as long as one of its stores runs."""
         self.stats.count_store(job)
-        state = self._requests.get(job.req_id)
-        if state is not None:
-            state.store_jobs.discard(job.job_id)
-            self._drop_if_done(state)
+        state = job.request
+        if job.job_id in state.store_jobs:
+            state.store_jobs.remove(job.job_id)
+            if state.finished and not state.store_jobs:
+                self._over.finished_sending.add(job.req_id)
 
     # -- ending ------------------------------------------------------------------------------------------------------------
 
@@ -305,33 +380,28 @@ class OffloadingConnectorScheduler:
 
         One that is being loaded is named as received, any other as sent.
         """
-        state = self._requests.get(request.request_id)
+        state = self._requests.pop(request.request_id, None)
         if state is None:
             return False, None
         state.finished = True
         state.extend_keys()
         self.manager.touch(state.all_keys(), state.context)
         self.manager.on_request_finished(state.context)
-        self._explainer.note_finished(state)
         if state.load_job is None and state.store_jobs:
             self._planned.reqs_to_hold.add(request.request_id)
-        hold = state.load_job is not None or bool(state.store_jobs)
-        self._drop_if_done(state)
-        return hold, None
-
-    def _drop_if_done(self, state: RequestState) -> None:
-        if state.finished and state.load_job is None and not state.store_jobs:
-            self._requests.pop(state.view.request_id, None)
+        return state.load_job is not None or bool(state.store_jobs), None
 
     def reset_cache(self) -> bool:
-        """Empty every tier and tell the event stream. Running jobs end by themselves and leave nothing behind."""
+        """Empty every tier and tell the event stream. Running jobs end by themselves and leave nothing behind.
+
+        Weights may have been swapped: requests that hold blocks now store nothing more, and running loads count as failed.
+        """
+        self._epoch += 1
+        for job in self._jobs.stores():
+            self._tracker.drop(job.keys)
+        self._jobs.void_loads()
         self.manager.reset_cache()
         self._strikes.clear()
-        for state in self._requests.values():
-            state.next_offer = 0
-            for group in state.groups:
-                if group.geometry.window is None:  # of a window only what is to come is sure to be its own still
-                    group.next_store = 0
         return True
 
     # -- telling -----------------------------------------------------------------------------------------------------------
@@ -359,8 +429,7 @@ class OffloadingConnectorScheduler:
 
     def has_pending_push_work(self) -> bool:
         """Say whether the engine must keep stepping although it has no requests."""
-        planned = self._planned
-        return bool(self._jobs or planned.reqs_to_load or planned.reqs_to_hold) or self.manager.has_pending_work()
+        return bool(self._jobs or self._planned.reqs_to_hold) or self.manager.has_pending_work()
 
     def check(self) -> None:
         """Raise `IntegrityError` if jobs and requests disagree, or the manager is broken."""
@@ -386,6 +455,6 @@ class OffloadingConnectorScheduler:
         if state is None:
             context = ReqContext(request.kv_transfer_params, request.request_id)
             groups = tuple(GroupState(geometry) for geometry in self._geometry.groups)
-            state = self._requests[request.request_id] = RequestState(request, context, groups)
+            state = self._requests[request.request_id] = RequestState(request, context, groups, self._epoch)
         state.extend_keys()
         return state

@@ -11,14 +11,14 @@ everything was loaded, at `end - 1`, looks no further back. Scheduler thread onl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import lcm
 
 from kvtier.config import OffloadingConfig
 from kvtier.connector.metadata import RequestView
 from kvtier.keys import OffloadKey, make_offload_keys
-from kvtier.offload.base import ReqContext
+from kvtier.offload.base import MissReason, ReqContext
 from kvtier.transfer.base import NULL_BLOCK
 
 __all__ = ["Geometry", "GroupGeometry", "GroupState", "RequestState"]
@@ -84,7 +84,9 @@ class GroupState:
     keys: list[OffloadKey] = field(default_factory=list)
     """One for every complete chunk whose tokens are known; only ever grows."""
     block_ids: list[int] = field(default_factory=list)
-    """The blocks it holds now, by position; `NULL_BLOCK` where there is none or another owner has it."""
+    """The blocks that it was given, by position; `NULL_BLOCK` where there is none."""
+    given_at: list[int] = field(default_factory=list)
+    """Of a windowed group, the step in which each block was given: the window may have left it to another owner since."""
     next_store: int = 0
     """The first chunk that has not been offered for storing."""
 
@@ -94,6 +96,16 @@ class GroupState:
         last = (len(self.keys) + 1) * step - 1
         if last < len(hashes):
             self.keys += make_offload_keys(hashes[last::step], self.geometry.index)
+
+    def give(self, block_ids: list[int], step: int) -> None:
+        """Add blocks that the request got in a step."""
+        self.block_ids += block_ids
+        if self.geometry.window is not None:
+            self.given_at += [step] * len(block_ids)
+
+    def take_all(self) -> None:
+        """Take all blocks from the request."""
+        self.block_ids, self.given_at = [], []
 
     def num_complete(self, num_tokens: int) -> int:
         """Count the leading chunks whose tokens are among the first `num_tokens`, and which have a key and blocks."""
@@ -111,11 +123,12 @@ class GroupState:
             return [self.block_ids[chunk] for chunk in chunks]
         return [block_id for chunk in chunks for block_id in self.chunk_blocks(chunk)]
 
-    def forget_reused(self, allocated: set[int]) -> None:
-        """Drop blocks not yet stored that a window left behind and that someone else got in this step."""
-        for position in range(self.next_store * self.geometry.blocks_per_chunk, len(self.block_ids)):
-            if self.block_ids[position] in allocated:
-                self.block_ids[position] = NULL_BLOCK
+    def still_has(self, chunk: int, allocated_at: Mapping[int, int]) -> bool:
+        """Say whether no block of a windowed group's chunk is null or was allocated anew after it was given."""
+        start = chunk * self.geometry.blocks_per_chunk
+        stop = start + self.geometry.blocks_per_chunk
+        blocks = zip(self.block_ids[start:stop], self.given_at[start:stop], strict=True)
+        return all(block != NULL_BLOCK and allocated_at.get(block, 0) <= given for block, given in blocks)
 
 
 @dataclass(slots=True)
@@ -125,6 +138,8 @@ class RequestState:
     view: RequestView
     context: ReqContext
     groups: tuple[GroupState, ...]
+    epoch: int = 0
+    """The resets of the tiers before the engine last asked: what its blocks hold is no older than the last of them."""
     local: int = 0
     """Tokens on the GPU when the engine last asked."""
     load_job: int | None = None
@@ -138,6 +153,16 @@ class RequestState:
     retry_store_at: int = 0
     finished: bool = False
     explained: bool = False
+    miss: tuple[MissReason | None, int | None] = None, None
+    """Why the first chunk that could not be had could not, and its first token."""
+
+    def start_over(self, local: int, epoch: int) -> None:
+        """Begin with `local` tokens on the GPU: the engine asks for a request that holds no blocks."""
+        self.local = local
+        if epoch != self.epoch:
+            self.epoch, self.next_offer = epoch, 0
+            for group in self.groups:
+                group.next_store = 0
 
     def extend_keys(self) -> None:
         """Take in the hashes that the request has gained."""

@@ -23,6 +23,8 @@ class ConnectorStats:
     waits: int = 0
     not_worth: int = 0
     flushes: int = 0
+    expired: int = 0
+    """Transfers that were given up because not every rank reported them."""
     asked_tokens: int = 0
     """Prompt tokens that the engine did not have, of requests that have run."""
     loaded_tokens: int = 0

@@ -25,8 +25,8 @@ class Strikes:
     def blame(self, job: LoadJob) -> list[OffloadKey]:
         """Take in how a load ended, and return the chunks that should be loaded no more."""
         if self._strikes:
-            for key in job.arrived_keys():
-                self._strikes.pop(key, None)
+            for index in job.arrived():
+                self._strikes.pop(job.keys[index], None)
         guilty = [job.keys[index] for index in job.failed if self._strike(job.keys[index], index in job.corrupt)]
         if len(self._strikes) > _MAX_STRUCK:
             self._strikes.clear()

@@ -1,18 +1,19 @@
 """The worker's side: gives transfers to handlers and reports their results.
 
-It decides nothing. Each step it first ends the jobs that read blocks which this step overwrites, then starts the step's loads,
-and after the forward pass the step's stores, which read what the pass has written. Every job that the scheduler's side planned
-is reported exactly once, also one that no handler would take. Called by the worker's thread only; nothing waits except
+It decides nothing. Each step it first ends the jobs that read blocks which this step overwrites, then those that nobody wants any
+more, then starts the step's loads, and after the forward pass the step's stores, which read what the pass has written. Every job
+that the scheduler's side planned is reported once, also one that no handler would take and one of a step that was never finished;
+again only when the scheduler's side asks for it. Called by the worker's thread only; nothing waits except
 `handle_preemptions`, which is bounded, and `wait_for_transfers`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvtier.connector.metadata import OffloadingConnectorMetadata, ReqId, TransferReport
+from kvtier.connector.metadata import EndOrder, OffloadingConnectorMetadata, ReqId, TransferReport
 from kvtier.errors import InputError, KVTierError
 from kvtier.offload.base import OffloadingSpec
 from kvtier.transfer.base import GPULoadStoreSpec, OffloadingHandler, TransferResult, TransferSpec, TransferType
@@ -24,9 +25,7 @@ __all__ = ["OffloadingConnectorWorker"]
 
 logger = logging.getLogger(__name__)
 
-_FLUSH_SECONDS = (
-    0.1  # a store that has not read its blocks by then is given up: it costs a later miss, not a stalled step
-)
+_FLUSH_SECONDS = 0.1  # a store that has not read its blocks by then is given up: a later miss, not a stalled step
 
 
 class _Running(NamedTuple):
@@ -44,6 +43,13 @@ class OffloadingConnectorWorker:
         self._loads: dict[int, _Running] = {}
         self._stores: dict[int, _Running] = {}
         self._refused: list[TransferResult] = []
+        self._started: set[int] = set()
+        """The jobs of the step that is bound which were given to a handler, or refused."""
+        self._void: set[int] = set()
+        """Jobs of which nothing may be used, whatever their handler says."""
+        self._orders_seen: set[int] = set()
+        """The jobs that the last step ordered to end."""
+        self._named_again: set[ReqId] = set()
         self._held: set[ReqId] = set()
         self._reports: list[TransferReport] = []
         self._invalid_block_ids: set[int] = set()
@@ -69,9 +75,43 @@ class OffloadingConnectorWorker:
                 handler.cancel(jobs)
 
     def start_load_kv(self, metadata: OffloadingConnectorMetadata, *, by_layer: bool = False) -> None:
-        """Start this step's loads, `by_layer` if somebody will `await_layer`."""
+        """End what is to end and start this step's loads, `by_layer` if somebody will `await_layer`."""
+        self._started.clear()
+        self._end_jobs(metadata)
         for req_id, spec in metadata.reqs_to_load.items():
             self._start(self._loads, metadata.load_jobs[req_id], req_id, spec, by_layer=by_layer)
+
+    def _end_jobs(self, metadata: OffloadingConnectorMetadata) -> None:
+        """Obey the orders that are for this rank."""
+        orders = {i: order for i, order in metadata.jobs_to_end.items() if self.spec.config.rank in order.ranks}
+        for job_id, order in orders.items():
+            running = self._loads.get(job_id) or self._stores.get(job_id)
+            if running is None and job_id not in metadata.load_jobs.values():
+                self._report_unknown(job_id, order)
+                continue
+            if order.void:
+                self._void.add(job_id)
+            if running is not None:
+                running.handler.cancel({job_id})
+        self._orders_seen = set(orders)
+
+    def _report_unknown(self, job_id: int, order: EndOrder) -> None:
+        """Report a job that was never started here or whose report was lost. Its request is named again, but only once."""
+        self._reports.append(TransferReport(self.spec.config.rank, TransferResult(job_id, success=False)))
+        if order.block_ids and job_id not in self._orders_seen:
+            self._named_again.add(order.req_id)
+            self._failed_loads.add(order.req_id)
+            self._invalid_block_ids.update(order.block_ids)
+
+    def refuse_unstarted(self, metadata: OffloadingConnectorMetadata) -> None:
+        """Have the jobs reported as failed that were not started of a step which was never finished."""
+        for req_id, job_id in metadata.load_jobs.items():
+            if job_id not in self._started:
+                self._refuse(self._loads, job_id, req_id, metadata.reqs_to_load[req_id])
+        for req_id, job_id in metadata.store_jobs.items():
+            if job_id not in self._started:
+                self._refuse(self._stores, job_id, req_id, metadata.reqs_to_store[req_id])
+        self._held |= metadata.reqs_to_hold
 
     def await_layer(self, req_id: ReqId, layer: str, timeout: float) -> bool:
         """Let what the caller does next find a layer of a request's load in place; say whether that could be done.
@@ -98,7 +138,7 @@ class OffloadingConnectorWorker:
 
         Which finished requests hold their blocks is told by the metadata, so `finished_req_ids` adds nothing here.
         """
-        recving = set()
+        recving, self._named_again = self._named_again, set()
         for result in self._take_results():
             self._reports.append(TransferReport(self.spec.config.rank, result))
             load = self._loads.pop(result.job_id, None)
@@ -126,12 +166,16 @@ class OffloadingConnectorWorker:
         taken, self._reports = self._reports, []
         return taken
 
-    def wait_for_transfers(self, timeout: float) -> None:
-        """Block until the oldest load, or with none the oldest store, is over, or `timeout` seconds have passed."""
+    def wait_for_transfers(self, timeout: float) -> bool:
+        """Block until the oldest load, or with none the oldest store, is over, or `timeout` seconds have passed.
+
+        `False`: there is none.
+        """
         jobs = self._loads or self._stores
         if jobs and not self._refused:
             oldest = min(jobs)
             jobs[oldest].handler.wait({oldest}, timeout)
+        return bool(jobs)
 
     def shutdown(self) -> None:
         """End all transfers and release the pool. Idempotent."""
@@ -143,27 +187,48 @@ class OffloadingConnectorWorker:
     def _start(
         self, jobs: dict[int, _Running], job_id: int, req_id: ReqId, spec: TransferSpec, *, by_layer: bool = False
     ) -> None:
-        handler = self._handlers.get((spec[0].medium(), spec[1].medium()))
-        if handler is None:
-            raise InputError(
-                f"no handler moves {spec[0].medium()} to {spec[1].medium()}: call register_kv_caches before the first step"
-            )
-        jobs[job_id] = _Running(req_id, spec, handler)
-        try:
-            taken = (handler.transfer_by_layer if by_layer else handler.transfer_async)(job_id, spec)
-        except KVTierError as error:
-            logger.error("job %d of request %s could not be started: %s", job_id, req_id, error)
-            taken = False
-        if not taken:
-            self._refused.append(TransferResult(job_id, success=False))
+        self._started.add(job_id)
+        handler = self._handler_of(spec)
+        if job_id not in self._void and self._is_taken(handler, job_id, spec, by_layer):
+            jobs[job_id] = _Running(req_id, spec, handler)
+        else:
+            self._refuse(jobs, job_id, req_id, spec)
 
-    def _take_results(self) -> list[TransferResult]:
+    def _is_taken(self, handler: OffloadingHandler, job_id: int, spec: TransferSpec, by_layer: bool) -> bool:
+        """Give a job to a handler and say whether it took it."""
+        try:
+            return (handler.transfer_by_layer if by_layer else handler.transfer_async)(job_id, spec)
+        except KVTierError as error:
+            logger.error("job %d could not be started: %s", job_id, error)
+        except Exception:  # a handler may be anybody's, and a step must not end because of a transfer
+            logger.exception("job %d could not be started", job_id)
+            handler.cancel({job_id})  # who knows how far it came
+        return False
+
+    def _refuse(self, jobs: dict[int, _Running], job_id: int, req_id: ReqId, spec: TransferSpec) -> None:
+        """Have a job reported as failed that no handler works on."""
+        jobs[job_id] = _Running(req_id, spec, self._handler_of(spec))
+        self._refused.append(TransferResult(job_id, success=False))
+
+    def _handler_of(self, spec: TransferSpec) -> OffloadingHandler:
+        source, target = (end.medium() for end in spec)
+        if (source, target) not in self._handlers:
+            raise InputError(f"no handler moves {source} to {target}: call register_kv_caches before the first step")
+        return self._handlers[source, target]
+
+    def _take_results(self) -> Iterator[TransferResult]:
+        """Take one result for each job that is over. One that was begun by mistake, and refused here, has no other."""
         if not self._loads and not self._stores:
-            return []  # as in most steps: every job is noted here until its result is taken
+            return  # as in most steps: every job is noted here until its result is taken
         results, self._refused = self._refused, []
         for handler in set(self._handlers.values()):
             results += handler.get_finished()
-        return results
+        for result in results:
+            if result.job_id in self._void:
+                self._void.remove(result.job_id)
+                yield result._replace(success=False, failed_blocks=None)
+            elif result.job_id in self._loads or result.job_id in self._stores:
+                yield result
 
     def _note_missing_blocks(self, load: _Running, result: TransferResult) -> None:
         if result.success:

@@ -109,7 +109,8 @@ class KVCache:
         self._blocks = [Block(block_id) for block_id in range(num_blocks)]
         self._free = OrderedDict((block.block_id, block) for block in self._blocks[1:])
         self._found_by: dict[CacheKey, Block] = {}
-        self._epoch = 0
+        self.epoch = 0
+        """How often the cache was reset."""
         self._events: list[KVCacheEvent] | None = [] if events else None
 
     # -- room --------------------------------------------------------------------------------------------------------------
@@ -201,7 +202,7 @@ class KVCache:
             [NULL_BLOCK] * null + [block.block_id for block in blocks]
             for null, blocks in zip(num_null, prefix, strict=True)
         )
-        table = BlockTable(rows, num_null, local // self.block_size, self._epoch)
+        table = BlockTable(rows, num_null, local // self.block_size, self.epoch)
         self._fill(table, end)
         return table
 
@@ -263,7 +264,7 @@ class KVCache:
     def enter(self, request: Request) -> None:
         """Make the request's full, computed blocks findable, and announce them."""
         table, hashes = request.table, request.block_hashes
-        if not self._prefix_caching or table.epoch != self._epoch:
+        if not self._prefix_caching or table.epoch != self.epoch:
             return
         stop = request.num_computed_tokens // self.block_size
         for index, row in enumerate(table.rows):
@@ -289,7 +290,7 @@ class KVCache:
         for block in self._found_by.values():
             block.key = None
         self._found_by.clear()
-        self._epoch += 1
+        self.epoch += 1
 
     # -- events ------------------------------------------------------------------------------------------------------------
 

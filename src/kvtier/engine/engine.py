@@ -48,6 +48,7 @@ from kvtier.offload.factory import OffloadingSpecFactory
 __all__ = ["Engine", "Model", "Publisher"]
 
 _IDLE_SECONDS = 0.05  # how long a step without tokens waits for a transfer
+_PAUSE_SECONDS = 0.001  # how long one waits that has none to wait for, but for reports which have not come
 
 
 class Model(Protocol):
@@ -250,7 +251,8 @@ class Engine:
         if self.worker is not None:
             until = time.monotonic() + _IDLE_SECONDS
             self._compute_ahead(self.worker, until)
-            self.worker.wait_for_transfers(max(0.0, until - time.monotonic()))
+            if not self.worker.wait_for_transfers(max(0.0, until - time.monotonic())):
+                time.sleep(_PAUSE_SECONDS)
 
     def _compute_ahead(self, worker: OffloadingConnector, until: float) -> None:
         if not isinstance(self.model, LayeredModel):

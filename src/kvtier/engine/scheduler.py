@@ -202,14 +202,16 @@ class Scheduler:
         """Let a loaded request run. What did not arrive is computed, and nothing else.
 
         With a sliding window even one missing block needs all that came before it, and those were not loaded: the request
-        starts over. The connector will not offer it a load again.
+        starts over. So does one whose load failed because of a reset: what it had on the GPU before is as old as the load.
+        The connector will not offer it a load again.
         """
         size, rows = self._cache.block_size, request.table.rows
         start, stop = request.num_computed_tokens // size, request.load_end // size
         arrived = [True] * (stop - start)
         if invalid:
             arrived = [all(row[position] not in invalid for row in rows) for position in range(start, stop)]
-        if not all(arrived) and any(group.sliding_window is not None for group in self._cache.groups):
+        has_windows = any(group.sliding_window is not None for group in self._cache.groups)
+        if not all(arrived) and (has_windows or request.table.epoch != self._cache.epoch):
             self._send_back(request)
             return
         request.islands = [(first * size, last * size) for first, last in _runs(arrived, start)]
