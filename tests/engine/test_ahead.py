@@ -18,6 +18,21 @@ from kvtier.testing.faults import Fault, FaultPlan, with_faults
 from kvtier.transfer.base import TransferType
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the engine wait for a load for as long as it takes on a busy machine."""
+    monkeypatch.setattr(engine_module, "_IDLE_SECONDS", 30.0)
+
+
+def hold(engine: Engine, source: str, target: str) -> threading.Event:
+    """Keep transfers of a direction from moving anything until the event is set."""
+    assert engine.worker is not None
+    assert engine.worker.connector_worker is not None
+    handler, released = engine.worker.connector_worker._handlers[source, target], threading.Event()
+    handler.probe = lambda job: released.wait(30)  # type: ignore[attr-defined]
+    return released
+
+
 def engine_that_forgot(prompt: list[int], windows: Sequence[int | None], **settings: Any) -> Engine:
     """Return an engine that has a prompt in its tier only."""
     engine = engine_with(windows, **settings)
@@ -28,6 +43,7 @@ def engine_that_forgot(prompt: list[int], windows: Sequence[int | None], **setti
     return engine
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("length", [31, 32, 33, 48, 49])
 @pytest.mark.parametrize("windows", WINDOWS)
 def test_what_was_computed_ahead_is_used(windows: Sequence[int | None], length: int) -> None:
@@ -50,6 +66,7 @@ def test_it_waits_for_nobody_who_can_run(windows: Sequence[int | None]) -> None:
         assert engine.ahead.runs == 0
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("windows", WINDOWS)
 def test_who_comes_in_meanwhile_is_computed_with_it(windows: Sequence[int | None]) -> None:
     """The step that follows has two requests, so what was computed for one of them alone is forgotten."""
@@ -66,6 +83,7 @@ def test_who_comes_in_meanwhile_is_computed_with_it(windows: Sequence[int | None
         expect_nothing_left(engine)
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("windows", WINDOWS)
 def test_an_aborted_request_leaves_nothing(windows: Sequence[int | None]) -> None:
     with engine_that_forgot(tokens(32), windows) as engine:
@@ -102,11 +120,7 @@ def test_a_load_that_fails_after_its_layers_were_promised(windows: Sequence[int 
 
 def test_blocks_that_a_store_still_reads_are_known_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine_that_forgot(tokens(32), ONE_GROUP) as engine:
-        assert engine.worker is not None
-        assert engine.worker.connector_worker is not None
-        store = engine.worker.connector_worker._handlers["GPU", "CPU"]
-        released = threading.Event()
-        store.probe = lambda job: released.wait(30)  # type: ignore[attr-defined]
+        released = hold(engine, "GPU", "CPU")
         engine.add_request(tokens(8, seed=9), SamplingParams(max_tokens=1), request_id="slow")
         engine.step()
         (request,) = engine._scheduler.held.values()
@@ -128,10 +142,14 @@ def test_requests_that_load_together_are_computed_together(windows: Sequence[int
         engine.drain()
         engine.reset_prefix_cache()
         params = SamplingParams(max_tokens=4)
+        released = hold(engine, "CPU", "GPU")  # or one of them might be over before the other is looked at
         for name, seed in (("again", 0), ("other again", 5)):
             engine.add_request(tokens(32, seed=seed), params, request_id=name)
+        engine.step()
+        assert len(engine._scheduler.loading) == 2
+        assert engine.ahead.runs == 0
+        released.set()
         outputs = run(engine)
         assert outputs["again"].token_ids == expect(engine, tokens(32), params)
         assert outputs["other again"].token_ids == expect(engine, tokens(32, seed=5), params)
         assert all(outputs[name].source.tiers["cpu"] == 31 for name in ("again", "other again"))
-        assert engine.ahead.runs == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from tests.unit.connector_kit import Request
 
 from kvtier.connector.jobs import Job, LoadJob, StoreJob

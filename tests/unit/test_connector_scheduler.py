@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from tests.unit.connector_kit import BLOCK, Clock, Host, Request, make_host
 
@@ -415,6 +417,38 @@ def test_a_block_that_a_window_left_and_someone_else_got_is_not_stored() -> None
     host.run_new(other, ([1],))
     meta = host.run_more(request, 12, 4, ([4],))
     assert not meta.reqs_to_store, "its first block is no longer its own"
+
+
+class CountingList(list[int]):
+    """Counts how often one looks into it."""
+
+    looks = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        CountingList.looks += 1
+        return super().__getitem__(index)
+
+    def __iter__(self) -> Any:
+        CountingList.looks += 1
+        return super().__iter__()
+
+
+def test_a_step_of_one_request_does_not_look_at_the_blocks_of_others() -> None:
+    """With windows every allocation went through every block of every request that was not stored yet."""
+    host = make_host(windows=(None, 8), prompt_only=True)
+    others = [Request(f"other {i}", [i, *range(40)], num_prompt_tokens=1) for i in range(20)]
+    for other in others:
+        host.scheduler.get_num_new_matched_tokens(other, 0)
+        host.run_new(other, host.blocks(11, groups=2))
+    for state in host.scheduler._requests.values():
+        for group in state.groups:
+            group.block_ids = CountingList(group.block_ids)
+    CountingList.looks = 0
+    request = Request("a", PROMPT)
+    host.scheduler.get_num_new_matched_tokens(request, 0)
+    meta = host.run_new(request, host.blocks(7, groups=2))
+    assert meta.reqs_to_store
+    assert CountingList.looks == 0
 
 
 def test_an_unaligned_local_hit_is_refused() -> None:

@@ -3,8 +3,9 @@
 A chunk that is held, ready or writing, is in the index and ranked by the policy. One that was made absent (by `reset_cache` or
 `discard`) while a job was using its slot leaves that slot *doomed*: nobody can read, store into or evict it, and it comes back
 when the job completes. The doomed slot belongs to the job, not to the key: the key may be stored in another slot meanwhile, and
-`complete_load` and `complete_store` tell the two apart by the spec that the job was given. What is known of a chunk is kept by slot, in arrays that `SlotBook` keeps up to date: a call costs little besides
-what its keys cost, be they the thousand of a prompt or the one of a decoded block.
+`complete_load` and `complete_store` tell the two apart by the spec that the job was given. What is known of a chunk is kept by
+slot, in arrays that `SlotBook` keeps up to date: a call costs little besides what its keys cost, be they the thousand of a
+prompt or the one of a decoded block.
 
 Events: `prepare_store` announces what it evicted, `complete_store` what became ready, `discard` and `reset_cache` what was ready
 and is no more. Called on the scheduler thread only; nothing blocks. A call that raises `InputError` has changed nothing.

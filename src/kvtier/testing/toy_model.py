@@ -40,7 +40,9 @@ class ToyModel:
         head_dim: int = 2,
         max_position_embeddings: int = 4096,
         eos_token_ids: tuple[int, ...] = (),
+        weights: int = 0,
     ) -> None:
+        """Make a model. `weights` may be changed at any time, as training does: KV and tokens of before are others."""
         self.config = ModelConfig(
             family="llama",
             vocab_size=vocab_size,
@@ -56,6 +58,7 @@ class ToyModel:
             max_position_embeddings=max_position_embeddings,
             eos_token_ids=eos_token_ids,
         )
+        self.weights = weights
         numbers = np.random.default_rng(0)
         self._spread: Ints = np.arange(num_kv_heads * head_dim, dtype=np.int64)
         self._weights = numbers.integers(1, _PRIME, size=(2, len(self._spread)))
@@ -79,7 +82,7 @@ class ToyModel:
             k, v = (pages.numpy() for pages in split_kv(kv_caches[name]))
             blocks, offsets = np.divmod(batch.slots[group].numpy(), block_size)
             k[blocks, offsets] = self._page(positions, k.shape[2:])
-            v[blocks, offsets] = self._page(_values(tokens, positions, state, layer), v.shape[2:])
+            v[blocks, offsets] = self._page(self._values(tokens, positions, state, layer), v.shape[2:])
             state = np.concatenate([self._read(k, v, part, group, window, block_size) for part in batch.sequences])
         return self._logits(state[[part.end - 1 for part in batch.sequences]])
 
@@ -97,9 +100,13 @@ class ToyModel:
         ids, positions = np.array(tokens, dtype=np.int64), np.arange(len(tokens), dtype=np.int64)
         state = np.zeros_like(ids)
         for layer, window in enumerate(self.config.sliding_windows):
-            k, v = positions, _values(ids, positions, state, layer)
+            k, v = positions, self._values(ids, positions, state, layer)
             state = self._attend(k[:, None] + self._spread, v[:, None] + self._spread, positions, 0, window)
         return state
+
+    def _values(self, tokens: Ints, positions: Ints, state: Ints, layer: int) -> Ints:
+        mixed = tokens * 7919 + positions * 104_729 + state * 31 + layer + 1 + self.weights * 524_287
+        return np.asarray(mixed % _PRIME, dtype=np.int64)
 
     def _page(self, values: Ints, shape: tuple[int, ...]) -> Ints:
         return (values[:, None] + self._spread).reshape(-1, *shape)
@@ -130,7 +137,3 @@ class ToyModel:
     def _logits(self, state: Ints) -> Tensor:
         factor, offset = self._head
         return torch.from_numpy((state[:, None] * factor + offset) % _PRIME / _PRIME * 8)
-
-
-def _values(tokens: Ints, positions: Ints, state: Ints, layer: int) -> Ints:
-    return np.asarray((tokens * 7919 + positions * 104_729 + state * 31 + layer + 1) % _PRIME, dtype=np.int64)
