@@ -188,6 +188,22 @@ def test_a_chunk_that_fails_twice_is_given_up_even_if_its_bytes_are_not_blamed()
     assert len(events[-1].block_hashes) == 1
 
 
+def test_nothing_is_kept_of_an_aborted_request_whose_load_failed() -> None:
+    host = make_host()
+    host.cache(Request("a", PROMPT))
+    request = Request("b", PROMPT)
+    host.scheduler.get_num_new_matched_tokens(request, 24)
+    host.run_new(request, host.blocks(7), computed=24)
+    host.scheduler.build_connector_meta(StepView(preempted_req_ids={"b"}))
+    job, _ = load(host, request)
+    host.scheduler.request_finished(request)
+    host.refuse(job)
+    kept = {name: value for name, value in vars(host.scheduler._explainer).items() if isinstance(value, dict)}
+    assert kept.pop("_explained") is not None
+    assert not any(kept.values())
+    assert host.scheduler._requests == {}
+
+
 def test_failed_store_frees_its_place() -> None:
     host = make_host()
     request = Request("a", PROMPT)

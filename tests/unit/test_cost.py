@@ -50,3 +50,26 @@ def test_steps_in_flight_end_in_the_order_in_which_they_began() -> None:
     assert timer.end(15.0) == (50, 3.0)
     timer.begin(20.0, 9)
     assert timer.end(21.0) == (9, 1.0), "idle time belongs to no step"
+
+
+def test_a_load_that_was_given_up_is_a_lower_bound_until_one_arrives() -> None:
+    cost = CostModel()
+    cost.note_load(1000, 0.001)
+    cost.note_lost_load(1000, 2.0)
+    assert cost.load_seconds(1000) == 2.0
+    cost.note_lost_load(1000, 0.5)
+    assert cost.load_seconds(1000) == 2.0, "it says less than what is known"
+    cost.note_load(1000, 0.001)
+    assert cost.load_seconds(1000) == 0.001, "the bus moves again, and one pause is not held against it for long"
+
+
+def test_a_bus_that_stood_still_is_tried_again_ever_more_rarely() -> None:
+    cost = CostModel()
+    cost.note_step(1000, 0.1)
+    tries = []
+    cost.note_lost_load(1000, 2.0)
+    for ask in range(1, 300):
+        if cost.worth_loading(1000, 100):
+            tries.append(ask)
+            cost.note_lost_load(1000, 2.0)
+    assert tries == [4, 12, 28, 60, 124, 188, 252]

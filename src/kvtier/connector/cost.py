@@ -2,8 +2,9 @@
 
 `StepTimer` tells how long each step took, also where an engine schedules a step while the one before it still runs. `CostModel`
 keeps two running averages: seconds per byte of finished loads, and seconds per token of prefill-sized steps. A load that was
-given up would have taken at least as long as it was waited for, so the first average is no less than that. Until both are known
-every load is worth doing. A refusal is not for ever: every `_RETRY_AFTER`-th load goes ahead, so that a stale average heals.
+given up would have taken at least as long as it was waited for: the first average is no less than that, until a load arrives.
+Until both are known every load is worth doing. A refusal is not for ever: every `_RETRY_AFTER`-th load goes ahead, so that a
+stale average heals; after a load that was given up the next try comes sooner, since a bus that stood still may move again.
 Used by the scheduler's side of the connector, on its thread.
 """
 
@@ -16,6 +17,7 @@ __all__ = ["CostModel", "StepTimer"]
 _WEIGHT = 0.2
 _MIN_STEP_TOKENS = 32  # a decode step is bound by latency and says nothing about the price of a prefill token
 _RETRY_AFTER = 64
+_FIRST_RETRY_AFTER = 4  # doubled each time that it is in vain
 _MAX_IN_FLIGHT = 16
 
 
@@ -49,17 +51,24 @@ class CostModel:
     def __init__(self) -> None:
         self._seconds_per_byte: float | None = None
         self._seconds_per_token: float | None = None
-        self._refusals = 0
+        self._refusals, self._retry_after = 0, _RETRY_AFTER
+        self._has_lost = False  # the last load that said anything of the bus was given up
 
     def note_load(self, num_bytes: int, seconds: float) -> None:
         """Learn from a load that arrived."""
         if num_bytes > 0 and seconds > 0:
-            self._seconds_per_byte = _blend(self._seconds_per_byte, seconds / num_bytes)
+            known = (
+                None if self._has_lost else self._seconds_per_byte
+            )  # a bound that was just disproved counts for nothing
+            self._seconds_per_byte = _blend(known, seconds / num_bytes)
+            self._has_lost, self._retry_after = False, _RETRY_AFTER
 
     def note_lost_load(self, num_bytes: int, seconds: float) -> None:
         """Learn from a load that was given up after so long: it would have taken longer."""
         if num_bytes > 0 and seconds > 0:
             self._seconds_per_byte = max(self._seconds_per_byte or 0.0, seconds / num_bytes)
+            self._retry_after = min(_RETRY_AFTER, 2 * self._retry_after if self._has_lost else _FIRST_RETRY_AFTER)
+            self._has_lost, self._refusals = True, 0
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
         """Learn from a step that computed `num_tokens` tokens."""
@@ -80,7 +89,7 @@ class CostModel:
         if load is None or compute is None or load <= compute:
             return True
         self._refusals += 1
-        return self._refusals % _RETRY_AFTER == 0
+        return self._refusals % self._retry_after == 0
 
 
 def _blend(average: float | None, sample: float) -> float:

@@ -339,7 +339,8 @@ class OffloadingConnectorScheduler:
         self.stats.count_load(job)
         self._over.finished_recving.add(job.req_id)
         self._over.invalid_block_ids |= job.invalid_block_ids()
-        if not job.void and (guilty := self._strikes.blame(job)):
+        was_ended = job.void or job.started + job.patience < min(self._clock(), job.started + job.deadline)
+        if not was_ended and (guilty := self._strikes.blame(job)):  # else the bus was slow, or nobody wanted it
             self.manager.discard(guilty, MissReason.FAILED)
         state = job.request
         state.load_job = None
