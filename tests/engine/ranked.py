@@ -6,6 +6,7 @@ merged by `OutputAggregator`, on a wire that loses and delays the outputs of sin
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -64,8 +65,11 @@ class Wire:
     loss: float = 0.0
     delay: float = 0.0
     """How many of them are lost, and how many come some steps late."""
+    lag: int = 0
+    """How many steps late all of them come, as in an engine that schedules ahead."""
     silent: set[int] = field(default_factory=set)
     """Ranks of which nothing comes."""
+    pipeline: deque[list[KVConnectorOutput]] = field(default_factory=deque)
     lost: int = 0
     late: list[tuple[int, int, KVConnectorOutput]] = field(default_factory=list)
     """By the step they are due in, and rank."""
@@ -74,6 +78,10 @@ class Wire:
     def send(self, outputs: list[KVConnectorOutput]) -> list[list[KVConnectorOutput]]:
         """Return what arrives in this step: rounds of outputs, one of each rank."""
         self.now += 1
+        self.pipeline.append(outputs)
+        if len(self.pipeline) <= self.lag:
+            return []
+        outputs = self.pipeline.popleft()
         arriving = [[] for _ in outputs]
         for due, rank, output in self.late:
             if due <= self.now:
@@ -156,8 +164,9 @@ class VLLMLike:
     `by_workers` the engine goes by what the workers say, not by what the scheduler's side makes of it.
     """
 
-    def __init__(self, connector: OffloadingConnector, frees_at_once: bool, by_workers: bool) -> None:
-        self._connector, self._frees_at_once, self._by_workers = connector, frees_at_once, by_workers
+    def __init__(self, engine: Engine, connector: OffloadingConnector, frees_at_once: bool, by_workers: bool) -> None:
+        self._engine, self._connector = engine, connector
+        self._frees_at_once, self._by_workers = frees_at_once, by_workers
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._connector, name)
@@ -171,7 +180,11 @@ class VLLMLike:
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         told = replace(output)
         self._connector.update_connector_output(told)
-        if not self._by_workers:
+        if self._by_workers:
+            loading = {request.request_id for request in self._engine._scheduler.loading}
+            wrong = output.finished_recving - loading - self._engine._scheduler.held.keys()
+            assert not wrong, f"vLLM would have died: {wrong} were named and do not load"
+        else:
             output.finished_sending, output.finished_recving = told.finished_sending, told.finished_recving
             output.invalid_block_ids = told.invalid_block_ids
 
@@ -200,7 +213,7 @@ class RankedEngine(Engine):
         scheduler = OffloadingConnector(configs[0], ConnectorRole.SCHEDULER, self.specs[0], Request.describe)
         self.connector = scheduler
         if self._frees_at_once or self._by_workers:
-            self.connector = VLLMLike(scheduler, self._frees_at_once, self._by_workers)  # type: ignore[assignment]
+            self.connector = VLLMLike(self, scheduler, self._frees_at_once, self._by_workers)  # type: ignore[assignment]
         workers = []
         for config, spec in zip(configs, self.specs, strict=True):
             caches = allocate_kv(self.model.config, self.config, self.groups)
@@ -211,13 +224,16 @@ class RankedEngine(Engine):
         self.worker = RankedWorkers(workers, self._wire)  # type: ignore[assignment]
 
     def swap_weights(self) -> set[str]:
-        """Change the weights and reset every cache, as training does; return the requests that have KV or tokens of before."""
+        """Change the weights and reset every cache, as training does; return the requests that have KV or tokens of before.
+
+        With an engine that schedules ahead and goes by the workers' word, also those whose load may have ended already. vLLM
+        says of such a reset that it did not succeed.
+        """
         assert isinstance(self.model, RankedModel)
-        tainted = {
-            request.request_id
-            for request in self._requests.values()
-            if request.state is RequestState.RUNNING or request.output_token_ids
-        }
+        has_kv = {RequestState.RUNNING}
+        if self._by_workers and self._wire.lag:
+            has_kv.add(RequestState.LOADING)
+        tainted = {r.request_id for r in self._requests.values() if r.state in has_kv or r.output_token_ids}
         self.model.model.weights += 1
         self.reset_prefix_cache(reset_connector=True)
         return tainted

@@ -55,6 +55,7 @@ class Scenario:
         self.raises = random.choice((0.0, 0.02))
         by_workers = loss == 0.0 and random.random() < 0.5
         self.host = {"by_workers": by_workers, "frees_at_once": random.random() < 0.5}
+        self.wire.lag = random.choice((0, 0, 1, 2))
 
     def make_spec(self, config: OffloadingConfig) -> OffloadingSpec:
         spec = CPUOffloadingSpec(config)

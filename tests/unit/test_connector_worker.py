@@ -244,7 +244,7 @@ def test_jobs_of_a_step_that_was_cut_off_are_reported_with_the_next(config: Offl
 
 
 def test_what_a_worker_does_not_know_it_reports_as_failed_when_asked(config: OffloadingConfig) -> None:
-    """Its report was lost on the way. Its request is named again once: some engines count how often."""
+    """It never came here. Its request is named once, however often the order stands: some engines count that."""
     rank = Rank(replace(config, world_size=1), NUM_BLOCKS)
     orders = {
         7: EndOrder("a", frozenset({0}), (5, 6), void=True),
@@ -256,6 +256,19 @@ def test_what_a_worker_does_not_know_it_reports_as_failed_when_asked(config: Off
     assert (first.finished_recving, first.invalid_block_ids) == ({"a"}, {5, 6})
     again = rank.step(OffloadingConnectorMetadata(jobs_to_end=orders))
     assert (len(again.reports), again.finished_recving, again.invalid_block_ids) == (2, set(), set())
+    rank.close()
+
+
+def test_an_order_that_crosses_a_report_names_nobody_twice(config: OffloadingConfig) -> None:
+    """An engine that schedules ahead orders the end of a load whose report is on its way."""
+    rank = Rank(replace(config, world_size=1), NUM_BLOCKS)
+    spec = (CPULoadStoreSpec([0]), GPULoadStoreSpec([5]))
+    first = rank.step(OffloadingConnectorMetadata(reqs_to_load={"a": spec}, load_jobs={"a": 1}))
+    assert first.finished_recving == {"a"}
+    order = EndOrder("a", frozenset({0}), (5,), void=True)
+    again = rank.step(OffloadingConnectorMetadata(jobs_to_end={1: order}))
+    assert ([report.result.success for report in again.reports], again.finished_recving) == ([False], set())
+    assert not again.invalid_block_ids
     rank.close()
 
 

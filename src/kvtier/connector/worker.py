@@ -25,6 +25,7 @@ __all__ = ["OffloadingConnectorWorker"]
 
 logger = logging.getLogger(__name__)
 
+_MAX_NAMED = 4096  # more loads than are under way anywhere
 _FLUSH_SECONDS = 0.1  # a store that has not read its blocks by then is given up: a later miss, not a stalled step
 
 
@@ -47,9 +48,10 @@ class OffloadingConnectorWorker:
         """The jobs of the step that is bound which were given to a handler, or refused."""
         self._void: set[int] = set()
         """Jobs of which nothing may be used, whatever their handler says."""
-        self._orders_seen: set[int] = set()
-        """The jobs that the last step ordered to end."""
-        self._named_again: set[ReqId] = set()
+        self._named: dict[int, None] = {}
+        """The newest of the loads whose requests were named. An engine may count how often that is done."""
+        self._unstarted: set[ReqId] = set()
+        """Requests to name whose load never came here."""
         self._held: set[ReqId] = set()
         self._reports: list[TransferReport] = []
         self._invalid_block_ids: set[int] = set()
@@ -93,15 +95,20 @@ class OffloadingConnectorWorker:
                 self._void.add(job_id)
             if running is not None:
                 running.handler.cancel({job_id})
-        self._orders_seen = set(orders)
 
     def _report_unknown(self, job_id: int, order: EndOrder) -> None:
-        """Report a job that was never started here or whose report was lost. Its request is named again, but only once."""
+        """Report a job once more, or one that never came here: the request of such a load is named too."""
         self._reports.append(TransferReport(self.spec.config.rank, TransferResult(job_id, success=False)))
-        if order.block_ids and job_id not in self._orders_seen:
-            self._named_again.add(order.req_id)
+        if order.block_ids and job_id not in self._named:
+            self._note_named(job_id)
+            self._unstarted.add(order.req_id)
             self._failed_loads.add(order.req_id)
             self._invalid_block_ids.update(order.block_ids)
+
+    def _note_named(self, job_id: int) -> None:
+        self._named[job_id] = None
+        if len(self._named) > _MAX_NAMED:
+            del self._named[next(iter(self._named))]
 
     def refuse_unstarted(self, metadata: OffloadingConnectorMetadata) -> None:
         """Have the jobs reported as failed that were not started of a step which was never finished."""
@@ -138,12 +145,13 @@ class OffloadingConnectorWorker:
 
         Which finished requests hold their blocks is told by the metadata, so `finished_req_ids` adds nothing here.
         """
-        recving, self._named_again = self._named_again, set()
+        recving, self._unstarted = self._unstarted, set()
         for result in self._take_results():
             self._reports.append(TransferReport(self.spec.config.rank, result))
             load = self._loads.pop(result.job_id, None)
             self._stores.pop(result.job_id, None)
             if load is not None:
+                self._note_named(result.job_id)
                 recving.add(load.req_id)
                 self._note_missing_blocks(load, result)
         busy = {store.req_id for store in self._stores.values()}
