@@ -162,7 +162,7 @@ def test_workers_of_one_engine_meet_in_one_pool() -> None:
 
 
 def test_a_rank_of_another_launch_is_refused() -> None:
-    """Two engines with one engine_id paired up rank by rank, and each read what the other had stored."""
+    """Two engines with one engine_id paired up rank by rank, and both wrote into one region."""
     config = make_config(make_caches("kv_first"), world_size=2, engine_id=uuid4().hex)
     ours = CPUOffloadingSpec(replace(config, launch_id="1"))
     theirs = CPUOffloadingSpec(replace(config, launch_id="2", rank=1))

@@ -241,7 +241,7 @@ TWO_ENGINES = r"two engines have the engine_id 'engine'; give each its own"
 
 
 def test_two_launches_with_one_engine_id_do_not_meet(tmp_path: Path, parties: list[Party]) -> None:
-    """Their ranks used to pair up as they came, and each engine read what the other one had stored."""
+    """Their ranks used to pair up as they came, and both wrote into one region."""
     ours, theirs = start(parties, 2)
     assert ours.ask("open", "engine", 4, ROW, 2, "launch 1", 0, str(tmp_path)) == "opened"
     reply = theirs.ask("open", "engine", 4, ROW, 2, "launch 2", 1, str(tmp_path))
