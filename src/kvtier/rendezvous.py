@@ -109,14 +109,13 @@ def _follow(path: Path) -> int:
     process = "another program"
     try:
         process, descriptor, device, inode = path.read_text("ascii").split()
-        fd = os.open(f"/proc/{int(process)}/fd/{int(descriptor)}", os.O_RDWR | os.O_CLOEXEC)
+        link = f"/proc/{int(process)}/fd/{int(descriptor)}"
+        found = os.stat(link)  # before it is opened: to open what was not meant may have effects
+        if (found.st_dev, found.st_ino) != (int(device), int(inode)):
+            raise PoolError(_out_of_reach(path, process, f"{link} is something else"))
+        return os.open(link, os.O_RDWR | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
         raise PoolError(_out_of_reach(path, process, str(error))) from error
-    found = os.fstat(fd)
-    if (found.st_dev, found.st_ino) != (int(device), int(inode)):
-        os.close(fd)
-        raise PoolError(_out_of_reach(path, process, "its descriptor leads elsewhere"))
-    return fd
 
 
 def _out_of_reach(path: Path, process: str, reason: str) -> str:

@@ -279,11 +279,9 @@ def test_a_thousand_parties(tmp_path: Path) -> None:
         pool.close()
 
 
-@pytest.mark.parametrize("options", [("--pid", "--fork", "--mount-proc")])
-def test_another_pid_namespace_is_one_clear_line(
-    tmp_path: Path, parties: list[Party], options: tuple[str, ...]
-) -> None:
+def test_another_pid_namespace_is_one_clear_line(tmp_path: Path, parties: list[Party]) -> None:
     """Containers may share a directory without seeing each other's processes. Nobody takes the other one for dead."""
+    options = ("--pid", "--fork", "--mount-proc")
     expect_unshare(*options)
     ours = Pool.open("engine", 2, ROW, 2, directory=tmp_path)
     (stranger,) = start(parties, 1, "unshare", *options)
