@@ -273,7 +273,8 @@ class OffloadingConfig:
         row of a slot:  [ image of rank 0 | image of rank 1 | ... | padding to 4096 ]
                           max_image_bytes   max_image_bytes
 
-    An image of a group with smaller blocks leaves the rest of its place unused.
+    An image of a group with smaller blocks leaves the rest of its place unused. `launch_id` is what all
+    processes of one start of the engine share and no other start has; a unique `engine_id` needs none.
     """
 
     settings: KVTierConfig = _setting(_instance(KVTierConfig))
@@ -282,6 +283,7 @@ class OffloadingConfig:
     world_size: int = _setting(_at_least(1), 1)
     rank: int = _setting(_at_least(0), 0)
     engine_id: str = _setting(_read_name)
+    launch_id: str = _setting(_read_text, "")
     namespace: str = _setting(_read_text, "")
     enable_kv_cache_events: bool = _setting(_read_flag, False)
     recompute: Recompute = _setting(_instance(Recompute), Recompute.MISSING)

@@ -1,54 +1,65 @@
-"""The pool: a fixed array of slots in host memory, one row each, mapped by every process that is a party to it.
+"""The pool: a fixed array of slots in host memory, one row each, mapped by every process that is a party.
 
     region:  [ header, 4096 bytes | row 0 | row 1 | ... ]
 
-Whoever comes first creates the region, the others attach, and the last to attach unlinks its name: from then on it
-lives only in the mappings and SIGKILL leaks nothing. Until then every party holds a shared lock on it for as long as
-its mapping lives, and each start unlinks the regions that nobody holds. A pool with one party is private memory and
-never has a name.
+A party has a number: ranks are 0, 1, ..., and whoever else maps the pool comes after them. The first to
+come creates the region as memory without a name (`memfd_create`) and announces it (`kvtier.rendezvous`);
+the others attach, and the last to attach removes the announcement. So the memory goes with the last process
+that maps it: SIGKILL at any moment leaves none, and at most a named file of some bytes, which the next
+start removes. If the creator ends before all have attached, the next to come creates another region, and
+those that had attached are never `complete`.
 
-Memory is not reserved at the start, only counted: a page of it is taken when its first byte is written. So a big pool
-opens at once, and a pool in a shared directory relies on nobody else filling that directory.
+The memory of a shared region is reserved before its creator's `open` returns: later writes cannot fail. A
+pool with one party is private memory, which is only counted: a page is taken when its first byte is
+written.
 
-`open` and `close` may be called by any thread and wait for one another across processes, briefly. Who may touch which
-row when is decided elsewhere: the pool has no locks on its rows.
+`open` and `close` may be called by any thread and wait for one another across processes, briefly. Who may
+touch which row when is decided elsewhere: the pool has no locks on its rows.
 """
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import struct
-import tempfile
-import time
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple, Self
-from urllib.parse import quote
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.config import format_size
 from kvtier.errors import InputError, IntegrityError, PoolError
+from kvtier.memory import expect_free_memory
+from kvtier.rendezvous import announce, default_directory, find, meeting, path_of
 
-__all__ = ["Pool", "expect_memory"]
+__all__ = ["MAX_PARTIES", "Pool"]
 
 _HEADER_BYTES = 4096
-_FORMAT = struct.Struct("<8sQQQQ")
-_MAGIC = b"kvtpool1"
-_PREFIX, _SUFFIX = "kvtier-", ".pool"
-_LOCK_SECONDS = 30.0
+_FORMAT = struct.Struct("<8sQQQ32s")
+_MAGIC = b"kvtpool2"
+# What changes is in bytes of its own, so that nobody writes back what another has just changed.
+_RESERVED = 64  # 1 once all memory is reserved; only the creator writes it
+_ATTACHED = 128  # a byte for each party, 1 while it is attached; written under the directory's lock
+_LOOK_BYTES = 256 << 20  # how much is reserved between two looks at what is free
+_CALL_BYTES = 8 << 20  # in older kernels a signal undoes all that a call has reserved, so that no call may be long
+
+MAX_PARTIES = _HEADER_BYTES - _ATTACHED
+"""How many processes may share a pool."""
 
 
 class _Header(NamedTuple):
+    """What does not change while a region lives."""
+
     magic: bytes
     num_slots: int
     row_bytes: int
     parties: int
-    attached: int
+    launch: bytes
 
     @property
     def region_bytes(self) -> int:
@@ -61,33 +72,76 @@ class _Header(NamedTuple):
 class Pool:
     """One party's mapping of the slots. Use `Pool.open`."""
 
-    def __init__(self, region: mmap.mmap, path: Path | None) -> None:
+    def __init__(self, region: mmap.mmap, party: int, path: Path | None, shown: ExitStack | None) -> None:
+        """`path`: where a shared region is announced. `shown`: what its creator keeps open for others to find."""
         self._region: mmap.mmap | None = region
+        self._party = party
         self._path = path
+        self._created = shown is not None
+        self._hide = weakref.finalize(self, (shown or ExitStack()).close)
         self._header = _read_header(region)
+        self._complete = False
         count = self.num_slots * self.row_bytes
         flat = np.frombuffer(region, np.uint8, count, _HEADER_BYTES) if count else np.empty(0, np.uint8)
         self._rows: npt.NDArray[np.uint8] | None = flat.reshape(self.num_slots, self.row_bytes)
 
     @classmethod
     def open(
-        cls, engine_id: str, num_slots: int, row_bytes: int, parties: int = 1, *, directory: Path | None = None
+        cls,
+        engine_id: str,
+        num_slots: int,
+        row_bytes: int,
+        parties: int = 1,
+        *,
+        party: int = 0,
+        launch_id: str = "",
+        directory: Path | None = None,
     ) -> Self:
-        """Create the region of an engine or attach to it.
+        """Create the region of an engine or attach to it, as number `party` of `parties`.
 
-        All `parties` must give the same sizes. Two opens in one process are two parties. `directory` holds the region's
-        name until all have attached; the default is /dev/shm, or the temporary directory on systems without it.
+        All must give the same sizes and the same `launch_id`, which no other start of an engine has: it tells
+        engines apart that have one `engine_id` by mistake. `directory` is where the parties meet; the default
+        is /dev/shm, or the temporary directory on systems without it. Some bytes are written there.
         """
-        if num_slots < 0 or row_bytes < 1 or parties < 1:
-            wrong = f"num_slots={num_slots}, row_bytes={row_bytes}, parties={parties}"
-            raise InputError(f"pool: expected num_slots >= 0, row_bytes >= 1 and parties >= 1, got {wrong}")
-        header = _Header(_MAGIC, num_slots, row_bytes, parties, attached=0)
+        if num_slots < 0 or row_bytes < 1 or not 0 <= party < parties <= MAX_PARTIES:
+            expected = f"expected num_slots >= 0, row_bytes >= 1 and 0 <= party < parties <= {MAX_PARTIES}"
+            wrong = f"num_slots={num_slots}, row_bytes={row_bytes}, party={party}, parties={parties}"
+            raise InputError(f"pool: {expected}, got {wrong}")
+        header = _Header(_MAGIC, num_slots, row_bytes, parties, sha256(launch_id.encode()).digest())
         if parties == 1:
-            region, path = _map_private(header), None
-        else:
-            path = (directory or _shared_directory()) / f"{_PREFIX}{quote(engine_id, safe='')}{_SUFFIX}"
-            region = _map_shared(path, header)
-        return cls(region, path)
+            return cls(_map_private(header), party, None, None)
+        path = path_of(engine_id, directory or default_directory())
+        return cls._open_shared(engine_id, header, party, path)
+
+    @classmethod
+    def _open_shared(cls, engine_id: str, header: _Header, party: int, path: Path) -> Self:
+        with _explained(f"open {path}"), meeting(path.parent), ExitStack() as opened:
+            memory = find(path)
+            created = memory is None
+            if memory is None:
+                memory = _create(path.stem, header, opened)
+                opened.callback(os.close, announce(path, memory))
+            else:
+                opened.callback(os.close, memory)
+            region = _attach(memory, engine_id, header, party)
+            if _all_attached(region, header):
+                path.unlink(missing_ok=True)
+            pool = cls(region, party, path, opened.pop_all() if created else None)
+        if created:
+            pool._reserve(memory)
+        return pool
+
+    def _reserve(self, memory: int) -> None:
+        """Take all memory of a new region. Others may attach meanwhile; nobody finds it complete before."""
+        try:
+            size = self._header.region_bytes
+            with _explained(f"reserve {format_size(size)}", "; lower cpu.capacity"):
+                _reserve(memory, size)
+        except BaseException:
+            self.close()
+            raise
+        assert self._region is not None
+        self._region[_RESERVED] = 1
 
     @property
     def num_slots(self) -> int:
@@ -108,91 +162,92 @@ class Pool:
 
     @property
     def complete(self) -> bool:
-        """Whether every party has attached. Before that, some of them may yet turn out to look elsewhere."""
-        if self._header.attached < self._header.parties and self._region is not None:
-            self._header = _read_header(self._region)
-        return self._header.attached == self._header.parties
+        """Whether all memory is reserved and all parties have attached. Before, some may look elsewhere."""
+        if not self._complete and self._region is not None:
+            self._complete = self._region[_RESERVED] == 1 and _all_attached(self._region, self._header)
+        return self._complete
 
     def close(self) -> None:
-        """Give up this mapping. Idempotent. Arrays taken from `rows` stay valid and keep the memory while they live."""
+        """Give up this mapping. Idempotent. Arrays taken from `rows` stay valid and keep the memory."""
         region, self._region, self._rows = self._region, None, None
         if region is None:
             return
-        if self._path is None or _read_header(region).attached == self._header.parties:
+        if self._path is None or _all_attached(region, self._header):
+            self._hide()
             _unmap(region)
             return
-        with _locked(self._path.parent):
-            header = _read_header(region)
-            if header.attached < header.parties:  # else the last one has just attached and unlinked it
-                _write_header(region, header._replace(attached=header.attached - 1))
+        with meeting(self._path.parent):
+            if not _all_attached(region, self._header):  # else the last one has just attached
+                region[_ATTACHED + self._party] = 0
+            self._hide()
             _unmap(region)
-            _sweep(self._path.parent)
 
     def check(self) -> None:
         """Raise `IntegrityError` if the region is not what was opened."""
-        if self._region is None:
+        region = self._region
+        if region is None:
             return
-        found = _read_header(self._region)
-        if found._replace(attached=0) != self._header._replace(attached=0) or found.attached > found.parties:
-            raise IntegrityError(f"pool: the header was overwritten: expected {self._header!r}, found {found!r}")
-        if len(self._region) != found.region_bytes or self.rows.shape != (self.num_slots, self.row_bytes):
-            raise IntegrityError(f"pool: expected {found.region_bytes} bytes mapped, found {len(self._region)}")
-        if self._path is not None and not self.complete and not self._path.exists():
-            raise IntegrityError(f"pool: {self._path} is gone with {found.attached} of {found.parties} attached")
-
-
-def expect_memory(needed: int) -> None:
-    """Raise `PoolError` if this machine cannot give that many bytes now."""
-    _expect_free(needed, _free_memory(), "of memory is available", "lower cpu.capacity")
+        found = _read_header(region)
+        if found != self._header or region[_ATTACHED + self._party] != 1:
+            wrong = f"expected party {self._party} in {self._header!r}, found {found!r}"
+            raise IntegrityError(f"pool: the header was overwritten: {wrong}")
+        if len(region) != found.region_bytes or self.rows.shape != (self.num_slots, self.row_bytes):
+            raise IntegrityError(f"pool: expected {found.region_bytes} bytes mapped, found {len(region)}")
+        is_gone = self._created and self._path is not None and not self._path.exists()
+        if is_gone and not _all_attached(region, self._header):
+            raise IntegrityError(f"pool: {self._path} is gone, and not every party has attached")
 
 
 def _map_private(header: _Header) -> mmap.mmap:
-    expect_memory(header.region_bytes)
-    try:
+    expect_free_memory(header.region_bytes)
+    with _explained(f"map {format_size(header.region_bytes)}", "; lower cpu.capacity"):
         region = mmap.mmap(-1, header.region_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, OverflowError) as error:
-        raise PoolError(f"pool: cannot map {format_size(header.region_bytes)}: {error}; lower cpu.capacity") from error
-    with suppress(OSError, AttributeError):  # large pages fill several times faster, but not every kernel has them
+    with suppress(OSError, AttributeError):  # large pages fill several times faster, where there are any
         region.madvise(mmap.MADV_HUGEPAGE)
-    _write_header(region, header._replace(attached=1))
+    _FORMAT.pack_into(region, 0, *header)
+    region[_RESERVED] = region[_ATTACHED] = 1
     return region
 
 
-def _map_shared(path: Path, header: _Header) -> mmap.mmap:
-    try:
-        with _locked(path.parent):
-            _sweep(path.parent)
-            if not path.exists():
-                _expect_room(path.parent, header.region_bytes)
-            return _attach(path, header)
-    except OSError as error:
-        raise PoolError(f"pool: cannot open {path} ({format_size(header.region_bytes)}): {error}") from error
+def _create(name: str, header: _Header, opened: ExitStack) -> int:
+    """Return a descriptor of a new region of which no memory is taken yet."""
+    expect_free_memory(header.region_bytes)
+    memory = os.memfd_create(name[:200], os.MFD_CLOEXEC)  # the name is for people who look at /proc
+    opened.callback(os.close, memory)
+    os.ftruncate(memory, header.region_bytes)
+    os.pwrite(memory, _FORMAT.pack(*header), 0)
+    return memory
 
 
-def _attach(path: Path, header: _Header) -> mmap.mmap:
-    """Map the region, creating it if it is not there, and unlink its name if nobody else is to come."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        if os.fstat(fd).st_uid != os.geteuid():
-            raise PoolError(f"pool: {path} belongs to another user; choose another engine_id")
-        if os.fstat(fd).st_size == 0:
-            os.ftruncate(fd, header.region_bytes)
-            os.pwrite(fd, _FORMAT.pack(*header), 0)
-        found = _Header(*_FORMAT.unpack(os.pread(fd, _FORMAT.size, 0)))
-        if found._replace(attached=0) != header:
-            raise PoolError(f"pool: expected {header}, but {path} has {found}; give all its processes one config")
-        # The mapping keeps a duplicate of the descriptor, and with it the lock, until it is unmapped.
-        region = mmap.mmap(fd, header.region_bytes)
-    except BaseException:
-        os.close(fd)
-        _sweep(path.parent)
-        raise
-    os.close(fd)
-    _write_header(region, found._replace(attached=found.attached + 1))
-    if found.attached + 1 == found.parties:
-        path.unlink()
+def _attach(memory: int, engine_id: str, header: _Header, party: int) -> mmap.mmap:
+    found = _Header(*_FORMAT.unpack(os.pread(memory, _FORMAT.size, 0)))
+    if found.launch != header.launch:
+        raise PoolError(f"pool: two engines have the engine_id {engine_id!r}; give each its own")
+    if found != header:
+        remedy = "give all its processes one config and one version of kvtier"
+        raise PoolError(f"pool: expected {header}, but {engine_id!r} has {found}; {remedy}")
+    region = mmap.mmap(memory, header.region_bytes)  # keeps a descriptor of its own
+    if region[_ATTACHED + party]:
+        taken = f"party {party} has attached already"
+        raise PoolError(f"pool: {taken}: two engines have the engine_id {engine_id!r}; give each its own")
+    region[_ATTACHED + party] = 1
     return region
+
+
+def _reserve(memory: int, size: int) -> None:
+    """Take memory piece by piece: of two who want too much at once, one is told before there is none left."""
+    for start in range(0, size, _CALL_BYTES):
+        if start % _LOOK_BYTES == 0:
+            expect_free_memory(size - start)
+        os.posix_fallocate(memory, start, min(_CALL_BYTES, size - start))
+
+
+def _all_attached(region: mmap.mmap, header: _Header) -> bool:
+    return region[_ATTACHED : _ATTACHED + header.parties] == b"\1" * header.parties
+
+
+def _read_header(region: mmap.mmap) -> _Header:
+    return _Header(*_FORMAT.unpack_from(region))
 
 
 def _unmap(region: mmap.mmap) -> None:
@@ -200,70 +255,10 @@ def _unmap(region: mmap.mmap) -> None:
         region.close()
 
 
-def _read_header(region: mmap.mmap) -> _Header:
-    return _Header(*_FORMAT.unpack_from(region))
-
-
-def _write_header(region: mmap.mmap, header: _Header) -> None:
-    _FORMAT.pack_into(region, 0, *header)
-
-
 @contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Hold the lock under which regions come and go. It is on the directory itself, so no lock file is left behind."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _explained(doing: str, remedy: str = "") -> Iterator[None]:
+    """Say what the system could not do."""
     try:
-        deadline = time.monotonic() + _LOCK_SECONDS
-        while not _try_lock(fd):
-            if time.monotonic() > deadline:
-                raise PoolError(f"pool: {directory} has been locked by another process for {_LOCK_SECONDS:.0f} s")
-            time.sleep(0.001)
         yield
-    finally:
-        os.close(fd)
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _sweep(directory: Path) -> None:
-    """Unlink regions that no process holds. Those of other users are out of reach and left alone."""
-    for path in directory.glob(f"{_PREFIX}*{_SUFFIX}"):
-        with suppress(OSError):
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                if _try_lock(fd):
-                    path.unlink()
-            finally:
-                os.close(fd)
-
-
-def _shared_directory() -> Path:
-    shm = Path("/dev/shm")
-    return shm if shm.is_dir() else Path(tempfile.gettempdir())
-
-
-def _expect_room(directory: Path, needed: int) -> None:
-    stat = os.statvfs(directory)
-    remedy = f"lower cpu.capacity or enlarge {directory} (docker run --shm-size, mount -o remount,size=...)"
-    _expect_free(needed, stat.f_bavail * stat.f_frsize, f"is free in {directory}", remedy)
-    expect_memory(needed)
-
-
-def _expect_free(needed: int, free: int | None, where: str, remedy: str) -> None:
-    if free is not None and needed > free:
-        raise PoolError(f"pool: needs {format_size(needed)}, but only {format_size(free)} {where}; {remedy}")
-
-
-def _free_memory() -> int | None:
-    """Return the bytes that can be taken without swapping; `None` where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    except (OSError, OverflowError) as error:
+        raise PoolError(f"pool: cannot {doing}: {error}{remedy}") from error

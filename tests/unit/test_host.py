@@ -219,7 +219,7 @@ def test_nothing_moves_before_every_party_has_attached(tmp_path: Path) -> None:
     store = HostStoreHandler(Spans(canonicalize(caches.layers, caches.groups), pools[0], config), 10.0)
     with pytest.raises(PoolError, match="not every process has attached"):
         store.transfer_async(0, (GPULoadStoreSpec([1]), CPULoadStoreSpec([0])))
-    pools.append(Pool.open("engine", config.num_slots, config.row_bytes, 2, directory=tmp_path))
+    pools.append(Pool.open("engine", config.num_slots, config.row_bytes, 2, party=1, directory=tmp_path))
     assert store.transfer_async(0, (GPULoadStoreSpec([1]), CPULoadStoreSpec([0])))
     assert finish(store, 0).success
     assert pools[1].rows[0].any()

@@ -16,7 +16,7 @@ import kvtier
 PACKAGE = Path(kvtier.__file__).parent
 
 BASE = {"config", "errors", "keys"}
-BELOW_TRANSFER = BASE | {"policies", "pool"}
+BELOW_TRANSFER = BASE | {"memory", "policies", "pool"}
 BELOW_OFFLOAD = BELOW_TRANSFER | {"transfer", "tiers", "events"}
 BELOW_CONNECTOR = BELOW_OFFLOAD | {"offload"}
 BELOW_ENGINE = BELOW_CONNECTOR | {"connector"}
@@ -26,7 +26,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"errors"},
     "keys": {"errors", "_chain"},
     "policies": BASE | {"_slots"},
-    "pool": BASE,
+    "memory": {"config", "errors"},
+    "rendezvous": {"errors"},
+    "pool": BASE | {"memory", "rendezvous"},
     "events": {"errors", "keys", "_events"},
     "index": {"errors", "events", "keys"},
     "transfer": BELOW_TRANSFER | {"_cuda", "_pages"},

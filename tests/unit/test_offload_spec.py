@@ -10,14 +10,16 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import torch
 
 import kvtier.offload
-import kvtier.pool
+import kvtier.rendezvous
 from kvtier.errors import ConfigError, LayoutError, PoolError
 from kvtier.keys import make_offload_key
+from kvtier.memory import Room
 from kvtier.offload import (
     CPULoadStoreSpec,
     CPUOffloadingManager,
@@ -78,7 +80,7 @@ def test_with_a_capacity_of_zero_there_is_no_pool(caplog: pytest.LogCaptureFixtu
         "cpu.capacity is 0: nothing is stored and nothing is loaded"
     ]
     assert list(spec.get_handlers(canonicalize(caches.layers, caches.groups))) == []
-    assert not list(kvtier.pool._shared_directory().glob("kvtier-test.pool"))
+    assert not list(kvtier.rendezvous.default_directory().glob("kvtier-test.pool"))
     keys = [make_offload_key(bytes([number]) * 32, 0) for number in range(3)]
     assert manager.prepare_store(keys, ReqContext()) is None
     assert manager.lookup_prefix(keys, ReqContext()) == 0
@@ -148,7 +150,7 @@ def test_workers_of_one_engine_meet_in_one_pool() -> None:
         list(spec.get_handlers(canonicalize(cache.layers, cache.groups)))
         for spec, cache in zip(specs, caches, strict=True)
     ]
-    assert not list(kvtier.pool._shared_directory().glob("kvtier-test.pool"))
+    assert not list(kvtier.rendezvous.default_directory().glob("kvtier-test.pool"))
     for (_, _, store), _ in handlers:
         assert store.transfer_async(0, (GPULoadStoreSpec([7]), CPULoadStoreSpec([2])))
         assert store.wait({0}, PATIENCE)
@@ -157,6 +159,26 @@ def test_workers_of_one_engine_meet_in_one_pool() -> None:
     for spec in specs:
         assert spec.open_pool().rows[2, : len(expected)].tobytes() == expected
         spec.shutdown()
+
+
+def test_a_rank_of_another_launch_is_refused() -> None:
+    """Two engines with one engine_id paired up rank by rank, and both wrote into one region."""
+    config = make_config(make_caches("kv_first"), world_size=2, engine_id=uuid4().hex)
+    ours = CPUOffloadingSpec(replace(config, launch_id="1"))
+    theirs = CPUOffloadingSpec(replace(config, launch_id="2", rank=1))
+    ours.open_pool()
+    with pytest.raises(PoolError, match=f"two engines have the engine_id '{config.engine_id}'; give each its own"):
+        theirs.open_pool()
+    second = CPUOffloadingSpec(replace(config, launch_id="1", rank=1))
+    assert second.open_pool().complete
+    for spec in (ours, second):
+        spec.shutdown()
+
+
+def test_memory_that_the_workers_have_taken_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler comes last, when the pool is reserved or pinned: it may be more than what is left."""
+    monkeypatch.setattr("kvtier.memory.free_memory", lambda root: Room(0, "of memory is available"))
+    CPUOffloadingSpec(make_config(make_caches("kv_first"))).get_manager().check()
 
 
 def test_caches_of_another_shape_are_refused_and_nothing_is_left() -> None:
@@ -235,5 +257,7 @@ def test_a_capacity_beyond_the_machine_is_refused_before_books_are_made_for_it()
     caches = make_caches("kv_first")
     config = make_config(caches)
     config = replace(config, settings=replace(config.settings, cpu=replace(config.settings.cpu, capacity=1 << 60)))
-    with pytest.raises(PoolError, match=r"needs 1\.0 EiB, but only .* of memory is available; lower cpu\.capacity"):
+    with pytest.raises(
+        PoolError, match=r"needs 1\.0 EiB, but only .* of memory is in this machine; lower cpu\.capacity"
+    ):
         CPUOffloadingSpec(config).get_manager()

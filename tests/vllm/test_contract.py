@@ -221,6 +221,68 @@ def test_ways_to_divide_a_model_that_are_refused(llama: Path, cache_config: Any,
     assert "\n" not in str(caught.value)
 
 
+def test_ranks_on_several_machines_are_refused(llama: Path, cache_config: Any) -> None:
+    """They were accepted, and every transfer failed: ranks share host memory."""
+    from kvtier.integrations.vllm import describe_engine
+
+    config = engine_config(llama, tensor_parallel_size=2)
+    parallel = config.parallel_config
+    assert describe_engine(config, cache_config).world_size == 2
+    parallel.nnodes = 2
+    refusal = (
+        r"^nnodes: expected 1 for each engine, got 2: .*; keep tensor_parallel_size within a machine and use data_"
+    )
+    with pytest.raises(ConfigError, match=refusal) as caught:
+        describe_engine(config, cache_config)
+    assert "\n" not in str(caught.value)
+    parallel.data_parallel_size, parallel.data_parallel_size_local = 2, 1
+    assert describe_engine(config, cache_config).world_size == 2, "each machine has an engine of its own"
+
+
+def test_ranks_with_schedulers_of_their_own_are_refused(llama: Path, cache_config: Any) -> None:
+    from kvtier.integrations.vllm import describe_engine
+
+    config = engine_config(llama, tensor_parallel_size=2)
+    config.parallel_config.distributed_executor_backend = "external_launcher"
+    with pytest.raises(
+        ConfigError, match=r"^distributed_executor_backend: expected mp or ray, got external_launcher: "
+    ):
+        describe_engine(config, cache_config)
+
+
+@pytest.mark.parametrize("together", [[True, True], [True, False]])
+def test_ranks_that_ray_has_spread_are_refused(
+    llama: Path, cache_config: Any, monkeypatch: pytest.MonkeyPatch, together: list[bool]
+) -> None:
+    """Only the workers can tell where Ray has put them. vLLM's own question to them is tested by vLLM."""
+    from types import SimpleNamespace
+
+    from kvtier.connector import ConnectorRole
+    from kvtier.integrations.vllm import describe, describe_engine
+
+    monkeypatch.setattr(describe, "get_tp_group", lambda: SimpleNamespace(cpu_group=None))
+    monkeypatch.setattr(describe, "in_the_same_node_as", lambda group: together)
+    config = engine_config(llama, tensor_parallel_size=2)
+    config.parallel_config.distributed_executor_backend = "ray"
+    if all(together):
+        assert describe_engine(config, cache_config, ConnectorRole.WORKER).world_size == 2
+    else:
+        refusal = r"^tensor_parallel_size: expected 2 ranks on one machine, got 1: .*; keep tensor_parallel_size within"
+        with pytest.raises(ConfigError, match=refusal):
+            describe_engine(config, cache_config, ConnectorRole.WORKER)
+
+
+def test_a_launch_has_an_id_of_its_own_that_its_processes_share(llama: Path, cache_config: Any) -> None:
+    import pickle
+
+    from kvtier.integrations.vllm import describe_engine
+
+    first, second = engine_config(llama), engine_config(llama)
+    described = describe_engine(first, cache_config)
+    assert described.launch_id == describe_engine(pickle.loads(pickle.dumps(first)), cache_config).launch_id
+    assert "" != described.launch_id != describe_engine(second, cache_config).launch_id
+
+
 def test_recurrent_models_are_refused(llama: Path, cache_config: Any) -> None:
     import torch
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec

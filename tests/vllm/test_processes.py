@@ -30,14 +30,14 @@ def running(*command: str) -> Iterator[subprocess.Popen[str]]:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def shared_memory(group: int) -> set[str]:
-    """Return the files in /dev/shm that the processes of a group have mapped, with a mark on those without a name."""
-    mapped: set[str] = set()
+def mapped_files(group: int) -> set[tuple[str, str]]:
+    """Return inode and name of all files that the processes of a group have mapped; `/memfd:` is memory without a name."""
+    mapped: set[tuple[str, str]] = set()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if os.getpgid(int(process.name)) == group:
-                lines = (process / "maps").read_text().splitlines()
-                mapped |= {line[line.index("/dev/shm/") :] for line in lines if "/dev/shm/" in line}
+                fields = [line.split(maxsplit=5) for line in (process / "maps").read_text().splitlines()]
+                mapped |= {(line[4], line[5]) for line in fields if len(line) == 6}
     return mapped
 
 
@@ -48,17 +48,18 @@ def test_same_tokens_and_nothing_left_behind(llama: Path, tensor_parallel_size: 
     with running(str(TURNS), str(llama), str(tensor_parallel_size)) as process:
         assert process.stdout is not None
         line = next(line for line in process.stdout if line.startswith('{"computed"'))
-        mapped = shared_memory(process.pid)
+        mapped = mapped_files(process.pid)
     result = json.loads(line)
     tokens, cached = zip(*result["loaded"], strict=True)
     assert list(tokens) == [tokens for tokens, _ in result["computed"]]
     assert [cached for _, cached in result["computed"]] == [0] * 4
     assert list(cached) == [32, 96, 128, 160]
-    pools = [name for name in mapped if "kvtier" in name]
-    assert len(pools) == (tensor_parallel_size > 1), "one process with nobody to share needs no name"
-    assert all(name.endswith("(deleted)") for name in pools)
-    for name in mapped:
-        Path(name).unlink(missing_ok=True)  # vLLM's own: it leaves them behind
+    pools = [name.removeprefix("/memfd:").split()[0] for _, name in mapped if name.startswith("/memfd:kvtier-")]
+    assert len(pools) == (tensor_parallel_size > 1), "one process with nobody to share needs no shared memory"
+    assert not any(Path(f"/dev/shm/{name}.pool").exists() for name in pools), "the ranks have met"
+    for _, name in mapped:
+        if name.startswith("/dev/shm/"):
+            Path(name).unlink(missing_ok=True)  # vLLM's own: it leaves them behind
 
 
 @pytest.mark.slow

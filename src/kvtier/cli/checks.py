@@ -6,13 +6,12 @@ without is `FAIL`; torch and everything above it are optional. Nothing is change
 
 from __future__ import annotations
 
-import fcntl
 import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
@@ -21,8 +20,10 @@ from pathlib import Path
 
 from kvtier import __version__
 from kvtier.config import format_size
-from kvtier.errors import InputError
+from kvtier.errors import InputError, PoolError
 from kvtier.integrations import expect_version
+from kvtier.memory import free_memory
+from kvtier.rendezvous import default_directory, is_held, locked, named_files
 
 __all__ = ["VLLM_VERSIONS", "Check", "Status", "examine"]
 
@@ -32,7 +33,6 @@ VLLM_VERSIONS = ("0.32", "0.33")
 """The first version of vLLM that the connector knows, and the first that it does not."""
 _VLLM_RANGE = ">={},<{}".format(*VLLM_VERSIONS)
 _HERE = Path(__file__).parents[1]
-_SHM = Path("/dev/shm")
 _COMFORTABLE = 1 << 30
 """Below this much memory the demo's default pool is already a risk."""
 
@@ -154,44 +154,13 @@ def _check_cores() -> Check:
 
 
 def _check_memory() -> Check:
-    available, limit = _available_memory(), _memory_limit()
-    if available is None:
+    room = free_memory()
+    if room is None:
         return Check("memory", Status.WARN, "this system does not say how much is available")
-    bound = available if limit is None else min(available, limit)
-    detail = f"{format_size(bound)} available"
-    if limit is not None:
-        detail += f", {format_size(limit)} is the limit of this control group"
-    if bound < _COMFORTABLE:
+    detail = f"{format_size(room.size)} {room.where}"
+    if room.size < _COMFORTABLE:
         return Check("memory", Status.WARN, detail, "keep cpu.capacity well below that")
     return Check("memory", Status.OK, detail)
-
-
-def _available_memory() -> int | None:
-    with suppress(OSError):
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return None
-
-
-def _memory_limit() -> int | None:
-    """Return what the control group of this process may use in all, if that is bounded."""
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with suppress(OSError, ValueError):
-            limit = int(Path(path).read_text(encoding="ascii"))
-            return limit if limit < 1 << 60 else None
-    return None
-
-
-def _check_shm() -> Check:
-    if not _SHM.is_dir():
-        return Check("/dev/shm", Status.WARN, "not here; several processes share a pool in the temporary folder")
-    usage = shutil.disk_usage(_SHM)
-    detail = f"{format_size(usage.free)} free of {format_size(usage.total)}; used by engines of several processes"
-    if usage.free < _COMFORTABLE:
-        hint = "docker run --shm-size=8g, or: mount -o remount,size=8G /dev/shm"
-        return Check("/dev/shm", Status.WARN, detail, hint)
-    return Check("/dev/shm", Status.OK, detail)
 
 
 def _check_memlock() -> Check:
@@ -217,43 +186,18 @@ def _check_huge_pages() -> Check:
 
 
 def _check_leftovers() -> Check:
-    """Look for shared pools whose processes are gone. Any start of an engine with a shared pool removes them, too."""
+    """Look for what processes left that were killed while starting. Any start of a shared pool removes it."""
+    directory = default_directory()
     try:
-        with _locked(_SHM):
-            regions = {path: _is_held(path) for path in sorted(_SHM.glob("kvtier-*.pool"))}
-    except OSError as error:
+        with locked(directory, patience=0.0):
+            found = {path: is_held(path) for path in named_files(directory)}
+    except (OSError, PoolError) as error:
         return Check("shared pools", Status.OK, f"not looked for: {error}")
-    left = [path for path, held in regions.items() if not held]
+    left = [str(path) for path, held in found.items() if not held]
     if not left:
-        return Check("shared pools", Status.OK, f"{len(regions)} starting up, none left behind")
-    size = format_size(sum(path.stat().st_size for path in left))
-    return Check("shared pools", Status.WARN, f"{len(left)} left behind ({size})", f"rm {' '.join(map(str, left))}")
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Keep pools from coming and going while they are looked at."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _is_held(path: Path) -> bool:
-    """Say whether a process holds a pool; those of other users count as held."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
+        return Check("shared pools", Status.OK, f"{len(found)} starting up, none left behind in {directory}")
+    detail = f"{len(left)} left behind in {directory}"
+    return Check("shared pools", Status.WARN, detail, f"rm {' '.join(left)}")
 
 
 _CHECKS: tuple[Callable[[], Check], ...] = (
@@ -268,7 +212,6 @@ _CHECKS: tuple[Callable[[], Check], ...] = (
     _check_vllm,
     _check_cores,
     _check_memory,
-    _check_shm,
     _check_memlock,
     _check_huge_pages,
     _check_leftovers,

@@ -1,10 +1,10 @@
 """`CPUOffloadingSpec`: chunks in a pool of host memory.
 
-The scheduler gets a manager that knows the slots, each worker gets the handlers that fill and read them. Only workers
-are parties to the pool: this spec's scheduler touches no bytes, and a single process with nobody to share with needs no
-name in the file system, so there is nothing to leak. A spec whose scheduler moves rows too (tiers below the pool)
-overrides `parties` and calls `open_pool` on both sides. With a capacity of 0 there is no pool: the manager takes nothing and
-workers get no handlers, since none is ever needed.
+The scheduler gets a manager that knows the slots, each worker gets the handlers that fill and read them.
+Only workers are parties to the pool: this spec's scheduler touches no bytes, and a single process with
+nobody to share with needs no shared memory. A spec whose scheduler moves rows too (tiers below the pool)
+overrides `parties` and `party`, and calls `open_pool` on both sides. With a capacity of 0 there is no pool:
+the manager takes nothing and workers get no handlers, since none is ever needed.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from kvtier.memory import expect_total_memory
 from kvtier.offload.base import OffloadingSpec
 from kvtier.offload.manager import CPUOffloadingManager
-from kvtier.pool import Pool, expect_memory
+from kvtier.pool import Pool
 from kvtier.transfer.base import (
     CanonicalKVCaches,
     CPULoadStoreSpec,
@@ -49,13 +50,19 @@ class CPUOffloadingSpec(OffloadingSpec):
         """How many times the pool is opened in all processes of the engine."""
         return self.config.world_size
 
+    @property
+    def party(self) -> int:
+        """This process's number among the parties. Ranks come first."""
+        return self.config.rank
+
     def get_manager(self) -> CPUOffloadingManager:
         """Return the manager, the same every time."""
         if self._manager is None:
             settings = self.config.settings
             if self.config.num_slots == 0:
                 logger.info("cpu.capacity is 0: nothing is stored and nothing is loaded")
-            expect_memory(self.config.num_slots * self.config.row_bytes)  # before books are made for it
+            # Before books are made for it. Workers may have taken it by now, so what is free says nothing.
+            expect_total_memory(self.config.num_slots * self.config.row_bytes)
             self._manager = CPUOffloadingManager(
                 self.config.num_slots, settings.cpu.policy, store_threshold=settings.store_threshold
             )
@@ -65,7 +72,14 @@ class CPUOffloadingSpec(OffloadingSpec):
         """Return this process's mapping of the pool, opening it the first time."""
         if self._pool is None:
             config = self.config
-            self._pool = Pool.open(config.engine_id, config.num_slots, config.row_bytes, self.parties)
+            self._pool = Pool.open(
+                config.engine_id,
+                config.num_slots,
+                config.row_bytes,
+                self.parties,
+                party=self.party,
+                launch_id=config.launch_id,
+            )
         return self._pool
 
     def get_handlers(

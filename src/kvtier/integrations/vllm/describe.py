@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
+from vllm.distributed.parallel_state import get_tp_group, in_the_same_node_as
 from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes, resolve_none_hash_seed
@@ -29,7 +30,7 @@ from kvtier.errors import ConfigError, InputError
 from kvtier.keys import fingerprint, weights_manifest
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 __all__ = ["describe_engine", "summarize"]
@@ -43,6 +44,11 @@ _UNSUPPORTED = {
 }
 """Ways to divide a model that are refused when greater than 1, and why."""
 
+_ONE_MACHINE = (
+    "the ranks of an engine share one pool of host memory; keep tensor_parallel_size within a machine"
+    f" and use data_parallel_size over machines; {_INSTEAD}"
+)
+
 
 def describe_engine(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, role: ConnectorRole = ConnectorRole.SCHEDULER
@@ -52,6 +58,8 @@ def describe_engine(
     for name, reason in _UNSUPPORTED.items():
         if (size := getattr(parallel, name)) > 1:
             raise ConfigError(name, f"expected 1, got {size}: {reason}; {_INSTEAD}")
+    if parallel.world_size > 1:
+        _expect_one_machine(parallel, role)
     events = vllm_config.kv_events_config
     groups = tuple(_describe_group(index, kv_cache_config) for index in range(len(kv_cache_config.kv_cache_groups)))
     _, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
@@ -62,11 +70,29 @@ def describe_engine(
         world_size=parallel.world_size,
         rank=parallel.rank if role is ConnectorRole.WORKER else 0,
         engine_id=transfer.engine_id,
+        launch_id=vllm_config.instance_id,  # data-parallel engines share it, but not their engine_id
         # Rows leave the process, if at all, from the scheduler's side: a worker need not read the weights again.
         namespace=_namespace(vllm_config, groups, hash_block_size) if role is ConnectorRole.SCHEDULER else "",
         enable_kv_cache_events=events is not None and events.enable_kv_cache_events,
         recompute=Recompute.REST if len(groups) == 1 else Recompute.ALL,
     )
+
+
+def _expect_one_machine(parallel: ParallelConfig, role: ConnectorRole) -> None:
+    """Refuse ranks that cannot meet in one pool of host memory under one scheduler."""
+    backend = parallel.distributed_executor_backend
+    if backend == "external_launcher":
+        reason = "each rank would have a scheduler of its own, and they decide by their own clocks"
+        problem = f"expected mp or ray, got {backend}: {reason}; {_INSTEAD}"
+        raise ConfigError("distributed_executor_backend", problem)
+    if (machines := parallel.nnodes_within_dp) > 1:
+        raise ConfigError("nnodes", f"expected 1 for each engine, got {machines}: {_ONE_MACHINE}")
+    # Where Ray puts ranks only they can tell: all of them ask each other here, and all get the same answer.
+    if role is ConnectorRole.WORKER and backend not in ("mp", "uni"):
+        together = sum(in_the_same_node_as(get_tp_group().cpu_group))
+        if together < parallel.world_size:
+            problem = f"expected {parallel.world_size} ranks on one machine, got {together}"
+            raise ConfigError("tensor_parallel_size", f"{problem}: {_ONE_MACHINE}")
 
 
 def _describe_group(index: int, kv_cache_config: KVCacheConfig) -> GroupConfig:

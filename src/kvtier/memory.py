@@ -1,0 +1,145 @@
+"""How much host memory this process can have: the least of what the machine and its control groups have left.
+
+    the machine       MemAvailable
+    a control group   limit - usage + page cache, for the group of this process and for each group around it
+
+Page cache counts as free, active or not, as in MemAvailable: an engine that has just read its weights has
+filled much of it, and the kernel drops it when memory is wanted. Swap counts as nothing. A system that does
+not say sets no bound.
+
+Nothing is remembered: each call reads the system's files anew, and any thread may call. `root` stands for
+`/` in tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from kvtier.config import format_size
+from kvtier.errors import PoolError
+
+__all__ = ["Room", "expect_free_memory", "expect_total_memory", "free_memory", "total_memory"]
+
+_ROOT = Path("/")
+_UNLIMITED = 1 << 60  # version 1 has a number near 2^63 for "no limit"
+
+
+class Room(NamedTuple):
+    """Bytes that can be had, words that say what bounds them, and what helps beside asking for less."""
+
+    size: int
+    where: str
+    remedy: str = ""
+
+
+def free_memory(root: Path = _ROOT) -> Room | None:
+    """Return what can be taken now without swapping; `None` where the system does not say."""
+    available = _read_table(root / "proc/meminfo").get("MemAvailable:")
+    machine = [] if available is None else [Room(available * 1024, "of memory is available")]
+    return min([*machine, *(group.left for group in _control_groups(root))], default=None)
+
+
+def total_memory(root: Path = _ROOT) -> Room | None:
+    """Return what could be taken if nothing else were in use; `None` where the system does not say."""
+    total = _read_table(root / "proc/meminfo").get("MemTotal:")
+    machine = [] if total is None else [Room(total * 1024, "of memory is in this machine")]
+    return min([*machine, *(group.whole for group in _control_groups(root))], default=None)
+
+
+def expect_free_memory(needed: int, root: Path = _ROOT) -> None:
+    """Raise `PoolError` if that many bytes cannot be had now."""
+    _expect(needed, free_memory(root))
+
+
+def expect_total_memory(needed: int, root: Path = _ROOT) -> None:
+    """Raise `PoolError` if that many bytes can never be had here, whatever else is in use."""
+    _expect(needed, total_memory(root))
+
+
+def _expect(needed: int, room: Room | None) -> None:
+    if room is not None and needed > room.size:
+        but = f"but only {format_size(room.size)} {room.where}"
+        raise PoolError(f"pool: needs {format_size(needed)}, {but}; lower cpu.capacity{room.remedy}")
+
+
+class _Names(NamedTuple):
+    """What the files of a control group are called."""
+
+    limits: tuple[str, ...]
+    usage: str
+    page_cache: tuple[str, ...]
+    """Lines of memory.stat."""
+
+
+# Above memory.high nothing is killed, but all that is in the group is slowed down until it stands still.
+_VERSION_2 = _Names(("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file"))
+_CACHE = ("total_active_file", "total_inactive_file")
+_VERSION_1 = _Names(("memory.limit_in_bytes",), "memory.usage_in_bytes", _CACHE)
+
+
+class _Group(NamedTuple):
+    """A control group with a limit. `used` leaves page cache out."""
+
+    folder: Path
+    limit: int
+    used: int
+
+    @property
+    def left(self) -> Room:
+        where = f"is left of the {format_size(self.limit)} that the control group {self.folder} may use"
+        return Room(max(0, self.limit - self.used), where, _REMEDY)
+
+    @property
+    def whole(self) -> Room:
+        return Room(self.limit, f"is what the control group {self.folder} may use", _REMEDY)
+
+
+_REMEDY = " or raise that limit (docker run --memory, resources.limits.memory)"
+
+
+def _control_groups(root: Path) -> Iterator[_Group]:
+    """Yield the groups with a limit that this process is in, from the innermost outwards."""
+    for folder, names in _group_folders(root):
+        limit = min(_read_limits(folder, names), default=_UNLIMITED)
+        with suppress(OSError, ValueError):
+            if limit < _UNLIMITED:
+                usage = int((folder / names.usage).read_text("ascii"))
+                pages = _read_table(folder / "memory.stat")
+                yield _Group(folder, limit, usage - sum(pages.get(name, 0) for name in names.page_cache))
+
+
+def _read_limits(folder: Path, names: _Names) -> Iterator[int]:
+    for name in names.limits:
+        with suppress(OSError, ValueError):  # no such group in this mount, or one that says "max"
+            yield int((folder / name).read_text("ascii"))
+
+
+def _group_folders(root: Path) -> Iterator[tuple[Path, _Names]]:
+    """Yield where this process's groups may be: in a container the path may begin above what is mounted."""
+    mounts = root / "sys/fs/cgroup"
+    with suppress(OSError, ValueError):
+        for line in (root / "proc/self/cgroup").read_text("utf-8", "surrogateescape").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                yield from ((folder, _VERSION_2) for folder in _inside_out(mounts, path))
+                yield from ((folder, _VERSION_2) for folder in _inside_out(mounts / "unified", path))
+            elif "memory" in controllers.split(","):
+                yield from ((folder, _VERSION_1) for folder in _inside_out(mounts / "memory", path))
+
+
+def _inside_out(mount: Path, path: str) -> list[Path]:
+    parts = PurePosixPath(path).parts[1:]
+    if ".." in parts:  # the process is outside of the namespace that is mounted here
+        parts = ()
+    return [mount.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
+
+
+def _read_table(path: Path) -> dict[str, int]:
+    """Return the numbers in a file of lines such as `MemAvailable:  1234 kB`; none if there is no file."""
+    with suppress(OSError):
+        rows = (line.split() for line in path.read_text("ascii", "replace").splitlines())
+        return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdecimal()}
+    return {}

@@ -1,0 +1,150 @@
+"""Where the processes of an engine find memory that has no name.
+
+The memory is a file that only descriptors lead to, so it goes with the last process that has it, however
+that one ends. The first process writes into a small named file which process and which descriptor of it
+lead there:
+
+    kvtier-<engine id>.pool     "<process> <descriptor> <device> <inode>"
+
+The others open /proc/PROCESS/fd/DESCRIPTOR and see by the inode whether that is what was meant. While the
+first process lives it has a lock on the named file. A file that nobody has locked was left by a process
+that was killed, and is removed.
+
+`locked` waits for other processes, briefly. All other calls are made while it is held, by any thread.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from urllib.parse import quote
+
+from kvtier.errors import PoolError
+
+__all__ = ["announce", "default_directory", "find", "is_held", "locked", "meeting", "named_files", "path_of"]
+
+_PATIENCE_SECONDS = 30.0
+_PREFIX, _SUFFIX = "kvtier-", ".pool"
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a planted pipe must not stop us
+
+
+def default_directory() -> Path:
+    """Return where the processes of a machine meet."""
+    shm = Path("/dev/shm")
+    return shm if shm.is_dir() else Path(tempfile.gettempdir())
+
+
+def path_of(engine_id: str, directory: Path) -> Path:
+    """Return the named file of an engine."""
+    return directory / f"{_PREFIX}{quote(engine_id, safe='')}{_SUFFIX}"
+
+
+def named_files(directory: Path) -> list[Path]:
+    """Return the named files of all engines."""
+    return sorted(directory.glob(f"{_PREFIX}*{_SUFFIX}"))
+
+
+@contextmanager
+def locked(directory: Path, patience: float = _PATIENCE_SECONDS) -> Iterator[None]:
+    """Hold the lock under which named files come and go. It is on the directory: no lock file is left."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        deadline = time.monotonic() + patience
+        while not _try_lock(fd):
+            if time.monotonic() >= deadline:
+                raise PoolError(f"pool: {directory} has been locked by another process for {patience:.0f} s")
+            time.sleep(0.001)
+        yield
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def meeting(directory: Path) -> Iterator[None]:
+    """Hold the lock, and remove what nobody holds before and after."""
+    with locked(directory):
+        _sweep(directory)
+        try:
+            yield
+        finally:
+            _sweep(directory)
+
+
+def announce(path: Path, memory: int) -> int:
+    """Tell others of the descriptor `memory`, until the one that is returned is closed: it has the lock."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        identity = os.fstat(memory)
+        os.write(fd, f"{os.getpid()} {memory} {identity.st_dev} {identity.st_ino}\n".encode())
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def find(path: Path) -> int | None:
+    """Return a new descriptor of the memory that was announced; `None` if none was, or it has just gone."""
+    try:
+        owner = os.stat(path, follow_symlinks=False).st_uid
+    except FileNotFoundError:
+        return None
+    if owner != os.geteuid():
+        raise PoolError(f"pool: {path} belongs to another user; choose another engine_id")
+    try:
+        return _follow(path)
+    except PoolError:
+        if is_held(path):
+            raise
+        path.unlink()
+        return None
+
+
+def _follow(path: Path) -> int:
+    process = "another program"
+    try:
+        process, descriptor, device, inode = path.read_text("ascii").split()
+        link = f"/proc/{int(process)}/fd/{int(descriptor)}"
+        found = os.stat(link)  # before it is opened: to open what was not meant may have effects
+        if (found.st_dev, found.st_ino) != (int(device), int(inode)):
+            raise PoolError(_out_of_reach(path, process, f"{link} is something else"))
+        return os.open(link, os.O_RDWR | os.O_CLOEXEC)
+    except (OSError, ValueError) as error:
+        raise PoolError(_out_of_reach(path, process, str(error))) from error
+
+
+def _out_of_reach(path: Path, process: str, reason: str) -> str:
+    remedy = "run an engine's processes as one user in one PID namespace, or choose another engine_id"
+    return f"pool: cannot open the memory of process {process}, to which {path} leads: {reason}; {remedy}"
+
+
+def is_held(path: Path) -> bool:
+    """Say whether a process holds a named file. Those of other users cannot be opened and count as held."""
+    try:
+        fd = os.open(path, _READ)
+    except OSError:
+        return True
+    try:
+        return not _try_lock(fd)
+    finally:
+        os.close(fd)
+
+
+def _sweep(directory: Path) -> None:
+    for path in named_files(directory):
+        with suppress(OSError):
+            if not is_held(path):
+                path.unlink()
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
