@@ -156,7 +156,7 @@ def test_an_error_about_the_folder_names_the_command_that_downloads_one(
     with pytest.raises(ModelError) as caught:
         load_config(path)
     assert str(caught.value).startswith(
-        f"{path}: expected a model folder, {found}; it has config.json and *.safetensors"
+        f"{path}: expected a model folder, {found}; a model folder has config.json and *.safetensors"
     )
     assert f"hf download Qwen/Qwen3-0.6B --local-dir {shlex.quote(path)}" in str(caught.value)
 

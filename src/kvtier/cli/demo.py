@@ -152,19 +152,23 @@ def _expect_writable(option: str, path: Path | None) -> None:
     """Refuse a file that cannot be written, before the work that would be lost: by writing beside it, as will be done."""
     if path is None:
         return
-    if path.is_dir():
-        raise InputError(f"{option}: expected a file, got the folder {str(path)!r}; name a file in it")
     try:
-        if (target := path.resolve()).parent.is_dir():
-            _probe(target)
-            return
-    except (OSError, RuntimeError, ValueError) as error:  # a loop of links; a NUL in the name
-        raise InputError(f"{option}: expected a file that can be written, got {str(path)!r} ({error})") from None
-    raise InputError(f"{option}: expected a file in a folder that exists, got {str(path)!r}")
+        _probe(path.resolve())
+    except IsADirectoryError:
+        raise InputError(f"{option}: expected a file, got the folder {str(path)!r}; name a file in it") from None
+    except NotADirectoryError:
+        raise InputError(f"{option}: expected a file in a folder that exists, got {str(path)!r}") from None
+    except (OSError, RuntimeError) as error:  # the latter for a loop of links
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{option}: expected a file that can be written, got {str(path)!r} ({reason})") from None
 
 
 def _probe(target: Path) -> None:
     """Raise `OSError` if a file cannot be written."""
+    if target.is_dir():
+        raise IsADirectoryError
+    if not target.parent.is_dir():
+        raise NotADirectoryError
     if target.exists() and not os.access(target, os.W_OK):
         raise PermissionError("it may not be written")
     if not target.exists() or target.is_file():
