@@ -165,7 +165,7 @@ def test_the_same_seed_gives_the_same_demo(capsys: pytest.CaptureFixture[str]) -
         ),
         (
             ["--model", "."],
-            "config.json: expected a JSON file, there is none; a model folder has config.json and *.safetensors, as",
+            "config.json: expected a JSON file, there is none; a model folder has config.json and *.safetensors; for one: pip",
         ),
     ],
 )

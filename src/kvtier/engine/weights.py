@@ -114,7 +114,7 @@ def _expect_folder(folder: Path) -> None:
 def _how_to_get_one(folder: str) -> str:
     """Say what a model folder is, and a command after which there is one."""
     download = f"hf download Qwen/Qwen3-0.6B --local-dir {shlex.quote(folder)}"
-    return f"a model folder has config.json and *.safetensors, as from: {download} (pip install huggingface_hub has hf)"
+    return f"a model folder has config.json and *.safetensors; for one: pip install huggingface_hub && {download}"
 
 
 def _files(folder: Path) -> list[Path]:
