@@ -144,7 +144,7 @@ def test_as_a_process(tmp_path: Path) -> None:
 def test_without_torch_the_demo_says_what_to_install(tmp_path: Path) -> None:
     done = kvtier_command("demo", cwd=tmp_path, program=("-c", WITHOUT_TORCH))
     assert done.returncode == 2
-    assert one_line(done.stderr) == 'kvtier: kvtier demo needs torch, which is missing: pip install "kvtier[engine]"\n'
+    assert one_line(done.stderr) == "kvtier: kvtier demo needs torch, which is missing: pip install torch safetensors\n"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -189,7 +189,7 @@ def _prepare_engine(policy: str) -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "safetensors"):
             raise
-        raise InputError(f'kvtier demo needs {error.name}, which is missing: pip install "kvtier[engine]"') from None
+        raise InputError(f"kvtier demo needs {error.name}, which is missing: pip install torch safetensors") from None
 
 
 def _name_option(error: ConfigError) -> None:
