@@ -18,12 +18,12 @@ PEER := .venv-vllm/bin
 ENGINE := .venv/engine.stamp
 DEV := .venv/dev.stamp
 VLLM := .venv-vllm/vllm.stamp
-BUILD := pyproject.toml src/kvtier/_blocks.h src/kvtier/_chain.c src/kvtier/_cuda.c src/kvtier/_events.c src/kvtier/_message.h src/kvtier/_pages.c src/kvtier/_slots.c
+BUILD := pyproject.toml $(wildcard src/kvtier/*.c src/kvtier/*.h)
 VLLM_VERSION := 0.32.0
 SGLANG := $(addprefix .venv-vllm/sglang/,0.5.9 0.5.23)
 RESULTS := build/bench
 
-.PHONY: help install demo test test-vllm check bench bench-gpu clean
+.PHONY: help install demo test vllm test-vllm check bench bench-gpu dist clean
 
 help: ## Show this.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +35,8 @@ demo: $(ENGINE) ## See KV that the GPU forgot come back: same tokens, sooner.
 
 test: $(DEV) ## Run all tests. ARGS='-k keys' selects some.
 	$(BIN)/python -m pytest $(ARGS)
+
+vllm: $(VLLM) ## Install vLLM's CPU build and kvtier into .venv-vllm. How to serve from it: docs/vllm.md.
 
 test-vllm: $(VLLM) $(SGLANG) ## Run the tests inside vLLM's CPU build. ARGS as above.
 	$(PEER)/python -m pytest --timeout 300 tests/vllm $(ARGS)
@@ -61,6 +63,12 @@ bench-gpu: $(DEV) ## Measure the README's GPU claims, on a machine that has one.
 	PYTHONPATH=src $(PYTHON_GPU) benchmarks/gpu_transfer.py --json $(RESULTS)/gpu_transfer.json --plot $(RESULTS)/gpu_transfer.svg
 	PYTHONPATH=src $(PYTHON_GPU) benchmarks/gpu_interference.py --json $(RESULTS)/gpu_interference.json
 	PYTHONPATH=src $(PYTHON_GPU) benchmarks/gpu_ttft.py --json $(RESULTS)/gpu_ttft.json
+
+# A Python of its own: the wheel needs neither torch nor what developing needs. What setuptools left in build/ may hold files of old.
+dist: | python ## Build a wheel into dist/.
+	rm -rf build/lib* build/bdist* dist/kvtier-*.whl
+	$(PYTHON) -m venv build/wheel
+	build/wheel/bin/pip wheel --no-deps --wheel-dir dist .
 
 clean: ## Remove everything that make made.
 	rm -rf .venv .venv-vllm build dist *.egg-info src/*.egg-info src/kvtier/*.so

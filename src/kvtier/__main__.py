@@ -1,10 +1,20 @@
-"""`python -m kvtier`: the same as the `kvtier` command."""
+"""The `kvtier` command, and `python -m kvtier`. It imports little: Ctrl-C can come before the command has begun."""
 
 from __future__ import annotations
 
 import sys
 
-from kvtier.cli import main
+__all__ = ["run"]
+
+
+def run() -> int:
+    """Run the command line of this process and return its exit code."""
+    try:
+        from kvtier.cli import main
+    except KeyboardInterrupt:
+        return 130
+    return main()
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

@@ -2,8 +2,9 @@
 
 `KVTierConfig` is the user's: a Python object, a JSON or TOML file, or the extra config of an engine's connector. Sizes
 and times are readable (`"8GiB"`, `"500ms"`), unknown fields are errors with a suggestion, and the names of vLLM's own
-offloading connector are understood. `OffloadingConfig` adds the engine's geometry; every size that the rest of kvtier
-needs is derived from it here. All objects are immutable and may be shared by any thread.
+offloading connector are understood. Whatever comes, an error is a `ConfigError` of one line. `OffloadingConfig` adds the
+engine's geometry; every size that the rest of kvtier needs is derived from it here. All objects are immutable and may be
+shared by any thread.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import math
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
@@ -20,7 +22,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Self
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, show_value
 
 __all__ = [
     "LEAST_STAGING",
@@ -41,9 +43,18 @@ ROW_ALIGNMENT = 4096
 LEAST_STAGING = 1 << 20
 """With less, pieces would be smaller than 128 KiB: eight buffers share it."""
 
+_LARGEST = (1 << 63) - 1
+"""No file and no memory has more bytes."""
+_MOST = (1 << 31) - 1
+"""No count is higher: compiled code keeps some of them in 32 bits."""
+_LONGEST = 365 * 24 * 3600
+"""No wait takes more than a year; clocks and polls of the system have bounds of their own."""
+_LONGEST_FILE = 1 << 20
+
 _BINARY = {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGTPE", start=1)}
 _DECIMAL = {f"{prefix}B": 1000**power for power, prefix in enumerate("kMGTPE", start=1)}
-_SIZES = {"": 1, "B": 1} | _DECIMAL | _BINARY
+_SIZES = {"": 1, "B": 1} | {unit[:end]: factor for end in (-1, None) for unit, factor in (_DECIMAL | _BINARY).items()}
+"""As Kubernetes writes them: `8G` is `8GB`, 8 * 10**9, and `8Gi` is `8GiB`, 8 * 2**30. Case does not matter."""
 _TIMES = {
     "": Fraction(1),
     "us": Fraction(1, 10**6),
@@ -52,7 +63,7 @@ _TIMES = {
     "m": Fraction(60),
     "h": Fraction(3600),
 }
-_QUANTITY = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*")
+_QUANTITY = re.compile(r"\s*([0-9]{1,40}(?:\.[0-9]{0,40})?|\.[0-9]{1,40})\s*([a-zA-Z]*)\s*")
 
 _VLLM_NAMES = {
     "cpu_bytes_to_use": "cpu.capacity",
@@ -62,15 +73,30 @@ _VLLM_NAMES = {
 }
 """Where the fields of vLLM's own connector go. Those of equal name and meaning need no entry."""
 
+_TRANSFER_CONFIG = {"kv_connector": "KVTierConnector", "kv_connector_module_path": "kvtier.integrations.vllm"}
+"""What stands around the settings in vLLM's `--kv-transfer-config`."""
+
 
 def parse_size(value: object, path: str = "") -> int:
-    """Return a number of bytes from `8589934592`, `"8GiB"` or `"1.5 TB"`; a fraction of a byte is dropped."""
-    return math.floor(_quantity(value, path, _SIZES, "a size such as 8GiB, 500MB or a number of bytes"))
+    """Return a number of bytes from `8589934592`, `"8GiB"`, `"8Gi"`, `"8G"` or `"1.5 TB"`.
+
+    Bytes come whole: `8.5` is an error, `8.0` is 8. What a larger unit leaves of a byte is dropped.
+    """
+    number, factor = _quantity(value, path, _SIZES, "a size such as 8GiB, 500MB or a number of bytes")
+    if factor == 1 and number.denominator != 1:
+        expected = "expected a whole number of bytes, or a unit as in 8.5GiB"
+        raise ConfigError(path, f"{expected}, got {show_value(value)}")
+    if number * factor > _LARGEST:
+        raise ConfigError(path, f"expected a size below {format_size(_LARGEST)}, got {show_value(value)}")
+    return math.floor(number * factor)
 
 
 def parse_duration(value: object, path: str = "") -> float:
-    """Return seconds from `2`, `0.5`, `"500ms"`, `"2s"`, `"5m"` or `"1h"`."""
-    return float(_quantity(value, path, _TIMES, "a time such as 500ms, 2s or a number of seconds"))
+    """Return seconds from `2`, `0.5`, `"500ms"`, `"2s"`, `"5m"` or `"1h"`, a year at most."""
+    number, factor = _quantity(value, path, _TIMES, "a time such as 500ms, 2s or a number of seconds")
+    if number * factor > _LONGEST:
+        raise ConfigError(path, f"expected a year (8760h) at most, got {show_value(value)}")
+    return float(number * factor)
 
 
 def format_size(size: int) -> str:
@@ -81,14 +107,17 @@ def format_size(size: int) -> str:
     return f"{size} B"
 
 
-def _quantity(value: object, path: str, units: Mapping[str, int | Fraction], expected: str) -> Fraction:
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0:
-        return Fraction(value)
+def _quantity(
+    value: object, path: str, units: Mapping[str, int | Fraction], expected: str
+) -> tuple[Fraction, int | Fraction]:
+    """Return a number that is 0 or more, and what its unit multiplies it by."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf:
+        return Fraction(value), 1
     match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
     factor = {unit.lower(): factor for unit, factor in units.items()}.get(match[2].lower()) if match else None
     if match is None or factor is None:
-        raise ConfigError(path, f"expected {expected}, got {value!r}")
-    return Fraction(match[1]) * factor
+        raise ConfigError(path, f"expected {expected}, got {show_value(value)}")
+    return Fraction(match[1]), factor
 
 
 # Readers: each turns what came into what is stored, or raises with the path of the field.
@@ -102,38 +131,43 @@ def _read_size(path: str, value: object) -> int:
 def _read_staging(path: str, value: object) -> int:
     size = parse_size(value, path)
     if size < LEAST_STAGING:
-        raise ConfigError(path, f"expected at least {format_size(LEAST_STAGING)}, got {value!r}")
+        raise ConfigError(path, f"expected at least {format_size(LEAST_STAGING)}, got {show_value(value)}")
     return size
 
 
 def _read_duration(path: str, value: object) -> float:
     seconds = parse_duration(value, path)
     if seconds <= 0:
-        raise ConfigError(path, f"expected a time greater than 0, got {value!r}")
+        raise ConfigError(path, f"expected a time greater than 0, got {show_value(value)}")
     return seconds
 
 
 def _read_flag(path: str, value: object) -> bool:
     if not isinstance(value, bool):
-        raise ConfigError(path, f"expected true or false, got {value!r}")
+        raise ConfigError(path, f"expected true or false, got {show_value(value)}")
     return value
 
 
 def _read_name(path: str, value: object) -> str:
-    if not isinstance(value, str) or not value:
-        raise ConfigError(path, f"expected a name, got {value!r}")
-    return value
+    if not _is_text(value) or not value:
+        raise ConfigError(path, f"expected a name, got {show_value(value)}")
+    return str(value)
 
 
 def _read_text(path: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise ConfigError(path, f"expected a string, got {value!r}")
-    return value
+    if not _is_text(value):
+        raise ConfigError(path, f"expected a string, got {show_value(value)}")
+    return str(value)
+
+
+def _is_text(value: object) -> bool:
+    """Say whether a value is a string that can be encoded: half a surrogate pair, as JSON may bring, cannot."""
+    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _read_tiers(path: str, value: object) -> tuple[()]:
     if not isinstance(value, (list, tuple)):
-        raise ConfigError(path, f"expected a list of tiers, got {value!r}")
+        raise ConfigError(path, f"expected a list of tiers, got {show_value(value)}")
     if value:
         raise ConfigError(f"{path}[0]", "expected no tiers: this version of kvtier has none below cpu; remove it")
     return ()
@@ -141,14 +175,16 @@ def _read_tiers(path: str, value: object) -> tuple[()]:
 
 def _read_layer_names(path: str, value: object) -> tuple[str, ...]:
     if not isinstance(value, (list, tuple)) or not value:
-        raise ConfigError(path, f"expected the names of one layer or more, got {value!r}")
+        raise ConfigError(path, f"expected the names of one layer or more, got {show_value(value)}")
     return tuple(_read_name(f"{path}[{i}]", name) for i, name in enumerate(value))
 
 
-def _at_least(minimum: int) -> _Reader:
+def _at_least(minimum: int, maximum: int = _MOST) -> _Reader:
     def read(path: str, value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise ConfigError(path, f"expected a whole number of at least {minimum}, got {value!r}")
+            raise ConfigError(path, f"expected a whole number of at least {minimum}, got {show_value(value)}")
+        if value > maximum:
+            raise ConfigError(path, f"expected a whole number of at most {maximum}, got {show_value(value)}")
         return value
 
     return read
@@ -161,7 +197,7 @@ def _optional(reader: _Reader) -> _Reader:
 def _instance(cls: type) -> _Reader:
     def read(path: str, value: object) -> object:
         if not isinstance(value, cls):
-            raise ConfigError(path, f"expected a {cls.__name__}, got {value!r}")
+            raise ConfigError(path, f"expected a {cls.__name__}, got {show_value(value)}")
         return value
 
     return read
@@ -227,9 +263,9 @@ class KVTierConfig:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
-        """Read a `.toml` or `.json` file. Errors name it."""
+        """Read a `.toml` or `.json` file: settings, or all of what vLLM's `--kv-transfer-config` takes. Errors name it."""
         try:
-            return cls.from_dict(_parse_file(Path(path)))
+            return cls.from_dict(_unwrap(_parse_file(Path(path))))
         except ConfigError as error:
             error.args = (f"{path}: {error}",)
             raise
@@ -244,9 +280,9 @@ class GroupConfig:
     """One KV cache group of the engine. `bytes_per_block`: one block on one rank, all its layers, without padding."""
 
     block_size: int = _setting(_at_least(1))
-    bytes_per_block: int = _setting(_at_least(1))
+    bytes_per_block: int = _setting(_at_least(1, _LARGEST))
     layer_names: tuple[str, ...] = _setting(_read_layer_names)
-    sliding_window: int | None = _setting(_optional(_at_least(1)), None)
+    sliding_window: int | None = _setting(_optional(_at_least(1, _LARGEST)), None)
 
     def __post_init__(self) -> None:
         _read_fields(self, "group.")
@@ -262,7 +298,7 @@ class Recompute(Enum):
 
 def _read_groups(path: str, value: object) -> tuple[GroupConfig, ...]:
     if not isinstance(value, (list, tuple)) or not value:
-        raise ConfigError(path, f"expected at least one KV cache group, got {value!r}")
+        raise ConfigError(path, f"expected at least one KV cache group, got {show_value(value)}")
     return tuple(_instance(GroupConfig)(f"{path}[{i}]", group) for i, group in enumerate(value))
 
 
@@ -338,7 +374,7 @@ def _resolve_chunk_tokens(settings: KVTierConfig, groups: tuple[GroupConfig, ...
 
 def _expect_table(path: str, value: object) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise ConfigError(path, f"expected a table of settings, got {value!r}")
+        raise ConfigError(path, f"expected a table of settings, got {show_value(value)}")
     return dict(value)
 
 
@@ -362,27 +398,65 @@ def _check_names(cls: type, values: Mapping[str, Any], prefix: str) -> None:
     known = {setting.name: setting for setting in fields(cls)}
     for name in values:
         if name not in known:
-            raise ConfigError(f"{prefix}{name}", f"no such setting{_suggest(str(name), list(known), prefix)}")
+            shown = name if isinstance(name, str) and name.isprintable() and len(name) < 80 else show_value(name)
+            raise ConfigError(f"{prefix}{shown}", f"no such setting{_suggest(shown, prefix)}")
     for name, setting in known.items():
         if setting.default is MISSING and name not in values:
             raise ConfigError(f"{prefix}{name}", "expected a value, got none; this setting is required")
 
 
-def _suggest(name: str, known: list[str], prefix: str) -> str:
-    candidates = known + ([] if prefix else list(_VLLM_NAMES))
-    close = get_close_matches(name, candidates, n=1, cutoff=0.5)
-    if close:
-        return f"; did you mean {prefix}{close[0]}?"
-    return f"; expected one of {', '.join(sorted(known))}"
+def _suggest(name: str, prefix: str) -> str:
+    """Say which setting was meant, wherever it belongs, or which there are."""
+    outer = {setting.name: setting.name for setting in fields(KVTierConfig)}
+    inner = {setting.name: f"cpu.{setting.name}" for setting in fields(CPUConfig)}
+    flat = {path.replace(".", mark): path for path in inner.values() for mark in "._"}
+    places = outer | inner | ({} if prefix else flat | {theirs: theirs for theirs in _VLLM_NAMES})
+    close = get_close_matches(name, places, n=1, cutoff=0.5)
+    if not close:
+        return f"; expected one of {', '.join(sorted(inner if prefix else outer))}"
+    table, _, setting = places[close[0]].rpartition(".")
+    where = f' Write {{"{table}": {{"{setting}": ...}}}}' if table and not prefix else ""
+    where = f" Move it out of {prefix[:-1]}" if prefix and not table else where
+    return f"; did you mean {places[close[0]]}?{where}"
+
+
+def _unwrap(value: Any) -> Any:
+    """Return the settings of what vLLM's `--kv-transfer-config` takes; anything else as it is."""
+    if not isinstance(value, Mapping) or "kv_connector_extra_config" not in value:
+        return value
+    for name, expected in _TRANSFER_CONFIG.items():
+        if value.get(name) != expected:
+            raise ConfigError(name, f"expected {expected!r} for vLLM to find kvtier, got {show_value(value.get(name))}")
+    return value["kv_connector_extra_config"]
 
 
 def _parse_file(path: Path) -> Any:
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        with path.open("rb") as file:
+            content = file.read(_LONGEST_FILE + 1)
+    except (OSError, ValueError) as error:
         raise ConfigError("", f"cannot read this file: {error}") from None
+    if len(content) > _LONGEST_FILE:
+        raise ConfigError("", f"expected a file of settings, got more than {format_size(_LONGEST_FILE)}")
+    kind, parse = ("TOML", tomllib.loads) if path.suffix.lower() == ".toml" else ("JSON", _parse_json)
     try:
-        return tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
-        kind = "TOML" if path.suffix == ".toml" else "JSON"
+        return parse(content.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:  # neither parser has an own error for long numbers and deep nesting
         raise ConfigError("", f"expected {kind}: {error}") from None
+
+
+def _parse_json(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a table; of a name that is there twice, the parser would silently take the last."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        (name, times), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{show_value(name)} is given {times} times in one table; keep one")
+    return table
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number")

@@ -25,7 +25,10 @@ __all__ = [
     "OutsideError",
     "PoolError",
     "TransferError",
+    "show_value",
 ]
+
+_SHOWN = 80
 
 
 class KVTierError(Exception):
@@ -69,3 +72,12 @@ class TransferError(OutsideError):
 
 class IntegrityError(KVTierError, AssertionError):
     """An invariant of kvtier itself is broken. Please report it."""
+
+
+def show_value(value: object) -> str:
+    """Write what came into a message: as Python would, in one line, and cut short."""
+    try:
+        text = " ".join(repr(value).split())
+    except (ValueError, RecursionError):  # an int of 5,000 digits; lists in lists in lists
+        text = f"a value of type {type(value).__name__} that is too long to print"
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

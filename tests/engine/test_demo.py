@@ -61,7 +61,9 @@ def test_quick_as_a_process(here: Path) -> None:
     assert sum(result["why_missing"].values()) <= 24
     assert set(result["ttft_ms"]["on"]) == {"p50", "p99"}
     assert "with kvtier: 24/24 requests" in done.stderr
-    assert ElementTree.parse(here / "kvtier-report.html").getroot().tag == "html"
+    page = ElementTree.parse(here / "kvtier-report.html").getroot()
+    assert page.tag == "html"
+    assert "built-in model (llama), 1.12 million parameters, random weights" in "".join(page.itertext())
     assert [path.name for path in here.iterdir()] == ["kvtier-report.html"]
     assert shared_pools() == before
 
@@ -119,7 +121,8 @@ def test_a_model_folder(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_model(here / "model", TINY, random_weights(ModelConfig.from_dict(TINY), seed=4))
     result = run_small(capsys, "--model", "model")
     assert result["identical"]
-    assert result["config"]["model"]["source"] == "model"
+    assert result["config"]["model"]["source"] == result["config"]["model"]["name"] == "model"
+    assert result["config"]["model"]["random_weights"] is False
     assert result["config"]["model"]["vocab_size"] == 64
 
 
@@ -156,8 +159,14 @@ def test_the_same_seed_gives_the_same_demo(capsys: pytest.CaptureFixture[str]) -
         (["--turns", "3000"], "--turns: expected conversations within the model's 8192 positions"),
         (["--dtype", "int4"], "--dtype: expected one of 'float32', 'float16', 'bfloat16', got 'int4'"),
         (["--device", "tpu"], "--device: expected one of 'cpu', 'cuda', got 'tpu'"),
-        (["--model", "nowhere"], "nowhere: expected a model folder, there is none"),
-        (["--model", "."], "config.json: expected a JSON file, there is none; is this a Hugging Face model folder?"),
+        (
+            ["--model", "nowhere"],
+            "nowhere: expected a model folder, there is none; a model folder has config.json and *.safetensors",
+        ),
+        (
+            ["--model", "."],
+            "config.json: expected a JSON file, there is none; a model folder has config.json and *.safetensors; for one: pip",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(

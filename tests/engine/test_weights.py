@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,7 +101,11 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "config is not JSON": (_break_config("{'a': 1}"), "config.json", "expected JSON, got something else"),
     "config is no object": (_break_config("[]"), "config.json", "expected a JSON object, got a list"),
     "config field": (_break_config(json.dumps(tiny(vocab_size=0))), "config.json", "vocab_size: expected a positive"),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "", r"expected \*\.safetensors files, there are none"),
+    "no weights": (
+        lambda f: (f / "model.safetensors").unlink(),
+        "",
+        r"expected \*\.safetensors files, there are none; .* hf download ",
+    ),
     "no shard": (
         _lose_shard,
         "model-00002-of-00002.safetensors",
@@ -107,6 +113,9 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str, str]] = {
     ),
     "index is not JSON": (_break_index("no"), INDEX, "expected JSON"),
     "index names nothing": (_break_index("{}"), INDEX, "expected weight_map"),
+    "index names no file": (_break_index('{"weight_map": {"a": [1], "b": 2}}'), INDEX, "expected weight_map"),
+    "a number of 5,000 digits": (_break_config('{"a": %s}' % ("9" * 5000)), "config.json", "expected JSON"),
+    "deep nesting": (_break_config("[" * 200_000), "config.json", "expected JSON"),
     "file cut short": (_truncate, "model.safetensors", "cannot be read"),
     "no tensor": (lambda f: replace(f, DOWN, None), "model.safetensors", rf"expected tensor {DOWN} .* is missing"),
     "wrong shape": (
@@ -138,6 +147,20 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
             read(tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize(("path", "found"), [("path/to/model", "there is none"), ("my model", "got a file")])
+def test_an_error_about_the_folder_names_the_command_that_downloads_one(
+    path: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my model").touch()
+    with pytest.raises(ModelError) as caught:
+        load_config(path)
+    assert str(caught.value).startswith(
+        f"{path}: expected a model folder, {found}; a model folder has config.json and *.safetensors"
+    )
+    assert f"hf download Qwen/Qwen3-0.6B --local-dir {shlex.quote(path)}" in str(caught.value)
+
+
 ROPE3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "mixtral"}, "model_type: expected one of llama, .*, got 'mixtral'"),
@@ -148,6 +171,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"hidden_size": "64"}, "hidden_size: expected a positive int, got '64'"),
     ({"num_hidden_layers": True}, "num_hidden_layers: expected a positive int, got True"),
     ({"rms_norm_eps": -1.0}, "rms_norm_eps: expected a positive float, got -1.0"),
+    ({"rms_norm_eps": 10**400}, "rms_norm_eps: expected at most 9007199254740992, got 1000"),
+    ({"rope_theta": math.inf}, "rope_theta: expected at most 9007199254740992, got inf"),
+    ({"rope_theta": math.nan}, "rope_theta: expected a positive float, got nan"),
+    ({"hidden_size": -(10**5000)}, "hidden_size: expected a positive int, got a value of type int that is too long"),
+    ({"model_type": "qwen2", "max_window_layers": None}, "max_window_layers: expected a whole number, got None"),
     ({"tie_word_embeddings": "yes"}, "tie_word_embeddings: expected true or false, got 'yes'"),
     ({"num_key_value_heads": 3}, r"num_key_value_heads: expected a divisor of num_attention_heads \(4\), got 3"),
     ({"head_dim": 15}, "head_dim: expected an even number, got 15"),
@@ -165,7 +193,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "message"), REFUSED)
+@pytest.mark.parametrize(("fields", "message"), REFUSED, ids=lambda each: next(iter(each)))
 def test_a_config_that_cannot_be_honoured_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=f"^{message}"):
         ModelConfig.from_dict(tiny(**fields))

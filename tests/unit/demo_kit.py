@@ -7,7 +7,14 @@ from dataclasses import replace
 from kvtier.demo.result import DemoResult, PoolUse, RequestResult, RunResult
 
 CONFIG = {
-    "model": {"source": "built-in", "kv_bytes_per_token": 8192},
+    "model": {
+        "source": "built-in",
+        "name": "built-in model",
+        "random_weights": True,
+        "family": "llama",
+        "parameters": 9_967_872,
+        "kv_bytes_per_token": 8192,
+    },
     "engine": {"device": "cpu", "compute_dtype": "float64"},
     "kvtier": {"cpu": {"capacity": 1 << 29, "policy": "lru"}, "load_deadline": 2.0, "prompt_only": False},
 }

@@ -7,13 +7,18 @@ import json
 import os
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from tests.unit.demo_kit import demo_result, with_wrong_token
 
 import kvtier
 from kvtier.cli import checks, main
+from kvtier.cli.display import ProgressDisplay, print_result
+from kvtier.config import KVTierConfig
+from kvtier.demo.summary import summarize
 from kvtier.errors import IntegrityError, PoolError
 from kvtier.memory import Room
 from kvtier.rendezvous import locked
@@ -64,6 +69,12 @@ def test_no_command_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["demo", "--polcy", "lru"], "kvtier demo: No such option: --polcy"),
         (["demo", "--turns", "many"], "kvtier demo: Invalid value for '--turns'"),
         (["frobnicate"], "kvtier: No such command 'frobnicate'"),
+        (
+            ["demo", "--model"],
+            "kvtier demo: Option '--model' requires an argument. It takes: A folder with config.json",
+        ),
+        (["index", "frobnicate"], "kvtier index: No such command 'frobnicate'"),
+        (["config", "check"], "kvtier config check: Missing argument 'FILE'"),
     ],
 )
 def test_a_wrong_command_line_is_one_line(
@@ -90,7 +101,8 @@ def test_a_wrong_command_line_is_one_line(
             ["--report", "no/such/folder.html"],
             "--report: expected a file in a folder that exists, got 'no/such/folder.html'",
         ),
-        (["--json", "."], "--json: expected a file in a folder that exists, got '.'"),
+        (["--json", "."], "--json: expected a file, got the folder '.'; name a file in it"),
+        (["--report", "/"], "--report: expected a file, got the folder '/'; name a file in it"),
     ],
 )
 def test_bad_input_is_refused_by_name(
@@ -103,6 +115,27 @@ def test_bad_input_is_refused_by_name(
     assert list(here.iterdir()) == []
 
 
+@pytest.mark.parametrize("group", ["config", "events", "index"])
+def test_a_group_without_a_command_shows_help(group: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([group]) == 0
+    captured = capsys.readouterr()
+    assert f"Usage: kvtier {group} " in captured.out
+    assert captured.err == ""
+
+
+@pytest.mark.parametrize("option", ["--report", "--json"])
+@pytest.mark.parametrize("path", ["/proc/page.html", "/dev/null/page.html", "loop", "x" * 300])
+def test_a_place_that_cannot_be_written_is_found_before_the_run(
+    option: str, path: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also for root, whom no permission stops: the file that will be written is made, and taken away."""
+    monkeypatch.setattr("kvtier.cli.demo._prepare_engine", lambda policy: pytest.fail("the run has begun"))
+    (here / "loop").symlink_to("loop")
+    assert main(["demo", option, path]) == 2
+    assert one_line(capsys.readouterr().err).startswith(f"kvtier: {option}: expected a file ")
+    assert [each.name for each in here.iterdir()] == ["loop"]
+
+
 def test_as_a_process(tmp_path: Path) -> None:
     done = kvtier_command("demo", "--cpu-capacity", "12XB", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
@@ -113,7 +146,7 @@ def test_as_a_process(tmp_path: Path) -> None:
 def test_without_torch_the_demo_says_what_to_install(tmp_path: Path) -> None:
     done = kvtier_command("demo", cwd=tmp_path, program=("-c", WITHOUT_TORCH))
     assert done.returncode == 2
-    assert one_line(done.stderr) == 'kvtier: kvtier demo needs torch, which is missing: pip install "kvtier[engine]"\n'
+    assert one_line(done.stderr) == "kvtier: kvtier demo needs torch, which is missing: pip install torch safetensors\n"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -208,6 +241,84 @@ def test_a_link_keeps_leading_to_its_file(here: Path, no_demo: None) -> None:
     assert main(["demo", "--no-report", "--json", "link.json"]) == 0
     assert (here / "link.json").is_symlink()
     assert json.loads((here / "real.json").read_text())["identical"] is True
+
+
+@pytest.mark.parametrize("columns", [20, 40, 60, 72, 80, 200])
+def test_no_width_of_a_terminal_costs_a_column(columns: int) -> None:
+    result = demo_result()
+    console = Console(width=columns, file=StringIO(), highlight=False)
+    print_result(console, result)
+    output = console.file.getvalue()  # type: ignore[attr-defined]
+    shown = "".join(output.split())
+    assert "…" not in output
+    assert all(len(line) <= columns or "identical" in line for line in output.splitlines())
+    for row in summarize(result):
+        assert all("".join(cell.split()) in shown for cell in row)
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 120])
+def test_no_width_costs_the_live_table_a_column(columns: int) -> None:
+    console = Console(width=columns, file=StringIO(), highlight=False, force_terminal=True)
+    display, result = ProgressDisplay(console), demo_result()
+    for name, run in (("off", result.off), ("on", result.on)):
+        display.begin(name, len(run.requests))
+        for request in run.requests:
+            display.advance(name, request)
+        display.end(name, run)
+    with console.capture() as capture:
+        console.print(display._render())
+    shown = "".join(capture.get().split())
+    assert "…" not in shown
+    assert all(value in shown for value in ("24/24", "4,608", "12,384", "16,992", "700ms", "80.0ms", "40s", "16s"))
+
+
+# -- config ----------------------------------------------------------------------------------------------------------------
+
+
+def test_config_check_prints_what_was_understood(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "c.toml").write_text('load_deadline = "500ms"\n[cpu]\ncapacity = "8Gi"\npolicy = "arc"\n')
+    assert main(["config", "check", "c.toml"]) == 0
+    lines = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+    assert lines["cpu.capacity"].strip() == "8.0 GiB, 8,589,934,592 bytes"
+    assert lines["cpu.policy"].strip() == "arc"
+    assert lines["load_deadline"].strip() == "0.5 s"
+    assert lines["store_deadline"].strip() == "30 s (default)"
+    assert lines["prompt_only"].strip() == "false (default)"
+
+
+def test_config_check_reads_what_vllm_takes_and_writes_what_we_read(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inner = {"cpu_bytes_to_use": 10**9, "offload_prompt_only": True}
+    names = {"kv_connector": "KVTierConnector", "kv_connector_module_path": "kvtier.integrations.vllm"}
+    (here / "c.json").write_text(json.dumps(names | {"kv_role": "kv_both", "kv_connector_extra_config": inner}))
+    assert main(["config", "check", "c.json", "--json"]) == 0
+    assert KVTierConfig.from_dict(json.loads(capsys.readouterr().out)) == KVTierConfig.from_dict(inner)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"capacity": "8GiB"}', "capacity: no such setting; did you mean cpu.capacity?"),
+        (
+            '{"cpu": {"capacity": 8.5}}',
+            "cpu.capacity: expected a whole number of bytes, or a unit as in 8.5GiB, got 8.5",
+        ),
+        (
+            '{"cpu": {"capacity": 1, "policy": "lruu"}}',
+            "cpu.policy: expected one of arc, lru or 'package.module:Class'",
+        ),
+        ("{", "expected JSON: "),
+    ],
+)
+def test_config_check_says_in_one_line_what_is_wrong(
+    text: str, message: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "c.json").write_text(text)
+    assert main(["config", "check", "c.json"]) == 2
+    captured = capsys.readouterr()
+    assert one_line(captured.err).startswith(f"kvtier: c.json: {message}")
+    assert captured.out == ""
 
 
 # -- doctor ----------------------------------------------------------------------------------------------------------------

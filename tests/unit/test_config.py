@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import datetime
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,18 @@ from kvtier.config import (
 from kvtier.errors import ConfigError
 
 GIB = 1024**3
+NESTED: list[Any] = []
+for _ in range(100_000):
+    NESTED = [NESTED]
+WRAPPED = (
+    '{"kv_connector": "KVTierConnector", "kv_connector_module_path": "kvtier.integrations.vllm", '
+    '"kv_role": "kv_both", "kv_connector_extra_config": %s}'
+)
+
+
+def kind(value: object) -> str:
+    """Name a parameter that is too long for a name."""
+    return type(value).__name__
 
 
 def settings(**changes: Any) -> KVTierConfig:
@@ -49,6 +63,14 @@ class TestSizes:
             ("1KiB", 1024),
             ("8GiB", 8 * GIB),
             ("8 gib", 8 * GIB),
+            ("8G", 8 * 10**9),
+            ("8Gi", 8 * GIB),
+            ("512ki", 512 * 1024),
+            ("1.5T", 1_500_000_000_000),
+            ("8.5GiB", 17 * GIB // 2),
+            (8.5e9, 8_500_000_000),
+            ("8.0", 8),
+            (2**63 - 1, 2**63 - 1),
             (" 1.5 GB ", 1_500_000_000),
             (".5KiB", 512),
             ("2TiB", 2 * 1024 * GIB),
@@ -61,13 +83,33 @@ class TestSizes:
 
     @pytest.mark.parametrize(
         "bad",
-        ["", "GiB", "8G", "8 GiB x", "-1GiB", "1,5GB", "1e9", "nan", -1, True, None, [], float("nan"), float("inf")],
+        ["", "GiB", "8Q", "8 GiB x", "-1GiB", "1,5GB", "1e400", "nan", "٣GiB", -1, True, None, [], math.nan, math.inf],
     )
     def test_refuses(self, bad: object) -> None:
         with pytest.raises(ConfigError) as caught:
             parse_size(bad, "cpu.capacity")
         expected = "expected a size such as 8GiB, 500MB or a number of bytes"
         assert str(caught.value) == f"cpu.capacity: {expected}, got {bad!r}"
+
+    @pytest.mark.parametrize("half", [8.5, "8.5", "8.5B", ".5 b", 1e-300])
+    def test_bytes_come_whole(self, half: object) -> None:
+        """Who writes 8.5 means GiB, and would be told much later that a pool of 8 bytes holds nothing."""
+        with pytest.raises(ConfigError) as caught:
+            parse_size(half, "cpu.capacity")
+        expected = "expected a whole number of bytes, or a unit as in 8.5GiB"
+        assert str(caught.value) == f"cpu.capacity: {expected}, got {half!r}"
+
+    @pytest.mark.parametrize("huge", [2**63, 10**400, 10**5000, 1e300, "9" * 30, "8EiB", "99999999PB"], ids=kind)
+    def test_what_no_machine_has_is_refused(self, huge: object) -> None:
+        with pytest.raises(ConfigError, match=r"^cpu\.capacity: expected a size below 8\.0 EiB, got ") as caught:
+            parse_size(huge, "cpu.capacity")
+        assert len(str(caught.value)) < 200
+
+    @pytest.mark.parametrize("unreadable", ["9" * 5000, -(10**5000), "9" * 5000 + "GiB", NESTED], ids=kind)
+    def test_what_cannot_even_be_printed_is_refused(self, unreadable: object) -> None:
+        with pytest.raises(ConfigError, match=r"^cpu\.capacity: expected a size such as 8GiB") as caught:
+            parse_size(unreadable, "cpu.capacity")
+        assert len(str(caught.value)) < 200
 
     @pytest.mark.parametrize(
         ("size", "text"),
@@ -99,7 +141,15 @@ def test_reads_durations(text: object, seconds: float) -> None:
     assert parse_duration(text) == seconds
 
 
-@pytest.mark.parametrize("bad", ["", "2 parsecs", "-1s", -1, False, None, float("inf")])
+@pytest.mark.parametrize("long", [31_536_001, "8761h", 10**400, 10**5000, 1e300, "9" * 40 + "h"], ids=kind)
+def test_a_wait_of_more_than_a_year_is_refused(long: object) -> None:
+    with pytest.raises(ConfigError, match=r"^load_deadline: expected a year \(8760h\) at most, got "):
+        parse_duration(long, "load_deadline")
+
+
+@pytest.mark.parametrize(
+    "bad", ["", "2 parsecs", "-1s", -1, False, None, math.inf, math.nan, "9" * 5000, NESTED], ids=kind
+)
 def test_refuses_durations(bad: object) -> None:
     with pytest.raises(
         ConfigError, match=r"^load_deadline: expected a time such as 500ms, 2s or a number of seconds, got "
@@ -179,9 +229,35 @@ class TestFromDict:
             ({"cpu": {"capacity": 1, "policy": ""}}, "cpu.policy: expected a name, got ''"),
             ({"cpu": {"capcity": 1}}, "cpu.capcity: no such setting; did you mean cpu.capacity?"),
             ({"cpu": {"x": 1}}, "cpu.x: no such setting; expected one of capacity, policy"),
+            (
+                {"capacity": "8GiB"},
+                'capacity: no such setting; did you mean cpu.capacity? Write {"cpu": {"capacity": ...}}',
+            ),
+            ({"cpu_capacity": 1}, "cpu_capacity: no such setting; did you mean cpu.capacity?"),
+            ({"cpu.capacity": 1}, 'cpu.capacity: no such setting; did you mean cpu.capacity? Write {"cpu": '),
+            ({"polcy": "arc"}, "polcy: no such setting; did you mean cpu.policy?"),
+            (
+                {"cpu": {"capacity": 1, "load_deadline": 2}},
+                "cpu.load_deadline: no such setting; did you mean load_deadline? Move it out of cpu",
+            ),
             ({"block_per_chunk": 1}, "block_per_chunk: no such setting; did you mean blocks_per_chunk?"),
             ({"cpu_bytes_to_us": 1}, "cpu_bytes_to_us: no such setting; did you mean cpu_bytes_to_use?"),
             ({1: 2}, "1: no such setting; expected one of "),
+            ({10**5000: 1}, "a value of type int that is too long to print: no such setting; "),
+            ({"x" * 10**6: 1}, "'xxxx"),
+            ({"two\nlines": 1}, "'two\\nlines': no such setting; "),
+            ({"\ud800": 1}, "'\\ud800': no such setting; "),
+            ({"cpu": NESTED}, "cpu: expected a table of settings, got "),
+            ({"cpu": {"capacity": datetime.date(2020, 1, 1)}}, "cpu.capacity: expected a size such as 8GiB"),
+            ({"cpu": {"capacity": 1, "policy": "\ud800"}}, "cpu.policy: expected a name, got '\\ud800'"),
+            ({"staging": 10**400}, "staging: expected a size below 8.0 EiB, got 1000"),
+            (
+                {"blocks_per_chunk": 10**400},
+                "blocks_per_chunk: expected a whole number of at most 2147483647, got 1000",
+            ),
+            ({"store_threshold": -(10**5000)}, "store_threshold: expected a whole number of at least 0, got a value"),
+            ({"store_deadline": 10**400}, "store_deadline: expected a year (8760h) at most, got 1000"),
+            ({"prompt_only": NESTED}, "prompt_only: expected true or false, got a value of type list that is too long"),
             ({"blocks_per_chunk": 0}, "blocks_per_chunk: expected a whole number of at least 1, got 0"),
             ({"blocks_per_chunk": True}, "blocks_per_chunk: expected a whole number of at least 1, got True"),
             ({"blocks_per_chunk": "2"}, "blocks_per_chunk: expected a whole number of at least 1, got '2'"),
@@ -205,7 +281,8 @@ class TestFromDict:
             KVTierConfig.from_dict(complete)
         assert str(caught.value).startswith(message)
         assert "\n" not in str(caught.value)
-        assert caught.value.path == message.split(":")[0] or caught.value.path == ""
+        assert len(str(caught.value)) < 400
+        assert caught.value.path == str(caught.value).split(": ")[0] or caught.value.path == ""
 
     def test_a_python_object_is_validated_too(self) -> None:
         with pytest.raises(ConfigError, match=r"cpu\.capacity: "):
@@ -227,13 +304,53 @@ class TestFromFile:
             ("c.toml", "cpu = ", "expected TOML: Invalid value"),
             ("c.toml", "[cpu]\ncapacity = 1\npolice = 'lru'", "cpu.police: no such setting; did you mean cpu.policy?"),
             ("c.json", "[]", "expected a table of settings, got []"),
+            ("c.json", "cpu:\n  capacity: 8GiB", "expected JSON: Expecting value"),
+            ("c.json", '{"cpu": {"capacity": NaN}}', "expected JSON: NaN is no number"),
+            ("c.json", '{"cpu": {"capacity": -Infinity}}', "expected JSON: -Infinity is no number"),
+            ("c.json", '{"cpu": {"capacity": 1e400}}', "cpu.capacity: expected a size such as 8GiB"),
+            ("c.json", '{"cpu": {"capacity": 1, "capacity": 2}}', "expected JSON: 'capacity' is given 2 times"),
+            ("c.json", '{"cpu": {"capacity": %s}}' % ("9" * 5000), "expected JSON: Exceeds the limit"),
+            ("c.json", '{"cpu": %s}' % ("[" * 200_000), "expected JSON: "),
+            ("c.json", '{"cpu": {"capacity": 1, "policy": "\\ud800"}}', "cpu.policy: expected a name, got '\\ud800'"),
+            ("c.toml", "cpu = %s" % ("[" * 200_000), "expected TOML: "),
+            ("c.toml", "[cpu]\ncapacity = 1\ncapacity = 2", "expected TOML: Cannot overwrite a value"),
+            ("c.toml", "[cpu]\ncapacity = %s" % ("9" * 5000), "expected TOML: Exceeds the limit"),
+            ("c.toml", "[cpu]\ncapacity = inf", "cpu.capacity: expected a size such as 8GiB"),
+            ("c.TOML", "[cpu]\ncapacity = 2020-01-01", "cpu.capacity: expected a size such as 8GiB"),
+            ("c.json", " " * (1 << 20) + "{}", "expected a file of settings, got more than 1.0 MiB"),
+            ("c.json", '{"kv_connector": "X", "kv_connector_extra_config": {}}', "kv_connector: expected 'KVTierConn"),
+            ("c.json", WRAPPED % "null", "expected a table of settings, got None"),
+            ("c.json", WRAPPED % '{"capacity": 1}', "capacity: no such setting; did you mean cpu.capacity?"),
         ],
+        ids=kind,
     )
     def test_errors_name_the_file(self, tmp_path: Path, name: str, text: str, problem: str) -> None:
         (tmp_path / name).write_text(text)
         with pytest.raises(ConfigError) as caught:
             KVTierConfig.from_file(tmp_path / name)
         assert str(caught.value).startswith(f"{tmp_path / name}: {problem}")
+        assert "\n" not in str(caught.value)
+
+    def test_all_that_vllm_takes_is_read(self, tmp_path: Path) -> None:
+        (tmp_path / "c.json").write_text(WRAPPED % '{"cpu_bytes_to_use": "8Gi"}')
+        assert KVTierConfig.from_file(tmp_path / "c.json") == KVTierConfig(cpu=CPUConfig(capacity=8 * GIB))
+
+    def test_a_byte_order_mark_is_read_over(self, tmp_path: Path) -> None:
+        for name, text in {"c.json": '{"cpu": {"capacity": 5}}', "c.toml": "cpu.capacity = 5"}.items():
+            (tmp_path / name).write_text(text, encoding="utf-8-sig")
+            assert KVTierConfig.from_file(tmp_path / name).cpu.capacity == 5
+
+    @pytest.mark.parametrize("content", [b"\xff\xfe{\x00}\x00", b'{"cpu": "\xff"}', bytes(range(256))])
+    def test_what_is_not_utf_8_is_refused(self, tmp_path: Path, content: bytes) -> None:
+        for name in ("c.json", "c.toml"):
+            (tmp_path / name).write_bytes(content)
+            with pytest.raises(ConfigError, match=rf"{name}: expected .*'utf-8' codec can't decode"):
+                KVTierConfig.from_file(tmp_path / name)
+
+    @pytest.mark.parametrize("path", ["", ".", "a\0b", "/dev/null/c.json", "\udcff.json"])
+    def test_what_is_no_file_is_refused(self, path: str) -> None:
+        with pytest.raises(ConfigError, match="cannot read this file: "):
+            KVTierConfig.from_file(path)
 
     def test_a_missing_file(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"gone\.json: cannot read this file: .*No such file"):
@@ -282,6 +399,8 @@ class TestGeometry:
             ({"rank": 1}, "rank: expected less than world_size (1), got 1"),
             ({"rank": -1}, "rank: expected a whole number of at least 0, got -1"),
             ({"engine_id": ""}, "engine_id: expected a name, got ''"),
+            ({"engine_id": "\ud800"}, "engine_id: expected a name, got '\\ud800'"),
+            ({"world_size": 2**31}, "world_size: expected a whole number of at most 2147483647, got 2147483648"),
             ({"namespace": None}, "namespace: expected a string, got None"),
             ({"settings": {}}, "settings: expected a KVTierConfig, got {}"),
             (

@@ -241,12 +241,19 @@ def test_the_factory_takes_an_engines_own_config() -> None:
         ("curve", "key"),
         ("curve", {"secret": "x"}),
         ("sequence_file", ""),
+        ("hwm", 10**400),
+        ("buffer_bytes", 10**400),
+        ("max_blocks_per_event", -(10**5000)),
+        ("heartbeat_interval", 10**400),
+        ("topic", "\ud800"),
     ],
+    ids=lambda each: each if isinstance(each, str) and len(each) < 40 else type(each).__name__,
 )
 def test_a_bad_setting_is_named(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=field) as caught:
         KVEventsConfig.from_mapping({field: value})
     assert caught.value.path == field
+    assert len(str(caught.value)) < 250
 
 
 def test_an_unknown_setting_gets_a_suggestion() -> None:

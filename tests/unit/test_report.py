@@ -15,6 +15,7 @@ from tests.unit.demo_kit import demo_result, with_wrong_token
 from kvtier.demo.result import DemoResult
 from kvtier.report import render_report
 from kvtier.report.plots import HEIGHT, WIDTH, Linear, Log, Plot
+from kvtier.report.style import STYLE
 
 positive = st.floats(min_value=1e-3, max_value=1e9)
 
@@ -38,6 +39,31 @@ def test_the_headline_says_it_all() -> None:
     assert "First token 8.75× sooner" in header
     assert "✓ identical: all 72 generated tokens are the same" in header
     assert "700 ms → 80.0 ms" in header
+
+
+def test_the_headline_says_which_model_and_that_its_weights_are_random() -> None:
+    page = parse(demo_result())
+    for element in (next(page.iter("h1")), next(page.iter("title"))):
+        assert "built-in model (llama), 9.97 million parameters, random weights" in text_of(element)
+    assert "The model's weights are random" in text_of(next(page.iter("header")))
+    model = {"name": "Qwen3-8B", "family": "qwen3", "parameters": 8_190_735_360, "random_weights": False}
+    page = parse(replace(demo_result(), config={"model": model}))
+    assert "Qwen3-8B (qwen3), 8.19 billion parameters" in text_of(next(page.iter("h1")))
+    assert "random" not in text_of(next(page.iter("header")))
+
+
+def test_on_a_phone_every_cell_stands_below_the_other_and_says_its_column() -> None:
+    """A table of four columns needs more than 320 pixels; its right column would only come by scrolling."""
+    page = parse(demo_result())
+    for table in page.iter("table"):
+        columns = [column.text or "" for column in table.iter("th")]
+        for row in table.iter("tr"):
+            cells = list(row.iter("td"))
+            assert [cell.get("data-column", "") for cell in cells] in (columns, [])
+            assert all(bool(text_of(cell)) != (cell.get("class") == "empty") for cell in cells)
+    phone = STYLE[STYLE.index("@media (max-width: 560px)") :]
+    assert "table, tbody, tr, td { display: block; }" in phone
+    assert "td[data-column]::before { content: attr(data-column);" in phone
 
 
 def test_a_difference_is_not_hidden() -> None:

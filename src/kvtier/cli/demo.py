@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,7 @@ from rich.console import Console
 from typer import Option
 
 from kvtier.cli.display import ProgressDisplay, print_result
+from kvtier.cli.interrupts import interruptible
 from kvtier.config import KVTierConfig
 from kvtier.demo.models import DEMO_MODEL, QUICK_MODEL
 from kvtier.demo.result import DemoResult
@@ -49,7 +51,15 @@ _OPTIONS = {
 }
 """Which option sets which field, so that an error names what was typed."""
 
-_Model = Annotated[Path | None, Option(help=f"Hugging Face folder ({_FAMILIES}).", show_default="built-in")]
+_Model = Annotated[
+    Path | None,
+    Option(
+        metavar="FOLDER",
+        help=f"A folder with config.json and *.safetensors of a {_FAMILIES} model, as `hf download Qwen/Qwen3-0.6B "
+        "--local-dir FOLDER` makes it.",
+        show_default="built-in, random weights",
+    ),
+]
 _Device = Annotated[str, Option(help="cpu or cuda.")]
 _Dtype = Annotated[str, Option(help="Of weights and KV: float32, float16 or bfloat16.")]
 _Compute = Annotated[str, Option(help="Of activations. With float64, rounding does not depend on the batch.")]
@@ -126,25 +136,45 @@ def _run(settings: DemoSettings, command: list[str], json_file: str | None, repo
     _expect_writable("--json", None if json_file in (None, "-") else Path(str(json_file)))
     _prepare_engine(settings.kvtier.cpu.policy)
     console = Console(stderr=json_file == "-", highlight=False)
-    with ProgressDisplay(console) as display:
-        result = run_demo(settings, display)
-    print_result(console, result)
-    if report is not None:
-        _write_whole(report, render_report(result, command=command))
-        console.print(f"report: {report}", soft_wrap=True)
-    if json_file is not None:
-        _write_json(json_file, result)
+    with interruptible():
+        with ProgressDisplay(console) as display:
+            result = run_demo(settings, display)
+        print_result(console, result)
+        if report is not None:
+            _write_whole(report, render_report(result, command=command))
+            console.print(f"report: {report}", soft_wrap=True)
+        if json_file is not None:
+            _write_json(json_file, result)
     return result.identical
 
 
 def _expect_writable(option: str, path: Path | None) -> None:
-    """Refuse a file that cannot be written, before the work that would be lost."""
+    """Refuse a file that cannot be written, before the work that would be lost: by writing beside it, as will be done."""
     if path is None:
         return
-    if path.is_dir() or not path.parent.is_dir():
-        raise InputError(f"{option}: expected a file in a folder that exists, got {str(path)!r}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise InputError(f"{option}: expected a file that may be written, got {str(path)!r}")
+    try:
+        _probe(path.resolve())
+    except IsADirectoryError:
+        raise InputError(f"{option}: expected a file, got the folder {str(path)!r}; name a file in it") from None
+    except NotADirectoryError:
+        raise InputError(f"{option}: expected a file in a folder that exists, got {str(path)!r}") from None
+    except (OSError, RuntimeError) as error:  # the latter for a loop of links
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{option}: expected a file that can be written, got {str(path)!r} ({reason})") from None
+
+
+def _probe(target: Path) -> None:
+    """Raise `OSError` if a file cannot be written."""
+    if target.is_dir():
+        raise IsADirectoryError
+    if not target.parent.is_dir():
+        raise NotADirectoryError
+    if target.exists() and not os.access(target, os.W_OK):
+        raise PermissionError("it may not be written")
+    if not target.exists() or target.is_file():
+        partial = _partial(target)
+        partial.touch()
+        partial.unlink()
 
 
 def _prepare_engine(policy: str) -> None:
@@ -159,7 +189,7 @@ def _prepare_engine(policy: str) -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "safetensors"):
             raise
-        raise InputError(f'kvtier demo needs {error.name}, which is missing: pip install "kvtier[engine]"') from None
+        raise InputError(f"kvtier demo needs {error.name}, which is missing: pip install torch safetensors") from None
 
 
 def _name_option(error: ConfigError) -> None:
@@ -180,13 +210,19 @@ def _write_json(file: str, result: DemoResult) -> None:
 def _write_whole(path: Path, text: str) -> None:
     """Write a file such that nobody ever sees half of it. What is no file, a pipe for one, is written to as it is."""
     target = path.resolve()
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    partial = _partial(target)
     try:
         if target.exists() and not target.is_file():
-            target.write_text(text, encoding="utf-8")
+            target.write_text(text, encoding="utf-8", errors="backslashreplace")
             return
-        partial.write_text(text, encoding="utf-8")
+        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
         partial.replace(target)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise OutsideError(f"{path}: expected a file that can be written: {error}") from error
+    finally:
+        with suppress(OSError):
+            partial.unlink()
+
+
+def _partial(target: Path) -> Path:
+    return target.with_name(f".{target.name}.{os.getpid()}")

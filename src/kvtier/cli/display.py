@@ -1,24 +1,26 @@
 """What `kvtier demo` shows: both runs as they go, and the table at the end.
 
-On a terminal a live table, elsewhere a line for each quarter of a run. One thread.
+On a terminal a live table, elsewhere a line for each quarter of a run. Where a table is too wide for the terminal,
+its rows become lines that wrap: nothing is cut off. One thread.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from kvtier.demo.result import DemoResult, RequestResult, RunResult
-from kvtier.demo.summary import format_ms, summarize
+from kvtier.demo.summary import Row, describe_model, format_ms, summarize
 
 __all__ = ["ProgressDisplay", "print_result"]
 
@@ -83,20 +85,17 @@ class ProgressDisplay:
         line.requests.append(request)
         done = len(line.requests)
         if not self._console.is_terminal and done * 4 // line.total > (done - 1) * 4 // line.total:
-            self._print_plainly(line)
+            self._console.print(_sentence(line), soft_wrap=True)
 
     def end(self, run: str, result: RunResult) -> None:
         """Stop its clock."""
         self._runs[run].wall = result.wall_seconds
 
-    def _print_plainly(self, line: _Run) -> None:
-        count, gpu, cpu, recomputed, ttft, wall = line.cells()
-        tokens = f"tokens from GPU {gpu}, from CPU tier {cpu}, recomputed {recomputed}"
-        text = f"{_NAMES[line.name]}: {count} requests in {wall}, {tokens}, first token p50 {ttft}"
-        self._console.print(text, soft_wrap=True)
-
-    def _render(self) -> Table | Text:
-        return self._table() if self._runs else Text("loading the model …", style="dim")
+    def _render(self) -> RenderableType:
+        if not self._runs:
+            return Text("loading the model …", style="dim")
+        table = self._table()
+        return table if _fits(self._console, table) else Group(*(Text(_sentence(line)) for line in self._runs.values()))
 
     def _table(self) -> Table:
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
@@ -110,14 +109,38 @@ class ProgressDisplay:
         return table
 
 
+def _sentence(line: _Run) -> str:
+    """Write all that the live table shows."""
+    count, gpu, cpu, recomputed, ttft, wall = line.cells()
+    tokens = f"tokens from GPU {gpu}, from CPU tier {cpu}, recomputed {recomputed}"
+    return f"{_NAMES[line.name]}: {count} requests in {wall}, {tokens}, first token p50 {ttft}".removesuffix(" ")
+
+
+def _fits(console: Console, table: Table) -> bool:
+    """Say whether a terminal is wide enough for a table whose cells do not wrap."""
+    return console.measure(table, options=console.options.update(max_width=1000)).maximum <= console.width
+
+
+def _list(rows: Iterable[Row]) -> Text:
+    """Write each row of the result in two lines."""
+    text = Text(f"\n{' → '.join(_NAMES.values())}\n", style="bold")
+    for row in rows:
+        values = f"{row.off} → {row.on}" if row.off else row.on
+        text.append(f"{row.label}\n", style="not bold")
+        text.append(f"    {values}{'  ' if row.change else ''}{row.change}\n")
+    return text
+
+
 def print_result(console: Console, result: DemoResult) -> None:
-    """Print both runs side by side, and the verdict."""
+    """Print which model ran, both runs side by side, and the verdict."""
+    console.print(Text(f"model: {describe_model(result)}"))
     table = Table(box=box.SIMPLE_HEAD, header_style="bold")
     for heading in ("", *_NAMES.values(), ""):
         table.add_column(heading, justify="right" if table.columns else "left", no_wrap=True)
-    for row in summarize(result):
+    rows = list(summarize(result))
+    for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    console.print(table)
+    console.print(table if _fits(console, table) else _list(rows))
     if result.difference is None:
         tokens = f"all {result.on.generated_tokens:,} generated tokens are the same in both runs"
         console.print(Text(f"✓ identical: {tokens}", style="bold green"), soft_wrap=True)

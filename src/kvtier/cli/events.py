@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check_command", "events_app", "keygen_command", "record_command", "replay_command", "tail_command"]
 
-events_app = typer.Typer(help="Look at a KV event stream, record it, play it again, check it.", no_args_is_help=True)
+events_app = typer.Typer(help="Look at a KV event stream, record it, play it again, check it.")
 
 _WAKE = 0.5
 """How often a quiet stream is left to see whether anybody still reads our output, in seconds."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BlockKeys", "Counting", "index_app", "serve_command"]
 
-index_app = typer.Typer(help="Who holds which prefix, for routers to ask.", no_args_is_help=True)
+index_app = typer.Typer(help="Who holds which prefix, for routers to ask.")
 
 
 class BlockKeys(StrEnum):
@@ -47,11 +47,6 @@ _Follow = Annotated[
 ]
 _Model = Annotated[str, Option(help="The model of those publishers.")]
 _Block = Annotated[int, Option(metavar="TOKENS", min=1, help="Their block size.")]
-
-
-@index_app.callback()
-def _root() -> None:
-    """Keep `serve` a command of its own: typer else takes a lone command for the whole."""
 
 
 @index_app.command("serve")

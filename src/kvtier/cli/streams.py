@@ -1,4 +1,7 @@
-"""Lines that flow until somebody has had enough: printed at once, ended quietly. For the thread of the command alone."""
+"""Output of commands: lines that are printed at once, and what becomes of them when nobody reads or nothing can be written.
+
+For the thread of the command alone.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,21 @@ import os
 import select
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 
-__all__ = ["ending_quietly", "expect_reader", "remark", "say"]
+from kvtier.cli.interrupts import interruptible
+
+__all__ = ["discard_output", "ending_quietly", "expect_reader", "flush_output", "open_streams", "remark", "say"]
+
+
+def open_streams() -> None:
+    """Give the process an output and an error stream that take every character, also where it was started without."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 (it lives as long as the process)
+        if isinstance(stream := getattr(sys, name), TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def say(lines: Iterable[str]) -> None:
@@ -19,8 +34,11 @@ def say(lines: Iterable[str]) -> None:
 
 
 def remark(text: str) -> None:
-    """Print a line for people, which is no output."""
-    print(text, file=sys.stderr, flush=True)
+    """Print a line for people, which is no output: where it cannot be written, it is left out."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        _redirect(2)
 
 
 def expect_reader() -> None:
@@ -39,9 +57,29 @@ def expect_reader() -> None:
 def ending_quietly() -> Iterator[None]:
     """Take Ctrl-C, or a reader that went away, for the end."""
     try:
-        yield
+        with interruptible():
+            yield
     except KeyboardInterrupt:
         pass
     except BrokenPipeError:
-        # Python flushes stdout once more when it ends, and would complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()
+
+
+def flush_output() -> None:
+    """Write what has not been written, if that is possible."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        discard_output()
+
+
+def discard_output() -> None:
+    """Give up what has not been written: Python tries once more when it ends, and would complain."""
+    with suppress(OSError, ValueError):  # not a real file, as in a test
+        _redirect(sys.stdout.fileno())
+
+
+def _redirect(descriptor: int) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)

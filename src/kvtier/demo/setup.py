@@ -138,6 +138,8 @@ def describe(settings: DemoSettings, engine: Engine) -> dict[str, Any]:
     return {
         "model": {
             "source": str(settings.model) if isinstance(settings.model, Path) else "built-in, seeded random weights",
+            "name": settings.model.resolve().name if isinstance(settings.model, Path) else "built-in model",
+            "random_weights": not isinstance(settings.model, Path),
             "family": model.family,
             "parameters": sum(math.prod(shape) for shape in weight_shapes(model).values()),
             "layers": model.num_layers,

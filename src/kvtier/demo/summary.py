@@ -11,7 +11,7 @@ from typing import NamedTuple
 from kvtier.config import format_size
 from kvtier.demo.result import DemoResult, PoolUse, RunResult
 
-__all__ = ["MEANINGS", "Row", "format_ms", "summarize"]
+__all__ = ["MEANINGS", "Row", "describe_model", "format_ms", "summarize"]
 
 MEANINGS = {
     "nothing": "All whole chunks were there; only the rest of the prompt, less than a chunk, was computed.",
@@ -40,6 +40,22 @@ def format_ms(milliseconds: float) -> str:
     value, unit = (milliseconds / 1000, "s") if milliseconds >= 999.5 else (milliseconds, "ms")
     digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
     return f"{value:.{digits}f} {unit}"
+
+
+def describe_model(result: DemoResult) -> str:
+    """Say which model ran: `built-in model (llama), 9.97 million parameters, random weights`."""
+    model = result.config.get("model", {})
+    words = [str(model.get("name", "model of no name"))]
+    if "family" in model:
+        words[0] += f" ({model['family']})"
+    if "parameters" in model:
+        words.append(_parameters(model["parameters"]))
+    return ", ".join(words + (["random weights"] if model.get("random_weights") else []))
+
+
+def _parameters(number: int) -> str:
+    value, unit = (number / 1e9, "billion") if number >= 999_500_000 else (number / 1e6, "million")
+    return f"{value:.3g} {unit} parameters"
 
 
 def summarize(result: DemoResult) -> Iterator[Row]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, show_value
 
 __all__ = ["EngineConfig"]
 
@@ -15,6 +15,8 @@ _DTYPES = ("float32", "float16", "bfloat16")
 _COMPUTE_DTYPES = (*_DTYPES, "float64")
 _KV_LAYOUTS = ("blocks_first", "kv_first")
 _DEVICES = ("cpu", "cuda")
+_MOST = (1 << 31) - 1
+"""No count is higher: block ids and tokens are 32-bit numbers on the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,15 +54,17 @@ class EngineConfig:
         self._one_of("dtype", self.dtype, _DTYPES)
         self._one_of("compute_dtype", self.compute_dtype, (None, *_COMPUTE_DTYPES))
         self._one_of("kv_layout", self.kv_layout, _KV_LAYOUTS)
-        self._one_of("device", self.device.partition(":")[0], _DEVICES)
+        self._one_of("device", str(self.device).partition(":")[0], _DEVICES)
 
     def _at_least(self, field: str, least: int, why: str = "") -> None:
         value = getattr(self, field)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             reason = f" ({why})" if why else ""
-            raise ConfigError(field, f"expected a whole number of at least {least}{reason}, got {value!r}")
+            raise ConfigError(field, f"expected a whole number of at least {least}{reason}, got {show_value(value)}")
+        if value > _MOST:
+            raise ConfigError(field, f"expected a whole number of at most {_MOST}, got {show_value(value)}")
 
     @staticmethod
     def _one_of(field: str, value: object, choices: tuple[object, ...]) -> None:
         if value not in choices:
-            raise ConfigError(field, f"expected one of {', '.join(map(repr, choices))}, got {value!r}")
+            raise ConfigError(field, f"expected one of {', '.join(map(repr, choices))}, got {show_value(value)}")

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from kvtier.errors import ModelError
+from kvtier.errors import ModelError, show_value
 
 __all__ = ["FAMILIES", "ModelConfig", "RopeConfig", "parse_token_ids", "weight_shapes"]
 
@@ -21,6 +21,9 @@ FAMILIES = ("llama", "ministral", "mistral", "qwen2", "qwen3")
 """The values of `model_type` that the engine runs."""
 
 T = TypeVar("T", int, float, bool)
+
+_MOST = 1 << 53
+"""No number of a model is higher; up to here ints and floats are the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +43,11 @@ class RopeConfig:
         name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
         scaling = config.get(name) or {}
         if not isinstance(scaling, Mapping) or any(isinstance(value, Mapping) for value in scaling.values()):
-            raise ModelError(f"{name}: expected one object for all layers, got {scaling!r}")
+            raise ModelError(f"{name}: expected one object for all layers, got {show_value(scaling)}")
         rope = {**config, **scaling}
         kind = scaling.get("rope_type") or scaling.get("type") or "default"
         if kind not in ("default", "linear", "llama3"):
-            raise ModelError(f"rope_type: expected default, linear or llama3, got {kind!r}")
+            raise ModelError(f"rope_type: expected default, linear or llama3, got {show_value(kind)}")
         if (part := _read(rope, "partial_rotary_factor", float, 1.0)) != 1.0:
             raise ModelError(f"partial_rotary_factor: expected 1.0, got {part}")
         context = _read(config, "max_position_embeddings", int, 2048)
@@ -100,9 +103,9 @@ class ModelConfig:
         """Read a Hugging Face `config.json`, or raise `ModelError` naming the field that the engine cannot honour."""
         family = config.get("model_type")
         if family not in FAMILIES:
-            raise ModelError(f"model_type: expected one of {', '.join(FAMILIES)}, got {family!r}")
+            raise ModelError(f"model_type: expected one of {', '.join(FAMILIES)}, got {show_value(family)}")
         if (act := config.get("hidden_act", "silu")) != "silu":
-            raise ModelError(f"hidden_act: expected 'silu', got {act!r}")
+            raise ModelError(f"hidden_act: expected 'silu', got {show_value(act)}")
         if config.get("quantization_config") is not None:
             raise ModelError("quantization_config: expected none, quantised checkpoints cannot be run")
         num_layers = _read(config, "num_hidden_layers", int)
@@ -160,7 +163,7 @@ def parse_token_ids(value: object) -> tuple[int, ...]:
     """Read an `eos_token_id`, which may be absent, one id or a list."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(type(token) is not int for token in ids):
-        raise ModelError(f"eos_token_id: expected a token id or a list of them, got {value!r}")
+        raise ModelError(f"eos_token_id: expected a token id or a list of them, got {show_value(value)}")
     return tuple(ids)
 
 
@@ -169,11 +172,13 @@ def _read(config: Mapping[str, Any], name: str, kind: type[T], default: T | None
     value = config.get(name)
     if value is None and default is not None:
         return default
-    if kind is float and type(value) is int:
+    if isinstance(value, (int, float)) and value > _MOST:
+        raise ModelError(f"{name}: expected at most {_MOST}, got {show_value(value)}")
+    if kind is float and type(value) is int and value > 0:
         value = float(value)
-    if type(value) is not kind or (kind is not bool and not 0 < value < math.inf):
+    if type(value) is not kind or (kind is not bool and not value > 0):
         expected = "true or false" if kind is bool else f"a positive {kind.__name__}"
-        raise ModelError(f"{name}: expected {expected}, got {'nothing' if value is None else repr(value)}")
+        raise ModelError(f"{name}: expected {expected}, got {'nothing' if value is None else show_value(value)}")
     return value
 
 
@@ -200,6 +205,8 @@ def _sliding_windows(config: Mapping[str, Any], family: str, num_layers: int) ->
     types = config.get("layer_types")
     if types is None:
         first = config.get("max_window_layers", 28) if qwen else 0
+        if type(first) is not int:
+            raise ModelError(f"max_window_layers: expected a whole number, got {show_value(first)}")
         return tuple(window if i >= first else None for i in range(num_layers))
     if family == "mistral":
         raise ModelError("layer_types: expected none for model_type mistral, use ministral for layers that differ")
@@ -208,10 +215,10 @@ def _sliding_windows(config: Mapping[str, Any], family: str, num_layers: int) ->
 
 def _typed_windows(types: Sequence[str], window: int | None, num_layers: int) -> tuple[int | None, ...]:
     if not isinstance(types, list) or len(types) != num_layers:
-        raise ModelError(f"layer_types: expected a list of one per layer ({num_layers}), got {types!r}")
+        raise ModelError(f"layer_types: expected a list of one per layer ({num_layers}), got {show_value(types)}")
     for kind in types:
         if kind not in ("full_attention", "sliding_attention"):
-            raise ModelError(f"layer_types: expected full_attention or sliding_attention, got {kind!r}")
+            raise ModelError(f"layer_types: expected full_attention or sliding_attention, got {show_value(kind)}")
     if window is None and "sliding_attention" in types:
         raise ModelError("sliding_window: expected a positive int for the sliding_attention layers, got nothing")
     return tuple(window if kind == "sliding_attention" else None for kind in types)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvtier.engine.model_config import ModelConfig, parse_token_ids, weight_shapes
-from kvtier.errors import ModelError
+from kvtier.errors import ModelError, show_value
 
 __all__ = ["load_config", "load_weights", "random_weights", "save_model"]
 
@@ -90,33 +91,45 @@ def _parse(path: Path, parse: Callable[[dict[str, Any]], T]) -> T:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.parent.is_dir():
-        raise ModelError(f"{path.parent}: expected a model folder, there is none")
+    _expect_folder(path.parent)
     if not path.is_file():
-        raise ModelError(f"{path}: expected a JSON file, there is none; is this a Hugging Face model folder?")
+        raise ModelError(f"{path}: expected a JSON file, there is none; {_how_to_get_one('model')}")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ModelError(f"{path}: expected a file that can be read ({error})") from None
+    except (ValueError, RecursionError) as error:  # the parser has no own error for long numbers and deep nesting
         raise ModelError(f"{path}: expected JSON, got something else ({error})") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path}: expected a JSON object, got a {type(value).__name__}")
     return value
 
 
+def _expect_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        found = "got a file" if folder.exists() else "there is none"
+        raise ModelError(f"{folder}: expected a model folder, {found}; {_how_to_get_one(str(folder))}")
+
+
+def _how_to_get_one(folder: str) -> str:
+    """Say what a model folder is, and a command after which there is one."""
+    download = f"hf download Qwen/Qwen3-0.6B --local-dir {shlex.quote(folder)}"
+    return f"a model folder has config.json and *.safetensors; for one: pip install huggingface_hub && {download}"
+
+
 def _files(folder: Path) -> list[Path]:
     """List the files that hold the weights, all of which exist."""
-    if not folder.is_dir():
-        raise ModelError(f"{folder}: expected a model folder, there is none")
+    _expect_folder(folder)
     index = folder / _INDEX
     if index.is_file():
         names = _read_json(index).get("weight_map")
-        if not isinstance(names, dict) or not names:
-            raise ModelError(f"{index}: expected weight_map to name the file of each tensor, got {names!r}")
-        files = [folder / str(name) for name in sorted(set(names.values()))]
+        if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+            raise ModelError(f"{index}: expected weight_map to name the file of each tensor, got {show_value(names)}")
+        files = [folder / name for name in sorted(set(names.values()))]
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ModelError(f"{folder}: expected *.safetensors files, there are none")
+        raise ModelError(f"{folder}: expected *.safetensors files, there are none; {_how_to_get_one('model')}")
     for path in files:
         if not path.is_file():
             raise ModelError(f"{path}: expected a file, {_INDEX} names it and there is none")

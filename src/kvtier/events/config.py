@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any, Self
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, show_value
 from kvtier.events.curve import CurveServer
 from kvtier.events.wire import Encoding, array_fields
 
@@ -22,6 +22,9 @@ COUNTINGS = ("count", "set")
 LONG_REPLAYS = ("jump", "end")
 VLLM_FIELDS = ("endpoint", "replay_endpoint", "buffer_steps", "hwm", "max_queue_size", "topic")
 """What every registered publisher is given; the other fields only where they were set."""
+_MOST = (1 << 31) - 1
+"""What a count may be: ZeroMQ takes ints of 32 bits, and nobody has memory for more batches."""
+_DAY = 24 * 3600
 
 
 @dataclass(frozen=True)
@@ -80,20 +83,14 @@ class KVEventsConfig:
             _check(name, getattr(self, name), isinstance(getattr(self, name), bool), "true or false")
         for name in ("publisher", "endpoint", "topic", "array_version"):
             value = getattr(self, name)
-            _check(name, value, isinstance(value, str) and (value or name == "topic"), "a string")
+            good = isinstance(value, str) and value.isprintable() and (value or name == "topic")
+            _check(name, value, good, "a string that can be printed")
         for name in ("replay_endpoint", "sequence_file"):
             value = getattr(self, name)
             _check(name, value, value is None or (isinstance(value, str) and value), "a string or nothing")
-        for name, least in (
-            ("buffer_steps", 1),
-            ("buffer_bytes", 1),
-            ("hwm", 0),
-            ("max_queue_size", 1),
-            ("max_fillers", 0),
-        ):
-            _check(
-                name, getattr(self, name), _is_count(getattr(self, name), least), f"a whole number of at least {least}"
-            )
+        for name, least in (("buffer_steps", 1), ("hwm", 0), ("max_queue_size", 1), ("max_fillers", 0)):
+            _check_count(name, getattr(self, name), least, _MOST)
+        _check_count("buffer_bytes", self.buffer_bytes, 1, (1 << 63) - 1)
         self._check_choices()
 
     def _check_choices(self) -> None:
@@ -102,13 +99,10 @@ class KVEventsConfig:
         _check_one_of("counting", self.counting, COUNTINGS)
         _check_one_of("long_replay", self.long_replay, LONG_REPLAYS)
         beat, most = self.heartbeat_interval, self.max_blocks_per_event
-        good = beat is None or (
-            isinstance(beat, (int, float)) and not isinstance(beat, bool) and 0 < beat < float("inf")
-        )
-        _check("heartbeat_interval", beat, good, "seconds greater than 0, or nothing")
-        _check(
-            "max_blocks_per_event", most, most is None or _is_count(most, 1), "a whole number of at least 1, or nothing"
-        )
+        good = beat is None or (isinstance(beat, (int, float)) and not isinstance(beat, bool) and 0 < beat <= _DAY)
+        _check("heartbeat_interval", beat, good, f"seconds greater than 0 and up to a day ({_DAY}), or nothing")
+        if most is not None:
+            _check_count("max_blocks_per_event", most, 1, _MOST, ", or nothing")
         _check("curve", self.curve, self.curve is None or isinstance(self.curve, CurveServer), "a CurveServer")
         try:
             array_fields(self.array_version)
@@ -121,19 +115,22 @@ class KVEventsConfig:
         known = [field.name for field in fields(cls)]
         for name in settings:
             if name not in known:
-                near = get_close_matches(str(name), known, n=1)
+                shown = name if isinstance(name, str) and name.isprintable() and len(name) < 80 else show_value(name)
+                near = get_close_matches(shown, known, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else f" (known: {', '.join(known)})"
-                raise ConfigError(str(name), f"unknown field{hint}")
+                raise ConfigError(shown, f"unknown field{hint}")
         return cls(**settings)
 
 
-def _is_count(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _check_count(name: str, value: object, least: int, most: int, more: str = "") -> None:
+    enough = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    _check(name, value, enough, f"a whole number of at least {least}{more}")
+    _check(name, value, isinstance(value, int) and value <= most, f"a whole number of at most {most}{more}")
 
 
 def _check(name: str, value: object, good: object, expected: str) -> None:
     if not good:
-        raise ConfigError(name, f"expected {expected}, got {value!r}")
+        raise ConfigError(name, f"expected {expected}, got {show_value(value)}")
 
 
 def _check_one_of(name: str, value: object, choices: Sequence[str]) -> None:

@@ -24,7 +24,7 @@ def choose_form(form: str | None) -> str:
     if form not in FORMS:
         raise InputError(f"index form: expected one of {', '.join(FORMS)}, got {form!r}")
     if form == "numba" and not find_spec("numba"):
-        raise InputError("index form: numba is wanted but not installed: pip install kvtier[index]")
+        raise InputError("index form: numba is wanted but not installed: pip install numba")
     return form
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from kvtier import __version__
 from kvtier.config import format_size
 from kvtier.demo.result import DemoResult
-from kvtier.demo.summary import MEANINGS, format_ms, summarize
+from kvtier.demo.summary import MEANINGS, describe_model, format_ms, summarize
 from kvtier.report.figures import Figure, figures
 from kvtier.report.style import STYLE
 
@@ -52,7 +52,7 @@ def render_report(result: DemoResult, *, command: Sequence[str] = ()) -> str:
         _section("How this was measured", _method(result, command)),
         f"<details><summary>Every request</summary>{_request_table(result)}</details>",
     ]
-    title = escape(f"kvtier demo: {_verdict(result)}")
+    title = escape(f"kvtier demo: {_verdict(result)}; {describe_model(result)}")
     return _PAGE.format(title=title, style=STYLE, body="\n".join(body), version=escape(__version__))
 
 
@@ -68,12 +68,20 @@ def _headline(result: DemoResult) -> str:
     )
     return f"""<header>
 <p class="brand">kvtier demo</p>
-<h1>{_verdict(result)}</h1>
+<h1>{_verdict(result)} <span class="model">{escape(describe_model(result))}</span></h1>
 {_badge(result)}
 <p class="lead">{len(on.requests)} requests with {on.prompt_tokens:,} prompt tokens, over a GPU cache too small for them:
-{loaded:,} tokens ({share:.0%}) came back from host memory instead of being computed again.</p>
+{loaded:,} tokens ({share:.0%}) came back from host memory instead of being computed again.{_caution(result)}</p>
 <div class="tiles">{"".join(_tile(*tile) for tile in tiles)}</div>
 </header>"""
+
+
+def _caution(result: DemoResult) -> str:
+    if not result.config.get("model", {}).get("random_weights"):
+        return ""
+    return (
+        " The model's weights are random: its answers are nonsense, but it computes as a trained one of its size does."
+    )
 
 
 def _verdict(result: DemoResult) -> str:
@@ -200,7 +208,7 @@ def _request_table(result: DemoResult) -> str:
         "CPU tier",
         "recomputed",
         "first token off",
-        "on",
+        "first token on",
         "first miss",
     ]
     return _table(head, rows, css="wide")
@@ -211,12 +219,14 @@ class _Html(str):
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], css: str = "") -> str:
-    """Return a table that scrolls sideways on its own where it is too wide."""
+    """Return a table: on a phone a paragraph for each row, elsewhere one that scrolls where it is too wide."""
     top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
-    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
+    body = "".join(f"<tr>{''.join(map(_cell, head, row))}</tr>" for row in rows)
     table = f'<table class="{css}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>'
     return f'<div class="scroll">{table}</div>'
 
 
-def _cell(text: str) -> str:
-    return f"<td>{text if isinstance(text, _Html) else escape(text)}</td>"
+def _cell(column: str, text: str) -> str:
+    label = f' data-column="{escape(column)}"' if column else ""
+    empty = ' class="empty"' if not text else ""
+    return f"<td{label}{empty}>{text if isinstance(text, _Html) else escape(text)}</td>"

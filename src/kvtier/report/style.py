@@ -28,6 +28,10 @@ h1 { font-size: clamp(30px, 6.2vw, 56px); line-height: 1.08; margin: 4px 0 18px;
 h2 { font-size: 18px; line-height: 1.3; margin: 0 0 4px; }
 p { margin: 0 0 10px; }
 .brand { color: var(--on); font-weight: 650; margin: 0; }
+.model {
+  display: block; font-size: 18px; line-height: 1.35; letter-spacing: 0; font-weight: 500; margin-top: 8px;
+  overflow-wrap: anywhere;
+}
 .lead { color: var(--soft); font-size: 18px; max-width: 46em; margin: 0 0 22px; }
 .badge { display: inline-block; padding: 5px 14px; border-radius: 16px; font-weight: 600; font-size: 15px; margin: 0 0 16px; }
 .good { color: var(--good); background: var(--good-back); }
@@ -86,9 +90,24 @@ footer { max-width: 1120px; margin: 0 auto; padding: 16px 20px 40px; color: var(
   .tile p.value { font-size: 17px; white-space: normal; }
   .lead { font-size: 16px; }
   svg text { font-size: 16px; }
-  table { font-size: 13.5px; }
-  th + th, td + td { padding-left: 10px; }
-  .sub { padding-left: 10px; }
+  thead { display: none; }
+  table, tbody, tr, td { display: block; }
+  tr { padding: 8px 0; border-bottom: 1px solid var(--line); }
+  tbody tr:last-child { border-bottom: 0; }
+  td, td + td, .words td {
+    display: flex; flex-wrap: wrap; justify-content: space-between; gap: 0 12px; padding: 1px 0; border: 0;
+  }
+  td, .words td { text-align: left; overflow-wrap: anywhere; white-space: normal; }
+  td:first-child { font-weight: 600; }
+  td[data-column]::before { content: attr(data-column); color: var(--soft); font-weight: 400; }
+  td:first-child::before { content: none; }
+  td.empty { display: none; }
+  td + td:not([data-column]) { justify-content: flex-end; color: var(--on); }
+  .words td::before { content: none; }
+  .soft { font-weight: 400; }
+  .was, .tile strong { white-space: nowrap; }
+  pre { white-space: pre-wrap; overflow-wrap: anywhere; }
+  .sub { padding-left: 0; }
 }
 @media print { body { background: #fff; } figure, section { break-inside: avoid; } }
 """
