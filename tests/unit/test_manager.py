@@ -331,7 +331,7 @@ def empty_the_last(manager: CPUOffloadingManager) -> None:
 
 
 BREAKAGES: dict[str, Callable[[CPUOffloadingManager], object]] = {
-    "every slot is held, doomed or free": lambda m: m._book.free(np.array([3])),
+    "every slot is held, doomed or free": lambda m: m._doomed.update({keys(7)[0]: 3}),
     "a slot has a key iff it is held": lambda m: m._book.remove(np.array([0])),
     "no doomed chunk is held": lambda m: empty_the_last(m) or m._doomed.update({keys(1)[0]: 3}),
     "doomed chunks are in use": lambda m: empty_the_last(m) or m._doomed.update({keys(7)[0]: 3}),
