@@ -140,7 +140,7 @@ class TestBook:
     @pytest.mark.parametrize("kind", [_slots.SlotBook, PythonBook])
     def test_a_slot_is_freed_once(self, kind: Any) -> None:
         """Guards two keys in one slot, and so wrong bytes: whoever frees a slot twice is told."""
-        book_, (_, evictable, _) = book(kind, 4)
+        book_, _ = book(kind, 4)
         book_.reserve(0, [b"a", b"b"])
         book_.remove(array([0, 1]))
         for wrong in ([2], [0, 0], [0, 3], [1, 0, 1]):
