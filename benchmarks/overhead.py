@@ -93,7 +93,9 @@ def run(engine: Engine, stopwatch: Stopwatch, seed: int) -> Run:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Run both engines in turns and return the numbers."""
-    config = EngineConfig(num_blocks=160, max_num_seqs=len(LENGTHS), compute_dtype=arguments.compute_dtype)
+    config = EngineConfig(
+        num_blocks=160, max_num_seqs=len(LENGTHS), compute_dtype=arguments.compute_dtype, kv_events=True
+    )
     model, stopwatch = make_model(config), Stopwatch()
     settings = None if arguments.control else KVTierConfig.from_dict({"cpu": {"capacity": POOL}})
     with ExitStack() as stack:

@@ -102,7 +102,7 @@ def memcpy_seconds(memory: npt.NDArray[np.uint8], size: int) -> Iterator[float]:
 
 def make_engine(compute_dtype: str, lengths: Sequence[int], stopwatch: Stopwatch) -> Engine:
     """Return an engine that holds one prompt, with a CPU tier that holds several, and all its calls watched."""
-    config = EngineConfig(num_blocks=2 + (max(lengths) + ANSWER) // 16, compute_dtype=compute_dtype)
+    config = EngineConfig(num_blocks=2 + (max(lengths) + ANSWER) // 16, compute_dtype=compute_dtype, kv_events=True)
     model = make_model(config)
     stopwatch.watch(model, ["forward"])
     engine = Engine(model, config, KVTierConfig.from_dict({"cpu": {"capacity": "64MiB"}}))

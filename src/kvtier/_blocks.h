@@ -115,24 +115,28 @@ static inline Bucket *after(const Part *part, Bucket *bucket) {
 
 static inline void fetch(Blocks *self, uint64_t hash) { __builtin_prefetch(home_of(part_of(self, hash), hash), 1); }
 
-/* Return the bucket of a hash and where in it it is; NULL if it is nowhere. */
+/* Return the bucket of a hash and where in it it is; NULL if it is nowhere. Where every bucket was passed, once round is enough. */
 static inline Bucket *find_in(const Part *part, uint64_t hash, unsigned *place) {
-    for (Bucket *bucket = home_of(part, hash);; bucket = after(part, bucket)) {
+    Bucket *bucket = home_of(part, hash);
+    for (uint32_t left = part->size; left > 0; left--, bucket = after(part, bucket)) {
         unsigned same = 0; /* a bit for each slot; where the hash is cannot be foreseen, so there is no branch */
         for (unsigned i = 0; i < SLOTS; i++) same |= (unsigned)(bucket->hashes[i] == hash) << i;
         same &= (1u << bucket->used) - 1;
         if (same != 0) return *place = (unsigned)__builtin_ctz(same), bucket;
         if (bucket->passed == 0) return NULL;
     }
+    return NULL;
 }
 
 /* Say whether a hash is there: like `find_in`, for those that most likely are not. */
 static inline int is_in(const Part *part, uint64_t hash) {
-    for (const Bucket *bucket = home_of(part, hash);; bucket = after(part, (Bucket *)bucket)) {
+    const Bucket *bucket = home_of(part, hash);
+    for (uint32_t left = part->size; left > 0; left--, bucket = after(part, (Bucket *)bucket)) {
         for (unsigned i = 0; i < SLOTS; i++)
             if (bucket->hashes[i] == hash && i < bucket->used) return 1;
         if (bucket->passed == 0) return 0;
     }
+    return 0;
 }
 
 /* Return the number of a hash, 0 if it is not there. */

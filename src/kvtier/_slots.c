@@ -316,6 +316,7 @@ typedef struct {
     Py_ssize_t num_slots, num_free;
     Map map;
     int32_t *free;                       /* a stack */
+    char *is_free;                       /* by slot */
     Array readers, evictable, stored_by; /* by slot; numpy's */
     uint32_t *marks, mark;               /* by slot, to meet each but once */
 } Book;
@@ -392,7 +393,23 @@ static PyObject *book_missing(PyObject *self, PyObject *keys) {
     return list;
 }
 
-/* Give free slots to keys; return how many got one, or -1 with an exception set. */
+/* Free a slot that is empty. */
+static void push_free(Book *self, int32_t slot) {
+    set(&self->readers, slot, 0);
+    self->is_free[slot] = 1;
+    self->free[self->num_free++] = slot;
+}
+
+/* Take the slots of the first `count` keys of a call back that failed, so that it has changed nothing. */
+static void take_back(Book *self, const Array *slots, Py_ssize_t count) {
+    while (count-- > 0) {
+        int32_t slot = (int32_t)get(slots, count);
+        Py_DECREF(delete_one(&self->map, slot));
+        push_free(self, slot);
+    }
+}
+
+/* Give free slots to keys; return how many got one, or -1 with an exception set and nothing changed. */
 static Py_ssize_t reserve_all(Book *self, PyObject *keys, Py_ssize_t user, const Array *out) {
     Some some;
     Py_ssize_t done = 0, tried;
@@ -400,9 +417,11 @@ static Py_ssize_t reserve_all(Book *self, PyObject *keys, Py_ssize_t user, const
         for (Py_ssize_t i = 0; i < tried; i++) {
             if (find_one(&self->map, some.keys + i, some.hashes[i]) != NONE) { /* again: it may be an earlier key of this call */
                 PyErr_SetString(PyExc_ValueError, "expected keys without a slot");
+                take_back(self, out, done);
                 return -1;
             }
             int32_t slot = self->free[--self->num_free];
+            self->is_free[slot] = 0;
             Py_INCREF(some.keys[i].object);
             insert_one(&self->map, some.keys + i, some.hashes[i], slot);
             set(&self->readers, slot, WRITING);
@@ -410,7 +429,9 @@ static Py_ssize_t reserve_all(Book *self, PyObject *keys, Py_ssize_t user, const
             set(out, done++, slot);
         }
     }
-    return tried < 0 ? -1 : done;
+    if (tried >= 0) return done;
+    take_back(self, out, done);
+    return -1;
 }
 
 static PyObject *book_reserve(PyObject *object, PyObject *const *args, Py_ssize_t num_args) {
@@ -474,31 +495,41 @@ static PyObject *keys_of_all(void *object, const Array *slots) {
     return list;
 }
 
-static PyObject *remove_all(void *object, const Array *slots) {
-    Book *self = object;
+/* List the keys of slots, each once. */
+static PyObject *list_keys(Book *self, const Array *slots) {
     PyObject *list = PyList_New(0);
+    new_mark(self);
     for (Py_ssize_t i = 0; i < slots->count; i++) {
         if (i % AHEAD == 0) fetch_ahead(&self->map, slots, i);
         int32_t slot = (int32_t)get(slots, i);
+        PyObject *key = self->map.keys[slot].object;
+        if (key != NULL && is_new(self, slot)) append(&list, key);
+    }
+    return list;
+}
+
+/* Empty slots and return the keys that they had. These are listed first, which alone can fail: then nothing has changed. */
+static PyObject *remove_all(void *object, const Array *slots) {
+    Book *self = object;
+    PyObject *list = list_keys(self, slots);
+    for (Py_ssize_t i = 0; list != NULL && i < slots->count; i++) {
+        int32_t slot = (int32_t)get(slots, i);
         *flag(&self->evictable, slot) = 0;
-        if (self->map.keys[slot].object == NULL) continue;
-        PyObject *key = delete_one(&self->map, slot);
-        append(&list, key);
-        Py_DECREF(key);
+        if (self->map.keys[slot].object != NULL) Py_DECREF(delete_one(&self->map, slot));
     }
     return list;
 }
 
 static PyObject *free_all(void *object, const Array *slots) {
     Book *self = object;
+    new_mark(self);
     for (Py_ssize_t i = 0; i < slots->count; i++) {
         int32_t slot = (int32_t)get(slots, i);
-        if (self->map.keys[slot].object != NULL || self->num_free == self->num_slots) {
-            return PyErr_Format(PyExc_ValueError, "expected empty slots that are not free, got %d", slot);
+        if (self->map.keys[slot].object != NULL || self->is_free[slot] || !is_new(self, slot)) {
+            return PyErr_Format(PyExc_ValueError, "expected empty slots that are not free, each once, got %d", slot);
         }
-        set(&self->readers, slot, 0);
-        self->free[self->num_free++] = slot;
     }
+    for (Py_ssize_t i = 0; i < slots->count; i++) push_free(self, (int32_t)get(slots, i));
     return Py_NewRef(Py_None);
 }
 
@@ -512,29 +543,24 @@ static PyObject *book_keys(PyObject *self, PyObject *slots) { return on_slots(se
 static PyObject *book_remove(PyObject *self, PyObject *slots) { return on_slots(self, slots, 0, remove_all); }
 static PyObject *book_free(PyObject *self, PyObject *slots) { return on_slots(self, slots, 0, free_all); }
 
-/* Make slots not evictable and say whether all of them were, each named once. If not, change nothing. */
-static int claim(Book *self, const Array *slots) {
-    Py_ssize_t done = 0;
-    for (; done < slots->count; done++) {
-        int64_t slot = get(slots, done);
-        if (slot < 0 || slot >= self->num_slots || !*flag(&self->evictable, slot)) break;
-        *flag(&self->evictable, slot) = 0;
+/* Say whether all slots are held and evictable, each named once. The array of flags is not ours alone, so keys are asked too. */
+static int are_evictable(Book *self, const Array *slots) {
+    new_mark(self);
+    for (Py_ssize_t i = 0; i < slots->count; i++) {
+        int64_t slot = get(slots, i);
+        if (slot < 0 || slot >= self->num_slots || !*flag(&self->evictable, slot)) return 0;
+        if (self->map.keys[slot].object == NULL || !is_new(self, (int32_t)slot)) return 0;
     }
-    if (done == slots->count) return 1;
-    while (done-- > 0) *flag(&self->evictable, get(slots, done)) = 1;
-    return 0;
+    return 1;
 }
 
 static PyObject *book_release(PyObject *object, PyObject *array) {
     Book *self = (Book *)object;
     Array slots;
     if (borrow(array, 8, 0, &slots) < 0) return NULL;
-    PyObject *keys = Py_NewRef(Py_None);
-    if (claim(self, &slots)) {
-        Py_DECREF(keys);
-        keys = remove_all(self, &slots);
-        Py_XDECREF(free_all(self, &slots));
-    }
+    PyObject *keys = are_evictable(self, &slots) ? remove_all(self, &slots) : Py_NewRef(Py_None);
+    int removed = keys != NULL && keys != Py_None;
+    for (Py_ssize_t i = 0; removed && i < slots.count; i++) push_free(self, (int32_t)get(&slots, i));
     give_back(&slots);
     return keys;
 }
@@ -558,6 +584,7 @@ static void book_dealloc(PyObject *object) {
     for (Py_ssize_t slot = 0; self->map.keys != NULL && slot < self->num_slots; slot++) Py_XDECREF(self->map.keys[slot].object);
     free_map(&self->map);
     PyMem_Free(self->free);
+    PyMem_Free(self->is_free);
     PyMem_Free(self->marks);
     give_back(&self->readers);
     give_back(&self->evictable);
@@ -575,12 +602,14 @@ static int make_book(Book *self) {
     }
     self->num_slots = self->num_free = num_slots;
     self->free = PyMem_Malloc(((size_t)num_slots + 1) * sizeof *self->free);
+    self->is_free = PyMem_Malloc((size_t)num_slots + 1);
     self->marks = PyMem_Calloc((size_t)num_slots + 1, sizeof *self->marks);
-    if (make_map(&self->map, num_slots) < 0 || self->free == NULL || self->marks == NULL) {
+    if (make_map(&self->map, num_slots) < 0 || self->free == NULL || self->is_free == NULL || self->marks == NULL) {
         PyErr_NoMemory();
         return -1;
     }
     for (Py_ssize_t i = 0; i < num_slots; i++) self->free[i] = (int32_t)(num_slots - 1 - i);
+    memset(self->is_free, 1, (size_t)num_slots);
     return 0;
 }
 

@@ -15,7 +15,7 @@ TWO_GROUPS: tuple[int | None, ...] = (None, 20, None, 20)
 
 def toy_engine(windows: Sequence[int | None] = ONE_GROUP, **settings: Any) -> Engine:
     """Make an engine over the toy model, small unless told otherwise."""
-    defaults = {"num_blocks": 65, "block_size": 4, "max_num_batched_tokens": 16}
+    defaults = {"num_blocks": 65, "block_size": 4, "max_num_batched_tokens": 16, "kv_events": True}
     return Engine(ToyModel(windows), EngineConfig(**defaults | settings))
 
 

@@ -220,10 +220,10 @@ def test_a_request_ends_where_the_cache_or_the_model_ends() -> None:
 @pytest.mark.parametrize(
     ("prompt", "problem"),
     [
-        ([], r"prompt: expected 1 to 19, .* got 0 tokens"),
-        (tokens(20), r"prompt: expected 1 to 19, what 6 blocks and max_model_len leave room for, got 20 tokens"),
-        ([1, 64], "prompt: expected token ids from 0 to 63, got 64"),
-        ([1, -1], "prompt: expected token ids from 0 to 63, got -1"),
+        ([], r": expected 1 to 19, .* got 0 tokens"),
+        (tokens(20), r": expected 1 to 19, what 6 blocks and max_model_len leave room for, got 20 tokens"),
+        ([1, 64], ": expected token ids from 0 to 63, got 64"),
+        ([1, -1], ": expected token ids from 0 to 63, got -1"),
     ],
 )
 def test_impossible_prompts_are_refused(prompt: list[int], problem: str) -> None:
@@ -238,7 +238,7 @@ def test_impossible_prompts_are_refused(prompt: list[int], problem: str) -> None
 def test_an_id_in_use_is_refused() -> None:
     engine = toy_engine()
     engine.add_request(tokens(3), request_id="r")
-    with pytest.raises(InputError, match="request_id: expected one that is not in use, got 'r'"):
+    with pytest.raises(InputError, match="request_id: expected text that is not in use, got 'r'"):
         engine.add_request(tokens(3), request_id="r")
 
 
@@ -325,6 +325,12 @@ def test_layers_of_different_groups_share_tensors() -> None:
         ({"dtype": "int8"}, "dtype: expected one of 'float32', 'float16', 'bfloat16', got 'int8'"),
         ({"compute_dtype": "f64"}, "compute_dtype: expected one of .*, got 'f64'"),
         ({"kv_layout": "hnd"}, "kv_layout: expected one of 'blocks_first', 'kv_first', got 'hnd'"),
+        ({"device": 1}, "device: expected one of 'cpu', 'cuda', got 1"),
+        ({"seed": "a"}, "seed: expected an int of at most 64 bits, got 'a'"),
+        ({"seed": 2**64}, "seed: .* got 18446744073709551616"),
+        ({"num_blocks": -(10**5000)}, "num_blocks: .* got a value of type int that cannot be printed"),
+        ({"enable_prefix_caching": "no"}, "enable_prefix_caching: expected one of True, False, got 'no'"),
+        ({"kv_events": 1}, "kv_events: expected one of None, True, False, got 1"),
         ({"device": "tpu"}, "device: expected one of 'cpu', 'cuda', got 'tpu'"),
     ],
 )

@@ -63,6 +63,34 @@ def test_the_ends_of_the_interval_never_draw_the_impossible(
     assert sample(logits, [SamplingParams(temperature=1.0)], [0]) == [token]
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-320, 1e-300, 1e-5])
+def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
+    """Guards against a quotient that overflows: a request with temperature 1e-320 once ended every step."""
+    assert set(draws(LOGITS, 50, temperature=temperature)) == {1, 3}, "the two that are equally good"
+    for more in ({"top_k": 2}, {"top_p": 0.9}, {"top_k": 1, "top_p": 1e-300}):
+        assert set(draws(torch.tensor([-900.0, 900.0, 899.0]), 20, temperature=temperature, **more)) == {1}
+
+
+def test_a_temperature_near_infinity_draws_evenly() -> None:
+    seen = draws(LOGITS.double(), 400, temperature=1.7e308)
+    assert set(seen) == {0, 1, 2, 3}
+    assert min(seen.values()) > 60
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1.0, 1.7e308])
+def test_logits_that_are_no_numbers_leave_a_token_to_draw(temperature: float) -> None:
+    inf, nan = torch.inf, torch.nan
+    for logits, possible in (
+        ([-inf, 1.0, nan], {1}),
+        ([inf, 1.0, -inf], {0}),
+        ([inf, inf, 5.0], {0, 1}),
+        ([-inf, -inf], {0, 1}),
+        ([nan, nan], {0, 1}),
+    ):
+        for more in ({}, {"top_k": 1}, {"top_p": 0.5}):
+            assert set(draws(torch.tensor(logits), 40, temperature=temperature, **more)) <= possible
+
+
 def test_draws_are_pinned_to_the_seed() -> None:
     """Guards reproducibility across machines and releases: these tokens may not move."""
     params = SamplingParams(temperature=1.0, seed=0)
@@ -91,7 +119,12 @@ def test_a_draw_does_not_depend_on_the_batch(seed: int, count: int, place: int, 
         ({"top_p": 1.1}, "top_p: .* got 1.1"),
         ({"temperature": "1"}, "temperature: .* got '1'"),
         ({"top_k": -1}, "top_k: expected an int, 0 or more, got -1"),
-        ({"seed": "a"}, "seed: expected an int or None, got 'a'"),
+        ({"seed": "a"}, "seed: expected an int of at most 128 bits or None, got 'a'"),
+        ({"seed": 2**128}, "seed: .* at most 128 bits .* got 340282366920938463463374607431768211456"),
+        ({"temperature": 10**400}, "temperature: expected a finite number, 0 or more, got 1000"),
+        ({"max_tokens": -(10**5000)}, "max_tokens: .* got a value of type int that cannot be printed"),
+        ({"ignore_eos": 1}, "ignore_eos: expected True or False, got 1"),
+        ({"stop_token_ids": (1, True)}, "stop_token_ids: .* got "),
         ({"stop_token_ids": [1]}, r"stop_token_ids: expected a tuple of token ids, got \[1\]"),
     ],
 )

@@ -13,6 +13,7 @@ from tests.engine.test_engine import Workload
 
 from kvtier.config import KVTierConfig
 from kvtier.engine import Engine, EngineConfig, SamplingParams
+from kvtier.engine.event_buffer import EventBuffer
 from kvtier.errors import ConfigError, LayoutError
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
 from kvtier.keys import OffloadKey, extra_keys_of, get_offload_group_idx, hash_blocks, make_offload_key
@@ -36,6 +37,7 @@ def engine_with(
     """Make a toy engine with a pool of `rows` chunks. Loads are never too slow to be worth it: the clock decides nothing."""
     kvtier: dict[str, Any] = {name: settings.pop(name) for name in KVTIER_SETTINGS if name in settings}
     kvtier |= {"cpu": {"capacity": rows * ROW, "policy": settings.pop("policy", "lru")}, "load_if_faster": False}
+    settings = {"kv_events": None if publisher else True} | settings
     config = EngineConfig(**{"num_blocks": 65, "block_size": 4, "max_num_batched_tokens": 16} | settings)
     more = {"spec_factory": spec_factory, "publisher": publisher}
     return Engine(ToyModel(windows), config, KVTierConfig.from_dict(kvtier), **more)
@@ -234,6 +236,51 @@ def test_a_reset_of_an_idle_engine_is_published_at_once() -> None:
         engine.reset_prefix_cache(reset_connector=True)
         assert AllBlocksCleared() in batches.take()
         assert engine.take_events() == []
+
+
+def pieces_of(engine: Engine) -> list[list[Any]]:
+    """Return every list in which events could pile up."""
+    assert engine.connector is not None
+    scheduler = engine.connector.connector_scheduler
+    assert scheduler is not None
+    assert isinstance(scheduler.manager, CPUOffloadingManager)
+    return [engine._cache._events or [], engine._events._events, scheduler._told, scheduler.manager._events]
+
+
+@pytest.mark.parametrize("kv_events", [None, False])
+def test_events_that_nobody_asked_for_are_not_kept(kv_events: bool | None) -> None:
+    """Guards the shortest program there is, an engine and prompts: it once kept every event of its life."""
+    with engine_with(num_blocks=32, rows=32, kv_events=kv_events) as engine:
+        for index in range(20):
+            ask(engine, tokens(29, seed=index), f"r{index}")
+        engine.drain()
+        assert pieces_of(engine) == [[], [], [], []]
+        assert engine.take_events() == []
+
+
+def test_events_wait_in_a_bounded_place_and_never_tell_too_much() -> None:
+    """Nobody takes events for a while: a consumer that comes back believes in no block that is not there."""
+    consumer, believed, cleared = Consumer(), 0, 0
+    streams: list[tuple[list[int], str]] = []
+    with engine_with(num_blocks=32, rows=32, kv_events=True) as engine:
+        engine._events = EventBuffer(most_blocks=100)
+        for index in range(60):
+            prompt, salt = tokens(29, seed=index % 7), "ab"[index % 2]
+            name = engine.add_request(prompt, SamplingParams(max_tokens=4), cache_salt=salt)
+            streams.append(([*prompt, *run(engine)[name].token_ids], salt))
+            engine.drain()
+            told, waiting, *inside = pieces_of(engine)
+            assert (told, inside) == ([], [[], []]), "nothing piles up where it has no bound"
+            assert sum(len(getattr(event, "block_hashes", ())) for event in waiting) <= 100
+            if index % 7 == 6:
+                events = engine.take_events()
+                cleared += AllBlocksCleared() in events
+                consumer.apply(events)
+                assert consumer.held["GPU"] <= Counter(engine._cache._found_by.keys())
+                assert consumer.held["CPU"] <= blocks_in_pool(engine, streams, 1)
+                believed += sum(map(len, consumer.held.values()))
+    assert believed > 0
+    assert cleared > 0
 
 
 def play(workload: Workload, engine: Engine) -> None:

@@ -243,7 +243,7 @@ class TestFromDict:
             ({"block_per_chunk": 1}, "block_per_chunk: no such setting; did you mean blocks_per_chunk?"),
             ({"cpu_bytes_to_us": 1}, "cpu_bytes_to_us: no such setting; did you mean cpu_bytes_to_use?"),
             ({1: 2}, "1: no such setting; expected one of "),
-            ({10**5000: 1}, "a value of type int that is too long to print: no such setting; "),
+            ({10**5000: 1}, "a value of type int that cannot be printed: no such setting; "),
             ({"x" * 10**6: 1}, "'xxxx"),
             ({"two\nlines": 1}, "'two\\nlines': no such setting; "),
             ({"\ud800": 1}, "'\\ud800': no such setting; "),

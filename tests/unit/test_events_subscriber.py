@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections import Counter
@@ -75,22 +76,26 @@ def source_of(publisher: ZmqEventPublisher, name: str = "p") -> Source:
     return Source(name, publisher.endpoint, publisher.replay_endpoint)
 
 
+_numbers = itertools.count()
+
+
 class StockPublisher(threading.Thread):
     """Publishes and replays as engines do: PUB and ROUTER, no marks, with or without topics. The real ones: tests/vllm."""
 
     def __init__(self, *, has_topic: bool = True, encoding: str = "map", is_inproc: bool = False) -> None:
         super().__init__(daemon=True)
+        self.number = next(_numbers)  # an id() may be that of a predecessor whose sockets are still being closed
         self.topic = [b"kv-events"] if has_topic else []
         self.encoder = EventEncoder(encoding)
         self.ring: list[bytes] = []
         self.context = zmq.Context.instance()
         self.pub = self.context.socket(zmq.PUB)
-        self.pub.bind(f"inproc://live-{id(self)}" if is_inproc else "tcp://127.0.0.1:*")
+        self.pub.bind(f"inproc://live-{self.number}" if is_inproc else "tcp://127.0.0.1:*")
         self.endpoint: str = self.pub.getsockopt_string(zmq.LAST_ENDPOINT)
         self.router = self.context.socket(zmq.ROUTER)
         self.replay_endpoint = f"tcp://127.0.0.1:{self.router.bind_to_random_port('tcp://127.0.0.1')}"
         self.control = self.context.socket(zmq.PAIR)
-        self.control.bind(f"inproc://stop-{id(self)}")
+        self.control.bind(f"inproc://stop-{self.number}")
         self.start()
 
     def publish(self, *hashes: int, is_lost: bool = False) -> None:
@@ -103,7 +108,7 @@ class StockPublisher(threading.Thread):
 
     def run(self) -> None:
         stop = self.context.socket(zmq.PAIR)
-        stop.connect(f"inproc://stop-{id(self)}")
+        stop.connect(f"inproc://stop-{self.number}")
         poller = zmq.Poller()
         poller.register(stop, zmq.POLLIN)
         poller.register(self.router, zmq.POLLIN)
@@ -306,22 +311,38 @@ def test_inproc_addresses_work() -> None:
 # -- many sources, several threads ----------------------------------------------------------------------------------------
 
 
+def join(subscriber: Subscriber[Any], stocks: list[StockPublisher]) -> None:
+    """Publish until everybody is heard: a subscription takes a moment to arrive."""
+
+    def is_heard(number: int) -> bool:
+        return subscriber.status(str(number)).seq == len(stocks[number].ring) - 1 >= 0
+
+    deadline = time.monotonic() + PATIENCE
+    while unheard := [number for number in range(len(stocks)) if not is_heard(number)]:
+        for number in unheard:
+            stocks[number].publish(0)
+        subscriber.poll(0.01)
+        assert time.monotonic() < deadline, unheard
+
+
 def test_many_sources_are_served_fairly() -> None:
-    """One that has thousands of messages waiting must not keep the others waiting behind them."""
+    """One that has thousands of messages waiting must not keep the others waiting behind them.
+
+    All messages are there before the first poll, and nothing is asked of the publishers: when a thread of theirs answers is for
+    the machine to say. In every round a source gives 64 messages at most, and nobody is left out.
+    """
     stocks = [StockPublisher(is_inproc=True) for _ in range(20)]
-    sources = [Source(str(i), stock.endpoint, stock.replay_endpoint) for i, stock in enumerate(stocks)]
-    with Subscriber(sources, max_updates=64) as subscriber:
-        until(subscriber, lambda: all(status.state is State.EXACT for status in subscriber.statuses().values()))
+    with Subscriber([Source(str(i), stock.endpoint) for i, stock in enumerate(stocks)], max_updates=64) as subscriber:
+        join(subscriber, stocks)
         for _ in range(3000):
             stocks[0].publish(1)
         for stock in stocks[1:]:
             stock.publish(2)
         served: Counter[str] = Counter()
-        deadline = time.monotonic() + PATIENCE
-        while len(served) < 20:
-            served.update(update.source for update in subscriber.poll(0.05) if isinstance(update, Received))
-            assert time.monotonic() < deadline, served
-        assert served["0"] <= 256
+        for _ in range(2):
+            served.update(update.source for update in subscriber.poll(PATIENCE) if isinstance(update, Received))
+        assert len(served) == 20
+        assert served["0"] <= 2 * 64
     for stock in stocks:
         stock.stop()
 

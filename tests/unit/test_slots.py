@@ -130,11 +130,61 @@ class TestBook:
     def test_a_key_has_one_slot_and_a_slot_one_key(self, kind: Any) -> None:
         book_, _ = book(kind, 4)
         book_.reserve(0, [b"a"])
-        for wrong in ([b"a"], [b"b", b"b"]):
+        for wrong in ([b"a"], [b"b", b"b"], [b"b", b"c", b"a"]):
             with pytest.raises(ValueError, match="without a slot"):
                 book_.reserve(0, wrong)
+            assert (len(book_), book_.missing([b"b"]), book_.free_slots().tolist()) == (1, [b"b"], [3, 2, 1])
         with pytest.raises(ValueError, match="one for each free slot"):
             book_.reserve(0, UNIVERSE[:5])
+
+    @pytest.mark.parametrize("kind", [_slots.SlotBook, PythonBook])
+    def test_a_slot_is_freed_once(self, kind: Any) -> None:
+        """Guards two keys in one slot, and so wrong bytes: whoever frees a slot twice is told."""
+        book_, _ = book(kind, 4)
+        book_.reserve(0, [b"a", b"b"])
+        book_.remove(array([0, 1]))
+        for wrong in ([2], [0, 0], [0, 3], [1, 0, 1]):
+            with pytest.raises(ValueError, match="empty slots that are not free, each once"):
+                book_.free(array(wrong))
+        book_.free(array([1, 0]))
+        assert book_.free_slots().tolist() == [3, 2, 1, 0]
+
+    @pytest.mark.parametrize("kind", [_slots.SlotBook, PythonBook])
+    def test_a_flag_that_is_wrong_releases_nothing(self, kind: Any) -> None:
+        """Guards an exception that was swallowed: the flags are an array that others may write too."""
+        book_, (_, evictable, _) = book(kind, 2)
+        evictable[:] = True
+        assert book_.release(array([0])) is None
+        book_.reserve(0, [b"a"])
+        assert book_.release(array([0, 1])) is None
+        assert (evictable.all(), book_.free_slots().tolist(), book_.get(b"a")) == (True, [1], 0)
+        assert book_.release(array([0])) == [b"a"]
+
+    @pytest.mark.parametrize("call", ["release", "remove"])
+    def test_without_memory_nothing_is_released(self, call: str) -> None:
+        """Guards keys that left the book and were never told: each allocation fails once."""
+        testcapi = pytest.importorskip("_testcapi", reason="this Python has no _testcapi")
+        held, places = UNIVERSE[:20], array([*range(20)])
+        failures = 0
+        for failing in range(12):
+            book_, arrays = book(_slots.SlotBook, 20)
+            book_.reserve(0, held)
+            book_.complete(held)
+            method = getattr(book_, call)
+            testcapi.set_nomemory(failing, failing + 1)
+            try:
+                answer = method(places)
+            except MemoryError:
+                answer = None
+            finally:
+                testcapi.remove_mem_hooks()
+            if answer is None:
+                failures += 1
+                assert (book_.find(held).tolist(), book_.num_free()) == (places.tolist(), 0)
+                assert arrays[1].all()
+            else:
+                assert (answer, len(book_)) == (held, 0)
+        assert 0 < failures < 12
 
     def test_nonsense_is_refused(self) -> None:
         book_, arrays = book(_slots.SlotBook, 4)

@@ -72,7 +72,7 @@ def describe_cache(
             parallelism=1,
             compute_dtype=config.compute_dtype,
         ),
-        enable_kv_cache_events=config.kv_events,
+        enable_kv_cache_events=bool(config.kv_events),
     )
 
 

@@ -43,7 +43,8 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     seed: int = 0
     """Of sampling, for requests that bring none."""
-    kv_events: bool = True
+    kv_events: bool | None = None
+    """Whether to tell of what is cached. `None`: if the engine is given a publisher. `True` without one: `take_events`."""
 
     def __post_init__(self) -> None:
         self._at_least("num_blocks", 3, "the null block and two to use")
@@ -54,7 +55,11 @@ class EngineConfig:
         self._one_of("dtype", self.dtype, _DTYPES)
         self._one_of("compute_dtype", self.compute_dtype, (None, *_COMPUTE_DTYPES))
         self._one_of("kv_layout", self.kv_layout, _KV_LAYOUTS)
-        self._one_of("device", str(self.device).partition(":")[0], _DEVICES)
+        self._one_of("device", self.device.partition(":")[0] if isinstance(self.device, str) else self.device, _DEVICES)
+        self._one_of("enable_prefix_caching", self.enable_prefix_caching, (True, False))
+        self._one_of("kv_events", self.kv_events, (None, True, False))
+        if type(self.seed) is not int or not -(2**63) <= self.seed < 2**64:
+            raise ConfigError("seed", f"expected an int of at most 64 bits, got {show_value(self.seed)}")
 
     def _at_least(self, field: str, least: int, why: str = "") -> None:
         value = getattr(self, field)
@@ -66,5 +71,5 @@ class EngineConfig:
 
     @staticmethod
     def _one_of(field: str, value: object, choices: tuple[object, ...]) -> None:
-        if value not in choices:
+        if not any(type(value) is type(choice) and value == choice for choice in choices):
             raise ConfigError(field, f"expected one of {', '.join(map(repr, choices))}, got {show_value(value)}")

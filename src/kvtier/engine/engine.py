@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, runtime_checkable
@@ -33,13 +34,15 @@ from kvtier.engine.ahead import Ahead, written_blocks
 from kvtier.engine.assembly import allocate_kv, describe_cache, make_batch, make_decoder
 from kvtier.engine.cache import KVCache, group_layers
 from kvtier.engine.config import EngineConfig
+from kvtier.engine.door import count_items, read_items, read_text, read_tokens
+from kvtier.engine.event_buffer import EventBuffer
 from kvtier.engine.model import Batch
 from kvtier.engine.model_config import ModelConfig
 from kvtier.engine.request import FinishReason, Request, RequestOutput, TokenSources
 from kvtier.engine.sampling import SamplingParams, sample
 from kvtier.engine.scheduler import Chunk, Scheduler, Step
 from kvtier.engine.weights import load_config, load_weights, random_weights
-from kvtier.errors import ConfigError, InputError
+from kvtier.errors import ConfigError, InputError, show_value
 from kvtier.events.types import KVCacheEvent, KVEventBatch
 from kvtier.keys import weights_manifest
 from kvtier.offload.base import OffloadingSpec
@@ -93,6 +96,8 @@ class Engine:
 
         `publisher` is given each step's events, and nothing is left for `take_events`; closing it is its owner's business.
         """
+        if config.kv_events is None:
+            config = replace(config, kv_events=publisher is not None)
         self.model, self.config = model, config
         self.groups = group_layers(model.config.layer_names, model.config.sliding_windows)
         self._cache = KVCache(
@@ -101,7 +106,7 @@ class Engine:
             config.block_size,
             max_chunk=config.max_num_batched_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
-            events=config.kv_events,
+            events=bool(config.kv_events),
         )
         self.max_model_len = self._find_max_model_len()
         windows = [group.sliding_window for group in self.groups]
@@ -116,6 +121,7 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
         self._publisher = publisher
+        self._events = EventBuffer()
 
     def _connect(self, config: OffloadingConfig, spec_factory: Callable[[OffloadingConfig], OffloadingSpec]) -> None:
         """Make both sides of a connector over one spec, or leave nothing behind."""
@@ -163,17 +169,32 @@ class Engine:
         cache_salt: str | None = None,
         lora_name: str | None = None,
     ) -> str:
-        """Queue a prompt and return the request's id. One that could never run is refused with `InputError`."""
-        request_id = f"request-{self._arrivals}" if request_id is None else request_id
-        if request_id in self._requests or request_id in self._scheduler.held:
-            raise InputError(f"request_id: expected one that is not in use, got {request_id!r}")
-        self._refuse_bad_prompt(prompt_token_ids)
-        params = params or SamplingParams()
+        """Queue a prompt and return the request's id.
+
+        What could never run is refused with `InputError`, and then nothing has changed. Tokens are ints or numpy's ints.
+        """
+        return self._queue(
+            self._read_prompt("prompt", prompt_token_ids),
+            _read_params("params", params),
+            self._free_id() if request_id is None else self._read_id(request_id),
+            cache_salt=None if cache_salt is None else read_text("cache_salt", cache_salt),
+            lora_name=None if lora_name is None else read_text("lora_name", lora_name),
+        )
+
+    def _queue(
+        self,
+        tokens: list[int],
+        params: SamplingParams,
+        request_id: str,
+        cache_salt: str | None = None,
+        lora_name: str | None = None,
+    ) -> str:
+        """Queue what has been read at the door."""
         if params.seed is None:
             params = replace(params, seed=self.config.seed << 32 | self._arrivals)
         request = Request(
             request_id=request_id,
-            tokens=list(prompt_token_ids),
+            tokens=tokens,
             params=params,
             arrival=self._arrivals,
             arrived_at=time.perf_counter(),
@@ -188,17 +209,17 @@ class Engine:
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now, whatever it is doing, and return what it has. `None`: there is no such request any more."""
-        request = self._requests.get(request_id)
+        request = self._requests.get(read_text("request_id", request_id))
         return None if request is None else self._finish(request, FinishReason.ABORT)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams | None] | None = None
     ) -> list[RequestOutput]:
-        """Run prompts to their end and return their outputs in order. One bad prompt refuses them all."""
-        for prompt in prompts:
-            self._refuse_bad_prompt(prompt)
-        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else params
-        ids = [self.add_request(prompt, param) for prompt, param in zip(prompts, each, strict=True)]
+        """Run prompts to their end and return their outputs in order. One that is bad, or bad params, refuse them all."""
+        each = read_items("prompts", prompts, count_items("prompts", prompts, "a list of prompts"))
+        tokens = [self._read_prompt(f"prompts[{index}]", prompt) for index, prompt in enumerate(each)]
+        chosen = _read_params_of_each(params, len(tokens))
+        ids = [self._queue(ours, param, self._free_id()) for ours, param in zip(tokens, chosen, strict=True)]
         outputs: dict[str, RequestOutput] = {}
         while not outputs.keys() >= set(ids):
             outputs |= {output.request_id: output for output in self.step() if output.finished}
@@ -349,9 +370,18 @@ class Engine:
         return None if self.connector is None else self.connector.explain(request_id)
 
     def take_events(self) -> list[KVCacheEvent]:
-        """Drain the KV events since the last call: the engine's own, then the tiers'."""
-        tiers = [] if self.connector is None else self.connector.take_events()
-        return [*self._cache.take_events(), *tiers]
+        """Drain the KV events since the last call: of each step the engine's own, then the tiers'.
+
+        They are there if `kv_events` is true and there is no publisher. What waits is bounded, see `event_buffer`.
+        """
+        self._keep_events()
+        return self._events.take()
+
+    def _keep_events(self) -> None:
+        """Take what the cache and the tiers have told, so that it does not pile up in there."""
+        if self.config.kv_events:
+            tiers = [] if self.connector is None else self.connector.take_events()
+            self._events.add([*self._cache.take_events(), *tiers])
 
     def reset_prefix_cache(self, reset_connector: bool = False) -> None:
         """Make nothing findable that was computed so far, in the engine's cache and, if asked, in the tiers."""
@@ -361,7 +391,9 @@ class Engine:
         self._publish()  # an idle engine takes no step that would
 
     def _publish(self) -> None:
-        if self._publisher is not None and (events := self.take_events()):
+        """Give the publisher what has happened since the last call; without one, keep it for `take_events`."""
+        self._keep_events()
+        if self._publisher is not None and (events := self._events.take()):
             self._publisher.publish(KVEventBatch(time.time(), events))  # type: ignore[arg-type]
 
     # -- ending ------------------------------------------------------------------------------------------------------------
@@ -396,14 +428,25 @@ class Engine:
 
     # -- refusing ----------------------------------------------------------------------------------------------------------
 
-    def _refuse_bad_prompt(self, prompt: Sequence[int]) -> None:
-        vocabulary = self.model.config.vocab_size
-        if not 0 < len(prompt) < self.max_model_len:
+    def _read_prompt(self, where: str, prompt: Sequence[int]) -> list[int]:
+        length = count_items(where, prompt, "a list of token ids")  # before it is read: a range can have any length
+        if not 0 < length < self.max_model_len:
             limit = f"{self.max_model_len - 1}, what {self.config.num_blocks} blocks and max_model_len leave room for"
-            raise InputError(f"prompt: expected 1 to {limit}, got {len(prompt)} tokens")
-        if not 0 <= min(prompt) <= max(prompt) < vocabulary:
-            bad = next(token for token in prompt if not 0 <= token < vocabulary)
-            raise InputError(f"prompt: expected token ids from 0 to {vocabulary - 1}, got {bad}")
+            raise InputError(f"{where}: expected 1 to {limit}, got {length} tokens")
+        return read_tokens(where, prompt, length, self.model.config.vocab_size)
+
+    def _read_id(self, value: str) -> str:
+        request_id = read_text("request_id", value)
+        if not request_id or self._is_used(request_id):
+            raise InputError(f"request_id: expected text that is not in use, got {show_value(value)}")
+        return request_id
+
+    def _free_id(self) -> str:
+        """Return an id for a request that brings none; a caller may have chosen one like ours."""
+        return next(name for n in count(self._arrivals) if not self._is_used(name := f"request-{n}"))
+
+    def _is_used(self, request_id: str) -> bool:
+        return request_id in self._requests or request_id in self._scheduler.held
 
     def _find_max_model_len(self) -> int:
         asked, positions = self.config.max_model_len, self.model.config.max_position_embeddings
@@ -414,3 +457,22 @@ class Engine:
             needed = f"expected at least one block of two tokens or more for each of {len(self.groups)} groups"
             raise ConfigError("num_blocks", f"{needed}, got {self.config.num_blocks} with the null block")
         return longest
+
+
+def _read_params(where: str, params: Any) -> SamplingParams:
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise InputError(f"{where}: expected SamplingParams or None, got {show_value(params)}")
+    return params
+
+
+def _read_params_of_each(params: Any, number: int) -> list[SamplingParams]:
+    """Return the parameters of each of some prompts, for which there may be one for all."""
+    if params is None or isinstance(params, SamplingParams):
+        return [_read_params("params", params)] * number
+    given = count_items("params", params, "SamplingParams, or a list of them")
+    if given != number:
+        raise InputError(f"params: expected one for each of {number} prompts, got {given}")
+    each = read_items("params", params, given)
+    return [_read_params(f"params[{index}]", param) for index, param in enumerate(each)]

@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import math
 import secrets
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvtier.errors import InputError
+from kvtier.errors import InputError, show_value
 
 __all__ = ["SamplingParams", "sample"]
 
@@ -40,9 +41,10 @@ class SamplingParams:
         _require(_is_number(self.temperature), "temperature", "a finite number, 0 or more", self.temperature)
         _require(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", "a number above 0, at most 1", self.top_p)
         _require(_is_int(self.top_k, 0), "top_k", "an int, 0 or more", self.top_k)
-        _require(self.seed is None or _is_int(self.seed), "seed", "an int or None", self.seed)
+        _require(self.seed is None or _is_seed(self.seed), "seed", "an int of at most 128 bits or None", self.seed)
         ids = self.stop_token_ids
-        _require(isinstance(ids, tuple) and all(map(_is_int, ids)), "stop_token_ids", "a tuple of token ids", ids)
+        _require(type(ids) is tuple and all(map(_is_int, ids)), "stop_token_ids", "a tuple of token ids", ids)
+        _require(type(self.ignore_eos) is bool, "ignore_eos", "True or False", self.ignore_eos)
 
 
 def sample(logits: Tensor, params: Sequence[SamplingParams], num_generated: Sequence[int]) -> list[int]:
@@ -56,7 +58,7 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], num_generated: Sequ
 
 def _draw(logits: Tensor, param: SamplingParams, uniform: float) -> int:
     """Invert the cumulative distribution at `uniform`, in order of token ids: near-ties need no order of their own."""
-    scaled = logits.double() / param.temperature
+    scaled = _scale(logits, float(param.temperature))
     if 0 < param.top_k < len(scaled):
         scaled[scaled < scaled.topk(param.top_k).values[-1]] = -torch.inf
     probabilities = scaled.softmax(dim=-1)
@@ -66,6 +68,16 @@ def _draw(logits: Tensor, param: SamplingParams, uniform: float) -> int:
         probabilities[ids[above >= param.top_p]] = 0
     cumulative = probabilities.cumsum(dim=-1)
     return int(torch.searchsorted(cumulative, uniform * cumulative[-1], right=True))
+
+
+def _scale(logits: Tensor, temperature: float) -> Tensor:
+    """Return logits over temperature, less the best: that is finite for the best at any temperature, and -inf at worst.
+
+    Tokens as good as the best are 0 even where that is infinite. NaN is as impossible as -inf.
+    """
+    known = logits.double().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    best = known.max()
+    return torch.where(known == best, 0.0, (known - best) / temperature)
 
 
 def _uniform(seed: int | None, count: int) -> float:
@@ -80,10 +92,16 @@ def _is_int(value: object, least: float = -math.inf) -> bool:
     return type(value) is int and value >= least
 
 
+def _is_seed(value: object) -> bool:
+    """Say whether it is an int that can be written down: beyond some length Python refuses."""
+    return type(value) is int and value.bit_length() <= 128
+
+
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+    """Say whether it is a number from 0 on that is finite as a float."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
 
 
 def _require(holds: bool, field: str, expected: str, value: object) -> None:
     if not holds:
-        raise InputError(f"{field}: expected {expected}, got {value!r}")
+        raise InputError(f"{field}: expected {expected}, got {show_value(value)}")

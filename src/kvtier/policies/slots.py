@@ -39,6 +39,7 @@ class PythonBook:
         self._slots: dict[OffloadKey, int] = {}
         self._keys: list[OffloadKey | None] = [None] * len(readers)
         self._free = list(range(len(readers)))[::-1]  # a stack
+        self._is_free = [True] * len(readers)
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -66,16 +67,16 @@ class PythonBook:
         return [key for key in dict.fromkeys(keys) if key not in self._slots]
 
     def reserve(self, user: int, keys: list[OffloadKey], /) -> Slots:
-        """Give a free slot, to be written, to each of some new keys."""
+        """Give a free slot, to be written, to each of some new keys. `ValueError`: nothing has changed."""
         if len(keys) > len(self._free):
             raise ValueError(f"expected at most {len(self._free)} keys, one for each free slot")
-        slots = []
-        for key in keys:
-            if key in self._slots:
-                raise ValueError("expected keys without a slot")
-            slots.append(slot := self._free.pop())
+        if len(self.missing(keys)) < len(keys):
+            raise ValueError("expected keys without a slot")
+        slots = [self._free.pop() for _ in keys]
+        for slot, key in zip(slots, keys, strict=True):
             self._slots[key] = slot
             self._keys[slot] = key
+            self._is_free[slot] = False
         self._readers[slots] = WRITING
         self._stored_by[slots] = user
         return _array(slots)
@@ -116,7 +117,7 @@ class PythonBook:
     def release(self, slots: Slots, /) -> list[OffloadKey] | None:
         """Free slots and return the keys that they had. `None`: not all are evictable and named once; nothing has changed."""
         ours = bool(((slots >= 0) & (slots < len(self._keys))).all()) and len(set(slots.tolist())) == len(slots)
-        if not ours or not self._evictable[slots].all():
+        if not ours or not self._evictable[slots].all() or len(self.keys(slots)) < len(slots):
             return None
         keys = self.remove(slots)
         self.free(slots)
@@ -131,9 +132,15 @@ class PythonBook:
         return keys
 
     def free(self, slots: Slots, /) -> None:
-        """Free slots that are empty."""
+        """Free slots that are empty and not free yet, each named once. `ValueError`: nothing has changed."""
+        places = slots.tolist()
+        empty = all(self._keys[slot] is None and not self._is_free[slot] for slot in places)
+        if not empty or len(set(places)) < len(places):
+            raise ValueError(f"expected empty slots that are not free, each once, got {places}")
         self._readers[slots] = 0
-        self._free += slots.tolist()
+        for slot in places:
+            self._is_free[slot] = True
+        self._free += places
 
     def _readers_of(self, slots: Slots) -> list[int]:
         """Return the readers of each slot; `ABSENT` is as one that is being written."""

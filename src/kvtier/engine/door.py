@@ -1,0 +1,81 @@
+"""The door: reads what a caller gives about a request, and refuses with `InputError` what a step could not run.
+
+A step computes many requests together, so a value that fails inside of one would stop them all. Whatever comes through here
+is plain: lists of ints, and text that can be encoded. Nothing is changed on the way, and a caller's own classes may raise
+what they like. Pure; any thread.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from kvtier.errors import InputError, show_value
+
+__all__ = ["count_items", "read_items", "read_text", "read_tokens"]
+
+_NO_LISTS = (str, bytes, bytearray, memoryview, Mapping, Set)
+"""They have a length and can be iterated, and yet no tokens in order are meant."""
+_MOST_TEXT = 1 << 20  # bytes: a salt travels with the events of every first block
+
+
+def count_items(where: str, values: Any, expected: str) -> int:
+    """Return the length of what should be a list, tuple, array or tensor."""
+    with _refusing(where, expected, values):
+        if isinstance(values, _NO_LISTS):
+            raise TypeError("not a list")
+        return len(values)
+
+
+def read_items(where: str, values: Any, count: int) -> Iterator[Any]:
+    """Yield the `count` items of a list, tuple, array or tensor. One that has fewer or more after all is refused."""
+    with _refusing(where, f"{count} items", values):
+        items = values.tolist() if isinstance(values, np.ndarray | Tensor) else values
+        number = 0
+        for number, item in enumerate(islice(items, count + 1), 1):
+            if number <= count:
+                yield item
+        if number != count:
+            raise ValueError("it has another length than it says")
+
+
+def read_tokens(where: str, prompt: Any, count: int, vocabulary: int) -> list[int]:
+    """Return the `count` tokens of a prompt, 1 or more. Whatever has an `__index__`, as numpy's ints, becomes an int."""
+    values = list(read_items(where, prompt, count))
+    tokens = values if set(map(type, values)) == {int} else [_read_token(where, value) for value in values]
+    if not 0 <= min(tokens) <= max(tokens) < vocabulary:
+        bad = next(token for token in tokens if not 0 <= token < vocabulary)
+        raise InputError(f"{where}: expected token ids from 0 to {vocabulary - 1}, got {show_value(bad)}")
+    return tokens
+
+
+def _read_token(where: str, value: Any) -> int:
+    with _refusing(where, "token ids that are ints", value):
+        if isinstance(value, bool):
+            raise TypeError("not an int")
+        return operator.index(value)
+
+
+def read_text(where: str, value: Any) -> str:
+    """Return text of at most 1 MiB that can be encoded: hashes and events are made of its bytes."""
+    expected = f"text without lone surrogates, of at most {_MOST_TEXT} bytes"
+    with _refusing(where, expected, value):
+        encoded = str.encode(value)
+        if len(encoded) > _MOST_TEXT:
+            raise ValueError("too long")
+        return encoded.decode()  # a subclass of str leaves its own hash and equality behind
+
+
+@contextmanager
+def _refusing(where: str, expected: str, value: object) -> Iterator[None]:
+    """Refuse a value if anything goes wrong with it: a caller's own class may raise whatever it likes."""
+    try:
+        yield
+    except Exception as error:
+        raise InputError(f"{where}: expected {expected}, got {show_value(value)}") from error

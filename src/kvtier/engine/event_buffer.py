@@ -1,0 +1,58 @@
+"""Events that wait to be taken, up to a bound: nobody may ever come for them.
+
+When more wait than the bound allows, all that waited is dropped, and what is taken next begins with `AllBlocksCleared`: a
+consumer then believes in too few blocks, never in too many. Whoever takes after every step loses nothing, however much a step
+tells. One thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from kvtier.events.types import AllBlocksCleared, KVCacheEvent
+
+__all__ = ["MOST_BLOCKS", "EventBuffer"]
+
+logger = logging.getLogger(__name__)
+
+MOST_BLOCKS = 100_000
+"""Blocks that the waiting events may name: some 20 MB with 16 tokens a block."""
+
+
+class EventBuffer:
+    """Keeps what is added until it is taken."""
+
+    def __init__(self, most_blocks: int = MOST_BLOCKS) -> None:
+        self._most_blocks = most_blocks
+        self._events: list[KVCacheEvent] = []
+        self._size = 0
+        self._has_warned = False
+
+    def add(self, events: Sequence[KVCacheEvent]) -> None:
+        """Keep events, if need be instead of all that waited."""
+        size = sum(map(_size_of, events))
+        if self._events and self._size + size > self._most_blocks:
+            self._drop()
+        self._events += events
+        self._size += size
+
+    def take(self) -> list[KVCacheEvent]:
+        """Drain the events, in order."""
+        taken, self._events, self._size = self._events, [], 0
+        return taken
+
+    def _drop(self) -> None:
+        self._events, self._size = [AllBlocksCleared()], 1
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "KV events of more than %d blocks were not taken and are dropped; take_events() goes on with "
+                "AllBlocksCleared. Call it after every step, or leave kv_events off.",
+                self._most_blocks,
+            )
+
+
+def _size_of(event: KVCacheEvent) -> int:
+    """Count an event and the blocks that it names."""
+    return 1 + len(getattr(event, "block_hashes", ()))
