@@ -8,7 +8,7 @@ from tests.unit.connector_kit import Clock
 from kvtier.connector import ConnectorStats
 from kvtier.errors import InputError
 from kvtier.integrations import expect_version
-from kvtier.integrations.savings import INTERVAL, Savings
+from kvtier.integrations.summary import INTERVAL, Summary
 
 
 @pytest.mark.parametrize("version", ["0.32", "0.32.0", "0.32.1+cpu", "0.32.0rc1", "0.32.9.post1"])
@@ -22,25 +22,25 @@ def test_others_are_refused_with_the_range(version: str) -> None:
         expect_version("vllm", version, at_least="0.32", below="0.33")
 
 
-def test_savings_are_told_when_something_happened_and_not_more_often() -> None:
+def test_the_summary_is_told_when_something_happened_and_not_more_often() -> None:
     clock, stats = Clock(100.0), ConnectorStats()
-    savings = Savings(clock)
+    summary = Summary(clock)
     clock.now += INTERVAL
-    assert savings.line(stats) is None, "nothing happened"
+    assert summary.line(stats) is None, "nothing happened"
     stats.asked_tokens, stats.loaded_tokens, stats.load_bytes, stats.store_bytes = 2000, 1500, 3 << 20, 1 << 20
     stats.loads, stats.loads_failed, stats.stores = 7, 1, 3
     clock.now += INTERVAL - 1
-    assert savings.line(stats) is None, "too soon"
+    assert summary.line(stats) is None, "too soon"
     clock.now += 1
-    assert savings.line(stats) == (
+    assert summary.line(stats) == (
         "kvtier, last 60 s: 1,500 prompt tokens loaded instead of computed (75% of the 2,000 that were not on the GPU);"
         " 3.0 MiB loaded, 1.0 MiB stored, 1 of 10 transfers failed"
     )
     clock.now += 2 * INTERVAL
-    assert savings.line(stats) is None, "it was told"
+    assert summary.line(stats) is None, "it was told"
     stats.stores += 1
     stats.store_bytes += 512
-    assert savings.last_line(stats) == (
+    assert summary.last_line(stats) == (
         "kvtier, last 0 s: 0 prompt tokens loaded instead of computed (no prompt needed any);"
         " 0 B loaded, 512 B stored, 0 of 1 transfers failed"
     )

@@ -13,7 +13,7 @@ from tests.vllm.engines import BLOCK, Engine, make_prompt, vllm_engine
 
 from kvtier.connector import ConnectorStats
 from kvtier.errors import ConfigError, InputError
-from kvtier.integrations.savings import INTERVAL, Savings
+from kvtier.integrations.summary import INTERVAL, Summary
 from kvtier.testing.caches import ManualClock
 
 LEFT_ALONE = {
@@ -125,7 +125,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_what_is_said_and_counted(llama: Path, said: list[str]) -> None:
     clock = ManualClock()
     with vllm_engine(llama, {"cpu": {"capacity": "4MiB"}}) as engine:
-        engine.connector._savings = Savings(clock)
+        engine.connector._summary = Summary(clock)
         prompt = make_prompt(0, 100)
         engine.generate([prompt])
         engine.forget()
@@ -136,12 +136,12 @@ def test_what_is_said_and_counted(llama: Path, said: list[str]) -> None:
         found = {metric.name: metric.value for metric in engine.llm.get_metrics() if hasattr(metric, "value")}
         config = engine.connector._connector.connector_scheduler.spec.config
         engine.generate([make_prompt(2, 20)])
-    policy, start, savings, rest = said
+    policy, start, summary, rest = said
     assert "kv_load_failure_policy is now 'recompute'" in policy
     assert "4.0 MiB of host memory keep 85 chunks of 32 tokens (48.0 KiB each); policy lru" in start
     told = "kvtier, last 60 s: 96 prompt tokens loaded instead of computed (46% of the 210 that were not on the GPU);"
     assert (
-        savings
+        summary
         == f"{told} 144.0 KiB loaded, 144.0 KiB stored, 0 of {found['vllm:kvtier_stores'] + 1:.0f} transfers failed"
     )
     assert "0 prompt tokens loaded instead of computed (0% of the 20 that were not on the GPU)" in rest

@@ -32,7 +32,7 @@ from kvtier.connector import (
     OffloadingConnectorMetadata,
     TransferReport,
 )
-from kvtier.integrations.savings import Savings
+from kvtier.integrations.summary import Summary
 from kvtier.integrations.vllm.describe import describe_engine, summarize
 from kvtier.integrations.vllm.holders import Holders
 from kvtier.integrations.vllm.metrics import Counts, KVTierMetrics, KVTierStats
@@ -86,7 +86,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._kinds = [get_kv_cache_spec_kind(group.kv_cache_spec).value for group in kv_cache_config.kv_cache_groups]
         self._windowed = any(group.sliding_window is not None for group in config.groups)
         self._counts = Counts()
-        self._savings = Savings()
+        self._summary = Summary()
         self._gpu_entries: Any = None
         self._updated = False  # whether this step's output was taken in
         self._holders = Holders(config.groups)
@@ -181,7 +181,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._connector.update_connector_output(KVConnectorOutput())
         self._updated = False
         stats = self._connector.connector_scheduler.stats
-        if (line := self._savings.line(stats)) is not None:
+        if (line := self._summary.line(stats)) is not None:
             logger.info("%s", line)
         return self._counts.take_changes(stats)
 
@@ -264,7 +264,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def shutdown(self) -> None:
         """Release everything. Idempotent."""
         scheduler = self._connector.connector_scheduler
-        if scheduler is not None and (line := self._savings.last_line(scheduler.stats)) is not None:
+        if scheduler is not None and (line := self._summary.last_line(scheduler.stats)) is not None:
             logger.info("%s", line)
         self._connector.shutdown()
 

@@ -14,12 +14,12 @@ from dataclasses import asdict
 from kvtier.config import format_size
 from kvtier.connector import ConnectorStats
 
-__all__ = ["INTERVAL", "Savings"]
+__all__ = ["INTERVAL", "Summary"]
 
 INTERVAL = 60.0
 
 
-class Savings:
+class Summary:
     """Turns running totals into lines."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
