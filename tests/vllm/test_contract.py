@@ -6,6 +6,7 @@ import inspect
 import runpy
 from dataclasses import fields, replace
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -125,14 +126,16 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_what_is_said_and_counted(llama: Path, said: list[str]) -> None:
     clock = ManualClock()
     with vllm_engine(llama, {"cpu": {"capacity": "4MiB"}}) as engine:
-        engine.connector._summary = Summary(clock)
+        engine.connector._summary.close()
+        engine.connector._summary = Summary(engine.stats, said.append, clock)  # without its timer
         prompt = make_prompt(0, 100)
         engine.generate([prompt])
         engine.forget()
         engine.generate([prompt])
         engine.settle()
-        clock.now += INTERVAL
         engine.generate([make_prompt(1, 10)])
+        clock.now += INTERVAL
+        engine.connector._summary.tell_changes()
         found = {metric.name: metric.value for metric in engine.llm.get_metrics() if hasattr(metric, "value")}
         config = engine.connector._connector.connector_scheduler.spec.config
         engine.generate([make_prompt(2, 20)])
@@ -151,6 +154,20 @@ def test_what_is_said_and_counted(llama: Path, said: list[str]) -> None:
     assert found["vllm:kvtier_asked_tokens"] == 210
     assert found["vllm:kvtier_loaded_tokens"] == found["vllm:external_prefix_cache_hits"] == 96
     assert len(config.namespace) == 64
+
+
+def test_what_was_done_is_told_although_no_step_follows(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM calls a connector in its steps alone, and an engine that has gone idle makes none."""
+    from kvtier.integrations.vllm.connector import logger
+
+    said: Queue[str] = Queue()
+    monkeypatch.setattr(logger, "info", lambda text, *values: said.put(text % values))
+    monkeypatch.setattr("kvtier.integrations.summary.INTERVAL", 2.0)
+    with vllm_engine(llama, {}) as engine:
+        engine.generate([make_prompt(0, 100)])
+        engine.settle()
+        while "144.0 KiB stored" not in said.get(timeout=60):
+            pass
 
 
 def test_every_step_is_ended_once(engine: Engine) -> None:

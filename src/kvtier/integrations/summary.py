@@ -1,11 +1,14 @@
-"""What kvtier saves, in one line of the log now and then.
+"""What kvtier did, in one line of the log now and then.
 
-An engine asks for a line in every step; there is one when `INTERVAL` seconds have passed and something was counted since the
-last. A line speaks of that time only, so that a pool that has stopped helping shows. Scheduler thread only.
+A timer's thread looks at the running totals every `INTERVAL` seconds and tells what has changed: an engine that works in bursts, or
+sits in one long step, is heard of too. A line speaks of the time since the last look only, so that a pool that has stopped
+helping shows. The thread reads totals and nothing else of the scheduler's; one that it reads too early is told next time.
+`close` tells the rest. All methods are for one thread, which need not be the scheduler's.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -22,22 +25,41 @@ INTERVAL = 60.0
 class Summary:
     """Turns running totals into lines."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, stats: ConnectorStats, tell: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._stats = stats
+        self._tell = tell
         self._clock = clock
         self._since = clock()
         self._told: Counter[str] = Counter()
+        self._closed = threading.Event()
+        self._timer: threading.Thread | None = None
 
-    def line(self, stats: ConnectorStats) -> str | None:
-        """Return a line if one is due."""
-        return self.last_line(stats) if self._clock() - self._since >= INTERVAL else None
+    def start(self) -> None:
+        """Tell what has changed every `INTERVAL` seconds from now on."""
+        self._timer = threading.Thread(target=self._run, name="kvtier-summary", daemon=True)
+        self._timer.start()
 
-    def last_line(self, stats: ConnectorStats) -> str | None:
-        """Return a line about all that was not told yet; `None` if nothing happened."""
-        totals = Counter(asdict(stats))
+    def tell_changes(self) -> None:
+        """Tell all that was not told yet, if there is anything. For who has not started the timer."""
+        totals = Counter(asdict(self._stats))
         counts, self._told = totals - self._told, totals
         now = self._clock()
         seconds, self._since = now - self._since, now
-        return _describe(counts, seconds) if counts else None
+        if counts:
+            self._tell(_describe(counts, seconds))
+
+    def close(self) -> None:
+        """End the timer and tell the rest. Idempotent."""
+        self._closed.set()
+        if self._timer is not None:
+            self._timer.join()
+        self.tell_changes()
+
+    def _run(self) -> None:
+        while not self._closed.wait(INTERVAL):
+            self.tell_changes()
 
 
 def _describe(counts: Counter[str], seconds: float) -> str:

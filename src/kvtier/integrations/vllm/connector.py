@@ -86,14 +86,16 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._kinds = [get_kv_cache_spec_kind(group.kv_cache_spec).value for group in kv_cache_config.kv_cache_groups]
         self._windowed = any(group.sliding_window is not None for group in config.groups)
         self._counts = Counts()
-        self._summary = Summary()
+        self._summary: Summary | None = None
         self._gpu_entries: Any = None
         self._updated = False  # whether this step's output was taken in
         self._holders = Holders(config.groups)
         self._connector = OffloadingConnector(config, ours, self.make_spec(config), describe_blocks)
-        if ours is ConnectorRole.SCHEDULER:
+        if self._connector.connector_scheduler is not None:
             _ask_for_recompute(vllm_config)
-            logger.info("%s", summarize(config))
+            _say(summarize(config))
+            self._summary = Summary(self._connector.connector_scheduler.stats, _say)
+            self._summary.start()
 
     def make_spec(self, config: OffloadingConfig) -> OffloadingSpec:
         """Make what stores and loads. A subclass may use another one, e.g. with faults for a test."""
@@ -180,10 +182,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if not self._updated:  # vLLM does not pass on that a step has ended with nothing to tell
             self._connector.update_connector_output(KVConnectorOutput())
         self._updated = False
-        stats = self._connector.connector_scheduler.stats
-        if (line := self._summary.line(stats)) is not None:
-            logger.info("%s", line)
-        return self._counts.take_changes(stats)
+        return self._counts.take_changes(self._connector.connector_scheduler.stats)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVTierStats:
@@ -263,10 +262,13 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Release everything. Idempotent."""
-        scheduler = self._connector.connector_scheduler
-        if scheduler is not None and (line := self._summary.last_line(scheduler.stats)) is not None:
-            logger.info("%s", line)
+        if self._summary is not None:
+            self._summary.close()
         self._connector.shutdown()
+
+
+def _say(line: str) -> None:
+    logger.info("%s", line)
 
 
 def _ask_for_recompute(vllm_config: VllmConfig) -> None:
