@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import runpy
 from dataclasses import fields, replace
+from importlib import metadata
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -193,6 +194,19 @@ def test_a_capacity_of_zero_is_said_once(llama: Path, said: list[str]) -> None:
         pass
     _, start = said
     assert start.endswith(": cpu.capacity is 0: nothing is stored and nothing is loaded")
+
+
+def test_a_source_tree_is_enough(llama: Path, cache_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On PYTHONPATH kvtier has no metadata that could be asked for its version."""
+    import kvtier
+    from kvtier.integrations.vllm.describe import describe_engine, summarize
+
+    def find_none(cls: type[metadata.Distribution], name: str) -> metadata.Distribution:
+        raise metadata.PackageNotFoundError(name)
+
+    config = describe_engine(engine_config(llama), cache_config)
+    monkeypatch.setattr(metadata.Distribution, "from_name", classmethod(find_none))
+    assert summarize(config).startswith(f"kvtier {kvtier.__version__}: 1.0 MiB of host memory")
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,10 @@
 """What kvtier did, in one line of the log now and then.
 
-A timer's thread looks at the running totals every `INTERVAL` seconds and tells what has changed: an engine that works in bursts, or
-sits in one long step, is heard of too. A line speaks of the time since the last look only, so that a pool that has stopped
-helping shows. The thread reads totals and nothing else of the scheduler's; one that it reads too early is told next time.
-`close` tells the rest. All methods are for one thread, which need not be the scheduler's.
+A timer's thread looks at the running totals every `INTERVAL` seconds and tells what has changed: an engine
+that works in bursts, or sits in one long step, is heard of too. A line speaks of the time since the last look
+only, so that a pool that has stopped helping shows. The thread reads totals and nothing else of the scheduler's;
+one that it reads too early is told next time. `close` tells the rest. All methods are for one thread, which need
+not be the scheduler's.
 """
 
 from __future__ import annotations
