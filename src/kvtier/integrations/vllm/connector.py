@@ -6,12 +6,14 @@ vLLM's scheduler or worker.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed import kv_events
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -20,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, group_kernel_blocks
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -40,7 +43,7 @@ from kvtier.integrations.vllm.translate import describe_blocks, step_view, trans
 from kvtier.offload import OffloadingSpec, OffloadingSpecFactory
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -77,6 +80,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """One half of kvtier's connector in vLLM's clothes."""
 
     _cache_hit_source = CacheHitSource.HOST
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        _register(cls)
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -117,18 +124,23 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Return how many more tokens can be loaded, and that loads are asynchronous."""
         if _takes_tokens_back(request):
             return 0, False
-        # With a whole prompt loaded vLLM computes its last token again, but has by then freed the block that this token
-        # sees at the far end of its window.
-        limit = request.num_tokens - 1 - num_computed_tokens if self._windowed else None
+        limit = self._most_to_load(request, num_computed_tokens)
         tokens, is_async = self._connector.get_num_new_matched_tokens(request, num_computed_tokens, limit)
         if tokens is not None and self._holders.must_go_first(request, tokens, self._kv_cache_manager):
             return None, False
         return tokens, is_async
 
+    def _most_to_load(self, request: Request, num_computed_tokens: int) -> int | None:
+        """Return how many tokens vLLM can be offered for a request; `None`: any number."""
+        if request in self._holders:
+            return 0  # its load failed, be it ours or a sibling's: vLLM 0.32 waits for ever to begin another
+        # With a whole prompt loaded vLLM computes its last token again, but has by then freed the block that this token
+        # sees at the far end of its window.
+        return request.num_tokens - 1 - num_computed_tokens if self._windowed else None
+
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Tell which blocks a request got; with external tokens, plan their load."""
-        if num_external_tokens:
-            self._holders.add(request)
+        self._holders.add(request)
         if not _takes_tokens_back(request):
             self._connector.update_state_after_alloc(request, blocks.get_block_ids(), num_external_tokens)
 
@@ -271,12 +283,34 @@ def _say(line: str) -> None:
     logger.info("%s", line)
 
 
+def _register(cls: type[KVTierConnector]) -> None:
+    """Let vLLM find a class by its name: what a child of a `MultiConnector` has counted is read by the name alone."""
+    if cls.__name__ not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(cls.__name__, cls.__module__, cls.__name__)
+
+
+_register(KVTierConnector)
+
+
 def _ask_for_recompute(vllm_config: VllmConfig) -> None:
     """Have vLLM recompute what a load did not deliver. It reads the policy once the connector has been made."""
-    transfer = vllm_config.kv_transfer_config
+    transfer = _schedulers_config(vllm_config)
     if transfer.kv_load_failure_policy != "recompute":
         transfer.kv_load_failure_policy = "recompute"
-        logger.info("kvtier: kv_load_failure_policy is now 'recompute': a failed load costs time, not the request")
+        _say("kvtier: kv_load_failure_policy is now 'recompute': a failed load costs time, not the request")
+
+
+def _schedulers_config(vllm_config: VllmConfig) -> KVTransferConfig:
+    """Return the transfer config that vLLM's scheduler will read.
+
+    A `MultiConnector` makes its children from copies that do not lead back to it, so it is looked for among our callers.
+    """
+    transfer, frame = vllm_config.kv_transfer_config, sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if isinstance(maker := frame.f_locals.get("self"), MultiConnector):
+            transfer = maker._kv_transfer_config
+    return transfer
 
 
 def _takes_tokens_back(request: Request) -> bool:
