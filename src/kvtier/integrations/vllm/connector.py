@@ -95,6 +95,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._counts = Counts()
         self._summary: Summary | None = None
         self._gpu_entries: Any = None
+        self._old_entries: Any = None  # of vLLM's own cache at a reset, if that left them there
+        self._shown: set[str] = set()  # requests that the core was told of
         self._updated = False  # whether this step's output was taken in
         self._holders = Holders(config.groups)
         self._connector = OffloadingConnector(config, ours, self.make_spec(config), describe_blocks)
@@ -122,8 +124,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many more tokens can be loaded, and that loads are asynchronous."""
-        if _takes_tokens_back(request):
+        if _takes_tokens_back(request) or self._may_hit_old_entries(request):
             return 0, False
+        self._shown.add(request.request_id)
         limit = self._most_to_load(request, num_computed_tokens)
         tokens, is_async = self._connector.get_num_new_matched_tokens(request, num_computed_tokens, limit)
         if tokens is not None and self._holders.must_go_first(request, tokens, self._kv_cache_manager):
@@ -141,7 +144,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Tell which blocks a request got; with external tokens, plan their load."""
         self._holders.add(request)
-        if not _takes_tokens_back(request):
+        if request.request_id in self._shown:
             self._connector.update_state_after_alloc(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVTierMetadata:
@@ -166,6 +169,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         """End a request. Its blocks may be freed: running stores that read them are fenced."""
         self._holders.discard([request.request_id])
+        self._shown.discard(request.request_id)
         self._connector.request_finished(request, block_ids)
         return False, None
 
@@ -174,8 +178,15 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._connector.has_pending_push_work()
 
     def reset_cache(self) -> bool:
-        """Empty every tier."""
+        """Empty every tier. vLLM has tried to clear its own cache before, and may not have been able to."""
+        entries = self._kv_cache_manager.block_pool.cached_block_hash_to_block
+        self._old_entries = entries if len(entries) else None
         return self._connector.reset_cache()
+
+    def _may_hit_old_entries(self, request: Request) -> bool:
+        """Say whether a request that is new to us may be computed from what vLLM should have forgotten at a reset."""
+        entries = self._kv_cache_manager.block_pool.cached_block_hash_to_block  # a new object after a clear
+        return self._old_entries is entries and request.request_id not in self._shown
 
     def take_events(self) -> Iterable[kv_events.KVCacheEvent]:
         """Take what changed in the tiers. After vLLM has cleared its own cache, take what they hold.
