@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import textwrap
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "offload": BELOW_OFFLOAD,
     "connector": BELOW_CONNECTOR,
     "engine": BELOW_ENGINE,
-    "integrations": BELOW_ENGINE,
+    "integrations": BELOW_ENGINE | {"__version__"},
 }
 """What each part of kvtier may import from the others, lazily or not. Below are those that may import anything."""
 ON_TOP = {"__main__", "cli", "demo", "metrics", "planner", "report", "testing"}
@@ -153,3 +155,19 @@ def test_all_but_the_engine_imports_without_torch() -> None:
         for module in {modules!r}:
             importlib.import_module(module)
     """)
+
+
+def test_a_source_tree_knows_its_version() -> None:
+    """Nothing but the source may be needed: without site-packages there is no metadata, and no dependency either."""
+    code = f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r}); import kvtier; print(kvtier.__version__)"
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == kvtier.__version__, done.stderr
+
+
+def test_the_version_is_written_once() -> None:
+    """What is installed is named after the source, and the source asks nobody else what it is."""
+    project = tomllib.loads((PACKAGE.parents[1] / "pyproject.toml").read_text())
+    assert "version" not in project["project"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "kvtier.__version__"}
+    for file in PACKAGE.rglob("*.py"):
+        assert not re.search(r"version\([\"']kvtier", file.read_text()), file

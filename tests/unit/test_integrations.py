@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from queue import Queue
+from threading import Semaphore
+
 import pytest
 from tests.unit.connector_kit import Clock
 
 from kvtier.connector import ConnectorStats
 from kvtier.errors import InputError
 from kvtier.integrations import expect_version
-from kvtier.integrations.savings import INTERVAL, Savings
+from kvtier.integrations.summary import INTERVAL, Summary
 
 
 @pytest.mark.parametrize("version", ["0.32", "0.32.0", "0.32.1+cpu", "0.32.0rc1", "0.32.9.post1"])
@@ -22,25 +26,52 @@ def test_others_are_refused_with_the_range(version: str) -> None:
         expect_version("vllm", version, at_least="0.32", below="0.33")
 
 
-def test_savings_are_told_when_something_happened_and_not_more_often() -> None:
-    clock, stats = Clock(100.0), ConnectorStats()
-    savings = Savings(clock)
+def test_the_summary_tells_what_has_changed_and_nothing_else() -> None:
+    clock, stats, told = Clock(100.0), ConnectorStats(), list[str]()
+    summary = Summary(stats, told.append, clock)
     clock.now += INTERVAL
-    assert savings.line(stats) is None, "nothing happened"
+    summary.tell_changes()
+    assert not told, "nothing happened"
     stats.asked_tokens, stats.loaded_tokens, stats.load_bytes, stats.store_bytes = 2000, 1500, 3 << 20, 1 << 20
     stats.loads, stats.loads_failed, stats.stores = 7, 1, 3
-    clock.now += INTERVAL - 1
-    assert savings.line(stats) is None, "too soon"
-    clock.now += 1
-    assert savings.line(stats) == (
+    clock.now += INTERVAL
+    summary.tell_changes()
+    assert told.pop() == (
         "kvtier, last 60 s: 1,500 prompt tokens loaded instead of computed (75% of the 2,000 that were not on the GPU);"
         " 3.0 MiB loaded, 1.0 MiB stored, 1 of 10 transfers failed"
     )
-    clock.now += 2 * INTERVAL
-    assert savings.line(stats) is None, "it was told"
+    clock.now += INTERVAL
+    summary.tell_changes()
+    assert not told, "it was told"
     stats.stores += 1
     stats.store_bytes += 512
-    assert savings.last_line(stats) == (
+    summary.close()
+    assert told.pop() == (
         "kvtier, last 0 s: 0 prompt tokens loaded instead of computed (no prompt needed any);"
         " 0 B loaded, 512 B stored, 0 of 1 transfers failed"
     )
+    summary.close()
+    assert not told
+
+
+def test_a_timer_tells_the_summary_while_nobody_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine calls in its steps alone: what it did before it went idle must not wait for the next one."""
+    monkeypatch.setattr("kvtier.integrations.summary.INTERVAL", 0.001)
+    stats, told, looks = ConnectorStats(), Queue[str](), Semaphore(0)
+
+    def clock() -> float:
+        looks.release()
+        return 0.0
+
+    summary = Summary(stats, told.put, clock)
+    summary.start()
+    for _ in range(10):
+        assert looks.acquire(timeout=60)
+    assert told.empty(), "nothing happened"
+    for size in (512, 256):
+        stats.store_bytes += size
+        assert f" {size} B stored" in told.get(timeout=60)
+    stats.stores += 1
+    summary.close()
+    assert told.get_nowait().endswith("0 of 1 transfers failed")
+    assert not any(thread.name == "kvtier-summary" for thread in threading.enumerate())

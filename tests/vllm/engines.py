@@ -45,8 +45,9 @@ class Engine:
 
     @property
     def connector(self) -> Any:
-        """The scheduler's half of the connector, if there is one."""
-        return self.core.scheduler.connector
+        """The scheduler's half of the connector, if there is one; of a `MultiConnector` that of its first child."""
+        connector = self.core.scheduler.connector
+        return getattr(connector, "sub_connectors", [connector])[0]
 
     @property
     def stats(self) -> Any:
@@ -131,27 +132,50 @@ def _token_prompt(prompt: Prompt, salt: str | None) -> dict[str, Any]:
     return {"prompt_token_ids": prompt} | ({} if salt is None else {"cache_salt": salt})
 
 
+KVTIER = ("kvtier.integrations.vllm", "KVTierConnector")
+"""Where vLLM finds the connector."""
+
+
+def as_connector(settings: dict[str, Any], connector: tuple[str, str] = KVTIER) -> dict[str, Any]:
+    """Return what tells vLLM to use a connector with these settings."""
+    module, name = connector
+    return {
+        "kv_connector": name,
+        "kv_connector_module_path": module,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu": {"capacity": "16MiB"}, "load_if_faster": False} | settings,
+    }
+
+
 @contextmanager
 def vllm_engine(
     model: Path,
     kvtier: dict[str, Any] | None = None,
     *,
-    connector: tuple[str, str] = ("kvtier.integrations.vllm", "KVTierConnector"),
+    connector: tuple[str, str] = KVTIER,
+    beside: Sequence[dict[str, Any]] | None = None,
     num_blocks: int = 24,
     **options: Any,
 ) -> Iterator[Engine]:
-    """Run an engine with a cache of `num_blocks` blocks, without kvtier or with these settings of it."""
+    """Run an engine with a cache of `num_blocks` blocks, without kvtier or with these settings of it.
+
+    With `beside`, kvtier is the first child of a `MultiConnector` and these are the others.
+    """
     from vllm import LLM
     from vllm.config import KVTransferConfig
     from vllm.distributed import cleanup_dist_env_and_memory
 
     gc.freeze()  # vLLM collects garbage nine times an engine, and what was imported is never garbage
     if kvtier is not None:
-        module, name = connector
-        settings = {"cpu": {"capacity": "16MiB"}, "load_if_faster": False} | kvtier
-        options["kv_transfer_config"] = KVTransferConfig(
-            kv_connector=name, kv_connector_module_path=module, kv_role="kv_both", kv_connector_extra_config=settings
-        )
+        transfer = as_connector(kvtier, connector)
+        if beside is not None:
+            children = {"connectors": [transfer, *beside]}
+            transfer = {
+                "kv_connector": "MultiConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": children,
+            }
+        options["kv_transfer_config"] = KVTransferConfig(**transfer)
     defaults = {
         "dtype": "float32",
         "max_model_len": 352,

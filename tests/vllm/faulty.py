@@ -9,7 +9,7 @@ from kvtier.integrations.vllm import KVTierConnector
 from kvtier.offload import GPULoadStoreSpec, OffloadingSpec, TransferType
 from kvtier.testing.faults import Fault, FaultPlan, with_faults
 
-__all__ = ["FaultyConnector", "HalfLoads", "HangingLoads"]
+__all__ = ["FaultyConnector", "FaultyRanks", "HalfLoads", "HangingLoads"]
 
 
 class FaultyConnector(KVTierConnector):
@@ -19,6 +19,14 @@ class FaultyConnector(KVTierConnector):
 
     def make_spec(self, config: OffloadingConfig) -> OffloadingSpec:
         return with_faults(super().make_spec(config), self.plan)
+
+
+class FaultyRanks(KVTierConnector):
+    """kvtier with faults that each rank has for itself: one fails a load at once, another late or not at all."""
+
+    def make_spec(self, config: OffloadingConfig) -> OffloadingSpec:
+        kinds = (Fault.REFUSE, Fault.FAIL, Fault.HANG, Fault.SHORT, Fault.SLOW)
+        return with_faults(super().make_spec(config), FaultPlan(config.rank, 0.25, kinds))
 
 
 class HangingLoads(FaultPlan):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import runpy
 from dataclasses import fields, replace
+from importlib import metadata
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from tests.vllm.engines import BLOCK, Engine, make_prompt, vllm_engine
 
 from kvtier.connector import ConnectorStats
 from kvtier.errors import ConfigError, InputError
-from kvtier.integrations.savings import INTERVAL, Savings
+from kvtier.integrations.summary import INTERVAL, Summary
 from kvtier.testing.caches import ManualClock
 
 LEFT_ALONE = {
@@ -125,23 +127,25 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_what_is_said_and_counted(llama: Path, said: list[str]) -> None:
     clock = ManualClock()
     with vllm_engine(llama, {"cpu": {"capacity": "4MiB"}}) as engine:
-        engine.connector._savings = Savings(clock)
+        engine.connector._summary.close()
+        engine.connector._summary = Summary(engine.stats, said.append, clock)  # without its timer
         prompt = make_prompt(0, 100)
         engine.generate([prompt])
         engine.forget()
         engine.generate([prompt])
         engine.settle()
-        clock.now += INTERVAL
         engine.generate([make_prompt(1, 10)])
+        clock.now += INTERVAL
+        engine.connector._summary.tell_changes()
         found = {metric.name: metric.value for metric in engine.llm.get_metrics() if hasattr(metric, "value")}
         config = engine.connector._connector.connector_scheduler.spec.config
         engine.generate([make_prompt(2, 20)])
-    policy, start, savings, rest = said
+    policy, start, summary, rest = said
     assert "kv_load_failure_policy is now 'recompute'" in policy
     assert "4.0 MiB of host memory keep 85 chunks of 32 tokens (48.0 KiB each); policy lru" in start
     told = "kvtier, last 60 s: 96 prompt tokens loaded instead of computed (46% of the 210 that were not on the GPU);"
     assert (
-        savings
+        summary
         == f"{told} 144.0 KiB loaded, 144.0 KiB stored, 0 of {found['vllm:kvtier_stores'] + 1:.0f} transfers failed"
     )
     assert "0 prompt tokens loaded instead of computed (0% of the 20 that were not on the GPU)" in rest
@@ -151,6 +155,20 @@ def test_what_is_said_and_counted(llama: Path, said: list[str]) -> None:
     assert found["vllm:kvtier_asked_tokens"] == 210
     assert found["vllm:kvtier_loaded_tokens"] == found["vllm:external_prefix_cache_hits"] == 96
     assert len(config.namespace) == 64
+
+
+def test_what_was_done_is_told_although_no_step_follows(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM calls a connector in its steps alone, and an engine that has gone idle makes none."""
+    from kvtier.integrations.vllm.connector import logger
+
+    said: Queue[str] = Queue()
+    monkeypatch.setattr(logger, "info", lambda text, *values: said.put(text % values))
+    monkeypatch.setattr("kvtier.integrations.summary.INTERVAL", 2.0)
+    with vllm_engine(llama, {}) as engine:
+        engine.generate([make_prompt(0, 100)])
+        engine.settle()
+        while "144.0 KiB stored" not in said.get(timeout=60):
+            pass
 
 
 def test_every_step_is_ended_once(engine: Engine) -> None:
@@ -176,6 +194,19 @@ def test_a_capacity_of_zero_is_said_once(llama: Path, said: list[str]) -> None:
         pass
     _, start = said
     assert start.endswith(": cpu.capacity is 0: nothing is stored and nothing is loaded")
+
+
+def test_a_source_tree_is_enough(llama: Path, cache_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On PYTHONPATH kvtier has no metadata that could be asked for its version."""
+    import kvtier
+    from kvtier.integrations.vllm.describe import describe_engine, summarize
+
+    def find_none(cls: type[metadata.Distribution], name: str) -> metadata.Distribution:
+        raise metadata.PackageNotFoundError(name)
+
+    config = describe_engine(engine_config(llama), cache_config)
+    monkeypatch.setattr(metadata.Distribution, "from_name", classmethod(find_none))
+    assert summarize(config).startswith(f"kvtier {kvtier.__version__}: 1.0 MiB of host memory")
 
 
 @pytest.fixture(scope="module")

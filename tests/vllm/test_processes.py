@@ -15,13 +15,16 @@ from pathlib import Path
 import pytest
 
 TURNS = Path(__file__).with_name("turns.py")
-EXAMPLE = Path(__file__).parents[2] / "examples" / "vllm_offline.py"
+RANKS = Path(__file__).with_name("ranks.py")
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "vllm_offline.py"
 
 
 @contextmanager
 def running(*command: str) -> Iterator[subprocess.Popen[str]]:
     """Run a program in a session of its own, and in the end kill all its processes without a warning."""
-    env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    paths = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))  # faults are in tests.vllm
+    env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONPATH": paths}
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen([sys.executable, *command], env=env, start_new_session=True, **options) as process:
         try:
@@ -60,6 +63,21 @@ def test_same_tokens_and_nothing_left_behind(llama: Path, tensor_parallel_size: 
     for _, name in mapped:
         if name.startswith("/dev/shm/"):
             Path(name).unlink(missing_ok=True)  # vLLM's own: it leaves them behind
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_right_tokens_although_one_rank_fails_before_another(model: Path) -> None:
+    """vLLM hears of a failed block from one rank at once, and of the end of the load when all have ended theirs."""
+    with running(str(RANKS), str(model)) as process:
+        assert process.stdout is not None
+        line = next(line for line in process.stdout if line.startswith('{"wrong"'))
+        mapped = shared_memory(process.pid)
+    for name in mapped:
+        Path(name).unlink(missing_ok=True)  # vLLM's own: it leaves them behind
+    result = json.loads(line)
+    assert result["wrong"] == 0
+    assert result["vllm:kvtier_loads"] > result["vllm:kvtier_loads_failed"] > 8
 
 
 @pytest.mark.slow

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.vllm.conftest import Reference
-from tests.vllm.engines import make_prompt, vllm_engine
+import pytest
+from tests.vllm.conftest import Reference, tokens_of
+from tests.vllm.engines import Engine, make_prompt, vllm_engine
 
 from kvtier.keys import OffloadKey, get_offload_block_hash, get_offload_group_idx, hash_to_u64
 from kvtier.offload import OffloadingManager, ReqContext
@@ -34,6 +36,86 @@ def test_a_reset_while_requests_run(model: Path, reference: Reference) -> None:
                 assert scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         done = engine.run()
     assert sorted(done.values()) == sorted(reference(model, prompts, 40))
+
+
+@pytest.mark.parametrize("how", ["preempted", "ended_before_the_next_reset", "waited_for"])
+def test_weights_that_change_at_a_reset(model: Path, how: str) -> None:
+    """As in reinforcement learning: no token may come from KV of the old weights, also of requests alive at the reset."""
+    running = [make_prompt(seed, 60 + 30 * seed) for seed in range(4)]
+    prompts = [prompt + make_prompt(9, 40) for prompt in running]
+    with vllm_engine(model, num_blocks=256) as plain:
+        before = tokens_of(plain.generate(prompts, 24))
+        swap_weights(plain, seed=1)
+        plain.forget()
+        expected = tokens_of(plain.generate(prompts, 24))
+    assert all(old != new for old, new in zip(before, expected, strict=True)), "else nothing is tested"
+    with vllm_engine(model, {}) as engine:
+        engine.generate(running[:2], 40)
+        for index, prompt in enumerate(running):
+            engine.add(str(index), prompt, 40)
+        for _ in range(6):
+            engine.step()
+        assert engine.core.scheduler.running
+        reset_with_new_weights(engine, how)
+        engine.run()
+        rounds = []
+        for _ in range(3):
+            engine.forget()
+            rounds.append(tokens_of(engine.generate(prompts, 24)))
+        assert engine.stats.loads > 0
+    assert rounds == [expected] * 3
+
+
+def test_what_vllm_could_not_clear_is_not_kept(model: Path) -> None:
+    """While a request runs, a reset clears kvtier's tiers but not vLLM's own cache, from which others then go on."""
+    prompts = [make_prompt(seed, 100) for seed in range(3)]
+    with vllm_engine(model, num_blocks=256) as plain:
+        swap_weights(plain, seed=1)
+        expected = tokens_of(plain.generate(prompts))
+    with vllm_engine(model, {}, num_blocks=64) as engine:
+        engine.generate(prompts)
+        engine.add("running", make_prompt(9, 60), 40)
+        engine.step()
+        swap_weights(engine, seed=1)
+        assert not engine.core.scheduler.reset_prefix_cache(reset_connector=True)
+        for index, prompt in enumerate(prompts):
+            engine.add(str(index), prompt)
+        engine.run()
+        hits = next(metric.value for metric in engine.llm.get_metrics() if metric.name == "vllm:prefix_cache_hits")
+        assert hits == 3 * 96, "vLLM's own cache is as it was"
+        engine.forget()
+        rounds = []
+        for _ in range(2):
+            rounds.append(tokens_of(engine.generate(prompts)))
+            engine.forget()
+        assert engine.stats.loads == 3, "once vLLM's cache is cleared, all is as ever"
+    assert rounds == [expected] * 2
+
+
+def reset_with_new_weights(engine: Engine, how: str) -> None:
+    """Swap the weights and reset everything, as a trainer may: with running requests preempted, left alone, or ended."""
+    if how == "waited_for":
+        engine.run()
+        engine.settle()
+    swap_weights(engine, seed=1)
+    preempts = how == "preempted"
+    cleared = engine.core.scheduler.reset_prefix_cache(reset_running_requests=preempts, reset_connector=True)
+    assert cleared == (how != "ended_before_the_next_reset"), "vLLM clears nothing while requests run"
+
+
+def swap_weights(engine: Engine, seed: int) -> None:
+    """Change weights in place: those of the norms, since vLLM's CPU backend keeps the matrices in a form of its own."""
+    engine.llm.apply_model(partial(_add_noise, seed=seed))
+
+
+def _add_noise(model: Any, seed: int) -> None:
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weights in sorted(model.named_parameters()):
+            if "norm" in name:
+                weights += torch.randn(weights.shape, generator=generator)
 
 
 def test_events_say_what_the_pool_holds(model: Path) -> None:

@@ -6,12 +6,14 @@ vLLM's scheduler or worker.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed import kv_events
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -20,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, group_kernel_blocks
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -32,7 +35,7 @@ from kvtier.connector import (
     OffloadingConnectorMetadata,
     TransferReport,
 )
-from kvtier.integrations.savings import Savings
+from kvtier.integrations.summary import Summary
 from kvtier.integrations.vllm.describe import describe_engine, summarize
 from kvtier.integrations.vllm.holders import Holders
 from kvtier.integrations.vllm.metrics import Counts, KVTierMetrics, KVTierStats
@@ -40,7 +43,7 @@ from kvtier.integrations.vllm.translate import describe_blocks, step_view, trans
 from kvtier.offload import OffloadingSpec, OffloadingSpecFactory
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -78,6 +81,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     _cache_hit_source = CacheHitSource.HOST
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        _register(cls)
+
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         ours = ConnectorRole.SCHEDULER if role is KVConnectorRole.SCHEDULER else ConnectorRole.WORKER
@@ -86,14 +93,18 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._kinds = [get_kv_cache_spec_kind(group.kv_cache_spec).value for group in kv_cache_config.kv_cache_groups]
         self._windowed = any(group.sliding_window is not None for group in config.groups)
         self._counts = Counts()
-        self._savings = Savings()
+        self._summary: Summary | None = None
         self._gpu_entries: Any = None
+        self._old_entries: Any = None  # of vLLM's own cache at a reset, if that left them there
+        self._shown: set[str] = set()  # requests that the core was told of
         self._updated = False  # whether this step's output was taken in
         self._holders = Holders(config.groups)
         self._connector = OffloadingConnector(config, ours, self.make_spec(config), describe_blocks)
-        if ours is ConnectorRole.SCHEDULER:
+        if self._connector.connector_scheduler is not None:
             _ask_for_recompute(vllm_config)
-            logger.info("%s", summarize(config))
+            _say(summarize(config))
+            self._summary = Summary(self._connector.connector_scheduler.stats, _say)
+            self._summary.start()
 
     def make_spec(self, config: OffloadingConfig) -> OffloadingSpec:
         """Make what stores and loads. A subclass may use another one, e.g. with faults for a test."""
@@ -113,21 +124,27 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many more tokens can be loaded, and that loads are asynchronous."""
-        if _takes_tokens_back(request):
+        if _takes_tokens_back(request) or self._may_hit_old_entries(request):
             return 0, False
-        # With a whole prompt loaded vLLM computes its last token again, but has by then freed the block that this token
-        # sees at the far end of its window.
-        limit = request.num_tokens - 1 - num_computed_tokens if self._windowed else None
+        self._shown.add(request.request_id)
+        limit = self._most_to_load(request, num_computed_tokens)
         tokens, is_async = self._connector.get_num_new_matched_tokens(request, num_computed_tokens, limit)
         if tokens is not None and self._holders.must_go_first(request, tokens, self._kv_cache_manager):
             return None, False
         return tokens, is_async
 
+    def _most_to_load(self, request: Request, num_computed_tokens: int) -> int | None:
+        """Return how many tokens vLLM can be offered for a request; `None`: any number."""
+        if request in self._holders:
+            return 0  # its load failed, be it ours or a sibling's: vLLM 0.32 waits for ever to begin another
+        # With a whole prompt loaded vLLM computes its last token again, but has by then freed the block that this token
+        # sees at the far end of its window.
+        return request.num_tokens - 1 - num_computed_tokens if self._windowed else None
+
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Tell which blocks a request got; with external tokens, plan their load."""
-        if num_external_tokens:
-            self._holders.add(request)
-        if not _takes_tokens_back(request):
+        self._holders.add(request)
+        if request.request_id in self._shown:
             self._connector.update_state_after_alloc(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVTierMetadata:
@@ -152,6 +169,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         """End a request. Its blocks may be freed: running stores that read them are fenced."""
         self._holders.discard([request.request_id])
+        self._shown.discard(request.request_id)
         self._connector.request_finished(request, block_ids)
         return False, None
 
@@ -160,8 +178,15 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._connector.has_pending_push_work()
 
     def reset_cache(self) -> bool:
-        """Empty every tier."""
+        """Empty every tier. vLLM has tried to clear its own cache before, and may not have been able to."""
+        entries = self._kv_cache_manager.block_pool.cached_block_hash_to_block
+        self._old_entries = entries if len(entries) else None
         return self._connector.reset_cache()
+
+    def _may_hit_old_entries(self, request: Request) -> bool:
+        """Say whether a request that is new to us may be computed from what vLLM should have forgotten at a reset."""
+        entries = self._kv_cache_manager.block_pool.cached_block_hash_to_block  # a new object after a clear
+        return self._old_entries is entries and request.request_id not in self._shown
 
     def take_events(self) -> Iterable[kv_events.KVCacheEvent]:
         """Take what changed in the tiers. After vLLM has cleared its own cache, take what they hold.
@@ -180,10 +205,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if not self._updated:  # vLLM does not pass on that a step has ended with nothing to tell
             self._connector.update_connector_output(KVConnectorOutput())
         self._updated = False
-        stats = self._connector.connector_scheduler.stats
-        if (line := self._savings.line(stats)) is not None:
-            logger.info("%s", line)
-        return self._counts.take_changes(stats)
+        return self._counts.take_changes(self._connector.connector_scheduler.stats)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVTierStats:
@@ -263,18 +285,43 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Release everything. Idempotent."""
-        scheduler = self._connector.connector_scheduler
-        if scheduler is not None and (line := self._savings.last_line(scheduler.stats)) is not None:
-            logger.info("%s", line)
+        if self._summary is not None:
+            self._summary.close()
         self._connector.shutdown()
+
+
+def _say(line: str) -> None:
+    logger.info("%s", line)
+
+
+def _register(cls: type[KVTierConnector]) -> None:
+    """Let vLLM find a class by its name: what a child of a `MultiConnector` has counted is read by the name alone."""
+    if cls.__name__ not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(cls.__name__, cls.__module__, cls.__name__)
+
+
+_register(KVTierConnector)
 
 
 def _ask_for_recompute(vllm_config: VllmConfig) -> None:
     """Have vLLM recompute what a load did not deliver. It reads the policy once the connector has been made."""
-    transfer = vllm_config.kv_transfer_config
+    transfer = _schedulers_config(vllm_config)
     if transfer.kv_load_failure_policy != "recompute":
         transfer.kv_load_failure_policy = "recompute"
-        logger.info("kvtier: kv_load_failure_policy is now 'recompute': a failed load costs time, not the request")
+        _say("kvtier: kv_load_failure_policy is now 'recompute': a failed load costs time, not the request")
+
+
+def _schedulers_config(vllm_config: VllmConfig) -> KVTransferConfig:
+    """Return the transfer config that vLLM's scheduler will read.
+
+    A `MultiConnector` makes its children from copies that do not lead back to it, so it is looked for among our callers.
+    """
+    transfer, frame = vllm_config.kv_transfer_config, sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if isinstance(maker := frame.f_locals.get("self"), MultiConnector):
+            transfer = maker._kv_transfer_config
+    return transfer
 
 
 def _takes_tokens_back(request: Request) -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import platform
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from kvtier import __version__
 from kvtier.config import GroupConfig, KVTierConfig, OffloadingConfig, Recompute, format_size
 from kvtier.connector import ConnectorRole
 from kvtier.errors import ConfigError, InputError
@@ -154,10 +154,10 @@ def summarize(config: OffloadingConfig) -> str:
     """Say in one line what was configured."""
     settings = config.settings
     if config.num_slots == 0:
-        return f"kvtier {version('kvtier')}: cpu.capacity is 0: nothing is stored and nothing is loaded"
+        return f"kvtier {__version__}: cpu.capacity is 0: nothing is stored and nothing is loaded"
     chunk = settings.blocks_per_chunk * min(group.block_size for group in config.groups)
     return (
-        f"kvtier {version('kvtier')}: {format_size(settings.cpu.capacity)} of host memory keep {config.num_slots:,} chunks"
+        f"kvtier {__version__}: {format_size(settings.cpu.capacity)} of host memory keep {config.num_slots:,} chunks"
         f" of {chunk} tokens ({format_size(config.row_bytes)} each); policy {settings.cpu.policy},"
         f" {len(config.groups)} KV cache group(s), {config.world_size} worker(s), namespace {config.namespace[:12]}"
     )

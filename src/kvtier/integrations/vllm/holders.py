@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.request import RequestStatus
+
 from kvtier.config import GroupConfig
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ __all__ = ["Holders"]
 
 
 class Holders:
-    """The requests between the start of their load and their first step."""
+    """The requests between their first blocks and their first step, whichever connector loads for them."""
 
     def __init__(self, groups: Sequence[GroupConfig]) -> None:
         self._groups = groups
@@ -27,8 +29,12 @@ class Holders:
         self._requests: dict[str, Request] = {}
 
     def add(self, request: Request) -> None:
-        """Note that a request got blocks to load into."""
+        """Note that a request got blocks, be it to load into or to run in this step."""
         self._requests[request.request_id] = request
+
+    def __contains__(self, request: Request) -> bool:
+        """Say whether a request has got blocks and has not run since. vLLM asks again only if its load failed."""
+        return request.request_id in self._requests
 
     def discard(self, req_ids: Iterable[str]) -> None:
         """Note that requests run, or have ended."""
@@ -37,10 +43,11 @@ class Holders:
 
     def must_go_first(self, request: Request, tokens: int, manager: Any) -> bool:
         """Say whether they must run before this request, for which `tokens` can be loaded, gets blocks."""
-        may_block = self._windowed if tokens else request.request_id in self._requests
+        may_block = self._windowed if tokens else request in self
         if not may_block:
             return False
-        held = {req_id: sum(map(len, manager.get_block_ids(req_id))) for req_id in self._requests}
+        waiting = [each.request_id for each in self._requests.values() if each.status is not RequestStatus.RUNNING]
+        held = {req_id: sum(map(len, manager.get_block_ids(req_id))) for req_id in waiting}
         missing = sum(self._num_blocks(self._requests[req_id]) - count for req_id, count in held.items() if count)
         free = manager.block_pool.get_num_free_blocks()
         return any(held.values()) and bool(missing + self._num_blocks(request) > free)

@@ -1,0 +1,74 @@
+"""What kvtier did, in one line of the log now and then.
+
+A timer's thread looks at the running totals every `INTERVAL` seconds and tells what has changed: an engine
+that works in bursts, or sits in one long step, is heard of too. A line speaks of the time since the last look
+only, so that a pool that has stopped helping shows. The thread reads totals and nothing else of the scheduler's;
+one that it reads too early is told next time. `close` tells the rest. All methods are for one thread, which need
+not be the scheduler's.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict
+
+from kvtier.config import format_size
+from kvtier.connector import ConnectorStats
+
+__all__ = ["INTERVAL", "Summary"]
+
+INTERVAL = 60.0
+
+
+class Summary:
+    """Turns running totals into lines."""
+
+    def __init__(
+        self, stats: ConnectorStats, tell: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._stats = stats
+        self._tell = tell
+        self._clock = clock
+        self._since = clock()
+        self._told: Counter[str] = Counter()
+        self._closed = threading.Event()
+        self._timer: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Tell what has changed every `INTERVAL` seconds from now on."""
+        self._timer = threading.Thread(target=self._run, name="kvtier-summary", daemon=True)
+        self._timer.start()
+
+    def tell_changes(self) -> None:
+        """Tell all that was not told yet, if there is anything. For who has not started the timer."""
+        totals = Counter(asdict(self._stats))
+        counts, self._told = totals - self._told, totals
+        now = self._clock()
+        seconds, self._since = now - self._since, now
+        if counts:
+            self._tell(_describe(counts, seconds))
+
+    def close(self) -> None:
+        """End the timer and tell the rest. Idempotent."""
+        self._closed.set()
+        if self._timer is not None:
+            self._timer.join()
+        self.tell_changes()
+
+    def _run(self) -> None:
+        while not self._closed.wait(INTERVAL):
+            self.tell_changes()
+
+
+def _describe(counts: Counter[str], seconds: float) -> str:
+    asked, loaded = counts["asked_tokens"], counts["loaded_tokens"]
+    share = f"{loaded / asked:.0%} of the {asked:,} that were not on the GPU" if asked else "no prompt needed any"
+    failed = counts["loads_failed"] + counts["stores_failed"]
+    return (
+        f"kvtier, last {seconds:.0f} s: {loaded:,} prompt tokens loaded instead of computed ({share});"
+        f" {format_size(counts['load_bytes'])} loaded, {format_size(counts['store_bytes'])} stored,"
+        f" {failed} of {counts['loads'] + counts['stores']} transfers failed"
+    )

@@ -1,0 +1,71 @@
+"""kvtier as a child of vLLM's `MultiConnector`: alone in it, beside others, and with transfers that fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.vllm.conftest import Reference, tokens_of
+from tests.vllm.engines import KVTIER, as_connector, make_prompt, vllm_engine
+from tests.vllm.test_faults import DEADLINES, FAULTY, use
+
+from kvtier.testing.faults import Fault, FaultPlan
+
+PROMPTS = [make_prompt(seed, 60 + 40 * seed) for seed in range(4)]
+
+
+@pytest.fixture(autouse=True)
+def at_info(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At this level vLLM adds up what connectors have counted, whose classes it then looks up by name."""
+    monkeypatch.setattr("vllm.v1.metrics.loggers.logger.isEnabledFor", lambda level: True)
+
+
+def others(kind: str, folder: Path, connector: tuple[str, str] = KVTIER) -> list[dict[str, Any]]:
+    """Return the other children of a `MultiConnector`."""
+    example = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    return {
+        "alone": [],
+        "beside_a_store": [example | {"kv_connector_extra_config": {"shared_storage_path": str(folder)}}],
+        "beside_another_kvtier": [as_connector({"cpu": {"capacity": "1MiB"}} | DEADLINES, connector)],
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["alone", "beside_a_store", "beside_another_kvtier"])
+def test_same_tokens_and_what_was_counted(llama: Path, reference: Reference, tmp_path: Path, kind: str) -> None:
+    with vllm_engine(llama, {}, beside=others(kind, tmp_path)) as engine:
+        rounds = []
+        for _ in range(3):
+            rounds.append(tokens_of(engine.generate(PROMPTS)))
+            engine.forget()
+        engine.llm.llm_engine.do_log_stats()
+        counted = {metric.name: metric.value for metric in engine.llm.get_metrics() if hasattr(metric, "value")}
+        assert engine.stats.loads == 2 * len(PROMPTS)
+    assert rounds == [reference(llama, PROMPTS)] * 3
+    assert counted["vllm:kvtier_loads"] == 2 * len(PROMPTS), "the first child is asked first, and has everything"
+    assert counted["vllm:external_prefix_cache_hits"] == 2 * (32 + 96 + 128 + 160)
+
+
+@pytest.mark.parametrize("kind", ["alone", "beside_another_kvtier"])
+def test_a_failed_load_does_not_end_its_request(model: Path, reference: Reference, tmp_path: Path, kind: str) -> None:
+    from tests.vllm.faulty import HangingLoads
+
+    use(HangingLoads(seed=0, rate=1.0))
+    with vllm_engine(model, DEADLINES, connector=FAULTY, beside=others(kind, tmp_path, FAULTY)) as engine:
+        engine.generate(PROMPTS)
+        engine.forget()
+        again = tokens_of(engine.generate(PROMPTS))
+        engine.settle()
+        assert engine.stats.loads_failed > 0
+    assert again == reference(model, PROMPTS)
+
+
+def test_right_tokens_although_transfers_fail(model: Path, reference: Reference, tmp_path: Path) -> None:
+    prompts = [make_prompt(seed % 9, 100 + 10 * (seed % 9)) for seed in range(24)]
+    use(FaultPlan(1, 0.3, (Fault.REFUSE, Fault.FAIL, Fault.HANG, Fault.SHORT)))
+    children = others("beside_another_kvtier", tmp_path, FAULTY)
+    with vllm_engine(model, DEADLINES, connector=FAULTY, beside=children, num_blocks=20) as engine:
+        rounds = [tokens_of(engine.generate(prompts, 24)) for _ in range(2)]
+        engine.settle()
+        assert engine.stats.loads > engine.stats.loads_failed > 0
+    assert rounds == [reference(model, prompts, 24)] * 2
