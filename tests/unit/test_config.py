@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from kvtier.config import (
     parse_size,
 )
 from kvtier.errors import ConfigError
+from kvtier.namespace import Namespace
 
 GIB = 1024**3
 
@@ -240,6 +243,21 @@ class TestFromFile:
             KVTierConfig.from_file(tmp_path / "gone.json")
 
 
+def test_a_namespace_may_be_known_later() -> None:
+    gate = threading.Event()
+
+    def compute() -> str:
+        assert gate.wait(60)
+        return "name"
+
+    later = Namespace(compute)
+    config = replace(offloading(namespace=later), rank=0)
+    assert config.namespace_nowait() is None
+    gate.set()
+    later.wait()
+    assert config.namespace_nowait() == offloading(namespace="name").namespace_nowait() == "name"
+
+
 class TestGeometry:
     def test_sizes(self) -> None:
         config = offloading(
@@ -282,7 +300,7 @@ class TestGeometry:
             ({"rank": 1}, "rank: expected less than world_size (1), got 1"),
             ({"rank": -1}, "rank: expected a whole number of at least 0, got -1"),
             ({"engine_id": ""}, "engine_id: expected a name, got ''"),
-            ({"namespace": None}, "namespace: expected a string, got None"),
+            ({"namespace": None}, "namespace: expected a string or a Namespace, got None"),
             ({"settings": {}}, "settings: expected a KVTierConfig, got {}"),
             (
                 {"settings": settings(cpu={"capacity": "4kB"})},
