@@ -1,9 +1,10 @@
-"""What all tests share: one torch thread, instructions that every machine has, and a count of what was skipped and why."""
+"""What all tests share: a torch thread, instructions every machine has, a cache folder, a count of what was skipped and why."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,18 @@ except ImportError:  # the tests that need torch skip themselves
     pass
 else:
     torch.set_num_threads(1)  # models are tiny, and threads that spin on a busy machine cost fifty times what they save
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where digests of files are remembered, here and in processes that tests start. vLLM keeps its own cache."""
+    users = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = tmp_path_factory.mktemp("cache")
+    os.environ |= {
+        "VLLM_CACHE_ROOT": os.environ.get("VLLM_CACHE_ROOT", str(users / "vllm")),
+        "XDG_CACHE_HOME": str(folder),
+    }
+    return folder
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

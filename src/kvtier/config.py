@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from kvtier.errors import ConfigError, show_value
+from kvtier.namespace import Namespace
 
 __all__ = [
     "LEAST_STAGING",
@@ -163,6 +164,12 @@ def _read_text(path: str, value: object) -> str:
 def _is_text(value: object) -> bool:
     """Say whether a value is a string that can be encoded: half a surrogate pair, as JSON may bring, cannot."""
     return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+def _read_namespace(path: str, value: object) -> str | Namespace:
+    if not isinstance(value, (str, Namespace)):
+        raise ConfigError(path, f"expected a string or a Namespace, got {show_value(value)}")
+    return value
 
 
 def _read_tiers(path: str, value: object) -> tuple[()]:
@@ -320,7 +327,7 @@ class OffloadingConfig:
     rank: int = _setting(_at_least(0), 0)
     engine_id: str = _setting(_read_name)
     launch_id: str = _setting(_read_text, "")
-    namespace: str = _setting(_read_text, "")
+    namespace: str | Namespace = _setting(_read_namespace, "")
     enable_kv_cache_events: bool = _setting(_read_flag, False)
     recompute: Recompute = _setting(_instance(Recompute), Recompute.MISSING)
 
@@ -336,6 +343,10 @@ class OffloadingConfig:
         if 0 < self.settings.cpu.capacity < self.row_bytes:
             expected = f"expected at least one row ({format_size(self.row_bytes)}), or 0 to keep nothing"
             raise ConfigError("cpu.capacity", f"{expected}, got {format_size(self.settings.cpu.capacity)}")
+
+    def namespace_nowait(self) -> str | None:
+        """Return the namespace; None while it is not known: nothing may then be shared with another process."""
+        return self.namespace if isinstance(self.namespace, str) else self.namespace.get_nowait()
 
     def image_bytes(self, group: int) -> int:
         """Return the bytes of one chunk of a group on one rank."""

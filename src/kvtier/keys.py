@@ -1,4 +1,4 @@
-"""Tokens -> chained block hashes -> `OffloadKey`; and the namespace that bytes belong to.
+"""Tokens -> chained block hashes -> `OffloadKey`; and the fingerprint of all that bytes depend on.
 
 The hash of a block is BLAKE2b-256 over its parent's hash and its token ids (u32, little-endian). Chaining makes it name
 the whole prefix up to the block's end, so equal hashes mean equal prefixes. What changes the KV of a block besides its
@@ -23,13 +23,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b, sha256
-from pathlib import Path
 from typing import Any, ClassVar, NewType, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.errors import InputError, ModelError
+from kvtier.errors import InputError
 
 __all__ = [
     "FORMAT_VERSION",
@@ -52,7 +51,6 @@ __all__ = [
     "make_offload_key",
     "make_offload_keys",
     "root_hash",
-    "weights_manifest",
 ]
 
 FORMAT_VERSION = 1
@@ -67,7 +65,6 @@ Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
 _HASH_BYTES = 32
 _GROUP_BYTES = 4
 _TOKEN_BYTES = 4
-_SAMPLES, _SAMPLE_BYTES = 64, 4096
 _PLAIN = blake2b(digest_size=_HASH_BYTES, person=b"kvtier block")
 _EXTRA = blake2b(digest_size=_HASH_BYTES, person=b"kvtier block+")
 
@@ -294,7 +291,7 @@ def fingerprint(
 ) -> str:
     """Return the namespace: 64 hex digits that are equal only for engines that may share bytes.
 
-    Arguments are JSON values; `weights` is what `weights_manifest` gives. What else shapes the bytes of a block, such as
+    Arguments are JSON values; `weights` is what `WeightsFiles.manifest` gives. What else shapes the bytes of a block, such as
     an attention backend with a layout of its own, goes in `more`.
     """
     fields = {"weights": weights, "dtype": dtype, "kv_layout": kv_layout, "groups": groups, "parallelism": parallelism}
@@ -304,30 +301,3 @@ def fingerprint(
     except (TypeError, ValueError) as error:
         raise InputError(f"fingerprint: expected JSON values, got something else ({error})") from None
     return sha256(text.encode()).hexdigest()
-
-
-def weights_manifest(folder: str | Path) -> list[list[str | int]]:
-    """List what identifies a model's weights: `[name, size, digest]` of its config and of each safetensors file.
-
-    The digest of a weights file covers 64 pages spread evenly over it: fine-tunes of one model have equal names and
-    sizes, and reading every byte would double the time that loading a model takes.
-    """
-    folder = Path(folder)
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ModelError(f"{folder}: expected a model folder with *.safetensors files, found none")
-    config = folder / "config.json"
-    entries: list[list[str | int]] = [[file.name, file.stat().st_size, _sample_digest(file)] for file in files]
-    if config.is_file():
-        entries.append([config.name, config.stat().st_size, sha256(config.read_bytes()).hexdigest()])
-    return entries
-
-
-def _sample_digest(file: Path) -> str:
-    size = file.stat().st_size
-    state = sha256()
-    with file.open("rb") as stream:
-        for sample in range(_SAMPLES):
-            stream.seek(max(size - _SAMPLE_BYTES, 0) * sample // (_SAMPLES - 1))
-            state.update(stream.read(_SAMPLE_BYTES))
-    return state.hexdigest()

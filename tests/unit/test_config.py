@@ -3,6 +3,8 @@ from __future__ import annotations
 import datetime
 import json
 import math
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from kvtier.config import (
     parse_size,
 )
 from kvtier.errors import ConfigError
+from kvtier.namespace import Namespace
 
 GIB = 1024**3
 NESTED: list[Any] = []
@@ -257,7 +260,10 @@ class TestFromDict:
             ),
             ({"store_threshold": -(10**5000)}, "store_threshold: expected a whole number of at least 0, got a value"),
             ({"store_deadline": 10**400}, "store_deadline: expected a year (8760h) at most, got 1000"),
-            ({"prompt_only": NESTED}, "prompt_only: expected true or false, got a value of type list that is too long"),
+            (
+                {"prompt_only": NESTED},
+                "prompt_only: expected true or false, got a value of type list that cannot be printed",
+            ),
             ({"blocks_per_chunk": 0}, "blocks_per_chunk: expected a whole number of at least 1, got 0"),
             ({"blocks_per_chunk": True}, "blocks_per_chunk: expected a whole number of at least 1, got True"),
             ({"blocks_per_chunk": "2"}, "blocks_per_chunk: expected a whole number of at least 1, got '2'"),
@@ -357,6 +363,21 @@ class TestFromFile:
             KVTierConfig.from_file(tmp_path / "gone.json")
 
 
+def test_a_namespace_may_be_known_later() -> None:
+    gate = threading.Event()
+
+    def compute() -> str:
+        assert gate.wait(60)
+        return "name"
+
+    later = Namespace(compute)
+    config = replace(offloading(namespace=later), rank=0)
+    assert config.namespace_nowait() is None
+    gate.set()
+    later.wait()
+    assert config.namespace_nowait() == offloading(namespace="name").namespace_nowait() == "name"
+
+
 class TestGeometry:
     def test_sizes(self) -> None:
         config = offloading(
@@ -401,7 +422,7 @@ class TestGeometry:
             ({"engine_id": ""}, "engine_id: expected a name, got ''"),
             ({"engine_id": "\ud800"}, "engine_id: expected a name, got '\\ud800'"),
             ({"world_size": 2**31}, "world_size: expected a whole number of at most 2147483647, got 2147483648"),
-            ({"namespace": None}, "namespace: expected a string, got None"),
+            ({"namespace": None}, "namespace: expected a string or a Namespace, got None"),
             ({"settings": {}}, "settings: expected a KVTierConfig, got {}"),
             (
                 {"settings": settings(cpu={"capacity": "4kB"})},

@@ -17,7 +17,7 @@ import kvtier
 
 PACKAGE = Path(kvtier.__file__).parent
 
-BASE = {"config", "errors", "keys"}
+BASE = {"config", "errors", "keys", "namespace"}
 BELOW_TRANSFER = BASE | {"memory", "policies", "pool"}
 BELOW_OFFLOAD = BELOW_TRANSFER | {"transfer", "tiers", "events"}
 BELOW_CONNECTOR = BELOW_OFFLOAD | {"offload"}
@@ -25,7 +25,10 @@ BELOW_ENGINE = BELOW_CONNECTOR | {"connector"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "config": {"errors"},
+    "config": {"errors", "namespace"},
+    "digests": {"errors", "file_hasher"},
+    "file_hasher": set(),
+    "namespace": {"digests", "errors"},
     "keys": {"errors", "_chain"},
     "policies": BASE | {"_slots"},
     "memory": {"config", "errors"},

@@ -3,7 +3,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import struct
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier import keys
-from kvtier.errors import InputError, ModelError
+from kvtier.errors import InputError
 from kvtier.keys import (
     BlockHash,
     ExtraKey,
@@ -30,7 +29,6 @@ from kvtier.keys import (
     make_offload_key,
     make_offload_keys,
     root_hash,
-    weights_manifest,
 )
 
 TOKEN = st.integers(0, 2**32 - 1)
@@ -315,38 +313,3 @@ class TestFingerprint:
     def test_refuses_what_is_not_json(self, bad: object) -> None:
         with pytest.raises(InputError, match="fingerprint: expected JSON values"):
             fingerprint(**FIELDS | {"lora": bad})
-
-
-class TestWeightsManifest:
-    def write(self, folder: Path, data: bytes, config: str = "{}") -> Path:
-        folder.mkdir()
-        (folder / "b.safetensors").write_bytes(data)
-        (folder / "a.safetensors").write_bytes(b"small")
-        (folder / "config.json").write_text(config)
-        (folder / "README.md").write_text("not weights")
-        return folder
-
-    def test_lists_names_sizes_and_digests(self, tmp_path: Path) -> None:
-        manifest = weights_manifest(self.write(tmp_path / "m", bytes(10_000)))
-        assert [entry[:2] for entry in manifest] == [
-            ["a.safetensors", 5],
-            ["b.safetensors", 10_000],
-            ["config.json", 2],
-        ]
-        assert manifest == weights_manifest(self.write(tmp_path / "copy", bytes(10_000)))
-
-    @pytest.mark.parametrize("where", [0, 5_000_000, 9_999_999])
-    def test_sees_other_weights_of_equal_size(self, tmp_path: Path, where: int) -> None:
-        data = bytearray(10_000_000)
-        before = weights_manifest(self.write(tmp_path / "base", bytes(data)))
-        data[max(where - 100_000, 0) : where + 100_000] = b"\x01" * len(data[max(where - 100_000, 0) : where + 100_000])
-        assert len(data) == 10_000_000
-        assert weights_manifest(self.write(tmp_path / "tuned", bytes(data))) != before
-
-    def test_sees_another_config(self, tmp_path: Path) -> None:
-        before = weights_manifest(self.write(tmp_path / "one", b"x"))
-        assert weights_manifest(self.write(tmp_path / "two", b"x", '{"rope_theta": 2}')) != before
-
-    def test_refuses_a_folder_without_weights(self, tmp_path: Path) -> None:
-        with pytest.raises(ModelError, match=r"expected a model folder with \*\.safetensors files, found none"):
-            weights_manifest(tmp_path)

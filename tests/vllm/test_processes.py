@@ -44,6 +44,13 @@ def mapped_files(group: int) -> set[tuple[str, str]]:
     return mapped
 
 
+def unlink_shared(mapped: set[tuple[str, str]]) -> None:
+    """Remove what vLLM leaves behind of its own in shared memory."""
+    for _, name in mapped:
+        if name.startswith("/dev/shm/"):
+            Path(name).unlink(missing_ok=True)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
@@ -60,9 +67,7 @@ def test_same_tokens_and_nothing_left_behind(llama: Path, tensor_parallel_size: 
     pools = [name.removeprefix("/memfd:").split()[0] for _, name in mapped if name.startswith("/memfd:kvtier-")]
     assert len(pools) == (tensor_parallel_size > 1), "one process with nobody to share needs no shared memory"
     assert not any(Path(f"/dev/shm/{name}.pool").exists() for name in pools), "the ranks have met"
-    for _, name in mapped:
-        if name.startswith("/dev/shm/"):
-            Path(name).unlink(missing_ok=True)  # vLLM's own: it leaves them behind
+    unlink_shared(mapped)
 
 
 @pytest.mark.slow
@@ -72,9 +77,8 @@ def test_right_tokens_although_one_rank_fails_before_another(model: Path) -> Non
     with running(str(RANKS), str(model)) as process:
         assert process.stdout is not None
         line = next(line for line in process.stdout if line.startswith('{"wrong"'))
-        mapped = shared_memory(process.pid)
-    for name in mapped:
-        Path(name).unlink(missing_ok=True)  # vLLM's own: it leaves them behind
+        mapped = mapped_files(process.pid)
+    unlink_shared(mapped)
     result = json.loads(line)
     assert result["wrong"] == 0
     assert result["vllm:kvtier_loads"] > result["vllm:kvtier_loads_failed"] > 8

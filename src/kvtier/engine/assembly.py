@@ -1,12 +1,13 @@
 """What an engine is put together from: a decoder, KV tensors, the description of them that kvtier wants, and batches.
 
-Pure functions from configs; nothing is kept. Any thread.
+Functions of configs; nothing is kept. Any thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import chain
 from typing import Any
 from uuid import uuid4
@@ -22,6 +23,7 @@ from kvtier.engine.model_config import ModelConfig
 from kvtier.engine.scheduler import Chunk
 from kvtier.errors import ConfigError
 from kvtier.keys import fingerprint
+from kvtier.namespace import Namespace, WeightsFiles
 
 __all__ = ["allocate_kv", "describe_cache", "make_batch", "make_decoder"]
 
@@ -48,7 +50,7 @@ def allocate_kv(model: ModelConfig, config: EngineConfig, groups: Sequence[Cache
 def describe_cache(
     model: ModelConfig, config: EngineConfig, groups: Sequence[CacheGroup], settings: KVTierConfig, weights_id: Any
 ) -> OffloadingConfig:
-    """Describe the engine's cache to kvtier. Weights without an id are taken to be like no others."""
+    """Describe the engine's cache to kvtier. Weights without an id are taken to be like no others; files are hashed later."""
     token_bytes = 2 * model.num_kv_heads * model.head_dim * getattr(torch, config.dtype).itemsize
     described = tuple(
         GroupConfig(
@@ -59,21 +61,28 @@ def describe_cache(
         )
         for group in groups
     )
+    name = partial(
+        fingerprint,
+        dtype=config.dtype,
+        kv_layout=config.kv_layout,
+        groups=[asdict(group) for group in described],
+        parallelism=1,
+        compute_dtype=config.compute_dtype,
+    )
     return OffloadingConfig(
         settings=settings,
         groups=described,
         hash_block_size=config.block_size,
         engine_id=uuid4().hex,
-        namespace=fingerprint(
-            weights=uuid4().hex if weights_id is None else weights_id,
-            dtype=config.dtype,
-            kv_layout=config.kv_layout,
-            groups=[asdict(group) for group in described],
-            parallelism=1,
-            compute_dtype=config.compute_dtype,
-        ),
+        namespace=_namespace(name, weights_id),
         enable_kv_cache_events=bool(config.kv_events),
     )
+
+
+def _namespace(name: Callable[..., str], weights_id: Any) -> str | Namespace:
+    if isinstance(weights_id, WeightsFiles):
+        return Namespace(lambda: name(weights=weights_id.manifest()))
+    return name(weights=uuid4().hex if weights_id is None else weights_id)
 
 
 def make_batch(chunks: Sequence[Chunk], num_groups: int, block_size: int, device: str) -> Batch:

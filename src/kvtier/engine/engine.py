@@ -44,7 +44,7 @@ from kvtier.engine.scheduler import Chunk, Scheduler, Step
 from kvtier.engine.weights import load_config, load_weights, random_weights
 from kvtier.errors import ConfigError, InputError, show_value
 from kvtier.events.types import KVCacheEvent, KVEventBatch
-from kvtier.keys import weights_manifest
+from kvtier.namespace import WeightsFiles
 from kvtier.offload.base import OffloadingSpec
 from kvtier.offload.factory import OffloadingSpecFactory
 
@@ -94,6 +94,7 @@ class Engine:
     ) -> None:
         """Allocate the cache. `weights_id`: a JSON value that is equal only for equal weights; default: equal to no other.
 
+        Of weights in files it is `WeightsFiles`, made before they were loaded: a thread hashes their content.
         `publisher` is given each step's events, and nothing is left for `take_events`; closing it is its owner's business.
         """
         if config.kv_events is None:
@@ -139,9 +140,10 @@ class Engine:
         cls, path: str | Path, config: EngineConfig, kvtier: KVTierConfig | None = None, **more: Any
     ) -> Self:
         """Make an engine from a local Hugging Face folder."""
+        files = WeightsFiles(path)
         model_config = load_config(path)
         model = make_decoder(model_config, load_weights(path, model_config), config)
-        return cls(model, config, kvtier, weights_id=weights_manifest(path), **more)
+        return cls(model, config, kvtier, weights_id=files, **more)
 
     @classmethod
     def from_config(

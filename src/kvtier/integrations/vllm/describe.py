@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import platform
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import vllm
 from vllm.distributed.parallel_state import get_tp_group, in_the_same_node_as
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes, resolve_none_hash_seed
@@ -27,13 +28,17 @@ from kvtier import __version__
 from kvtier.config import GroupConfig, KVTierConfig, OffloadingConfig, Recompute, format_size
 from kvtier.connector import ConnectorRole
 from kvtier.errors import ConfigError, InputError
-from kvtier.keys import fingerprint, weights_manifest
+from kvtier.integrations.vllm.weights import all_weights, nameless_hash
+from kvtier.keys import fingerprint
+from kvtier.namespace import Namespace
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 __all__ = ["describe_engine", "summarize"]
+
+logger = init_logger("vllm.kvtier")  # under vLLM's own logger: it gives others no handler
 
 _SUPPORTED_SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
 _INSTEAD = "vLLM's own OffloadingConnector may serve it"
@@ -63,16 +68,18 @@ def describe_engine(
     events = vllm_config.kv_events_config
     groups = tuple(_describe_group(index, kv_cache_config) for index in range(len(kv_cache_config.kv_cache_groups)))
     _, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    settings = KVTierConfig.from_dict(transfer.kv_connector_extra_config)
+    # Rows leave the process, if at all, from the scheduler's side: a worker need not read the weights again.
+    keeps = role is ConnectorRole.SCHEDULER and settings.cpu.capacity > 0
     return OffloadingConfig(
-        settings=KVTierConfig.from_dict(transfer.kv_connector_extra_config),
+        settings=settings,
         groups=groups,
         hash_block_size=hash_block_size,
         world_size=parallel.world_size,
         rank=parallel.rank if role is ConnectorRole.WORKER else 0,
         engine_id=transfer.engine_id,
         launch_id=vllm_config.instance_id,  # data-parallel engines share it, but not their engine_id
-        # Rows leave the process, if at all, from the scheduler's side: a worker need not read the weights again.
-        namespace=_namespace(vllm_config, groups, hash_block_size) if role is ConnectorRole.SCHEDULER else "",
+        namespace=_namespace(vllm_config, groups, hash_block_size) if keeps else "",
         enable_kv_cache_events=events is not None and events.enable_kv_cache_events,
         recompute=Recompute.REST if len(groups) == 1 else Recompute.ALL,
     )
@@ -116,31 +123,30 @@ def _describe_group(index: int, kv_cache_config: KVCacheConfig) -> GroupConfig:
     )
 
 
-def _namespace(vllm_config: VllmConfig, groups: tuple[GroupConfig, ...], hash_block_size: int) -> str:
+def _namespace(vllm_config: VllmConfig, groups: tuple[GroupConfig, ...], hash_block_size: int) -> Namespace:
+    """Begin to compute the namespace. Which files the weights are in is found out at once: a hub's branch may move on."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    algorithm = cache.prefix_caching_hash_algo
-    return fingerprint(
-        weights=_weights(vllm_config),
+    algorithm, weights = cache.prefix_caching_hash_algo, all_weights(vllm_config)
+    name = partial(
+        fingerprint,
         dtype=str(model.dtype if cache.cache_dtype == "auto" else cache.cache_dtype),
         kv_layout=[cache.kv_cache_layout, str(vllm_config.attention_config.backend), *_device()],
         groups=[asdict(group) for group in groups],
         parallelism=[parallel.tensor_parallel_size, parallel.world_size],
         lora=vllm_config.lora_config is not None,
         seed=f"{algorithm} {resolve_none_hash_seed(get_hash_fn_by_name(algorithm))}",
-        model=model.compute_hash(),
+        model=nameless_hash(model),
         hash_block_size=hash_block_size,
         engine=f"vllm {vllm.__version__}",
     )
+    return Namespace(lambda: name(weights=[each() for each in weights]), _tell)
 
 
-def _weights(vllm_config: VllmConfig) -> Any:
-    """Return what identifies the weights: files where they are local, else the name and the revision."""
-    model = vllm_config.model_config
-    if vllm_config.load_config.load_format == "dummy":
-        return {"random": model.seed, "model": model.model}
-    if any(Path(model.model).glob("*.safetensors")):
-        return weights_manifest(model.model)
-    return [model.model, model.revision, getattr(model.hf_config, "_commit_hash", None)]
+def _tell(namespace: Namespace) -> None:
+    if namespace.problem is None:
+        logger.info("kvtier: the namespace is %s", str(namespace.get_nowait())[:12])
+    else:
+        logger.warning("kvtier: no other engine can share this one's KV, nor its next start: %s", namespace.problem)
 
 
 def _device() -> list[str]:
@@ -156,8 +162,10 @@ def summarize(config: OffloadingConfig) -> str:
     if config.num_slots == 0:
         return f"kvtier {__version__}: cpu.capacity is 0: nothing is stored and nothing is loaded"
     chunk = settings.blocks_per_chunk * min(group.block_size for group in config.groups)
+    namespace = config.namespace_nowait()
     return (
         f"kvtier {__version__}: {format_size(settings.cpu.capacity)} of host memory keep {config.num_slots:,} chunks"
         f" of {chunk} tokens ({format_size(config.row_bytes)} each); policy {settings.cpu.policy},"
-        f" {len(config.groups)} KV cache group(s), {config.world_size} worker(s), namespace {config.namespace[:12]}"
+        f" {len(config.groups)} KV cache group(s), {config.world_size} worker(s),"
+        f" namespace {'being computed' if namespace is None else namespace[:12]}"
     )

@@ -1,0 +1,177 @@
+"""SHA-256 of whole files: read once, and remembered for as long as a file stays as it is.
+
+Where the Hugging Face hub's cache has named a file by its digest, nothing is read. Else a process of low
+priority hashes the content (`file_hasher`), and the digest is kept in one small file of the user's
+(docs/formats.md) by path, size, inode, mtime and ctime: mtime can be set back, ctime can not. That file is a
+help and no authority: lost, corrupt, out of date or not writable, it costs hashing again. Processes that write
+it at once lose nothing but work.
+
+Calls block for as long as reading takes, so no engine's thread makes them. Any other thread may.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import IO, Annotated, Literal, NamedTuple, Self
+
+import msgspec
+
+from kvtier import file_hasher
+from kvtier.errors import OutsideError
+
+__all__ = ["Digests", "FileState", "default_file", "hub_digest"]
+
+logger = logging.getLogger(__name__)
+
+_SMALL = 1 << 20  # up to here hashing takes less than starting a process
+_SETTLED_NS = 2 * 10**9
+"""A file that changed less than this ago is not remembered: of two changes in one tick, the second is not seen."""
+_MOST_ENTRIES = 4096
+_SHA256 = re.compile("[0-9a-f]{64}")
+
+
+class FileState(NamedTuple):
+    """What tells whether a file is still the same."""
+
+    size: int
+    inode: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, path: Path | int) -> Self:
+        """Look at a file by its path, following links, or by its descriptor. `OSError` if it is not a regular one."""
+        found = os.stat(path)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return cls(found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns)
+
+
+_Entry = tuple[int, int, int, int, Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]]
+
+
+class _Remembered(msgspec.Struct):
+    """The content of the file: by path, the four numbers of a `FileState` and the digest."""
+
+    files: dict[str, _Entry]
+    version: Literal[1]
+
+
+def default_file() -> Path | None:
+    """Return where digests are remembered: in the user's cache folder, or nowhere if the user has no home."""
+    folder = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        return (Path(folder) if os.path.isabs(folder) else Path.home() / ".cache") / "kvtier" / "digests.json"
+    except RuntimeError:
+        return None
+
+
+class Digests:
+    """Gives the SHA-256 of files. `file`: where they are remembered; None: nowhere."""
+
+    def __init__(self, file: Path | None, now_ns: Callable[[], int] = time.time_ns) -> None:
+        self.file = file
+        self._now_ns = now_ns
+
+    def of(self, path: Path, state: FileState) -> str:
+        """Return the digest of a file that was seen in `state`. `OutsideError` if it has changed or is unreadable."""
+        try:
+            _expect(state, FileState.of(path))
+            return hub_digest(path) or self._recall(path, state) or self._compute(path, state)
+        except OSError as error:
+            expected = f"{path}: expected to read what was there when the engine was made"
+            raise OutsideError(f"{expected}: {error.strerror or error}") from error
+
+    def _compute(self, path: Path, state: FileState) -> str:
+        with path.open("rb", buffering=0) as stream:
+            digest = sha256(stream.read()).hexdigest() if state.size <= _SMALL else _hash_elsewhere(stream)
+            _expect(state, FileState.of(stream.fileno()))
+        if self._now_ns() - state.ctime_ns > _SETTLED_NS:
+            self._remember(path, state, digest)
+        return digest
+
+    def _recall(self, path: Path, state: FileState) -> str | None:
+        entry = self._read().get(str(path.resolve()))
+        return entry[4] if entry is not None and entry[:4] == state else None
+
+    def _read(self) -> dict[str, _Entry]:
+        if self.file is None:
+            return {}
+        try:
+            return msgspec.json.decode(self.file.read_bytes(), type=_Remembered).files
+        except FileNotFoundError:
+            return {}
+        except (OSError, msgspec.DecodeError) as error:
+            logger.warning("%s: expected digests of files, which are now computed again: %s", self.file, error)
+            return {}
+
+    def _remember(self, path: Path, state: FileState, digest: str) -> None:
+        """Add a digest to those that the file has by now; of too many, the oldest leave."""
+        if self.file is None:
+            return
+        entries = self._read()
+        entries.pop(name := str(path.resolve()), None)
+        entries[name] = (*state, digest)
+        kept = dict(list(entries.items())[-_MOST_ENTRIES:])
+        try:
+            _replace(self.file, msgspec.json.encode(_Remembered(kept, 1)))
+        except OSError as error:
+            logger.warning("%s: expected to write digests, which are computed again next time: %s", self.file, error)
+
+
+def _hash_elsewhere(stream: IO[bytes]) -> str:
+    """Hash a file in another process, which Ctrl-C does not reach: it ends with this one."""
+    command = [sys.executable, "-I", "-S", str(Path(file_hasher.__file__)), str(os.getpid())]
+    done = subprocess.run(command, stdin=stream, capture_output=True, text=True, start_new_session=True)
+    if not _SHA256.fullmatch(digest := done.stdout.strip()):
+        why = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
+        raise OSError(f"hashing failed ({why[0]})")
+    return digest
+
+
+def _expect(state: FileState, found: FileState) -> None:
+    if found != state:
+        raise OSError("it has changed")
+
+
+def _replace(file: Path, content: bytes) -> None:
+    """Write a file whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=f"{file.name}.")
+    try:
+        with open(descriptor, "wb") as stream:
+            stream.write(content)
+        os.replace(name, file)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def hub_digest(path: Path) -> str | None:
+    """Return the digest that a hub's cache has named a file by, without reading it; None for any other file.
+
+    `models--ORG--NAME/snapshots/COMMIT/FILE` is a link to `models--ORG--NAME/blobs/SHA256`. Small files are named
+    by git's SHA-1 instead and are not meant here: their content would have two names.
+    """
+    path = path.parent.resolve() / path.name
+    repository = next((folder.parent for folder in path.parents if _is_snapshots(folder)), None)
+    if repository is None or not path.is_symlink():
+        return None
+    blob = Path(os.path.normpath(path.parent / os.readlink(path)))
+    named = blob.parent == repository / "blobs" and _SHA256.fullmatch(blob.name) and not blob.is_symlink()
+    return blob.name if named else None
+
+
+def _is_snapshots(folder: Path) -> bool:
+    return folder.name == "snapshots" and folder.parent.name.startswith("models--")

@@ -1,0 +1,153 @@
+"""The namespace of an engine's bytes, which may be known only later: it covers the content of the weights.
+
+`WeightsFiles` are the files of a model's folder that decide what KV it computes. To tell two models apart it
+takes all of their bytes: fine-tunes have the names and sizes of their base, and may differ in one matrix.
+Reading them takes about as long as loading the model did. So it is done once (`digests` remembers) and beside
+the engine's work, and a `Namespace` says when it is known.
+
+Until then nothing may be shared with another process; and never, if the content cannot be known: the namespace
+is then like no other. Of what is here, only `wait` and `manifest` block. Any thread may call it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Event, Thread
+
+from kvtier.digests import Digests, FileState, default_file
+from kvtier.errors import OutsideError
+
+__all__ = ["Namespace", "WeightsFiles"]
+
+_WEIGHTS = {
+    ".bin",
+    ".ckpt",
+    ".distcp",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".nemo",
+    ".npy",
+    ".npz",
+    ".onnx",
+    ".onnx_data",
+    ".pt",
+    ".pth",
+    ".safetensors",
+    ".tensors",
+}
+_SHAPES = {".json", ".py", ".yaml", ".yml"}
+"""What weights are read with: configs, indexes, quantisation, code of the model's own. Any of them may change KV."""
+
+_WITHOUT_EFFECT = {
+    # Text becomes tokens before, and logits become text after, what is cached.
+    "added_tokens.json",
+    "chat_template.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    # Leftovers of training.
+    "optimizer.bin",
+    "optimizer.pt",
+    "scaler.pt",
+    "scheduler.pt",
+    "trainer_state.json",
+    "training_args.bin",
+}
+
+
+class WeightsFiles:
+    """The files of a folder that decide what KV a model computes, in the state they were found in.
+
+    Make it before the weights are loaded: what changes later is noticed, and what was loaded is then unknown.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).resolve()
+        self._found = _look(self.folder)
+
+    def manifest(self, digests: Digests | None = None) -> list[list[str | int]]:
+        """Return `[name, size, SHA-256]` of each file, and read those whose digest is not known.
+
+        `OutsideError` if one cannot be read or has changed, or if there are no weights.
+        """
+        if isinstance(self._found, str):
+            raise OutsideError(self._found)
+        if not any(path.suffix.lower() in _WEIGHTS for path in self._found):
+            known = " ".join(sorted(_WEIGHTS))
+            raise OutsideError(f"{self.folder}: expected files with weights ({known}), found none")
+        if _look(self.folder) != self._found:
+            raise OutsideError(f"{self.folder}: expected the files of when the engine was made, found others")
+        digests = digests or Digests(default_file())
+        return [
+            [path.relative_to(self.folder).as_posix(), state.size, digests.of(path, state)]
+            for path, state in self._found.items()
+        ]
+
+
+def _look(folder: Path) -> dict[Path, FileState] | str:
+    """Return the state of every file that counts, or what is wrong with one."""
+    try:
+        return {path: FileState.of(path) for path in sorted(_walk(folder))}
+    except OSError as error:
+        return f"{error.filename or folder}: expected a file or folder that can be read: {error.strerror or error}"
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """Yield the files that count, also behind links, in an order that is the same everywhere. Loops end."""
+    seen: set[str] = set()
+    for root, folders, files in os.walk(folder, followlinks=True, onerror=_fail):
+        seen.add(os.path.realpath(root))
+        parts = sorted(filter(_is_part, folders))
+        folders[:] = [each for each in parts if os.path.realpath(os.path.join(root, each)) not in seen]
+        yield from (Path(root, file) for file in files if _counts(file))
+
+
+def _fail(error: OSError) -> None:
+    raise error
+
+
+def _is_part(folder: str) -> bool:
+    """Say no to folders with the same weights in another form, with earlier ones, or with a tool's own files."""
+    return folder != "original" and not folder.startswith(("checkpoint-", "."))
+
+
+def _counts(file: str) -> bool:
+    return Path(file).suffix.lower() in _WEIGHTS | _SHAPES and file not in _WITHOUT_EFFECT
+
+
+class Namespace:
+    """A namespace that a thread computes: `get_nowait()` has it when it is known.
+
+    `problem` says why it could not be computed, if so. The namespace is then random: equal to no other.
+    """
+
+    def __init__(self, compute: Callable[[], str], tell: Callable[[Namespace], None] | None = None) -> None:
+        """Begin to compute. The thread calls `tell` when the namespace is known; it keeps no process alive."""
+        self.problem: str | None = None
+        self._value = ""
+        self._known = Event()
+        Thread(target=self._run, args=(compute, tell), name="kvtier-namespace", daemon=True).start()
+
+    def get_nowait(self) -> str | None:
+        """Return the namespace; None if it is not known yet: share nothing."""
+        return self._value if self._known.is_set() else None
+
+    def wait(self, timeout: float | None = None) -> str | None:
+        """Return the namespace when it is known, None if that takes longer. Not for an engine's thread."""
+        self._known.wait(timeout)
+        return self.get_nowait()
+
+    def _run(self, compute: Callable[[], str], tell: Callable[[Namespace], None] | None) -> None:
+        try:
+            self._value = compute()
+        except Exception as error:
+            self.problem, self._value = str(error), secrets.token_hex(32)
+        self._known.set()
+        if tell is not None:
+            tell(self)
