@@ -2,7 +2,7 @@
 
     python examples/vllm_offline.py --model Qwen/Qwen3-0.6B
 
-Runs wherever vLLM runs. On a machine without a GPU, `make test-vllm` puts vLLM's CPU build into .venv-vllm.
+Runs wherever vLLM runs. On a machine without a GPU, `make vllm` puts vLLM's CPU build into .venv-vllm.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ def main() -> None:
         model=args.model,
         max_model_len=args.max_model_len,
         max_num_seqs=4,
+        dtype=args.dtype,
         kv_cache_memory_bytes=parse_size(args.kv_cache),
         enforce_eager=args.enforce_eager,
         disable_log_stats=False,
@@ -46,6 +47,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--kv-cache", default="1GiB", help="what vLLM gets: less than the documents need")
     parser.add_argument("--capacity", default="4GiB", help="what kvtier gets")
+    parser.add_argument("--dtype", default="auto", help="float32 where vLLM's CPU build dies of an illegal instruction")
     parser.add_argument("--enforce-eager", action="store_true", help="start sooner, run slower")
     return parser.parse_args()
 
