@@ -358,7 +358,7 @@ def empty_the_last(manager: CPUOffloadingManager) -> None:
 
 
 BREAKAGES: dict[str, Callable[[CPUOffloadingManager], object]] = {
-    "every slot is held, doomed or free": lambda m: m._doomed.update({keys(7)[0]: 3}),
+    "every slot is held, doomed or free": lambda m: m._doomed.update({3: keys(7)[0]}),
     "a slot has a key iff it is held": lambda m: m._book.remove(np.array([0])),
     "doomed slots are in use": lambda m: empty_the_last(m) or m._doomed.update({3: keys(7)[0]}),
     "a chunk has one writer": lambda m: m._readers.__setitem__(1, -2),
