@@ -31,6 +31,7 @@ COUNTERS = {
     "waits": "Times that a request was asked to wait for a chunk on its way.",
     "not_worth": "Times that computing was expected to be faster than a load.",
     "flushes": "Stores that had to end before a step overwrote what they read.",
+    "expired": "Transfers that were given up because not every worker reported them.",
     "asked_tokens": "Prompt tokens that vLLM's own cache did not have.",
     "loaded_tokens": "Prompt tokens of them that were loaded instead of computed.",
 }
