@@ -317,7 +317,7 @@ def test_layers_of_different_groups_share_tensors() -> None:
         ({"num_blocks": "9"}, "num_blocks: expected a whole number of at least 3 .*, got '9'"),
         ({"num_blocks": 10**400}, "num_blocks: expected a whole number of at most 2147483647, got 1000"),
         ({"max_model_len": -(10**5000)}, "max_model_len: expected a whole number of at least 2 .*, got a value"),
-        ({"device": None}, "device: expected one of 'cpu', 'cuda', got 'None'"),
+        ({"device": None}, "device: expected one of 'cpu', 'cuda', got None"),
         ({"block_size": 0}, "block_size: expected a whole number of at least 1, got 0"),
         ({"max_num_seqs": 0}, "max_num_seqs: expected a whole number of at least 1, got 0"),
         ({"max_num_batched_tokens": True}, "max_num_batched_tokens: .*, got True"),

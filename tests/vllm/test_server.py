@@ -15,7 +15,7 @@ from urllib.request import urlopen
 import pytest
 from tests.vllm.conftest import Reference
 from tests.vllm.engines import Prompt, make_prompt
-from tests.vllm.test_processes import running, shared_memory
+from tests.vllm.test_processes import mapped_files, running, unlink_shared
 
 CHATS, TURNS, ANSWER = 6, 3, 16
 TRANSFER = {
@@ -53,10 +53,9 @@ def serving(model: Path) -> Iterator[Any]:
         assert process.stdout is not None
         assert any("Application startup complete" in line for line in process.stdout), "the server did not start"
         yield OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-        mapped = shared_memory(process.pid)
-    for name in mapped:
-        assert "kvtier" not in name or name.endswith("(deleted)")
-        Path(name).unlink(missing_ok=True)  # vLLM's own: it leaves them behind
+        mapped = mapped_files(process.pid)
+    assert not any("kvtier" in name and name.startswith("/dev/shm/") for _, name in mapped)
+    unlink_shared(mapped)
 
 
 def complete(client: Any, prompt: Prompt) -> list[int]:

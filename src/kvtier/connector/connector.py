@@ -173,7 +173,7 @@ class OffloadingConnector:
         return self._worker.get_block_ids_with_load_errors()
 
     def take_failed_loads(self) -> set[ReqId]:
-        """Take the requests whose load failed, for engines that cannot make use of block ids."""
+        """Take the requests whose load failed, for engines that cannot make use of block ids. Follows `get_finished`."""
         return self._worker.take_failed_loads()
 
     def take_reports(self) -> list[TransferReport]:

@@ -26,6 +26,7 @@ class RunningJobs:
         self._jobs: dict[int, LoadJob | StoreJob] = {}
         self._expired: dict[int, LoadJob | StoreJob] = {}
         self._loading: dict[OffloadKey, int] = {}
+        self._storing: dict[OffloadKey, int] = {}
         self._newest = 0
 
     def __len__(self) -> int:
@@ -42,8 +43,10 @@ class RunningJobs:
         self._newest += 1
         job.job_id, job.started = self._newest, now
         self._jobs[job.job_id] = job
-        if isinstance(job, LoadJob):
-            self._loading.update(dict.fromkeys(job.keys, job.job_id))
+        self._jobs_by_key(job).update(dict.fromkeys(job.keys, job.job_id))
+
+    def _jobs_by_key(self, job: LoadJob | StoreJob) -> dict[OffloadKey, int]:
+        return self._loading if isinstance(job, LoadJob) else self._storing
 
     def take_report(self, report: TransferReport) -> LoadJob | StoreJob | None:
         """Note what a rank reports of a job, and return the job; one that all have reported is no longer here.
@@ -77,11 +80,12 @@ class RunningJobs:
         return job.outputs_since_deadline > _GRACE_OUTPUTS and now > job.started + _MARGIN * job.deadline
 
     def _forget(self, job: LoadJob | StoreJob) -> None:
-        if self._jobs.pop(job.job_id, None) is None or not isinstance(job, LoadJob):
+        if self._jobs.pop(job.job_id, None) is None:
             return
+        newest = self._jobs_by_key(job)
         for key in job.keys:
-            if self._loading.get(key) == job.job_id:
-                del self._loading[key]
+            if newest.get(key) == job.job_id:
+                del newest[key]
 
     def void_loads(self) -> None:
         """Note that what the running loads bring may not be used."""
@@ -97,6 +101,10 @@ class RunningJobs:
         """Return the load that brings a chunk, if one does."""
         job = self._jobs.get(self._loading.get(key, -1))
         return job if isinstance(job, LoadJob) else None
+
+    def is_storing(self, key: OffloadKey) -> bool:
+        """Say whether a store of a chunk runs."""
+        return key in self._storing
 
     def loads(self) -> Iterator[LoadJob]:
         """Return the loads among the jobs."""
@@ -116,5 +124,7 @@ class RunningJobs:
         """Raise `IntegrityError` where a chunk is noted as being loaded by nobody, or a job is here for no reason."""
         if not set(self._loading.values()) <= {job.job_id for job in self.loads()}:
             raise IntegrityError("a chunk is noted as being loaded by a load that does not exist")
+        if not set(self._storing.values()) <= {job.job_id for job in self.stores()}:
+            raise IntegrityError("a chunk is noted as being stored by a store that does not exist")
         if not all(job.missing_ranks for job in (*self._jobs.values(), *self._expired.values())):
             raise IntegrityError("a job that every rank has reported is waited for")

@@ -44,7 +44,7 @@ from kvtier.connector.running import RunningJobs
 from kvtier.connector.state import Geometry, GroupState, RequestState
 from kvtier.connector.stats import ConnectorStats
 from kvtier.connector.strikes import Strikes
-from kvtier.errors import IntegrityError
+from kvtier.errors import InputError, IntegrityError
 from kvtier.events.tracker import Describe, OffloadingEventsTracker
 from kvtier.events.types import KVCacheEvent
 from kvtier.keys import OffloadKey
@@ -132,14 +132,19 @@ class OffloadingConnectorScheduler:
 
     def _plan_load(self, state: RequestState, end: int) -> None:
         job = plan_load(self.spec.config, state, end, self._choice.patience(state, end))
-        source = job.tier_end = self.manager.prepare_load(job.keys, state.context)
+        try:
+            job.tier_end = self.manager.prepare_load(job.keys, state.context)
+        except InputError as error:  # something came between the ask and this: a reset, or another length
+            logger.warning("request %s: its load has failed before it began: %s", job.req_id, error)
+            job.keys, job.void = [], True
         self._start(job)
         state.load_job = job.job_id
         for group in state.groups:
             group.next_store = max(group.next_store, end // group.geometry.chunk_size)
         self._allocated |= job.block_ids
-        self._planned.reqs_to_load[job.req_id] = (source, job.gpu_end)
-        self._planned.load_jobs[job.req_id] = job.job_id
+        if job.tier_end is not None:  # else the workers are ordered to report what they do not know
+            self._planned.reqs_to_load[job.req_id] = (job.tier_end, job.gpu_end)
+            self._planned.load_jobs[job.req_id] = job.job_id
 
     def _start(self, job: LoadJob | StoreJob) -> None:
         job.epoch = self._epoch
@@ -177,6 +182,7 @@ class OffloadingConnectorScheduler:
             hit = computed[req_id] if starts_over else 0
             for geometry, ids in zip(self._geometry.groups, block_ids, strict=False):
                 self._allocated.update(ids[hit // geometry.block_size :])
+        self._allocated |= step.blocks_taken_ahead
         self._allocated.discard(NULL_BLOCK)
         if self._geometry.windowed:
             self._allocated_at.update(dict.fromkeys(self._allocated, self._step))
@@ -322,9 +328,10 @@ class OffloadingConnectorScheduler:
             self.cost.note_lost_load(job.num_bytes, self._clock() - job.started)
             self._end_load(job)
             return
+        own = [key for key in job.keys if not self._jobs.is_storing(key)]  # the others are stored anew already
         if job.epoch == self._epoch:
-            self.manager.discard(job.keys, MissReason.FAILED)
-            self._tracker.drop(job.keys)
+            self.manager.discard(own, MissReason.FAILED)
+            self._tracker.drop(own)
         self._end_store(job)
 
     def _free_slots(self, job: LoadJob | StoreJob) -> None:
@@ -361,7 +368,8 @@ class OffloadingConnectorScheduler:
         self.manager.complete_store(keys, spec=job.tier_part(arrived) if failed else job.tier_end)
         if self._tracker.enabled and job.epoch == self._epoch:
             self._translate_events()
-            self._tracker.drop(job.keys)  # what was not announced by now failed, or was made absent meanwhile
+            # What was not announced by now failed, or was made absent meanwhile; it may be on its way again.
+            self._tracker.drop(key for key in job.keys if not self._jobs.is_storing(key))
 
     def _end_store(self, job: StoreJob) -> None:
         """Tell of a store that is over. A request that has finished needs its blocks only as long as one of its stores runs."""
@@ -369,8 +377,12 @@ class OffloadingConnectorScheduler:
         state = job.request
         if job.job_id in state.store_jobs:
             state.store_jobs.remove(job.job_id)
-            if state.finished and not state.store_jobs:
+            if state.finished and not state.store_jobs and not self._is_used_again(job.req_id):
                 self._over.finished_sending.add(job.req_id)
+
+    def _is_used_again(self, req_id: ReqId) -> bool:
+        """Say whether another request has the id of one that has finished."""
+        return req_id in self._requests or any(load.req_id == req_id for load in self._jobs.loads())
 
     # -- ending ------------------------------------------------------------------------------------------------------------
 

@@ -46,6 +46,8 @@ class OffloadingConnectorWorker:
         self._refused: list[TransferResult] = []
         self._started: set[int] = set()
         """The jobs of the step that is bound which were given to a handler, or refused."""
+        self._cancelled: set[int] = set()
+        """Jobs that were ordered to end and have no result yet."""
         self._void: set[int] = set()
         """Jobs of which nothing may be used, whatever their handler says."""
         self._named: dict[int, None] = {}
@@ -94,7 +96,14 @@ class OffloadingConnectorWorker:
             if order.void:
                 self._void.add(job_id)
             if running is not None:
-                running.handler.cancel({job_id})
+                self._end(job_id, running.handler)
+
+    def _end(self, job_id: int, handler: OffloadingHandler) -> None:
+        """End a job. If its handler was told so before and has nothing more to do with it, its result was lost."""
+        if job_id in self._cancelled and handler.wait({job_id}, 0.0):
+            self._refused.append(TransferResult(job_id, success=False))
+        self._cancelled.add(job_id)
+        handler.cancel({job_id})
 
     def _report_unknown(self, job_id: int, order: EndOrder) -> None:
         """Report a job once more, or one that never came here: the request of such a load is named too."""
@@ -113,10 +122,10 @@ class OffloadingConnectorWorker:
     def refuse_unstarted(self, metadata: OffloadingConnectorMetadata) -> None:
         """Have the jobs reported as failed that were not started of a step which was never finished."""
         for req_id, job_id in metadata.load_jobs.items():
-            if job_id not in self._started:
+            if job_id not in self._started and job_id not in self._loads:
                 self._refuse(self._loads, job_id, req_id, metadata.reqs_to_load[req_id])
         for req_id, job_id in metadata.store_jobs.items():
-            if job_id not in self._started:
+            if job_id not in self._started and job_id not in self._stores:
                 self._refuse(self._stores, job_id, req_id, metadata.reqs_to_store[req_id])
         self._held |= metadata.reqs_to_hold
 
@@ -146,6 +155,7 @@ class OffloadingConnectorWorker:
         Which finished requests hold their blocks is told by the metadata, so `finished_req_ids` adds nothing here.
         """
         recving, self._unstarted = self._unstarted, set()
+        self._failed_loads &= recving  # not every engine takes them
         for result in self._take_results():
             self._reports.append(TransferReport(self.spec.config.rank, result))
             load = self._loads.pop(result.job_id, None)
@@ -165,7 +175,7 @@ class OffloadingConnectorWorker:
         return taken
 
     def take_failed_loads(self) -> set[ReqId]:
-        """Take the requests whose load failed, for engines that cannot make use of block ids."""
+        """Take the requests whose load failed, of those that `get_finished` has just named."""
         taken, self._failed_loads = self._failed_loads, set()
         return taken
 
@@ -196,6 +206,8 @@ class OffloadingConnectorWorker:
         self, jobs: dict[int, _Running], job_id: int, req_id: ReqId, spec: TransferSpec, *, by_layer: bool = False
     ) -> None:
         self._started.add(job_id)
+        if job_id in jobs:
+            return  # the step is run again, and the job of its first run is still under way
         handler = self._handler_of(spec)
         if job_id not in self._void and self._is_taken(handler, job_id, spec, by_layer):
             jobs[job_id] = _Running(req_id, spec, handler)
@@ -206,10 +218,9 @@ class OffloadingConnectorWorker:
         """Give a job to a handler and say whether it took it."""
         try:
             return (handler.transfer_by_layer if by_layer else handler.transfer_async)(job_id, spec)
-        except KVTierError as error:
-            logger.error("job %d could not be started: %s", job_id, error)
-        except Exception:  # a handler may be anybody's, and a step must not end because of a transfer
-            logger.exception("job %d could not be started", job_id)
+        except Exception as error:  # a handler may be anybody's, and a step must not end because of a transfer
+            is_known = isinstance(error, KVTierError)
+            logger.error("job %d could not be started: %s", job_id, error, exc_info=None if is_known else error)
             handler.cancel({job_id})  # who knows how far it came
         return False
 
@@ -230,13 +241,17 @@ class OffloadingConnectorWorker:
             return  # as in most steps: every job is noted here until its result is taken
         results, self._refused = self._refused, []
         for handler in set(self._handlers.values()):
-            results += handler.get_finished()
+            try:
+                results += handler.get_finished()
+            except Exception:  # as above; what it had to say is missed, and asked for again (`jobs_to_end`)
+                logger.exception("a handler could not say which jobs are over")
         for result in results:
+            self._cancelled.discard(result.job_id)
             if result.job_id in self._void:
                 self._void.remove(result.job_id)
                 yield result._replace(success=False, failed_blocks=None)
-            elif result.job_id in self._loads or result.job_id in self._stores:
-                yield result
+            elif (running := self._loads.get(result.job_id) or self._stores.get(result.job_id)) is not None:
+                yield _checked(result, len(_gpu_end(running.spec).block_ids))
 
     def _note_missing_blocks(self, load: _Running, result: TransferResult) -> None:
         if result.success:
@@ -245,6 +260,13 @@ class OffloadingConnectorWorker:
         ids = _gpu_end(load.spec).block_ids.tolist()
         missing = ids if result.failed_blocks is None else [ids[position] for position in result.failed_blocks]
         self._invalid_block_ids.update(missing)
+
+
+def _checked(result: TransferResult, num_blocks: int) -> TransferResult:
+    """Return a result of which everything failed if it names blocks that the job does not have."""
+    blocks = result.failed_blocks
+    is_right = blocks is None or all(0 <= position < num_blocks for position in blocks)
+    return result if is_right else result._replace(success=False, failed_blocks=None)
 
 
 def _gpu_end(spec: TransferSpec) -> GPULoadStoreSpec:

@@ -121,6 +121,8 @@ class Engine:
         self.ahead = Ahead()
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
+        self._outputs: list[RequestOutput] = []  # not told yet
+        self._is_closed = False
         self._publisher = publisher
         self._events = EventBuffer()
 
@@ -192,6 +194,7 @@ class Engine:
         lora_name: str | None = None,
     ) -> str:
         """Queue what has been read at the door."""
+        self._refuse_closed()
         if params.seed is None:
             params = replace(params, seed=self.config.seed << 32 | self._arrivals)
         request = Request(
@@ -212,7 +215,10 @@ class Engine:
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now, whatever it is doing, and return what it has. `None`: there is no such request any more."""
         request = self._requests.get(read_text("request_id", request_id))
-        return None if request is None else self._finish(request, FinishReason.ABORT)
+        if request is None:
+            return None
+        self._end(request, FinishReason.ABORT)
+        return self._output(request)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams | None] | None = None
@@ -222,9 +228,18 @@ class Engine:
         tokens = [self._read_prompt(f"prompts[{index}]", prompt) for index, prompt in enumerate(each)]
         chosen = _read_params_of_each(params, len(tokens))
         ids = [self._queue(ours, param, self._free_id()) for ours, param in zip(tokens, chosen, strict=True)]
-        outputs: dict[str, RequestOutput] = {}
-        while not outputs.keys() >= set(ids):
-            outputs |= {output.request_id: output for output in self.step() if output.finished}
+        try:
+            return self._run_to_end(ids)
+        except BaseException:
+            for request_id in ids:
+                self.abort(request_id)
+            raise
+
+    def _run_to_end(self, ids: list[str]) -> list[RequestOutput]:
+        """Step until these requests are over. One that somebody has aborted meanwhile is told as it was last seen."""
+        outputs = {request_id: RequestOutput(request_id, [], finished=True) for request_id in ids}
+        while not self._requests.keys().isdisjoint(ids) or self._outputs:
+            outputs |= {output.request_id: output for output in self.step()}
         return [outputs[request_id] for request_id in ids]
 
     def has_unfinished(self) -> bool:
@@ -239,9 +254,23 @@ class Engine:
     # -- one step ----------------------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Compute one batch and return an output for each request that got a token. Without a batch, wait for transfers."""
+        """Compute one batch and return an output for each request that got a token. Without a batch, wait for transfers.
+
+        If it raises, whoever ran starts over in the next step, and no token and no output is lost.
+        """
+        self._refuse_closed()
+        try:
+            self._step()
+        except BaseException:
+            self._scheduler.start_all_over()
+            raise
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _step(self) -> None:
         step = self._scheduler.schedule()
         self._begin_transfers(step)
+        self._scheduler.note_told(step)
         tokens: list[int] = []
         if step.chunks:
             logits = self._forward(step.chunks)
@@ -251,9 +280,8 @@ class Engine:
             self._begin_stores()
             self._idle()
         self._end_transfers(step)
-        outputs = self._take_tokens(step.chunks, tokens)
+        self._take_tokens(step.chunks, tokens)
         self._publish()
-        return outputs
 
     def _begin_transfers(self, step: Step) -> None:
         """Tell the connector what is scheduled; loads start, and stores that read what is about to be overwritten end."""
@@ -320,18 +348,23 @@ class Engine:
         generated = [request.num_tokens - request.num_prompt_tokens for request in requests]
         return sample(logits[rows], [request.params for request in requests], generated)
 
-    def _take_tokens(self, chunks: list[Chunk], tokens: list[int]) -> list[RequestOutput]:
+    def _take_tokens(self, chunks: list[Chunk], tokens: list[int]) -> None:
         """Count the chunks as computed, and give their requests the tokens that were sampled."""
-        requests = [chunk.request for chunk in chunks if chunk.is_last]
+        sampled, now = iter(tokens), time.perf_counter()
         for chunk in chunks:
+            is_last = chunk.is_last
             self._scheduler.finish_chunk(chunk)
-        now = time.perf_counter()
-        return [self._append(request, token, now) for request, token in zip(requests, tokens, strict=True)]
+            if is_last:
+                self._append(chunk.request, next(sampled), now)
 
-    def _append(self, request: Request, token: int, now: float) -> RequestOutput:
+    def _append(self, request: Request, token: int, now: float) -> None:
         request.append(token, now)
         reason = self._finish_reason(request)
-        return self._output(request) if reason is None else self._finish(request, reason)
+        try:
+            if reason is not None:
+                self._end(request, reason)
+        finally:
+            self._outputs.append(self._output(request))
 
     def _finish_reason(self, request: Request) -> FinishReason | None:
         params, token = request.params, request.tokens[-1]
@@ -340,10 +373,9 @@ class Engine:
         full = request.num_tokens >= self.max_model_len
         return FinishReason.LENGTH if full or len(request.output_token_ids) >= params.max_tokens else None
 
-    def _finish(self, request: Request, reason: FinishReason) -> RequestOutput:
+    def _end(self, request: Request, reason: FinishReason) -> None:
         del self._requests[request.request_id]
         self._scheduler.finish(request, reason)
-        return self._output(request)
 
     # -- telling -----------------------------------------------------------------------------------------------------------
 
@@ -402,6 +434,7 @@ class Engine:
 
     def drain(self) -> None:
         """Step until all requests and all transfers are over."""
+        self._refuse_closed()
         while self.has_unfinished() or self._scheduler.held or self._has_transfers():
             self.step()
 
@@ -415,7 +448,8 @@ class Engine:
             self.connector.connector_scheduler.check()
 
     def close(self) -> None:
-        """End all transfers and release what the connector holds. Idempotent."""
+        """End all transfers and release what the connector holds. Idempotent. Requests that are not over stay so."""
+        self._is_closed = True
         for side in (self.worker, self.connector):
             if side is not None:
                 side.shutdown()
@@ -429,6 +463,10 @@ class Engine:
         self.close()
 
     # -- refusing ----------------------------------------------------------------------------------------------------------
+
+    def _refuse_closed(self) -> None:
+        if self._is_closed:
+            raise InputError("expected an open engine, got one that was closed; make another")
 
     def _read_prompt(self, where: str, prompt: Sequence[int]) -> list[int]:
         length = count_items(where, prompt, "a list of token ids")  # before it is read: a range can have any length

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvtier.connector.metadata import BlockIds, CachedRequest, KVConnectorOutput, NewRequest, StepView
-from kvtier.engine.cache import KVCache
+from kvtier.engine.cache import BlockTable, KVCache
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.request import FinishReason, Request, RequestState
 from kvtier.errors import IntegrityError
@@ -82,37 +83,62 @@ class Scheduler:
         self.loading: list[Request] = []
         self.running: list[Request] = []
         self.held: dict[str, Request] = {}
+        self._held_for_loads: set[str] = set()
+        # What a connector has not been told yet.
         self._finished: set[str] = set()
+        self._preempted: set[str] = set()
+        self._taken_ahead: set[int] = set()
 
     # -- one step ----------------------------------------------------------------------------------------------------------
 
     def schedule(self) -> Step:
         """Fill a step: who runs goes on and, if nobody lacked blocks for that, who waits comes in."""
         step = Step(self._config.max_num_batched_tokens)
-        step.view.finished_req_ids, self._finished = self._finished, set()
         if self._continue_running(step):
             self._admit_waiting(step)
+        step.view.finished_req_ids = set(self._finished)
+        step.view.preempted_req_ids = set(self._preempted)
+        step.view.blocks_taken_ahead = set(self._taken_ahead)
         return step
 
+    def note_told(self, step: Step) -> None:
+        """Note that a connector, if there is one, knows of a step. Until then it is told in the next one."""
+        self._finished -= step.view.finished_req_ids
+        self._preempted -= step.view.preempted_req_ids
+        self._taken_ahead -= step.view.blocks_taken_ahead
+
+    def start_all_over(self) -> None:
+        """Send everybody back who runs: a step was cut off, and who knows how far it came.
+
+        Tokens stay. KV that was counted as computed can be found again, and the rest is computed again.
+        """
+        while self.running:
+            request = self.running.pop()
+            self._preempted.add(request.request_id)
+            self._send_back(request)
+
     def _continue_running(self, step: Step) -> bool:
+        preempted = len(self._preempted)
         for request in list(self.running):
             if request.state is not RequestState.RUNNING:
                 break  # preempted for an older one, as are all that follow
             end = min(request.compute_end, request.num_computed_tokens + step.budget)
             if end > request.num_computed_tokens and not self._continue(step, request, end):
                 return False
-        return not step.view.preempted_req_ids
+        return len(self._preempted) == preempted
 
     def _continue(self, step: Step, request: Request, end: int) -> bool:
         """Compute a request up to `end`, preempting younger ones for blocks. `False`: there is none younger, so it waits."""
         while (new_blocks := self._cache.extend(request.table, request.num_computed_tokens, end)) is None:
+            if self._release_held():
+                continue
             youngest = self.running[-1]
             if youngest is request:
                 return False
             self.running.pop()
             self._send_back(youngest)
             youngest.preemptions += 1
-            step.view.preempted_req_ids.add(youngest.request_id)
+            self._preempted.add(youngest.request_id)
         step.add(request, end, new_blocks)
         return True
 
@@ -127,17 +153,33 @@ class Scheduler:
         for request in list(self.waiting):
             if len(self.running) + len(self.loading) == self._config.max_num_seqs:
                 break
+            if request.request_id in self.held:
+                continue  # a load of its own that nobody waits for still fills blocks
             local = self._cache.find_prefix(request)
             external = self._ask(request, local)
             if external is None:
                 continue
-            if not self._has_room(request, local, local + external) or not (external or step.budget):
+            if not (external or step.budget) or not self._make_room(request, local, local + external):
                 break
-            self.waiting.remove(request)
             self._open(request, local, external)
+            self.waiting.remove(request)
             if not external:
                 self._set_running(request)
                 self._continue(step, request, min(request.num_tokens, local + step.budget))
+
+    def _make_room(self, request: Request, local: int, end: int) -> bool:
+        """Say whether there is room for a request, if need be in blocks that only stores of finished requests still read."""
+        return self._has_room(request, local, end) or (self._release_held() and self._has_room(request, local, end))
+
+    def _release_held(self) -> bool:
+        """Free the blocks that finished requests keep for their stores; say whether there were any.
+
+        A store that still reads one of them is ended before the step in which somebody else gets it.
+        """
+        stored = self.held.keys() - self._held_for_loads
+        for req_id in stored:
+            self._cache.release(self.held.pop(req_id).table)
+        return bool(stored)
 
     def _has_room(self, request: Request, local: int, end: int) -> bool:
         """Say whether a request can compute all of its tokens and one more beside those admitted before it."""
@@ -172,11 +214,28 @@ class Scheduler:
         if request.first_token_at is None:
             request.from_gpu = local
         if self._connector is not None:
-            self._connector.update_state_after_alloc(request, request.table.block_ids(), external)
+            try:
+                self._connector.update_state_after_alloc(request, request.table.block_ids(), external)
+            except BaseException:
+                self._take_back(request)
+                raise
         if external:
             request.load_end = local + external
             request.state = RequestState.LOADING
             insort(self.loading, request, key=_by_arrival)
+
+    def _take_back(self, request: Request) -> None:
+        """Take a request's blocks, of which its connector may know. If it has planned a load all the same, that keeps them."""
+        former = copy(request)
+        request.table = BlockTable()
+        request.start_over()
+        hold = True
+        try:
+            hold, _ = (
+                self._connector.request_finished(former, former.table.block_ids()) if self._connector else (False, None)
+            )
+        finally:
+            self._hold_or_release(former, hold, is_loading=hold)
 
     def foresee(self) -> Chunk | None:
         """Return what the one loading request will compute first if its load succeeds, with blocks for it.
@@ -188,7 +247,10 @@ class Scheduler:
         (request,), size = self.loading, self._cache.block_size
         start = min(request.load_end // size * size, request.num_tokens - 1)
         end = min(request.num_tokens, start + self._config.max_num_batched_tokens)
-        return None if self._cache.extend(request.table, start, end) is None else Chunk(request, start, end)
+        if (new_blocks := self._cache.extend(request.table, start, end)) is None:
+            return None
+        self._taken_ahead.update(block for row in new_blocks for block in row)
+        return Chunk(request, start, end)
 
     def take_transfers(self, output: KVConnectorOutput) -> None:
         """Take in which transfers are over: loaded requests run, and blocks that were held for a transfer are free."""
@@ -196,6 +258,7 @@ class Scheduler:
             self.loading.remove(request)
             self._end_load(request, output.invalid_block_ids)
         for req_id in (output.finished_sending | output.finished_recving) & self.held.keys():
+            self._held_for_loads.discard(req_id)
             self._cache.release(self.held.pop(req_id).table)
 
     def _end_load(self, request: Request, invalid: set[int]) -> None:
@@ -221,18 +284,26 @@ class Scheduler:
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request in whatever state it is. Blocks that a transfer uses are kept until it is over."""
+        is_loading = request in self.loading
         for queue in (self.waiting, self.loading, self.running):
             if request in queue:
                 queue.remove(request)
         request.state, request.finish_reason = RequestState.FINISHED, reason
-        hold = False
-        if self._connector is not None:
-            hold, _ = self._connector.request_finished(request, request.table.block_ids())
-            self._finished.add(request.request_id)
-        if hold:
-            self.held[request.request_id] = request
-        else:
+        hold = is_loading
+        try:
+            if self._connector is not None:
+                self._finished.add(request.request_id)
+                hold, _ = self._connector.request_finished(request, request.table.block_ids())
+        finally:
+            self._hold_or_release(request, hold, is_loading)
+
+    def _hold_or_release(self, request: Request, hold: bool, is_loading: bool) -> None:
+        if not hold:
             self._cache.release(request.table)
+            return
+        self.held[request.request_id] = request
+        if is_loading:
+            self._held_for_loads.add(request.request_id)
 
     # -- integrity ---------------------------------------------------------------------------------------------------------
 

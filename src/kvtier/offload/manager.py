@@ -142,7 +142,12 @@ class CPUOffloadingManager(OffloadingManager):
             if not wanted:
                 return None
         slots = self._book.reserve(hash(req_context.req_id), wanted)
-        self.policy.insert(slots, wanted)
+        try:
+            self.policy.insert(slots, wanted)
+        except BaseException:  # a policy may be anybody's
+            self._book.complete(wanted)
+            self._book.release(slots)
+            raise
         return PrepareStoreOutput(wanted, CPULoadStoreSpec(slots), evicted)
 
     def complete_store(

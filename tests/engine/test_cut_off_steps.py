@@ -1,0 +1,166 @@
+"""Steps that are cut off anywhere, stores that hang, engines that were closed: nobody is stuck, and every token is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+from tests.engine.drive import expect, run, tokens
+from tests.engine.test_with_kvtier import engine_with, expect_nothing_left
+
+from kvtier.config import OffloadingConfig
+from kvtier.engine import SamplingParams
+from kvtier.errors import InputError
+from kvtier.offload import CPUOffloadingSpec, GPULoadStoreSpec
+from kvtier.policies.lru import LRUPolicy
+from kvtier.testing.faults import Fault, FaultPlan, with_faults
+
+PARAMS = SamplingParams(max_tokens=12)
+
+
+class CutOffError(Exception):
+    """Stands for whatever ends a step early: Ctrl-C, a manager that raises, no memory."""
+
+
+def sometimes(random: Random, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a call raise now and then, before or after it has done its work."""
+
+    def risky(*args: Any, **kwargs: Any) -> Any:
+        fate = random.random()
+        if fate < 0.15:
+            raise CutOffError
+        answer = call(*args, **kwargs)
+        if fate > 0.85:
+            raise CutOffError
+        return answer
+
+    return risky
+
+
+PLACES = [
+    ("connector", "get_num_new_matched_tokens"),
+    ("connector", "update_state_after_alloc"),
+    ("connector", "request_finished"),
+    ("worker", "handle_preemptions"),
+    ("worker", "start_load_kv"),
+    ("worker", "wait_for_save"),
+    ("worker", "clear_connector_metadata"),
+    ("model", "forward"),
+]
+
+
+@pytest.mark.parametrize(("part", "call"), PLACES, ids=[f"{part}.{call}" for part, call in PLACES])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_step_that_is_cut_off_anywhere(part: str, call: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    random, cut_off, prompts = Random(seed), 0, {}
+    with engine_with(num_blocks=30, load_deadline="50ms", store_deadline="50ms") as engine:
+        target = getattr(engine, part)
+        monkeypatch.setattr(target, call, sometimes(random, getattr(target, call)))
+        outputs: dict[str, list[int]] = {}
+        for step in range(600):
+            if step % 4 == 0 and len(prompts) < 30:
+                prompt = [*tokens(random.randint(1, 28), seed=len(prompts) % 3), *tokens(3, seed=step)]
+                prompts[engine.add_request(prompt, PARAMS)] = prompt
+            try:
+                told = engine.step()
+            except CutOffError:
+                cut_off += 1
+                continue
+            outputs |= {output.request_id: output.token_ids for output in told}
+        monkeypatch.undo()
+        outputs |= {name: output.token_ids for name, output in run(engine).items()}
+        assert cut_off > 3
+        for name, prompt in prompts.items():
+            assert outputs[name] == expect(engine, prompt, PARAMS)
+        engine.drain()
+        engine.check()
+
+
+class Grumpy(LRUPolicy):
+    """A policy that raises once in each of its calls."""
+
+    calls: set[str] = set()  # noqa: RUF012
+
+    def _grumble(self, call: str) -> None:
+        if call not in self.calls:
+            self.calls.add(call)
+            raise ValueError(f"{call}: somebody else's bug")
+
+    def insert(self, *args: Any) -> None:
+        self._grumble("insert")
+        super().insert(*args)
+
+    def touch(self, *args: Any) -> None:
+        self._grumble("touch")
+        super().touch(*args)
+
+
+def test_a_policy_that_raises_stops_nobody() -> None:
+    Grumpy.calls = set()
+    with engine_with(policy=f"{__name__}:Grumpy") as engine:
+        names = [engine.add_request(tokens(9 + i, seed=i), PARAMS) for i in range(4)]
+        outputs, raised = {}, 0
+        for _ in range(100):
+            try:
+                outputs |= {output.request_id: output.token_ids for output in engine.step()}
+            except ValueError:
+                raised += 1
+        assert raised == 2
+        assert [outputs[name] for name in names] == [expect(engine, tokens(9 + i, seed=i), PARAMS) for i in range(4)]
+        expect_nothing_left(engine)
+
+
+class StoresHang(FaultPlan):
+    """No store ever ends by itself."""
+
+    def choose(self, transfer_type: tuple[str, str], job_id: int) -> tuple[Fault | None, float]:
+        return (Fault.HANG, 0.0) if transfer_type[0] == GPULoadStoreSpec.medium() else (None, 0.0)
+
+
+def test_stores_that_hang_do_not_keep_the_blocks_that_others_need() -> None:
+    """Requests that had finished kept their blocks for as long as their stores lasted: here, an hour."""
+
+    def make_spec(config: OffloadingConfig) -> Any:
+        return with_faults(CPUOffloadingSpec(config), StoresHang(seed=0, rate=1.0))
+
+    with engine_with(num_blocks=20, store_deadline="1h", spec_factory=make_spec) as engine:
+        for index in range(12):
+            prompt = tokens(40, seed=index)
+            engine.add_request(prompt, SamplingParams(max_tokens=2), request_id=f"r{index}")
+            assert run(engine, max_steps=200)[f"r{index}"].token_ids == expect(
+                engine, prompt, SamplingParams(max_tokens=2)
+            )
+
+
+def test_a_closed_engine_says_so() -> None:
+    engine = engine_with()
+    engine.close()
+    for call in (engine.step, engine.drain, lambda: engine.add_request([1]), lambda: engine.generate([[1]])):
+        with pytest.raises(InputError, match="expected an open engine, got one that was closed"):
+            call()
+
+
+def test_a_generate_that_raises_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine_with() as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.model, "forward", sometimes(Random(1), engine.model.forward))
+            with pytest.raises(CutOffError):
+                engine.generate([tokens(20 + i, seed=i) for i in range(40)], PARAMS)
+        assert not engine.has_unfinished()
+        expect_nothing_left(engine)
+        assert engine.generate([tokens(9)], PARAMS)[0].token_ids == expect(engine, tokens(9), PARAMS)
+
+
+def test_a_generate_whose_request_somebody_aborts_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine_with() as engine:
+
+        def forward(*args: Any) -> Any:
+            engine.abort(next(iter(engine._requests)))
+            monkeypatch.undo()
+            return engine.model.forward(*args)
+
+        monkeypatch.setattr(engine.model, "forward", forward)
+        first, second = engine.generate([tokens(9), tokens(12)], PARAMS)
+        assert (first.finished, second.token_ids) == (True, expect(engine, tokens(12), PARAMS))
