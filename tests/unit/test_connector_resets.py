@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.unit.connector_kit import BLOCK, Host, Request, make_host
+from tests.unit.connector_kit import BLOCK, Clock, Host, Request, make_host
 from tests.unit.test_connector_scheduler import PROMPT, load, used_slots
 
 from kvtier.connector import KVConnectorOutput, StepView, TransferReport
@@ -97,3 +97,69 @@ def test_an_id_that_comes_again_while_its_first_owner_still_stores_is_another_re
         host.scheduler.request_finished(Request("b", prompt))
     assert not host.scheduler.request_finished(other)[0]
     assert not host.scheduler.has_pending_push_work()
+
+
+def test_the_end_of_a_store_does_not_name_an_id_that_another_request_has_by_then() -> None:
+    host = make_host()
+    host.cache(Request("other", PROMPT))
+    mine = list(range(500, 526))
+    job = host.run_new(asked(host, "r", mine), host.blocks(7)).store_jobs["r"]
+    assert host.scheduler.request_finished(Request("r", mine))[0]
+    again = Request("r", PROMPT)
+    load_job, _ = load(host, again)
+    assert host.scheduler.request_finished(again)[0], "its load fills blocks"
+    output = KVConnectorOutput(reports=[TransferReport(0, TransferResult(job, success=True))])
+    host.scheduler.update_connector_output(output)
+    assert (output.finished_sending, output.finished_recving) == (set(), set())
+    output = KVConnectorOutput(reports=[TransferReport(0, TransferResult(load_job, success=True))])
+    host.scheduler.update_connector_output(output)
+    assert output.finished_recving == {"r"}
+
+
+def test_a_reset_between_ask_and_allocation_is_a_failed_load() -> None:
+    host = make_host()
+    host.cache(Request("a", PROMPT))
+    request = Request("b", PROMPT)
+    assert host.scheduler.get_num_new_matched_tokens(request, 0) == (24, True)
+    host.scheduler.reset_cache()
+    blocks = host.blocks(6)
+    host.scheduler.update_state_after_alloc(request, blocks, 24)
+    meta = host.idle()
+    assert not meta.reqs_to_load
+    ((job, order),) = meta.jobs_to_end.items()
+    assert (order.void, order.block_ids) == (True, tuple(blocks[0]))
+    output = KVConnectorOutput(reports=[TransferReport(0, TransferResult(job, success=False))])
+    host.scheduler.update_connector_output(output)
+    assert (output.finished_recving, output.invalid_block_ids) == ({"b"}, set(blocks[0]))
+    host.scheduler.check()
+    assert used_slots(host) == 0
+
+
+def test_the_end_of_an_older_store_takes_nothing_from_a_newer_ones_announcement() -> None:
+    """Twice a chunk is found corrupt by a load and stored again before the store before that is over."""
+    clock = Clock()
+    host = make_host(clock=clock)
+    host.cache(Request("a", PROMPT[:4]))
+    second = Request("second", PROMPT[:4])
+    loads = [load(host, Request("first", PROMPT[:4]))[0]]
+    assert host.scheduler.get_num_new_matched_tokens(second, 0) == (None, False)
+    clock.now += 1.0  # it has waited for the other's load long enough
+    loads.append(load(host, second)[0])
+    list(host.scheduler.take_events())
+    host.report(loads[0], success=False, corrupt=True)
+    old = host.run_new(asked(host, "x", PROMPT[:4]), host.blocks(1)).store_jobs["x"]
+    host.report(loads[1], success=False, corrupt=True)
+    new = host.run_new(asked(host, "y", PROMPT[:4]), host.blocks(1)).store_jobs["y"]
+    host.report(old)
+    host.report(new)
+    stored = [event for event in host.scheduler.take_events() if isinstance(event, BlockStored)]
+    assert [event.token_ids for event in stored] == [PROMPT[:4]]
+
+
+def test_blocks_taken_ahead_of_a_step_count_as_allocated() -> None:
+    """A window left block 1 behind, and a request that never runs had something computed into it."""
+    host = make_host(windows=(8,), blocks_per_chunk=4)
+    request = asked(host, "a", list(range(16)))
+    host.run_new(request, ([1, 2, 3],), 0, 12)
+    host.scheduler.build_connector_meta(StepView(blocks_taken_ahead={1}))
+    assert not host.run_more(request, 12, 4, ([4],)).reqs_to_store

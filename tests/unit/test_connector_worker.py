@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -289,4 +290,72 @@ def test_a_void_load_has_failed_whatever_has_arrived(config: OffloadingConfig) -
     late = rank.step(OffloadingConnectorMetadata(jobs_to_end={2: order[1]}))
     assert (late.finished_recving, late.invalid_block_ids) == ({"a"}, {5, 6})
     assert [report.result.success for report in late.reports] == [False]
+    rank.close()
+
+
+@pytest.mark.parametrize("direction", ["load", "store"])
+def test_a_step_that_is_run_again_starts_no_job_twice(config: OffloadingConfig, direction: str) -> None:
+    """A job under way was refused, and so reported as failed while it still copied: its blocks went to somebody else."""
+    rank = Rank(replace(config, world_size=1), NUM_BLOCKS)
+    gpu, cpu, released = GPULoadStoreSpec([5]), CPULoadStoreSpec([0]), threading.Event()
+    assert rank.worker.connector_worker is not None
+    for handler in rank.worker.connector_worker._handlers.values():
+        handler.probe = lambda job: released.wait(30)  # type: ignore[attr-defined]
+    metadata = OffloadingConnectorMetadata(reqs_to_load={"a": (cpu, gpu)}, load_jobs={"a": 7})
+    if direction == "store":
+        metadata = OffloadingConnectorMetadata(reqs_to_store={"a": (gpu, cpu)}, store_jobs={"a": 7})
+    for _ in range(3):
+        rank.worker.bind_connector_metadata(metadata)
+        rank.worker.start_load_kv()
+        rank.worker.wait_for_save()
+    assert rank.worker.get_finished(set()) == (set(), set())
+    assert rank.worker.take_reports() == []
+    released.set()
+    rank.worker.clear_connector_metadata()
+    output = rank.step(OffloadingConnectorMetadata())
+    assert [(report.result.job_id, report.result.success) for report in output.reports] == [(7, True)]
+    rank.close()
+
+
+def test_results_that_a_handler_lost_are_reported_as_failed_when_asked_for(config: OffloadingConfig) -> None:
+    rank = Rank(replace(config, world_size=1), NUM_BLOCKS)
+    assert rank.worker.connector_worker is not None
+    store = rank.worker.connector_worker._handlers["GPU", "CPU"]
+    metadata = OffloadingConnectorMetadata(
+        reqs_to_store={"a": (GPULoadStoreSpec([5]), CPULoadStoreSpec([0]))}, store_jobs={"a": 7}
+    )
+    rank.worker.bind_connector_metadata(metadata)
+    rank.worker.start_load_kv()
+    rank.worker.wait_for_save()
+    rank.worker.clear_connector_metadata()
+    assert store.wait({7}, 30)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "get_finished", lambda: [store._results.clear(), 1 / 0])  # type: ignore[attr-defined]
+        assert rank.step(OffloadingConnectorMetadata()).reports == []
+    order = OffloadingConnectorMetadata(jobs_to_end={7: EndOrder("a", frozenset({0}), (), void=True)})
+    reports = [report for _ in range(2) for report in rank.step(order).reports]
+    assert [(report.result.job_id, report.result.success) for report in reports] == [(7, False)]
+    rank.close()
+
+
+def test_failed_blocks_that_a_job_does_not_have_are_all_of_its_blocks(config: OffloadingConfig) -> None:
+    rank = Rank(replace(config, world_size=1), NUM_BLOCKS)
+    assert rank.worker.connector_worker is not None
+    handler = rank.worker.connector_worker._handlers["CPU", "GPU"]
+    spec = (CPULoadStoreSpec([0]), GPULoadStoreSpec([5]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handler, "transfer_async", lambda job_id, spec: True)
+        patch.setattr(handler, "get_finished", lambda: [TransferResult(7, False, failed_blocks=(3,))])
+        output = rank.step(OffloadingConnectorMetadata(reqs_to_load={"a": spec}, load_jobs={"a": 7}))
+    assert output.invalid_block_ids == {5}
+    assert output.reports[0].result.failed_blocks is None
+    rank.close()
+
+
+def test_failed_loads_that_nobody_takes_do_not_pile_up(config: OffloadingConfig) -> None:
+    rank = Rank(replace(config, world_size=1), NUM_BLOCKS)
+    for job_id in range(1, 9):
+        spec = (CPULoadStoreSpec([10**6]), GPULoadStoreSpec([5]))
+        rank.step(OffloadingConnectorMetadata(reqs_to_load={f"r{job_id}": spec}, load_jobs={f"r{job_id}": job_id}))
+    assert rank.worker.take_failed_loads() == {"r8"}
     rank.close()
