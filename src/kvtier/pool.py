@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.config import format_size
-from kvtier.errors import InputError, IntegrityError, PoolError
+from kvtier.errors import InputError, IntegrityError, PoolError, show_value
 from kvtier.memory import expect_free_memory
 from kvtier.rendezvous import announce, default_directory, find, meeting, path_of
 
@@ -46,6 +46,7 @@ _MAGIC = b"kvtpool2"
 _RESERVED = 64  # 1 once all memory is reserved; only the creator writes it
 _ATTACHED = 128  # a byte for each party, 1 while it is attached; written under the directory's lock
 _LOOK_BYTES = 256 << 20  # how much is reserved between two looks at what is free
+_CLOSE_PATIENCE = 1.0  # seconds; what `close` does not get to do, the next start does
 _CALL_BYTES = 8 << 20  # in older kernels a signal undoes all that a call has reserved, so that no call may be long
 
 MAX_PARTIES = _HEADER_BYTES - _ATTACHED
@@ -107,7 +108,9 @@ class Pool:
             expected = f"expected num_slots >= 0, row_bytes >= 1 and 0 <= party < parties <= {MAX_PARTIES}"
             wrong = f"num_slots={num_slots}, row_bytes={row_bytes}, party={party}, parties={parties}"
             raise InputError(f"pool: {expected}, got {wrong}")
-        header = _Header(_MAGIC, num_slots, row_bytes, parties, sha256(launch_id.encode()).digest())
+        _encode("engine_id", engine_id)
+        launch = sha256(_encode("launch_id", launch_id)).digest()
+        header = _Header(_MAGIC, num_slots, row_bytes, parties, launch)
         if parties == 1:
             return cls(_map_private(header), party, None, None)
         path = path_of(engine_id, directory or default_directory())
@@ -168,19 +171,27 @@ class Pool:
         return self._complete
 
     def close(self) -> None:
-        """Give up this mapping. Idempotent. Arrays taken from `rows` stay valid and keep the memory."""
+        """Give up this mapping. Idempotent. Arrays taken from `rows` stay valid and keep the memory.
+
+        A party that closes before all have attached makes room for another one. If the directory is gone or stays
+        locked it is given up all the same, as by a process that was killed: the next start removes what is left.
+        """
         region, self._region, self._rows = self._region, None, None
         if region is None:
             return
-        if self._path is None or _all_attached(region, self._header):
+        try:
+            self._withdraw(region)
+        finally:
             self._hide()
             _unmap(region)
+
+    def _withdraw(self, region: mmap.mmap) -> None:
+        if self._path is None or _all_attached(region, self._header):
             return
-        with meeting(self._path.parent):
+        with suppress(OSError, PoolError), meeting(self._path.parent, _CLOSE_PATIENCE):
             if not _all_attached(region, self._header):  # else the last one has just attached
                 region[_ATTACHED + self._party] = 0
             self._hide()
-            _unmap(region)
 
     def check(self) -> None:
         """Raise `IntegrityError` if the region is not what was opened."""
@@ -220,7 +231,7 @@ def _create(name: str, header: _Header, opened: ExitStack) -> int:
 
 
 def _attach(memory: int, engine_id: str, header: _Header, party: int) -> mmap.mmap:
-    found = _Header(*_FORMAT.unpack(os.pread(memory, _FORMAT.size, 0)))
+    found = _read_announced(memory, engine_id)
     if found.launch != header.launch:
         raise PoolError(f"pool: two engines have the engine_id {engine_id!r}; give each its own")
     if found != header:
@@ -234,12 +245,29 @@ def _attach(memory: int, engine_id: str, header: _Header, party: int) -> mmap.mm
     return region
 
 
+def _read_announced(memory: int, engine_id: str) -> _Header:
+    """Return the header of what was announced, which may be anything."""
+    start = os.pread(memory, _FORMAT.size, 0)
+    header = _Header(*_FORMAT.unpack(start.ljust(_FORMAT.size, b"\0")))
+    if header.magic != _MAGIC or header.region_bytes != os.fstat(memory).st_size:
+        remedy = "give all its processes one version of kvtier, or choose another engine_id"
+        raise PoolError(f"pool: expected the memory of a pool of this version, but {engine_id!r} has none; {remedy}")
+    return header
+
+
 def _reserve(memory: int, size: int) -> None:
     """Take memory piece by piece: of two who want too much at once, one is told before there is none left."""
     for start in range(0, size, _CALL_BYTES):
         if start % _LOOK_BYTES == 0:
             expect_free_memory(size - start)
         os.posix_fallocate(memory, start, min(_CALL_BYTES, size - start))
+
+
+def _encode(name: str, text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"pool: {name}: expected text that can be encoded, got {show_value(text)}") from None
 
 
 def _all_attached(region: mmap.mmap, header: _Header) -> bool:

@@ -15,8 +15,10 @@ that was killed, and is removed.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -31,6 +33,7 @@ __all__ = ["announce", "default_directory", "find", "is_held", "locked", "meetin
 _PATIENCE_SECONDS = 30.0
 _PREFIX, _SUFFIX = "kvtier-", ".pool"
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a planted pipe must not stop us
+_MOST_BYTES = 200  # four numbers are less
 
 
 def default_directory() -> Path:
@@ -65,9 +68,9 @@ def locked(directory: Path, patience: float = _PATIENCE_SECONDS) -> Iterator[Non
 
 
 @contextmanager
-def meeting(directory: Path) -> Iterator[None]:
+def meeting(directory: Path, patience: float = _PATIENCE_SECONDS) -> Iterator[None]:
     """Hold the lock, and remove what nobody holds before and after."""
-    with locked(directory):
+    with locked(directory, patience):
         _sweep(directory)
         try:
             yield
@@ -106,21 +109,36 @@ def find(path: Path) -> int | None:
 
 
 def _follow(path: Path) -> int:
-    process = "another program"
+    owner = "another program"
     try:
-        process, descriptor, device, inode = path.read_text("ascii").split()
-        link = f"/proc/{int(process)}/fd/{int(descriptor)}"
+        process, descriptor, device, inode = map(int, _read(path).split())
+        owner, link = f"process {process}", f"/proc/{process}/fd/{descriptor}"
         found = os.stat(link)  # before it is opened: to open what was not meant may have effects
-        if (found.st_dev, found.st_ino) != (int(device), int(inode)):
-            raise PoolError(_out_of_reach(path, process, f"{link} is something else"))
+        _expect_regular(found)
+        if (found.st_dev, found.st_ino) != (device, inode):
+            raise PoolError(_out_of_reach(path, owner, f"{link} is something else"))
         return os.open(link, os.O_RDWR | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
-        raise PoolError(_out_of_reach(path, process, str(error))) from error
+        raise PoolError(_out_of_reach(path, owner, str(error))) from error
 
 
-def _out_of_reach(path: Path, process: str, reason: str) -> str:
+def _read(path: Path) -> str:
+    fd = os.open(path, _READ)
+    try:
+        _expect_regular(os.fstat(fd))
+        return os.read(fd, _MOST_BYTES).decode("ascii")
+    finally:
+        os.close(fd)
+
+
+def _expect_regular(found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file")
+
+
+def _out_of_reach(path: Path, owner: str, reason: str) -> str:
     remedy = "run an engine's processes as one user in one PID namespace, or choose another engine_id"
-    return f"pool: cannot open the memory of process {process}, to which {path} leads: {reason}; {remedy}"
+    return f"pool: cannot open the memory of {owner}, to which {path} leads: {reason}; {remedy}"
 
 
 def is_held(path: Path) -> bool:

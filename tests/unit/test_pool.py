@@ -7,8 +7,10 @@ import fcntl
 import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
@@ -577,3 +579,111 @@ def test_check_notices_a_header_that_was_overwritten(tmp_path: Path) -> None:
     with pytest.raises(IntegrityError, match="is gone"):
         pool.check()
     pool.close()
+
+
+# -- a directory in which others do as they like ---------------------------------------------------------------------------
+
+OPEN_ONE = """
+import os, sys
+from pathlib import Path
+from kvtier.errors import PoolError
+from kvtier.pool import Pool
+try:
+    Pool.open("engine", 1, 4096, 2, directory=Path(sys.argv[1]))
+except PoolError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("target", ["a pipe", "/dev/zero", "a file"])
+def test_a_link_in_the_place_of_a_named_file_is_refused_at_once(tmp_path: Path, target: str) -> None:
+    """A pipe stopped every start of an engine, under the directory's lock; a device was read without end."""
+    os.mkfifo(tmp_path / "a pipe")
+    (tmp_path / "a file").write_text("1 2 3 4")
+    path = kvtier.rendezvous.path_of("engine", tmp_path)
+    path.symlink_to(tmp_path / target)
+    command = ["prlimit", f"--as={4 << 30}", sys.executable, "-c", OPEN_ONE, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert "cannot open the memory of another program" in done.stdout, done.stderr
+    assert "Too many levels of symbolic links" in done.stdout
+    assert path.is_symlink()
+
+
+def test_a_held_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    path = kvtier.rendezvous.path_of("engine", tmp_path)
+    os.mkfifo(path)
+    held = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    fcntl.flock(held, fcntl.LOCK_SH)
+    command = [sys.executable, "-c", OPEN_ONE, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert "not a regular file" in done.stdout, done.stderr
+    os.close(held)
+
+
+def test_little_of_a_held_file_is_read(tmp_path: Path) -> None:
+    """All of it was read, and a part of what it said was in the message."""
+    path = kvtier.rendezvous.path_of("engine", tmp_path)
+    with path.open("wb") as held:
+        fcntl.flock(held, fcntl.LOCK_SH)
+        held.write(b"9\x1b[2J" * 1000)
+        held.truncate(1 << 43)
+        with pytest.raises(PoolError, match="cannot open the memory of another program") as caught:
+            Pool.open("engine", 1, ROW, 2, directory=tmp_path)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("size", [0, 10, 4096])
+def test_an_announcement_that_leads_to_no_pool_is_refused(tmp_path: Path, size: int) -> None:
+    """Its bytes were unpacked as a header, with an error of `struct`."""
+    with (tmp_path / "something").open("w+b") as memory:
+        memory.truncate(size)
+        held = kvtier.rendezvous.announce(kvtier.rendezvous.path_of("engine", tmp_path), memory.fileno())
+        with pytest.raises(PoolError, match="expected the memory of a pool of this version"):
+            Pool.open("engine", 1, ROW, 2, directory=tmp_path)
+        os.close(held)
+
+
+def test_a_region_shorter_than_it_says_is_refused(tmp_path: Path) -> None:
+    pool = Pool.open("engine", 4, ROW, 2, directory=tmp_path)
+    (name,) = tmp_path.iterdir()
+    process, descriptor, *_ = name.read_text().split()
+    os.truncate(f"/proc/{process}/fd/{descriptor}", ROW)
+    with pytest.raises(PoolError, match="expected the memory of a pool"):
+        Pool.open("engine", 4, ROW, 2, party=1, directory=tmp_path)
+    pool.close()
+
+
+@pytest.mark.parametrize("parties_", [1, 2])
+@pytest.mark.parametrize("name", ["engine_id", "launch_id"])
+def test_ids_must_be_text(tmp_path: Path, name: str, parties_: int) -> None:
+    ids = {"engine_id": "engine", "launch_id": ""} | {name: "half a pair: \ud800"}
+    with pytest.raises(InputError, match=rf"pool: {name}: expected text that can be encoded, got 'half .*ud800'"):
+        Pool.open(ids["engine_id"], 1, ROW, parties_, launch_id=ids["launch_id"], directory=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_close_gives_the_memory_up_also_if_the_directory_is_gone(tmp_path: Path) -> None:
+    before, descriptors = mappings(), len(os.listdir("/proc/self/fd"))
+    directory = tmp_path / "shm"
+    directory.mkdir()
+    pools = [Pool.open("engine", 1, ROW, 3, party=party, directory=directory) for party in range(2)]
+    shutil.rmtree(directory)
+    for pool in pools:
+        pool.close()
+    assert (mappings(), len(os.listdir("/proc/self/fd"))) == (before, descriptors)
+
+
+def test_close_gives_the_memory_up_also_if_the_directory_stays_locked(tmp_path: Path) -> None:
+    """It waited for 30 seconds and raised. What it leaves in the directory, the next start removes."""
+    before, descriptors = mappings(), len(os.listdir("/proc/self/fd"))
+    pool = Pool.open("engine", 1, ROW, 3, directory=tmp_path)
+    with kvtier.rendezvous.locked(tmp_path):
+        began = time.monotonic()
+        pool.close()
+        assert time.monotonic() - began < 20
+    assert (mappings(), len(os.listdir("/proc/self/fd"))) == (before, descriptors)
+    assert len(list(tmp_path.iterdir())) == 1
+    for pool in open_all(2, 2, tmp_path):  # another size: attaching to what was left would fail
+        pool.close()
+    assert list(tmp_path.iterdir()) == []
