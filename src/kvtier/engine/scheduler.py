@@ -217,23 +217,21 @@ class Scheduler:
             try:
                 self._connector.update_state_after_alloc(request, request.table.block_ids(), external)
             except BaseException:
-                self._take_back(request)
+                self._take_back(request, self._connector)
                 raise
         if external:
             request.load_end = local + external
             request.state = RequestState.LOADING
             insort(self.loading, request, key=_by_arrival)
 
-    def _take_back(self, request: Request) -> None:
-        """Take a request's blocks, of which its connector may know. If it has planned a load all the same, that keeps them."""
+    def _take_back(self, request: Request, connector: OffloadingConnector) -> None:
+        """Take a request's blocks, of which a connector may know. If it has planned a load all the same, that keeps them."""
         former = copy(request)
         request.table = BlockTable()
         request.start_over()
         hold = True
         try:
-            hold, _ = (
-                self._connector.request_finished(former, former.table.block_ids()) if self._connector else (False, None)
-            )
+            hold, _ = connector.request_finished(former, former.table.block_ids())
         finally:
             self._hold_or_release(former, hold, is_loading=hold)
 
@@ -289,6 +287,7 @@ class Scheduler:
             if request in queue:
                 queue.remove(request)
         request.state, request.finish_reason = RequestState.FINISHED, reason
+        self._preempted.discard(request.request_id)  # its id may come again before the next step
         hold = is_loading
         try:
             if self._connector is not None:
