@@ -6,6 +6,9 @@ priority hashes the content (`file_hasher`), and the digest is kept in one small
 help and no authority: lost, corrupt, out of date or not writable, it costs hashing again. Processes that write
 it at once lose nothing but work.
 
+A write through a mapping moves the times only where its page was clean. So a file is written back before it is
+hashed; and in file systems that are memory, where no page is ever clean, nothing is remembered.
+
 Calls block for as long as reading takes, so no engine's thread makes them. Any other thread may.
 """
 
@@ -21,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import IO, Annotated, Literal, NamedTuple, Self
@@ -39,6 +43,9 @@ _SETTLED_NS = 2 * 10**9
 """A file that changed less than this ago is not remembered: of two changes in one tick, the second is not seen."""
 _MOST_ENTRIES = 4096
 _SHA256 = re.compile("[0-9a-f]{64}")
+_MOUNTS = Path("/proc/self/mountinfo")
+_MOUNT = re.compile(rb"^\S+ \S+ (\S+) .*? - (\S+) ", re.MULTILINE)  # device and file system of a line
+_IN_MEMORY = {b"devtmpfs", b"hugetlbfs", b"ramfs", b"rootfs", b"tmpfs"}
 
 
 class FileState(NamedTuple):
@@ -95,9 +102,12 @@ class Digests:
 
     def _compute(self, path: Path, state: FileState) -> str:
         with path.open("rb", buffering=0) as stream:
+            _write_back(stream.fileno())
+            _expect(state, FileState.of(stream.fileno()))
             digest = sha256(stream.read()).hexdigest() if state.size <= _SMALL else _hash_elsewhere(stream)
             _expect(state, FileState.of(stream.fileno()))
-        if self._now_ns() - state.ctime_ns > _SETTLED_NS:
+            is_in_memory = _is_in_memory(os.fstat(stream.fileno()).st_dev)
+        if self._now_ns() - state.ctime_ns > _SETTLED_NS and not is_in_memory:
             self._remember(path, state, digest)
         return digest
 
@@ -118,10 +128,10 @@ class Digests:
 
     def _remember(self, path: Path, state: FileState, digest: str) -> None:
         """Add a digest to those that the file has by now; of too many, the oldest leave."""
-        if self.file is None:
+        if self.file is None or not _is_text(name := str(path.resolve())):
             return
         entries = self._read()
-        entries.pop(name := str(path.resolve()), None)
+        entries.pop(name, None)
         entries[name] = (*state, digest)
         kept = dict(list(entries.items())[-_MOST_ENTRIES:])
         try:
@@ -138,6 +148,29 @@ def _hash_elsewhere(stream: IO[bytes]) -> str:
         why = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
         raise OSError(f"hashing failed ({why[0]})")
     return digest
+
+
+def _write_back(descriptor: int) -> None:
+    """Make all pages clean, so that the next write to any of them moves the file's times."""
+    with suppress(OSError):  # a file system that cannot be written to may say no, and needs none
+        os.fsync(descriptor)
+
+
+def _is_in_memory(device: int) -> bool:
+    """Say whether a file system is memory; no if the system does not say."""
+    number = b"%d:%d" % (os.major(device), os.minor(device))
+    with suppress(OSError):
+        return any(found == number and kind in _IN_MEMORY for found, kind in _MOUNT.findall(_MOUNTS.read_bytes()))
+    return False
+
+
+def _is_text(path: str) -> bool:
+    """Say whether JSON can hold a path: names of files are bytes, and need not be UTF-8."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _expect(state: FileState, found: FileState) -> None:

@@ -321,6 +321,38 @@ def test_config_check_says_in_one_line_what_is_wrong(
     assert captured.out == ""
 
 
+BAD_POLICIES = {
+    "syntax error(": "SyntaxError",
+    "raise SystemExit(3)": "SystemExit: 3",
+    "import x.y": "ModuleNotFoundError",
+    "raise RuntimeError('two\\nlines')": "RuntimeError: two lines",
+    "def __getattr__(name): raise OSError('no')": "OSError: no",
+    "Class = 5": "expected a subclass of kvtier.policies.CachePolicy",
+    "import kvtier.policies as p\nclass Class(p.CachePolicy): pass": "TypeError",
+    "import kvtier.policies as p\nclass Class(p.LRUPolicy):\n def __init__(self, capacity): exit(1)": "SystemExit: 1",
+}
+
+
+@pytest.mark.parametrize("code", BAD_POLICIES)
+def test_a_policy_that_fails_is_one_line(code: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(code)
+    (tmp_path / "c.json").write_text('{"cpu": {"capacity": 1, "policy": "mine:Class"}}')
+    done = kvtier_command("config", "check", "c.json", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert one_line(done.stderr).startswith("kvtier: c.json: cpu.policy: expected ")
+    assert "'mine:Class'" in done.stderr
+    assert BAD_POLICIES[code] in done.stderr
+
+
+@pytest.mark.parametrize("path", ["..x:y", ":", ":y", "os:", "\\u0000:y", "a:b:c", "os:path.join"])
+def test_a_policy_that_has_no_import_path_is_one_line(
+    path: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "c.json").write_text(f'{{"cpu": {{"capacity": 1, "policy": "{path}"}}}}')
+    assert main(["config", "check", "c.json"]) == 2
+    assert "cpu.policy: expected " in one_line(capsys.readouterr().err)
+
+
 # -- doctor ----------------------------------------------------------------------------------------------------------------
 
 
@@ -382,6 +414,27 @@ def test_doctor_finds_pools_that_nobody_holds(tmp_path: Path, monkeypatch: pytes
     assert held.exists()
     with locked(tmp_path):
         assert "locked by another process" in checks._check_leftovers().detail
+
+
+@pytest.mark.parametrize(
+    "name", [b"a $(touch PWNED); x", b"it's", b"\x1b[2Jx\nrm -rf ~\r", b"\xff\x7f'\\", "ü".encode()]
+)
+def test_doctor_tells_nobody_to_run_what_a_file_is_called(
+    name: bytes, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Anybody may have made it: names were pasted into a command line as they are."""
+    folder = here / "shm"
+    folder.mkdir()
+    left = Path(os.fsdecode(os.fsencode(folder) + b"/kvtier-" + name + b".pool"))
+    left.touch()
+    monkeypatch.setattr(checks, "default_directory", lambda: folder)
+    hint = checks._check_leftovers().hint
+    assert hint.isprintable()
+    main(["doctor"])
+    assert set("\x1b\r\x7f").isdisjoint(capsys.readouterr().out)
+    subprocess.run(["bash", "-c", hint], check=True, timeout=60)
+    assert not left.exists()
+    assert [path.name for path in here.iterdir()] == ["shm"]
 
 
 def test_doctor_says_what_bounds_memory(monkeypatch: pytest.MonkeyPatch) -> None:

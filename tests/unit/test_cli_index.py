@@ -13,8 +13,10 @@ from urllib.request import Request, urlopen
 import pytest
 
 from kvtier.cli import main
+from kvtier.errors import InputError
 from kvtier.events import BlockStored, KVEventBatch
 from kvtier.events.publisher import ZmqEventPublisher
+from kvtier.index.server import IndexServer
 
 TOKENS = list(range(8))
 
@@ -61,6 +63,14 @@ def test_bad_input_is_one_line(arguments: str, capsys: pytest.CaptureFixture[str
     assert output == ""
     assert errors.count("\n") == 1
     assert WRONG[arguments] in errors
+
+
+def test_an_empty_host_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """It listened on every address of the machine, as a variable that is not set would have it: `--host "$HOST"`."""
+    assert main(["index", "serve", "--port", "0", "--host", ""]) == 2
+    assert "host: expected an address such as 127.0.0.1" in capsys.readouterr().err
+    with pytest.raises(InputError, match=r"or 0\.0\.0\.0 for all of the machine's, got ''"), IndexServer(""):
+        pass
 
 
 def test_an_address_that_is_not_ours_is_the_worlds_fault(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,9 +6,11 @@ import errno
 import hashlib
 import json
 import logging
+import mmap
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -154,6 +156,11 @@ os._exit(7)
 
 
 class TestRemembered:
+    @pytest.fixture(autouse=True)
+    def disk(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Take the folder of the tests for one on a disk, whatever it is."""
+        monkeypatch.setattr(module, "_MOUNTS", tmp_path / "no such file")
+
     def test_nothing_is_read_again(self, file: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert digest(file, Digests(memory, later)) == SHA
         forbid_reading(monkeypatch)
@@ -259,12 +266,76 @@ print(Digests(Path({str(memory)!r})).of(path, FileState.of(path)))
         assert digest(file, Digests(file / "digests.json", later)) == SHA
         assert "digests.json: expected to write digests" in caplog.text
 
+    def test_a_path_that_is_not_utf_8_is_not_remembered(
+        self, tmp_path: Path, memory: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """It raised, although the digest was known by then. JSON has no such strings."""
+        folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/m\xff"))
+        folder.mkdir()
+        (folder / "model.bin").write_bytes(b"weights")
+        assert digest(folder / "model.bin", Digests(memory, later)) == SHA
+        assert not memory.exists()
+        assert caplog.text == ""
+
     def test_where(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
         assert default_file() == Path("/somewhere/kvtier/digests.json")
         monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
         monkeypatch.setenv("HOME", "/home/me")
         assert default_file() == Path("/home/me/.cache/kvtier/digests.json")
+
+
+class TestMapped:
+    """Files that are written through a mapping, as `np.memmap` and `torch.from_file` do."""
+
+    @pytest.mark.parametrize("base", [None, "/dev/shm"])
+    def test_a_later_change_is_seen(self, base: str | None, tmp_path: Path, memory: Path) -> None:
+        """In memory it moves no times; on a disk, only the first change of a page since it was written back."""
+        if base is not None and not os.path.isdir(base):
+            pytest.skip(f"there is no {base}")
+        with tempfile.TemporaryDirectory(dir=base or tmp_path) as folder:
+            file = Path(folder, "model.bin")
+            file.write_bytes(bytes(1 << 16))
+            with file.open("r+b") as stream, mmap.mmap(stream.fileno(), 0) as mapped:
+                mapped[5] = 1
+                assert digest(file, Digests(memory, later)) == hashlib.sha256(mapped).hexdigest()
+                wait_for_a_tick(file)
+                mapped[5] = 2
+                assert digest(file, Digests(memory, later)) == hashlib.sha256(mapped).hexdigest()
+
+    @pytest.mark.parametrize(("kind", "kept"), [("tmpfs", False), ("ramfs", False), ("ext4", True), ("nfs4", True)])
+    def test_nothing_in_memory_is_remembered(
+        self, kind: str, kept: bool, file: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        device = file.stat().st_dev
+        mounts = f"""\
+1 1 0:1000 / /dev/shm rw - tmpfs tmpfs rw
+2 1 {os.major(device)}:{os.minor(device)} / /mnt/a\\040-\\040b rw,relatime shared:3 master:2 - {kind} - rw,size=4k
+3 1 0:1001 / /ram rw - ramfs none rw
+"""
+        monkeypatch.setattr(module, "_MOUNTS", file.with_name("mountinfo"))
+        module._MOUNTS.write_text(mounts)
+        assert digest(file, Digests(memory, later)) == SHA
+        assert memory.exists() is kept
+
+    def test_a_system_that_cannot_write_back_is_no_reason_to_fail(
+        self, file: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """File systems that are made only to be read say no."""
+
+        def refuse(descriptor: int) -> None:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+        monkeypatch.setattr(os, "fsync", refuse)
+        assert digest(file, Digests(None)) == SHA
+
+
+def wait_for_a_tick(file: Path) -> None:
+    """Return when a change of the file would have another time than its last one."""
+    other = file.with_name("other")
+    other.touch()
+    while other.stat().st_mtime_ns <= file.stat().st_mtime_ns:
+        os.utime(other)
 
 
 class TestHub:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -130,6 +131,25 @@ def test_a_job_that_hangs_halfway_is_ended_by_its_deadline(rig: Rig) -> None:
     assert rig.load.transfer_async(2, (CPULoadStoreSpec([6]), GPULoadStoreSpec([10])))
     assert finish(rig.load, 2).success
     assert [rig.arrived(0, block) for block in (1, 2, 3, 4, 9, 10)] == [True, True, False, False, False, True]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_has_a_thread_of_its_own(rig: Rig) -> None:
+    """It took the parent's for its own, and every job of it hung until its deadline."""
+    assert rig.load.transfer_async(0, (CPULoadStoreSpec([5]), GPULoadStoreSpec([9])))
+    assert finish(rig.load, 0).success
+    if (child := os.fork()) == 0:
+        try:
+            assert rig.load.transfer_async(1, (CPULoadStoreSpec([6]), GPULoadStoreSpec([10])))
+            done = finish(rig.load, 1).success and rig.arrived(0, 10)
+            end(rig)
+            os._exit(0 if done else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert rig.load.transfer_async(2, (CPULoadStoreSpec([7]), GPULoadStoreSpec([11])))
+    assert finish(rig.load, 2).success
+    assert [rig.arrived(0, block) for block in (9, 10, 11)] == [True, False, True]
 
 
 class SlowLoad(HostLoadHandler):

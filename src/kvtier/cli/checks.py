@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import shutil
+import string
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -193,11 +195,19 @@ def _check_leftovers() -> Check:
             found = {path: is_held(path) for path in named_files(directory)}
     except (OSError, PoolError) as error:
         return Check("shared pools", Status.OK, f"not looked for: {error}")
-    left = [str(path) for path, held in found.items() if not held]
+    left = [_quote(path) for path, held in found.items() if not held]
     if not left:
         return Check("shared pools", Status.OK, f"{len(found)} starting up, none left behind in {directory}")
     detail = f"{len(left)} left behind in {directory}"
     return Check("shared pools", Status.WARN, detail, f"rm {' '.join(left)}")
+
+
+def _quote(path: Path) -> str:
+    """Write a path for a shell and for a terminal. Anybody may have made the file, and have given it any name."""
+    if str(path).isprintable():
+        return shlex.quote(str(path))
+    plain = frozenset(map(ord, string.ascii_letters + string.digits + "/._-%"))
+    return "$'{}'".format("".join(chr(byte) if byte in plain else f"\\x{byte:02x}" for byte in os.fsencode(path)))
 
 
 _CHECKS: tuple[Callable[[], Check], ...] = (

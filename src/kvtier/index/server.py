@@ -64,6 +64,9 @@ async def _serve(
     stop: asyncio.Event,
 ) -> None:
     """Serve until `stop` is set."""
+    if not host:  # which the system takes for every address
+        expected = "expected an address such as 127.0.0.1, or 0.0.0.0 for all of the machine's"
+        raise InputError(f"host: {expected}, got {host!r}")
     service = Service(settings)
     server = HttpServer(Api(service), limits)
     try:

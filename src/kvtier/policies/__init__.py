@@ -6,10 +6,12 @@ package gave to `register_policy`. `kvtier.testing.PolicySuite` says whether a p
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import import_module
 
-from kvtier.errors import ConfigError, InputError
+from kvtier.errors import ConfigError, InputError, KVTierError, show_value
 from kvtier.policies.arc import ARCPolicy
 from kvtier.policies.base import CachePolicy, KeysOf, Slots
 from kvtier.policies.lru import LRUPolicy
@@ -47,7 +49,7 @@ def make_policy(name: str, capacity: int) -> CachePolicy:
     policy = name if ":" in name else _policies.get(name)
     if policy is None:
         raise ConfigError(_FIELD, _unknown(name))
-    return (_import(policy) if isinstance(policy, str) else policy)(capacity)
+    return _make_imported(policy, capacity) if isinstance(policy, str) else policy(capacity)
 
 
 def _unknown(name: str) -> str:
@@ -56,12 +58,29 @@ def _unknown(name: str) -> str:
     return f"expected one of {', '.join(policy_names())} or 'package.module:Class', got {name!r}{hint}"
 
 
+def _make_imported(path: str, capacity: int) -> CachePolicy:
+    policy = _import(path)
+    with _blamed(f"expected a policy that can be made for {capacity} slots, got {path!r}"):
+        return policy(capacity)
+
+
 def _import(path: str) -> type[CachePolicy]:
     module, _, name = path.partition(":")
-    try:
+    with _blamed(f"expected an importable 'package.module:Class', got {path!r}"):
         policy = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(_FIELD, f"expected an importable 'package.module:Class', got {path!r} ({error})") from error
     if not (isinstance(policy, type) and issubclass(policy, CachePolicy)):
-        raise ConfigError(_FIELD, f"expected a subclass of kvtier.policies.CachePolicy at {path!r}, found {policy!r}")
+        found = show_value(policy)
+        raise ConfigError(_FIELD, f"expected a subclass of kvtier.policies.CachePolicy at {path!r}, found {found}")
     return policy
+
+
+@contextmanager
+def _blamed(expected: str) -> Iterator[None]:
+    """Take whatever foreign code raises, also where it wants to end the process, for a wrong setting."""
+    try:
+        yield
+    except (KVTierError, MemoryError):
+        raise
+    except (Exception, SystemExit) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(_FIELD, f"{expected} ({reason})") from error

@@ -7,6 +7,9 @@ by the handler's thread (or by whoever has time), and ends in one of two ways: i
 Deadlines count from `transfer_async` and are looked at by `get_finished` and `wait`. With `max_jobs` jobs accepted and not
 over, `transfer_async` refuses the next one; so does a device that does not answer. All public methods belong to the worker's
 thread.
+
+A forked child has the books but not the thread: the first job that it is given starts one. That holds if no job was under way
+when it was forked. Memory that is private, as that of a pool with one party, is from then on the child's own copy.
 """
 
 from __future__ import annotations
@@ -280,7 +283,7 @@ class JobHandler(OffloadingHandler, Generic[J]):
     def _wake_thread(self) -> None:
         """Let the thread look at the queue; it lives from the first time on. `_lock` is held."""
         self._changed.notify_all()
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():  # not alive: it is that of the process that forked
             self._thread = threading.Thread(target=self._serve, name=f"kvtier {self}", daemon=True)
             self._thread.start()
 
