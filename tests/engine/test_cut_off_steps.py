@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -76,6 +77,27 @@ def test_a_step_that_is_cut_off_anywhere(part: str, call: str, seed: int, monkey
             assert outputs[name] == expect(engine, prompt, PARAMS)
         engine.drain()
         engine.check()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_comes_after_the_step_and_the_second_at_once(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine_with() as engine:
+        ended = []
+
+        def forward(*args: Any) -> Any:
+            monkeypatch.undo()
+            for _ in range(times):
+                signal.raise_signal(signal.SIGINT)
+            ended.append(engine.model.forward(*args))
+            return ended[0]
+
+        name = engine.add_request(tokens(9), PARAMS)
+        monkeypatch.setattr(engine.model, "forward", forward)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        assert (len(ended), signal.getsignal(signal.SIGINT)) == (times == 1, signal.default_int_handler)
+        assert run(engine)[name].token_ids == expect(engine, tokens(9), PARAMS)
+        expect_nothing_left(engine)
 
 
 class Grumpy(LRUPolicy):

@@ -36,6 +36,7 @@ from kvtier.engine.cache import KVCache, group_layers
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.door import count_items, read_items, read_text, read_tokens
 from kvtier.engine.event_buffer import EventBuffer
+from kvtier.engine.interrupts import uninterrupted
 from kvtier.engine.model import Batch
 from kvtier.engine.model_config import ModelConfig
 from kvtier.engine.request import FinishReason, Request, RequestOutput, TokenSources
@@ -256,14 +257,15 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Compute one batch and return an output for each request that got a token. Without a batch, wait for transfers.
 
-        If it raises, whoever ran starts over in the next step, and no token and no output is lost.
+        If it raises, whoever ran starts over in the next step, and no token and no output is lost. Ctrl-C comes after it.
         """
         self._refuse_closed()
-        try:
-            self._step()
-        except BaseException:
-            self._scheduler.start_all_over()
-            raise
+        with uninterrupted():
+            try:
+                self._step()
+            except BaseException:
+                self._scheduler.start_all_over()
+                raise
         outputs, self._outputs = self._outputs, []
         return outputs
 
