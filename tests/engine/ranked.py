@@ -65,6 +65,8 @@ class Wire:
     loss: float = 0.0
     delay: float = 0.0
     """How many of them are lost, and how many come some steps late."""
+    stutter: float = 0.0
+    """How often a rank says nothing in a step, and more in the next."""
     lag: int = 0
     """How many steps late all of them come, as in an engine that schedules ahead."""
     silent: set[int] = field(default_factory=set)
@@ -124,12 +126,16 @@ class RankedWorkers:
             worker.wait_for_save()
 
     def wait_for_transfers(self, timeout: float) -> bool:
-        busy = [worker.wait_for_transfers(timeout / len(self.workers)) for worker in self.workers]
+        """Wait for a moment only: ranks are to be done in different steps."""
+        busy = [worker.wait_for_transfers(min(timeout, 0.002)) for worker in self.workers]
         return any(busy)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         outputs = []
         for worker in self.workers:
+            if self.wire.random.random() < self.wire.stutter:
+                outputs.append(KVConnectorOutput())
+                continue
             sending, recving = worker.get_finished(finished_req_ids)
             invalid = worker.get_block_ids_with_load_errors()
             outputs.append(KVConnectorOutput(sending, recving, invalid, worker.take_reports()))
