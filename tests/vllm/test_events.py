@@ -35,9 +35,9 @@ class Listener:
         self._manager = engine.connector._connector.connector_scheduler.manager
         complete_store = self._manager.complete_store
 
-        def note(keys: list[OffloadKey], success: bool = True) -> None:
+        def note(keys: list[OffloadKey], success: bool = True, spec: Any = None) -> None:
             self.stored_keys.update(dict.fromkeys(keys))
-            complete_store(keys, success)
+            complete_store(keys, success, spec)
 
         self._manager.complete_store = note
 
