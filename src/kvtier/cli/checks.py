@@ -86,13 +86,15 @@ def _check_compiled() -> Check:
     missing = [name for name in _COMPILED if find_spec(name) is None]
     if not missing:
         return Check("compiled parts", Status.OK, ", ".join(_COMPILED))
-    hint = "install a C compiler, then: pip install --force-reinstall --no-deps --no-binary kvtier kvtier"
+    hint = "install a C compiler, then in a checkout: pip install --force-reinstall --no-deps ."
     return Check("compiled parts", Status.WARN, f"{', '.join(missing)} not built: Python does its work, slower", hint)
 
 
 def _check_torch() -> Check:
     if find_spec("torch") is None:
-        return Check("torch", Status.MISSING, "only the engine and the demo need it", 'pip install "kvtier[engine]"')
+        return Check(
+            "torch", Status.MISSING, "only the engine and the demo need it", "in a checkout: pip install '.[engine]'"
+        )
     try:
         import torch
     except (ImportError, OSError) as error:  # a broken install raises either
@@ -118,11 +120,11 @@ def _check_gpu() -> Check:
 
 
 def _check_safetensors() -> Check:
-    return _optional("safetensors", "the engine reads model folders with it", 'pip install "kvtier[engine]"')
+    return _optional("safetensors", "the engine reads model folders with it", "in a checkout: pip install '.[engine]'")
 
 
 def _check_transformers() -> Check:
-    return _optional("transformers", "only the tests compare with it", 'pip install "kvtier[test]"')
+    return _optional("transformers", "only the tests compare with it", "in a checkout: pip install '.[test]'")
 
 
 def _check_vllm() -> Check:

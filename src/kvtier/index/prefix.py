@@ -7,7 +7,7 @@
     index.match(hashes)
 
 Keys are the engine's own hashes, or (`keys="xxh3"`) hashes of the tokens, equal for all engines. Two table forms give the
-same answers: compiled by numba (`pip install kvtier[index]`), or plain Python. The environment variable `KVTIER_INDEX`, or the
+same answers: compiled by numba (the extra `index`), or plain Python. The environment variable `KVTIER_INDEX`, or the
 parameter `form`, picks one; otherwise numba is used where it is installed.
 
 The table, and the names that keys by XXH3 need, never take more than the byte budget: a block that finds no room is refused
