@@ -364,7 +364,7 @@ def test_doctor_works_without_torch(tmp_path: Path) -> None:
     assert found["usable"] is True
     assert found["kvtier_version"] == kvtier.__version__
     assert by_name["torch"]["status"] == "missing"
-    assert by_name["torch"]["hint"] == 'pip install "kvtier[engine]"'
+    assert by_name["torch"]["hint"] == "in a checkout: pip install '.[engine]'"
     assert by_name["packages"]["status"] == "ok"
 
 
