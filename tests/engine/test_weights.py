@@ -174,7 +174,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rms_norm_eps": 10**400}, "rms_norm_eps: expected at most 9007199254740992, got 1000"),
     ({"rope_theta": math.inf}, "rope_theta: expected at most 9007199254740992, got inf"),
     ({"rope_theta": math.nan}, "rope_theta: expected a positive float, got nan"),
-    ({"hidden_size": -(10**5000)}, "hidden_size: expected a positive int, got a value of type int that cannot be printed"),
+    (
+        {"hidden_size": -(10**5000)},
+        "hidden_size: expected a positive int, got a value of type int that cannot be printed",
+    ),
     ({"model_type": "qwen2", "max_window_layers": None}, "max_window_layers: expected a whole number, got None"),
     ({"tie_word_embeddings": "yes"}, "tie_word_embeddings: expected true or false, got 'yes'"),
     ({"num_key_value_heads": 3}, r"num_key_value_heads: expected a divisor of num_attention_heads \(4\), got 3"),
