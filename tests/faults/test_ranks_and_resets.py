@@ -24,14 +24,23 @@ from kvtier.connector.running import RunningJobs
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.engine import EngineConfig, SamplingParams
 from kvtier.engine.request import RequestOutput
-from kvtier.offload import CPUOffloadingManager, CPUOffloadingSpec, OffloadingSpec
-from kvtier.testing.faults import FaultPlan, with_faults
+from kvtier.offload import CPULoadStoreSpec, CPUOffloadingManager, CPUOffloadingSpec, OffloadingSpec
+from kvtier.testing.faults import Fault, FaultPlan, with_faults
 from kvtier.testing.toy_model import ToyModel
+from kvtier.transfer.base import TransferType
 
 FIRST = int(os.environ.get("KVTIER_SEED", "0"))
 NUM_SEEDS = int(os.environ.get("KVTIER_SEEDS", "60"))
 BATCH = 10
 Windows = tuple[int | None, ...]
+
+
+class LoadsFail(FaultPlan):
+    """Faults in loads alone: with stores that arrive there is more to load."""
+
+    def choose(self, transfer_type: TransferType, job_id: int) -> tuple[Fault | None, float]:
+        is_load = transfer_type[0] == CPULoadStoreSpec.medium()
+        return super().choose(transfer_type, job_id) if is_load else (None, 1.0)
 
 
 @dataclass
@@ -43,6 +52,7 @@ class Scenario:
     num_ranks: int = field(init=False)
     wire: Wire = field(init=False)
     fault_rate: float = field(init=False)
+    faults: type[FaultPlan] = field(init=False)
     raises: float = field(init=False)
     host: dict[str, bool] = field(init=False)
 
@@ -55,11 +65,13 @@ class Scenario:
         self.raises = random.choice((0.0, 0.02))
         by_workers = loss == 0.0 and random.random() < 0.5
         self.host = {"by_workers": by_workers, "frees_at_once": random.random() < 0.5}
+        self.faults = random.choice((FaultPlan, LoadsFail))
         self.wire.lag, self.wire.stutter = random.choice((0, 0, 1, 2)), random.choice((0.0, 0.4))
 
     def make_spec(self, config: OffloadingConfig) -> OffloadingSpec:
         spec = CPUOffloadingSpec(config)
-        return with_faults(spec, FaultPlan(100 * self.seed + config.rank, self.fault_rate)) if self.fault_rate else spec
+        plan = self.faults(100 * self.seed + config.rank, self.fault_rate)
+        return with_faults(spec, plan) if self.fault_rate else spec
 
     def engine(self) -> RankedEngine:
         random = self.random
@@ -255,10 +267,15 @@ def without_expiry(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RunningJobs, "expire", lambda self, now: [])
 
 
+def has_ranks_that_fail_apart(scenario: Scenario) -> bool:
+    fails = scenario.faults is LoadsFail and scenario.fault_rate > 0.1
+    return fails and scenario.num_ranks > 1 and scenario.wire.stutter > 0.0
+
+
 Control = tuple[Callable[[pytest.MonkeyPatch], None], Callable[[Scenario], bool]]
 CONTROLS: list[Control] = [
     (without_epochs, lambda scenario: True),
-    (without_held_blocks, lambda s: s.host["by_workers"] and s.num_ranks > 1 and s.fault_rate * s.wire.stutter > 0.1),
+    (without_held_blocks, lambda s: s.host["by_workers"] and has_ranks_that_fail_apart(s)),
     (without_fresh_states, lambda scenario: scenario.host["frees_at_once"]),
     (without_expiry, lambda scenario: scenario.wire.loss > 0),
 ]
@@ -269,7 +286,7 @@ CONTROLS: list[Control] = [
 def test_the_workloads_notice_when_a_mend_is_taken_out(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
     take_out, shows = control
     take_out(monkeypatch)
-    for scenario in filter(shows, map(Scenario, range(1000))):
+    for scenario in filter(shows, map(Scenario, range(20_000))):
         try:
             play(scenario, max_steps=600)
         except (AssertionError, RuntimeWarning):  # wrong tokens, nobody gets on, or numbers that no page holds
