@@ -37,7 +37,7 @@ from kvtier.connector import (
 )
 from kvtier.integrations.summary import Summary
 from kvtier.integrations.vllm.describe import describe_engine, summarize
-from kvtier.integrations.vllm.holders import Holders
+from kvtier.integrations.vllm.load_gate import LoadGate
 from kvtier.integrations.vllm.metrics import Counts, KVTierMetrics, KVTierStats
 from kvtier.integrations.vllm.translate import describe_blocks, step_view, translate_event
 from kvtier.offload import OffloadingSpec, OffloadingSpecFactory
@@ -98,7 +98,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._old_entries: Any = None  # of vLLM's own cache at a reset, if that left them there
         self._shown: set[str] = set()  # requests that the core was told of
         self._updated = False  # whether this step's output was taken in
-        self._holders = Holders(config.groups)
+        self._load_gate = LoadGate(config.groups)
         self._connector = OffloadingConnector(config, ours, self.make_spec(config), describe_blocks)
         if self._connector.connector_scheduler is not None:
             _ask_for_recompute(vllm_config)
@@ -129,13 +129,13 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._shown.add(request.request_id)
         limit = self._most_to_load(request, num_computed_tokens)
         tokens, is_async = self._connector.get_num_new_matched_tokens(request, num_computed_tokens, limit)
-        if tokens is not None and self._holders.must_go_first(request, tokens, self._kv_cache_manager):
+        if tokens is not None and self._load_gate.must_go_first(request, tokens, self._kv_cache_manager):
             return None, False
         return tokens, is_async
 
     def _most_to_load(self, request: Request, num_computed_tokens: int) -> int | None:
         """Return how many tokens vLLM can be offered for a request; `None`: any number."""
-        if request in self._holders:
+        if request in self._load_gate:
             return 0  # its load failed, be it ours or a sibling's: vLLM 0.32 waits for ever to begin another
         # With a whole prompt loaded vLLM computes its last token again, but has by then freed the block that this token
         # sees at the far end of its window.
@@ -143,13 +143,13 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Tell which blocks a request got; with external tokens, plan their load."""
-        self._holders.add(request)
+        self._load_gate.add(request)
         if request.request_id in self._shown:
             self._connector.update_state_after_alloc(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVTierMetadata:
         """Return this step's orders for the workers."""
-        self._holders.discard(scheduler_output.num_scheduled_tokens)
+        self._load_gate.discard(scheduler_output.num_scheduled_tokens)
         orders = self._connector.build_connector_meta(step_view(scheduler_output))
         return KVTierMetadata(orders, idle=not scheduler_output.num_scheduled_tokens)
 
@@ -168,7 +168,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """End a request. Its blocks may be freed: running stores that read them are fenced."""
-        self._holders.discard([request.request_id])
+        self._load_gate.discard([request.request_id])
         self._shown.discard(request.request_id)
         self._connector.request_finished(request, block_ids)
         return False, None

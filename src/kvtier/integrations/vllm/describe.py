@@ -139,7 +139,7 @@ def _namespace(vllm_config: VllmConfig, groups: tuple[GroupConfig, ...], hash_bl
         hash_block_size=hash_block_size,
         engine=f"vllm {vllm.__version__}",
     )
-    return Namespace(lambda: name(weights=[each() for each in weights]), _tell)
+    return Namespace(lambda: name(weights=[digest() for digest in weights]), _tell)
 
 
 def _tell(namespace: Namespace) -> None:

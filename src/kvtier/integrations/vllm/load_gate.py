@@ -1,4 +1,4 @@
-"""Requests that hold blocks for a load and do not run yet, and who must wait until they do.
+"""The gate before a load: which requests have blocks for a load and do not run yet, and who must wait until they do.
 
 vLLM 0.32 can leave such requests waiting for each other for ever: it reserves too little for them where a window keeps
 blocks, and one whose load failed gives its blocks back but stays ahead of the others, which are not looked at while it does
@@ -17,10 +17,10 @@ from kvtier.config import GroupConfig
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-__all__ = ["Holders"]
+__all__ = ["LoadGate"]
 
 
-class Holders:
+class LoadGate:
     """The requests between their first blocks and their first step, whichever connector loads for them."""
 
     def __init__(self, groups: Sequence[GroupConfig]) -> None:
@@ -46,11 +46,12 @@ class Holders:
         may_block = self._windowed if tokens else request in self
         if not may_block:
             return False
-        waiting = [each.request_id for each in self._requests.values() if each.status is not RequestStatus.RUNNING]
-        held = {req_id: sum(map(len, manager.get_block_ids(req_id))) for req_id in waiting}
-        missing = sum(self._num_blocks(self._requests[req_id]) - count for req_id, count in held.items() if count)
+        others = self._requests.values()
+        waiting = [other.request_id for other in others if other.status is not RequestStatus.RUNNING]
+        taken = {req_id: sum(map(len, manager.get_block_ids(req_id))) for req_id in waiting}
+        missing = sum(self._num_blocks(self._requests[req_id]) - count for req_id, count in taken.items() if count)
         free = manager.block_pool.get_num_free_blocks()
-        return any(held.values()) and bool(missing + self._num_blocks(request) > free)
+        return any(taken.values()) and bool(missing + self._num_blocks(request) > free)
 
     def _num_blocks(self, request: Request) -> int:
         return sum(request.num_tokens // group.block_size + 1 for group in self._groups)
