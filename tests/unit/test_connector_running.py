@@ -6,10 +6,10 @@ import pytest
 from tests.unit.connector_kit import Request
 
 from kvtier.connector.jobs import Job, LoadJob, StoreJob
+from kvtier.connector.load_failures import LoadFailures
 from kvtier.connector.metadata import TransferReport
 from kvtier.connector.running import RunningJobs
 from kvtier.connector.state import RequestState
-from kvtier.connector.strikes import Strikes
 from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey, make_offload_key
 from kvtier.offload import ReqContext
@@ -109,15 +109,15 @@ def failed(*keys: OffloadKey, failed: set[int], corrupt: bool = False) -> LoadJo
 
 
 def test_a_chunk_is_blamed_when_it_fails_twice_in_a_row() -> None:
-    strikes = Strikes()
-    assert strikes.blame(failed(A, B, failed={0})) == []
-    assert strikes.blame(failed(A, B, failed={0, 1})) == [A]
-    assert strikes.blame(failed(A, failed={0})) == [], "it was blamed, and may be stored anew"
-    assert strikes.blame(failed(A, B, failed=set())) == []
-    assert strikes.blame(failed(A, B, failed={0, 1})) == [], "both had arrived in between"
-    strikes.clear()
-    assert strikes.blame(failed(A, failed={0})) == []
+    failures = LoadFailures()
+    assert failures.blame(failed(A, B, failed={0})) == []
+    assert failures.blame(failed(A, B, failed={0, 1})) == [A]
+    assert failures.blame(failed(A, failed={0})) == [], "it was blamed, and may be stored anew"
+    assert failures.blame(failed(A, B, failed=set())) == []
+    assert failures.blame(failed(A, B, failed={0, 1})) == [], "both had arrived in between"
+    failures.clear()
+    assert failures.blame(failed(A, failed={0})) == []
 
 
 def test_wrong_bytes_are_blamed_at_once() -> None:
-    assert Strikes().blame(failed(A, B, failed={1}, corrupt=True)) == [B]
+    assert LoadFailures().blame(failed(A, B, failed={1}, corrupt=True)) == [B]

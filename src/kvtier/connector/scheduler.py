@@ -27,6 +27,7 @@ from kvtier.connector.choice import Choice
 from kvtier.connector.cost import CostModel, StepTimer
 from kvtier.connector.explain import Explainer, Explanation
 from kvtier.connector.jobs import LoadJob, StoreJob, plan_load, plan_store, reordered
+from kvtier.connector.load_failures import LoadFailures
 from kvtier.connector.lookup import match_prefix
 from kvtier.connector.metadata import (
     BlockIds,
@@ -43,7 +44,6 @@ from kvtier.connector.metadata import (
 from kvtier.connector.running import RunningJobs
 from kvtier.connector.state import Geometry, GroupState, RequestState
 from kvtier.connector.stats import ConnectorStats
-from kvtier.connector.strikes import Strikes
 from kvtier.errors import InputError, IntegrityError
 from kvtier.events.tracker import Describe, OffloadingEventsTracker
 from kvtier.events.types import KVCacheEvent
@@ -75,7 +75,7 @@ class OffloadingConnectorScheduler:
         self._requests: dict[ReqId, RequestState] = {}
         self._jobs = RunningJobs()
         self._choice = Choice(self._settings, self._geometry, self.cost, self._jobs, clock)
-        self._strikes = Strikes()
+        self._load_failures = LoadFailures()
         self._step = 0
         self._epoch = 0  # resets so far
         self._timer = StepTimer()
@@ -347,7 +347,7 @@ class OffloadingConnectorScheduler:
         self._over.finished_recving.add(job.req_id)
         self._over.invalid_block_ids |= job.invalid_block_ids()
         was_ended = job.void or job.started + job.patience < min(self._clock(), job.started + job.deadline)
-        if not was_ended and (guilty := self._strikes.blame(job)):  # else the bus was slow, or nobody wanted it
+        if not was_ended and (guilty := self._load_failures.blame(job)):  # else the bus was slow, or nobody wanted it
             self.manager.discard(guilty, MissReason.FAILED)
         state = job.request
         state.load_job = None
@@ -414,7 +414,7 @@ class OffloadingConnectorScheduler:
             self._tracker.drop(job.keys)
         self._jobs.void_loads()
         self.manager.reset_cache()
-        self._strikes.clear()
+        self._load_failures.clear()
         return True
 
     # -- telling -----------------------------------------------------------------------------------------------------------
