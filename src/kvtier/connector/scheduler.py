@@ -23,10 +23,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from kvtier.config import Recompute
-from kvtier.connector.choice import Choice
 from kvtier.connector.cost import CostModel, StepTimer
 from kvtier.connector.explain import Explainer, Explanation
 from kvtier.connector.jobs import LoadJob, StoreJob, plan_load, plan_store, reordered
+from kvtier.connector.load_decision import LoadDecision
 from kvtier.connector.load_failures import LoadFailures
 from kvtier.connector.lookup import match_prefix
 from kvtier.connector.metadata import (
@@ -74,7 +74,7 @@ class OffloadingConnectorScheduler:
         self._clock = clock
         self._requests: dict[ReqId, RequestState] = {}
         self._jobs = RunningJobs()
-        self._choice = Choice(self._settings, self._geometry, self.cost, self._jobs, clock)
+        self._load_decision = LoadDecision(self._settings, self._geometry, self.cost, self._jobs, clock)
         self._load_failures = LoadFailures()
         self._step = 0
         self._epoch = 0  # resets so far
@@ -109,11 +109,11 @@ class OffloadingConnectorScheduler:
         if max_num_new_tokens is not None:
             limit = min(limit, num_computed_tokens + max_num_new_tokens)
         match = match_prefix(self._geometry, self.manager, state, limit)
-        if self._choice.should_wait(state, match):
+        if self._load_decision.should_wait(state, match):
             self.stats.waits += 1
             return None, False
         state.waiting_since = None
-        is_worth = self._choice.is_worth_loading(state, match)
+        is_worth = self._load_decision.is_worth_loading(state, match)
         self.stats.not_worth += not is_worth
         end = match.end if is_worth else state.local
         self._explainer.note_match(state, match, end)
@@ -131,7 +131,7 @@ class OffloadingConnectorScheduler:
             self._plan_load(state, state.local + num_external_tokens)
 
     def _plan_load(self, state: RequestState, end: int) -> None:
-        job = plan_load(self.spec.config, state, end, self._choice.patience(state, end))
+        job = plan_load(self.spec.config, state, end, self._load_decision.patience(state, end))
         try:
             job.tier_end = self.manager.prepare_load(job.keys, state.context)
         except InputError as error:  # something came between the ask and this: a reset, or another length

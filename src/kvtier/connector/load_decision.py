@@ -14,15 +14,15 @@ from kvtier.connector.lookup import Match
 from kvtier.connector.running import RunningJobs
 from kvtier.connector.state import Geometry, RequestState
 
-__all__ = ["Choice"]
+__all__ = ["LoadDecision"]
 
 _UNKNOWN_PATIENCE = 0.05  # how long to wait for a chunk while the price of computing it is not known
 _LEAST_PATIENCE = 0.05  # a load may have to wait for a step to end before its result is seen
 _PATIENCE = 4  # times what computing takes: a load that was expected to be faster and is not, has gone wrong
 
 
-class Choice:
-    """Chooses by what loads and steps have cost so far, and by what is under way."""
+class LoadDecision:
+    """Decides by what loads and steps have cost so far, and by what is under way."""
 
     def __init__(
         self,
