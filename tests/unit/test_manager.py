@@ -132,7 +132,7 @@ class TestReasons:
             store(manager, number)
             if ask_often:
                 manager.explain(keys(number)[0])
-        assert len(manager._absent._unfiled) <= 8
+        assert len(manager._miss_history._unfiled) <= 8
         reasons = [manager.explain(key) for key in keys(*range(100))]
         assert reasons[:85] == [MissReason.NEVER_STORED] * 85
         assert reasons[-9:] == [MissReason.EVICTED] * 8 + [None]

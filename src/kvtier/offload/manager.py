@@ -21,8 +21,8 @@ import numpy as np
 
 from kvtier.errors import InputError, IntegrityError
 from kvtier.keys import OffloadKey
-from kvtier.offload.absent import AbsentKeys
 from kvtier.offload.base import MissReason, OffloadingEvent, OffloadingManager, PrepareStoreOutput, ReqContext
+from kvtier.offload.miss_history import MissHistory
 from kvtier.policies import CachePolicy, Slots, make_policy
 from kvtier.policies.slots import WRITING, Mask, SlotBook
 from kvtier.transfer.base import CPULoadStoreSpec, LoadStoreSpec
@@ -79,7 +79,7 @@ class CPUOffloadingManager(OffloadingManager):
         self._book = SlotBook(self._readers, self._evictable, self._stored_by)
         self._doomed: dict[int, OffloadKey] = {}  # the key that a slot had
         self._store_threshold = store_threshold
-        self._absent = AbsentKeys(max_tracked)
+        self._miss_history = MissHistory(max_tracked)
         self._events: list[OffloadingEvent] = []
         self._stored = self._evicted = self._refused = 0
 
@@ -99,7 +99,7 @@ class CPUOffloadingManager(OffloadingManager):
     def explain(self, key: OffloadKey) -> MissReason | None:
         found = self.lookup(key, _ANYONE)
         if found is False:
-            return self._absent.reason(key)
+            return self._miss_history.reason(key)
         return None if found else MissReason.WRITING
 
     # -- load --------------------------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class CPUOffloadingManager(OffloadingManager):
             slots = self._book.find(written)
             self.policy.remove(slots)
             self._book.release(slots)
-            self._absent.note(written, MissReason.FAILED)
+            self._miss_history.note(written, MissReason.FAILED)
 
     def discard(self, keys: Iterable[OffloadKey], reason: MissReason = MissReason.FAILED) -> None:
         self._drop(self._book.held(_as_list(keys)), reason)
@@ -174,7 +174,7 @@ class CPUOffloadingManager(OffloadingManager):
     def reset_cache(self) -> None:
         self._drop(self._held_slots(), MissReason.CLEARED)
         self.policy.clear()
-        self._absent.forget_offers()
+        self._miss_history.forget_offers()
 
     # -- reports -----------------------------------------------------------------------------------------------------------
 
@@ -230,19 +230,19 @@ class CPUOffloadingManager(OffloadingManager):
         keys = self._book.missing(offered)
         if self._store_threshold < 2:
             return keys
-        counts = self._absent.count_offers(keys)
+        counts = self._miss_history.count_offers(keys)
         self._refuse([key for key in keys if counts[key] < self._store_threshold])
         return [key for key in keys if counts[key] >= self._store_threshold]
 
     def _refuse(self, keys: list[OffloadKey]) -> None:
         self._refused += len(keys)
-        self._absent.note(keys, MissReason.REFUSED)
+        self._miss_history.note(keys, MissReason.REFUSED)
 
     def _make_room(self, count: int, spared: Slots | None) -> list[OffloadKey]:
         """Evict up to `count` chunks, as many as can be and none that is spared, and return who left."""
         keys = self._evict(count) if spared is None else self._evict_others(count, spared[self._evictable[spared]])
         self._evicted += len(keys)
-        self._absent.note(keys, _EVICTED)
+        self._miss_history.note(keys, _EVICTED)
         self._announce(keys.copy(), removed=True)
         return keys
 
@@ -272,7 +272,7 @@ class CPUOffloadingManager(OffloadingManager):
         keys = self._book.remove(slots)
         self._doomed.update(compress(zip(slots.tolist(), keys, strict=True), busy.tolist()))
         self._book.free(slots[~busy])
-        self._absent.note(keys, reason)
+        self._miss_history.note(keys, reason)
         self._announce(list(compress(keys, ready.tolist())), removed=True)
 
     def _slots_of_job(self, keys: list[OffloadKey], spec: LoadStoreSpec | None, used: Mask) -> Slots:

@@ -13,7 +13,7 @@ from typing import TypeVar
 from kvtier.keys import OffloadKey
 from kvtier.offload.base import MissReason
 
-__all__ = ["AbsentKeys"]
+__all__ = ["MissHistory"]
 
 V = TypeVar("V")
 
@@ -37,8 +37,8 @@ class _RecentKeys(dict[OffloadKey, V]):
                 del self[key]
 
 
-class AbsentKeys:
-    """Remembers absent keys."""
+class MissHistory:
+    """Remembers offers and absences of keys."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
