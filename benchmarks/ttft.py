@@ -40,7 +40,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "plan": ("update_state_after_alloc", "build_connector_meta"),
     "job": ("start_load_kv", "await_layer", "wait_for_transfers"),
     "end": ("get_finished", "take_reports", "update_connector_output"),
-    "token": ("_compute_ahead", "forward"),
+    "token": ("_speculate", "forward"),
 }
 
 
@@ -106,7 +106,7 @@ def make_engine(compute_dtype: str, lengths: Sequence[int], stopwatch: Stopwatch
     model = make_model(config)
     stopwatch.watch(model, ["forward"])
     engine = Engine(model, config, KVTierConfig.from_dict({"cpu": {"capacity": "64MiB"}}))
-    stopwatch.watch(engine, ["_compute_ahead"])
+    stopwatch.watch(engine, ["_speculate"])
     stopwatch.watch_connector(engine)
     return engine
 

@@ -95,9 +95,9 @@ class Outcome:
     from_tiers: int = 0
     preemptions: int = 0
     steps: int = 0
-    ahead: int = 0
+    speculated: int = 0
     """Steps that were computed ahead of a load, and used."""
-    ahead_in_vain: int = 0
+    speculated_in_vain: int = 0
     stats: ConnectorStats = field(default_factory=ConnectorStats)
 
 
@@ -190,7 +190,8 @@ def run(
             outcome.steps += 1
         engine.drain()
         engine.check()
-        outcome.ahead, outcome.ahead_in_vain = engine.ahead.used, engine.ahead.runs - engine.ahead.used
+        outcome.speculated = engine.speculation.used
+        outcome.speculated_in_vain = engine.speculation.runs - engine.speculation.used
         _expect_nothing_left(engine, outcome)
     return outcome
 

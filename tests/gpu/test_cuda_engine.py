@@ -54,7 +54,7 @@ def test_the_tier_gives_the_same_tokens(kv_layout: str, blocks_per_chunk: int) -
         tiered.drain()
         tiered.check()
     assert loaded > 1000
-    assert tiered.ahead.used > 8
+    assert tiered.speculation.used > 8
     tiered.close()
     plain.close()
 
@@ -69,16 +69,16 @@ def test_computing_ahead_of_a_load_changes_nothing(kv_layout: str, monkeypatch: 
     )
     model = QUICK_MODEL | {"head_dim": 64, "num_hidden_layers": 8}
     tokens: dict[bool, list[list[int]]] = {}
-    for ahead in (True, False):
-        if not ahead:
-            monkeypatch.setattr(Engine, "_compute_ahead", lambda *_: None)
+    for speculates in (True, False):
+        if not speculates:
+            monkeypatch.setattr(Engine, "_speculate", lambda *_: None)
         with Engine.from_config(model, config, kvtier) as engine:
             outputs = [engine.generate([each], SamplingParams(max_tokens=8))[0] for each in prompts(12) * 2]
             engine.drain()
             engine.check()
             assert sum(output.source.tiers.get("cpu", 0) for output in outputs if output.source) > 1000
-            assert (engine.ahead.used > 8) == ahead
-        tokens[ahead] = [output.token_ids for output in outputs]
+            assert (engine.speculation.used > 8) == speculates
+        tokens[speculates] = [output.token_ids for output in outputs]
     assert tokens[True] == tokens[False]
 
 

@@ -161,5 +161,5 @@ def test_blocks_taken_ahead_of_a_step_count_as_allocated() -> None:
     host = make_host(windows=(8,), blocks_per_chunk=4)
     request = asked(host, "a", list(range(16)))
     host.run_new(request, ([1, 2, 3],), 0, 12)
-    host.scheduler.build_connector_meta(StepView(blocks_taken_ahead={1}))
+    host.scheduler.build_connector_meta(StepView(speculative_blocks={1}))
     assert not host.run_more(request, 12, 4, ([4],)).reqs_to_store

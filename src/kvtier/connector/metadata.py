@@ -91,9 +91,9 @@ class StepView:
     preempted_req_ids: set[ReqId] = field(default_factory=set)
     finished_req_ids: set[ReqId] = field(default_factory=set)
     """Requests for which `request_finished` was called since the last step."""
-    blocks_taken_ahead: set[int] = field(default_factory=set)
+    speculative_blocks: set[int] = field(default_factory=set)
     """Blocks that were allocated since the last step for requests which may never run with them."""
-    computed_ahead: bool = False
+    speculated: bool = False
     """It has been computed before it was scheduled, so that the time it takes says nothing."""
 
 

@@ -164,7 +164,7 @@ class OffloadingConnectorScheduler:
             meta.reqs_to_store[job.req_id] = spec
             meta.store_jobs[job.req_id] = job.job_id
         self._allocated = set()
-        self._timer.begin(self._clock(), 0 if step.computed_ahead else sum(step.num_scheduled_tokens.values()))
+        self._timer.begin(self._clock(), 0 if step.speculated else sum(step.num_scheduled_tokens.values()))
         return meta
 
     def _update_blocks(self, step: StepView) -> None:
@@ -182,7 +182,7 @@ class OffloadingConnectorScheduler:
             hit = computed[req_id] if starts_over else 0
             for geometry, ids in zip(self._geometry.groups, block_ids, strict=False):
                 self._allocated.update(ids[hit // geometry.block_size :])
-        self._allocated |= step.blocks_taken_ahead
+        self._allocated |= step.speculative_blocks
         self._allocated.discard(NULL_BLOCK)
         if self._geometry.windowed:
             self._allocated_at.update(dict.fromkeys(self._allocated, self._step))

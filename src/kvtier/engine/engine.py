@@ -5,7 +5,7 @@ A step schedules, computes and samples. The connector's calls stand around the f
 
     schedule    S.get_num_new_matched_tokens, S.update_state_after_alloc, for each request that comes in
     begin       S.build_connector_meta -> W.bind_connector_metadata, W.handle_preemptions, W.start_load_kv
-    forward     or, with nothing to run, W.is_storing, W.await_layer: ahead of a load (`ahead`)
+    forward     or, with nothing to run, W.is_storing, W.await_layer: ahead of a load (`speculation`)
     sample      W.wait_for_save comes first, so that stores run behind the forward pass
     end         W.get_finished, W.get_block_ids_with_load_errors, W.take_reports, W.clear_connector_metadata
                 -> S.update_connector_output
@@ -30,7 +30,6 @@ from torch import Tensor
 
 from kvtier.config import KVTierConfig, OffloadingConfig
 from kvtier.connector import ConnectorRole, Explanation, KVConnectorOutput, OffloadingConnector
-from kvtier.engine.ahead import Ahead, written_blocks
 from kvtier.engine.assembly import allocate_kv, describe_cache, make_batch, make_decoder
 from kvtier.engine.cache import KVCache, group_layers
 from kvtier.engine.config import EngineConfig
@@ -42,6 +41,7 @@ from kvtier.engine.model_config import ModelConfig
 from kvtier.engine.request import FinishReason, Request, RequestOutput, TokenSources
 from kvtier.engine.sampling import SamplingParams, sample
 from kvtier.engine.scheduler import Chunk, Scheduler, Step
+from kvtier.engine.speculation import Speculation, written_blocks
 from kvtier.engine.weights import load_config, load_weights, random_weights
 from kvtier.errors import ConfigError, InputError, show_value
 from kvtier.events.types import KVCacheEvent, KVEventBatch
@@ -119,7 +119,7 @@ class Engine:
         if kvtier is not None:
             self._connect(describe_cache(model.config, config, self.groups, kvtier, weights_id), spec_factory)
         self._scheduler = Scheduler(config, self._cache, self.connector)
-        self.ahead = Ahead()
+        self.speculation = Speculation()
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
         self._outputs: list[RequestOutput] = []  # not told yet
@@ -289,7 +289,7 @@ class Engine:
         """Tell the connector what is scheduled; loads start, and stores that read what is about to be overwritten end."""
         if self.connector is None or self.worker is None:
             return
-        step.view.computed_ahead = self.ahead.has(step.chunks)
+        step.view.speculated = self.speculation.has(step.chunks)
         metadata = self.connector.build_connector_meta(step.view)
         self.worker.bind_connector_metadata(metadata)
         self.worker.handle_preemptions(metadata)
@@ -303,15 +303,15 @@ class Engine:
         """Compute ahead of a load, if there is one only, and wait for a transfer to end, but not for long."""
         if self.worker is not None:
             until = time.monotonic() + _IDLE_SECONDS
-            self._compute_ahead(self.worker, until)
+            self._speculate(self.worker, until)
             if not self.worker.wait_for_transfers(max(0.0, until - time.monotonic())):
                 time.sleep(_PAUSE_SECONDS)
 
-    def _compute_ahead(self, worker: OffloadingConnector, until: float) -> None:
+    def _speculate(self, worker: OffloadingConnector, until: float) -> None:
         if not isinstance(self.model, LayeredModel):
             return
         chunk = self._scheduler.foresee()
-        if chunk is None or self.ahead.has([chunk]):
+        if chunk is None or self.speculation.has([chunk]):
             return
         if worker.is_storing(written_blocks(chunk, self.config.block_size)):
             return  # nobody has told the connector that these blocks are to be written
@@ -321,7 +321,7 @@ class Engine:
 
         batch = make_batch([chunk], len(self.groups), self.config.block_size, self.config.device)
         layers = self.model.forward_by_layer(batch, self.kv_caches, self._group_of_layer, self.config.block_size)
-        self.ahead.run(chunk, layers, arrives)
+        self.speculation.run(chunk, layers, arrives)
 
     def _end_transfers(self, step: Step) -> None:
         """Take in which transfers are over."""
@@ -335,7 +335,7 @@ class Engine:
         self._scheduler.take_transfers(output)
 
     def _forward(self, chunks: list[Chunk]) -> Tensor:
-        computed = self.ahead.take(chunks)
+        computed = self.speculation.take(chunks)
         if computed is not None:
             return computed
         batch = make_batch(chunks, len(self.groups), self.config.block_size, self.config.device)

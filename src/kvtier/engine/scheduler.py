@@ -87,7 +87,7 @@ class Scheduler:
         # What a connector has not been told yet.
         self._finished: set[str] = set()
         self._preempted: set[str] = set()
-        self._taken_ahead: set[int] = set()
+        self._speculative_blocks: set[int] = set()
 
     # -- one step ----------------------------------------------------------------------------------------------------------
 
@@ -98,14 +98,14 @@ class Scheduler:
             self._admit_waiting(step)
         step.view.finished_req_ids = set(self._finished)
         step.view.preempted_req_ids = set(self._preempted)
-        step.view.blocks_taken_ahead = set(self._taken_ahead)
+        step.view.speculative_blocks = set(self._speculative_blocks)
         return step
 
     def note_told(self, step: Step) -> None:
         """Note that a connector, if there is one, knows of a step. Until then it is told in the next one."""
         self._finished -= step.view.finished_req_ids
         self._preempted -= step.view.preempted_req_ids
-        self._taken_ahead -= step.view.blocks_taken_ahead
+        self._speculative_blocks -= step.view.speculative_blocks
 
     def start_all_over(self) -> None:
         """Send everybody back who runs: a step was cut off, and who knows how far it came.
@@ -247,7 +247,7 @@ class Scheduler:
         end = min(request.num_tokens, start + self._config.max_num_batched_tokens)
         if (new_blocks := self._cache.extend(request.table, start, end)) is None:
             return None
-        self._taken_ahead.update(block for row in new_blocks for block in row)
+        self._speculative_blocks.update(block for row in new_blocks for block in row)
         return Chunk(request, start, end)
 
     def take_transfers(self, output: KVConnectorOutput) -> None:

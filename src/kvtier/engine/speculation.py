@@ -1,4 +1,4 @@
-"""Computing ahead: what a request does behind its load, while the load is still on its way.
+"""Speculation: a request computes the tokens behind its load while the load is still on its way.
 
 An engine that has nothing else to do begins the forward pass of the one request that it waits for. Each layer waits for its own
 KV only (`await_layer`), on a GPU on the device, so that when the last layer has arrived there is little left to compute. What
@@ -22,10 +22,10 @@ from torch import Tensor
 from kvtier.connector.metadata import BlockIds
 from kvtier.engine.scheduler import Chunk
 
-__all__ = ["Ahead", "written_blocks"]
+__all__ = ["Speculation", "written_blocks"]
 
 
-class Ahead:
+class Speculation:
     """The logits of one chunk that was computed ahead, if any."""
 
     def __init__(self) -> None:

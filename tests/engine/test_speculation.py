@@ -39,7 +39,7 @@ def engine_that_forgot(prompt: list[int], windows: Sequence[int | None], **setti
     ask(engine, prompt, "first")
     engine.drain()
     engine.reset_prefix_cache()
-    assert engine.ahead.runs == 0
+    assert engine.speculation.runs == 0
     return engine
 
 
@@ -51,7 +51,7 @@ def test_what_was_computed_ahead_is_used(windows: Sequence[int | None], length: 
     with engine_that_forgot(tokens(32), windows) as engine:
         again = ask(engine, tokens(length), "again")
         assert again.source.tiers["cpu"] >= 28
-        assert (engine.ahead.runs, engine.ahead.used) == (1, 1)
+        assert (engine.speculation.runs, engine.speculation.used) == (1, 1)
         expect_nothing_left(engine)
 
 
@@ -63,7 +63,7 @@ def test_it_waits_for_nobody_who_can_run(windows: Sequence[int | None]) -> None:
         engine.step()
         again = ask(engine, tokens(32), "again")
         assert again.source.tiers["cpu"] == 31
-        assert engine.ahead.runs == 0
+        assert engine.speculation.runs == 0
 
 
 @pytest.mark.usefixtures("patient")
@@ -74,12 +74,12 @@ def test_who_comes_in_meanwhile_is_computed_with_it(windows: Sequence[int | None
         params = SamplingParams(max_tokens=4)
         engine.add_request(tokens(32), params, request_id="again")
         engine.step()
-        assert engine.ahead.runs == 1
+        assert engine.speculation.runs == 1
         engine.add_request(tokens(7, seed=9), params, request_id="other")
         outputs = run(engine)
         assert outputs["again"].token_ids == expect(engine, tokens(32), params)
         assert outputs["other"].token_ids == expect(engine, tokens(7, seed=9), params)
-        assert engine.ahead.used == 0
+        assert engine.speculation.used == 0
         expect_nothing_left(engine)
 
 
@@ -89,7 +89,7 @@ def test_an_aborted_request_leaves_nothing(windows: Sequence[int | None]) -> Non
     with engine_that_forgot(tokens(32), windows) as engine:
         engine.add_request(tokens(32), request_id="again")
         engine.step()
-        assert engine.ahead.runs == 1
+        assert engine.speculation.runs == 1
         engine.abort("again")
         engine.drain()
         assert ask(engine, tokens(9, seed=3), "next").source.gpu == 0
@@ -114,7 +114,7 @@ def test_a_load_that_fails_after_its_layers_were_promised(windows: Sequence[int 
     with engine_that_forgot(tokens(33), windows, spec_factory=make_spec, load_deadline="20ms") as engine:
         assert ask(engine, tokens(33), "again").token_ids
         assert plan.injected[kind] == 1
-        assert (engine.ahead.runs > 0, engine.ahead.used) == (True, 0)
+        assert (engine.speculation.runs > 0, engine.speculation.used) == (True, 0)
         expect_nothing_left(engine)
 
 
@@ -129,7 +129,7 @@ def test_blocks_that_a_store_still_reads_are_known_and_left_alone(monkeypatch: p
         monkeypatch.setattr(engine_module, "written_blocks", lambda *_: set(request.table.rows[0]))
         engine.add_request(tokens(32), SamplingParams(max_tokens=1), request_id="again")
         engine.step()
-        assert engine.ahead.runs == 0
+        assert engine.speculation.runs == 0
         released.set()
         engine.drain()
         expect_nothing_left(engine)
@@ -147,7 +147,7 @@ def test_requests_that_load_together_are_computed_together(windows: Sequence[int
             engine.add_request(tokens(32, seed=seed), params, request_id=name)
         engine.step()
         assert len(engine._scheduler.loading) == 2
-        assert engine.ahead.runs == 0
+        assert engine.speculation.runs == 0
         released.set()
         outputs = run(engine)
         assert outputs["again"].token_ids == expect(engine, tokens(32), params)
