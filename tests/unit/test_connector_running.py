@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.unit.connector_kit import Request
 
-from kvtier.connector.jobs import Job, LoadJob, StoreJob
+from kvtier.connector.jobs import LoadJob, PlannedJob, StoreJob
 from kvtier.connector.load_failures import LoadFailures
 from kvtier.connector.metadata import TransferReport
 from kvtier.connector.running import RunningJobs
@@ -36,7 +36,7 @@ def store(*blocks: int) -> StoreJob:
     )  # fmt: skip
 
 
-def report(job: Job, rank: int = 0, success: bool = True) -> TransferReport:
+def report(job: PlannedJob, rank: int = 0, success: bool = True) -> TransferReport:
     return TransferReport(rank, TransferResult(job.job_id, success))
 
 

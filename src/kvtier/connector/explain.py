@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from kvtier.config import Recompute
 from kvtier.connector.jobs import LoadJob
-from kvtier.connector.lookup import Match
+from kvtier.connector.lookup import PrefixMatch
 from kvtier.connector.metadata import ReqId
 from kvtier.connector.state import RequestState
 from kvtier.offload.base import MissReason, OffloadingManager
@@ -43,7 +43,7 @@ class Explainer:
         self._manager = manager
         self._explained: OrderedDict[ReqId, Explanation] = OrderedDict()
 
-    def note_match(self, state: RequestState, match: Match, end: int) -> None:
+    def note_match(self, state: RequestState, match: PrefixMatch, end: int) -> None:
         """Remember why the first chunk beyond `end` could not be had, in case the request runs like this."""
         state.miss = None, None
         if end < match.end:

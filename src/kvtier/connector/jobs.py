@@ -17,11 +17,11 @@ from kvtier.errors import InputError
 from kvtier.keys import OffloadKey
 from kvtier.transfer.base import NULL_BLOCK, BlockIDsLoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec
 
-__all__ = ["Job", "LoadJob", "StoreJob", "plan_load", "plan_store", "reordered"]
+__all__ = ["LoadJob", "PlannedJob", "StoreJob", "plan_load", "plan_store", "reordered"]
 
 
 @dataclass(slots=True, kw_only=True)
-class Job:
+class PlannedJob:
     """One transfer, seen from the scheduler."""
 
     request: RequestState
@@ -112,7 +112,7 @@ class Job:
 
 
 @dataclass(slots=True, kw_only=True)
-class LoadJob(Job):
+class LoadJob(PlannedJob):
     """Towards the GPU: tokens `[local, end)` of its request."""
 
     local: int
@@ -155,7 +155,7 @@ class LoadJob(Job):
         return {spans[position] for position in self.failed_blocks}
 
 
-class StoreJob(Job):
+class StoreJob(PlannedJob):
     """Away from the GPU: whole chunks."""
 
 

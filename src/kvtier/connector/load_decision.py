@@ -10,9 +10,9 @@ from collections.abc import Callable
 from kvtier.config import KVTierConfig
 from kvtier.connector.cost import CostModel
 from kvtier.connector.jobs import LoadJob
-from kvtier.connector.lookup import Match
+from kvtier.connector.lookup import PrefixMatch
 from kvtier.connector.running import RunningJobs
-from kvtier.connector.state import Geometry, RequestState
+from kvtier.connector.state import ChunkGeometry, RequestState
 
 __all__ = ["LoadDecision"]
 
@@ -27,7 +27,7 @@ class LoadDecision:
     def __init__(
         self,
         settings: KVTierConfig,
-        geometry: Geometry,
+        geometry: ChunkGeometry,
         cost: CostModel,
         running: RunningJobs,
         clock: Callable[[], float],
@@ -35,7 +35,7 @@ class LoadDecision:
         self._settings, self._geometry = settings, geometry
         self._cost, self._running, self._clock = cost, running, clock
 
-    def should_wait(self, state: RequestState, match: Match) -> bool:
+    def should_wait(self, state: RequestState, match: PrefixMatch) -> bool:
         """Say whether the request should be asked about later: a chunk is on its way and worth the wait."""
         tokens, known_to_take = 0, 0.0
         if match.pending:
@@ -73,7 +73,7 @@ class LoadDecision:
             return deadline
         return min(deadline, max(_LEAST_PATIENCE, _PATIENCE * compute))
 
-    def is_worth_loading(self, state: RequestState, match: Match) -> bool:
+    def is_worth_loading(self, state: RequestState, match: PrefixMatch) -> bool:
         """Say whether the load of a match, behind those that run, is expected to beat computing."""
         if not self._settings.load_if_faster or match.end == state.local:
             return True

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvtier.connector.state import Geometry, GroupGeometry, GroupState, RequestState
+from kvtier.connector.state import ChunkGeometry, GroupGeometry, GroupState, RequestState
 from kvtier.keys import OffloadKey
 from kvtier.offload.base import OffloadingManager
 
-__all__ = ["Match", "match_prefix"]
+__all__ = ["PrefixMatch", "match_prefix"]
 
 
-class Match(NamedTuple):
+class PrefixMatch(NamedTuple):
     """What can be loaded now."""
 
     end: int
@@ -27,7 +27,9 @@ class Match(NamedTuple):
     """The key of the first chunk that stands in the way, if tokens are left that fill one."""
 
 
-def match_prefix(geometry: Geometry, manager: OffloadingManager, state: RequestState, num_tokens: int) -> Match:
+def match_prefix(
+    geometry: ChunkGeometry, manager: OffloadingManager, state: RequestState, num_tokens: int
+) -> PrefixMatch:
     """Find the longest end beyond `state.local` that all groups can serve."""
     end = num_tokens // geometry.alignment * geometry.alignment
     pending, missing = False, None
@@ -42,7 +44,7 @@ def match_prefix(geometry: Geometry, manager: OffloadingManager, state: RequestS
         pending |= _last_served(found, state.local, end, geometry.alignment, optimistic=True) > best
         if best < end:
             end, missing = best, next((gap for gap in (w.last_gap() for w in found) if gap is not None), missing)
-    return Match(max(end, state.local), pending, missing)
+    return PrefixMatch(max(end, state.local), pending, missing)
 
 
 def _reach(

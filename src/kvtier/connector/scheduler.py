@@ -42,7 +42,7 @@ from kvtier.connector.metadata import (
     yield_req_data,
 )
 from kvtier.connector.running import RunningJobs
-from kvtier.connector.state import Geometry, GroupState, RequestState
+from kvtier.connector.state import ChunkGeometry, GroupState, RequestState
 from kvtier.connector.stats import ConnectorStats
 from kvtier.errors import InputError, IntegrityError
 from kvtier.events.tracker import Describe, OffloadingEventsTracker
@@ -70,7 +70,7 @@ class OffloadingConnectorScheduler:
         self.stats = ConnectorStats()
         self.cost = CostModel()
         self._settings = spec.config.settings
-        self._geometry = Geometry(spec.config)
+        self._geometry = ChunkGeometry(spec.config)
         self._clock = clock
         self._requests: dict[ReqId, RequestState] = {}
         self._jobs = RunningJobs()

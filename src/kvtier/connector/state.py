@@ -21,7 +21,7 @@ from kvtier.keys import OffloadKey, make_offload_keys
 from kvtier.offload.base import MissReason, ReqContext
 from kvtier.transfer.base import NULL_BLOCK
 
-__all__ = ["Geometry", "GroupGeometry", "GroupState", "RequestState"]
+__all__ = ["ChunkGeometry", "GroupGeometry", "GroupState", "RequestState"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class GroupGeometry:
         return local if self.window is None else max(local, end - self.window)
 
 
-class Geometry:
+class ChunkGeometry:
     """The chunk arithmetic of all groups of an engine."""
 
     def __init__(self, config: OffloadingConfig) -> None:
