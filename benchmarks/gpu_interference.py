@@ -36,7 +36,7 @@ from _gpu import DEVICE, WAYS, BareCopies, Rig, is_over, new_stream, new_timer
 from gpu_ttft import LLAMA_8B, make_model
 from triton.language.extra.cuda import globaltimer, smid
 
-from kvtier.engine.model import Batch, SequenceSlice
+from kvtier.engine.model import ForwardBatch, SequenceSlice
 
 PAGE, REFS, JOB = 32 << 10, 64, 256 << 20
 SETTLE, WINDOW, COPY_WINDOW = 0.1, 0.2, 0.5
@@ -75,7 +75,7 @@ def prefill(num_tokens: int, num_layers: int, block_size: int = 16) -> Callable[
     caches = {name: torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE) for name in model.config.layer_names}
     each = torch.arange(num_tokens, device=DEVICE)
     sequence = SequenceSlice(0, num_tokens, num_tokens, (torch.arange(num_blocks, device=DEVICE),))
-    batch = Batch(each, each, [sequence], (each,))
+    batch = ForwardBatch(each, each, [sequence], (each,))
 
     def work() -> None:
         model.hidden(batch, caches, [0] * num_layers, block_size)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtier.engine.model import Batch, Decoder, ModelConfig, SequenceSlice
+from kvtier.engine.model import Decoder, ForwardBatch, ModelConfig, SequenceSlice
 from kvtier.engine.weights import random_weights
 
 torch.set_num_threads(1)  # on a busy machine threads wait for each other far longer than these tensors take
@@ -86,11 +86,11 @@ class Paged:
         """Compute the next `n` tokens of each sequence in one pass and return the logits after the last of each."""
         return self.decoder.forward(self.batch(*steps), self.caches, self.group_of_layer, self.block_size)
 
-    def batch(self, *steps: tuple[Sequence, int]) -> Batch:
+    def batch(self, *steps: tuple[Sequence, int]) -> ForwardBatch:
         """Allocate blocks for the steps and flatten them."""
         tokens: list[int] = []
         positions: list[int] = []
-        slots: list[list[int]] = [[] for _ in self.windows]
+        places: list[list[int]] = [[] for _ in self.windows]
         slices = []
         for sequence, count in steps:
             new = range(sequence.computed, sequence.computed + count)
@@ -99,10 +99,10 @@ class Paged:
             tokens += [sequence.tokens[i] for i in new]
             positions += new
             for group, table in enumerate(tables):
-                slots[group] += [int(table[i // self.block_size]) * self.block_size + i % self.block_size for i in new]
+                places[group] += [int(table[i // self.block_size]) * self.block_size + i % self.block_size for i in new]
             slices.append(SequenceSlice(start, len(tokens), new.stop, tuple(tables)))
             sequence.computed = new.stop
-        return Batch(torch.tensor(tokens), torch.tensor(positions), slices, tuple(map(torch.tensor, slots)))
+        return ForwardBatch(torch.tensor(tokens), torch.tensor(positions), slices, tuple(map(torch.tensor, places)))
 
     def _grow(self, sequence: Sequence, group: int, new: range) -> Tensor:
         """Give a table blocks up to its last new token and take those that no row can see any more."""

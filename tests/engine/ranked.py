@@ -26,8 +26,8 @@ from kvtier.connector import (
 )
 from kvtier.engine import Engine
 from kvtier.engine.assembly import allocate_kv
-from kvtier.engine.model import Batch
-from kvtier.engine.request import Request, RequestState
+from kvtier.engine.model import ForwardBatch
+from kvtier.engine.request import Request, RequestStatus
 from kvtier.offload import OffloadingSpec
 from kvtier.testing.toy_model import ToyModel
 
@@ -46,7 +46,7 @@ class RankedModel:
         self.fails_next = False
 
     def forward(
-        self, batch: Batch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
+        self, batch: ForwardBatch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
     ) -> Tensor:
         if self.fails_next:
             self.fails_next = False
@@ -236,10 +236,10 @@ class RankedEngine(Engine):
         says of such a reset that it did not succeed.
         """
         assert isinstance(self.model, RankedModel)
-        has_kv = {RequestState.RUNNING}
+        has_kv = {RequestStatus.RUNNING}
         if self._by_workers and self._wire.lag:
-            has_kv.add(RequestState.LOADING)
-        tainted = {r.request_id for r in self._requests.values() if r.state in has_kv or r.output_token_ids}
+            has_kv.add(RequestStatus.LOADING)
+        tainted = {r.request_id for r in self._requests.values() if r.status in has_kv or r.output_token_ids}
         self.model.model.weights += 1
         self.reset_prefix_cache(reset_connector=True)
         return tainted

@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
 from kvtier.config import KVTierConfig
 from kvtier.demo.models import QUICK_MODEL
 from kvtier.engine import Decoder, Engine, EngineConfig, ModelConfig, SamplingParams, model, random_weights
-from kvtier.engine.model import Batch, SequenceSlice
+from kvtier.engine.model import ForwardBatch, SequenceSlice
 from kvtier.transfer import cuda
 from kvtier.transfer.cuda import CudaHandler
 
@@ -97,7 +97,7 @@ def test_a_graph_computes_what_op_by_op_does(steps: list[tuple[int, int]], kv_la
     start = {name: torch.randn(shape, dtype=torch.bfloat16, device="cuda") for name in config.layer_names}
     caches = {name: cache.clone() for name, cache in start.items()}
 
-    def run(batch: Batch) -> list[torch.Tensor]:
+    def run(batch: ForwardBatch) -> list[torch.Tensor]:
         """Return the logits and what the caches have become, but for the null block."""
         for name, cache in caches.items():
             cache.copy_(start[name])
@@ -114,17 +114,17 @@ def test_a_graph_computes_what_op_by_op_does(steps: list[tuple[int, int]], kv_la
         assert (mine - theirs).norm() < 0.06 * theirs.norm()
 
 
-def make_batch(steps: list[tuple[int, int]]) -> Batch:
+def make_batch(steps: list[tuple[int, int]]) -> ForwardBatch:
     """Return a batch of the tokens `[start, end)` of some sequences."""
-    sequences, positions, slots = [], [], []
+    sequences, positions, places = [], [], []
     for index, (start, end) in enumerate(steps):
         table = range(1 + 10 * index, 11 + 10 * index)
         tensor = torch.tensor(table, device="cuda")
         sequences.append(SequenceSlice(len(positions), len(positions) + end - start, end, (tensor,)))
         positions += range(start, end)
-        slots += [table[position // 16] * 16 + position % 16 for position in range(start, end)]
+        places += [table[position // 16] * 16 + position % 16 for position in range(start, end)]
     rows = torch.tensor(positions, device="cuda")
-    return Batch(rows % 500, rows, sequences, (torch.tensor(slots, device="cuda"),))
+    return ForwardBatch(rows % 500, rows, sequences, (torch.tensor(places, device="cuda"),))
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, 100), (37, 100), (99, 100)])
@@ -136,7 +136,7 @@ def test_a_fused_kernel_sees_what_the_mask_allows(monkeypatch: pytest.MonkeyPatc
     caches = {name: torch.randn(page, dtype=torch.bfloat16, device="cuda") for name in config.layer_names}
     positions = torch.arange(start, end, device="cuda")
     table = torch.arange(1, 8, device="cuda")
-    batch = Batch(positions % 500, positions, [SequenceSlice(0, end - start, end, (table,))], (positions + 16,))
+    batch = ForwardBatch(positions % 500, positions, [SequenceSlice(0, end - start, end, (table,))], (positions + 16,))
     groups = [0] * config.num_layers
     decoder.graphs = None
     fused = decoder.forward(batch, caches, groups, 16)

@@ -16,7 +16,7 @@ CHECK = """
 import sys
 import torch
 import torch.nn.functional as F
-from kvtier.engine.model import Pages
+from kvtier.engine.model import LayerPages
 from kvtier.engine.paged_attention import PagedAttention
 
 window = int(sys.argv[1]) or None
@@ -26,7 +26,7 @@ for sequences, rows, ends in ((1, 1, [1]), (1, 1, [171]), (1, 5, [67]), (3, 1, [
     for layout in ("blocks_first", "kv_first"):
         lead = (num_blocks, 2) if layout == "blocks_first" else (2, num_blocks)
         cache = torch.full((*lead, block_size, kv_heads, dim), torch.nan)
-        k, v = (Pages(pages) for pages in cache.unbind(1 if layout == "blocks_first" else 0))
+        k, v = (LayerPages(pages) for pages in cache.unbind(1 if layout == "blocks_first" else 0))
         table = torch.zeros(sequences, 50, dtype=torch.int64)
         free = (1 + torch.randperm(num_blocks - 1)).tolist()
         q = torch.randn(sequences * rows, heads, dim)

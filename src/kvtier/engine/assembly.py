@@ -18,7 +18,7 @@ from torch import Tensor
 from kvtier.config import GroupConfig, KVTierConfig, OffloadingConfig
 from kvtier.engine.cache import CacheGroup
 from kvtier.engine.config import EngineConfig
-from kvtier.engine.model import Batch, Decoder, SequenceSlice
+from kvtier.engine.model import Decoder, ForwardBatch, SequenceSlice
 from kvtier.engine.model_config import ModelConfig
 from kvtier.engine.scheduler import Chunk
 from kvtier.errors import ConfigError
@@ -85,11 +85,11 @@ def _namespace(name: Callable[..., str], weights_id: Any) -> str | Namespace:
     return name(weights=uuid4().hex if weights_id is None else weights_id)
 
 
-def make_batch(chunks: Sequence[Chunk], num_groups: int, block_size: int, device: str) -> Batch:
+def make_batch(chunks: Sequence[Chunk], num_groups: int, block_size: int, device: str) -> ForwardBatch:
     """Flatten chunks to rows, and say for each row which token of each group's cache it writes."""
     tokens = [token for request, start, end in chunks for token in request.tokens[start:end]]
     positions = [position for _, start, end in chunks for position in range(start, end)]
-    slots = [
+    places = [
         [
             request.table.rows[group][position // block_size] * block_size + position % block_size
             for request, start, end in chunks
@@ -98,14 +98,14 @@ def make_batch(chunks: Sequence[Chunk], num_groups: int, block_size: int, device
         for group in range(num_groups)
     ]
     tables = [row for request, _, _ in chunks for row in request.table.rows]
-    sent = iter(_send([tokens, positions, *slots, *tables], device))
-    sent_tokens, sent_positions, *sent_slots = (next(sent) for _ in range(2 + num_groups))
+    sent = iter(_send([tokens, positions, *places, *tables], device))
+    sent_tokens, sent_positions, *sent_places = (next(sent) for _ in range(2 + num_groups))
     sequences, row = [], 0
     for _, start, end in chunks:
         block_tables = tuple(next(sent) for _ in range(num_groups))
         sequences.append(SequenceSlice(row, row + end - start, end, block_tables))
         row += end - start
-    return Batch(sent_tokens, sent_positions, sequences, tuple(sent_slots))
+    return ForwardBatch(sent_tokens, sent_positions, sequences, tuple(sent_places))
 
 
 def _send(lists: list[list[int]], device: str) -> tuple[Tensor, ...]:

@@ -36,7 +36,7 @@ from kvtier.engine.config import EngineConfig
 from kvtier.engine.door import count_items, read_items, read_text, read_tokens
 from kvtier.engine.event_buffer import EventBuffer
 from kvtier.engine.interrupts import uninterrupted
-from kvtier.engine.model import Batch
+from kvtier.engine.model import ForwardBatch
 from kvtier.engine.model_config import ModelConfig
 from kvtier.engine.request import FinishReason, Request, RequestOutput, TokenSources
 from kvtier.engine.sampling import SamplingParams, sample
@@ -61,7 +61,7 @@ class Model(Protocol):
     @property
     def config(self) -> ModelConfig: ...
     def forward(
-        self, batch: Batch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
+        self, batch: ForwardBatch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
     ) -> Tensor: ...
 
 
@@ -70,7 +70,7 @@ class LayeredModel(Model, Protocol):
     """A model that can wait for the KV of each layer, so that it computes while a load is on its way."""
 
     def forward_by_layer(
-        self, batch: Batch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
+        self, batch: ForwardBatch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
     ) -> Generator[str, None, Tensor]: ...
 
 

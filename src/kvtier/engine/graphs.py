@@ -1,7 +1,7 @@
 """Small steps of a decoder as CUDA graphs: captured when they are first needed, replayed from then on.
 
 A step of a few rows is a thousand small kernels, and launching them one by one takes several times as long as they run. A
-graph launches them all at once. It knows addresses, not values: tokens, positions, slots and block tables are copied into
+graph launches them all at once. It knows addresses, not values: tokens, positions, places and block tables are copied into
 buffers of its own before each replay. Two kinds of steps have graphs, in half precision, where a fused kernel is used anyway:
 
     up to 16 sequences of one row      decoding; padded to the next power of two
@@ -21,7 +21,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kvtier.engine.model import Attention, Batch, Decoder, Pages, run_to_end
+from kvtier.engine.model import Attention, Decoder, ForwardBatch, LayerPages, run_to_end
 from kvtier.transfer.plan import stage_bounds
 
 __all__ = ["MOST_ROWS", "StepGraph", "StepGraphs"]
@@ -46,7 +46,7 @@ class StepGraphs:
         return decoder.device.type == "cuda" and half and fits and find_spec("triton") is not None
 
     def find(
-        self, batch: Batch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
+        self, batch: ForwardBatch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
     ) -> StepGraph | None:
         """Return what computes a batch, or `None` for a step that has no graph."""
         shape = _find_shape(batch)
@@ -59,7 +59,7 @@ class StepGraphs:
         return self._graphs[shape]
 
 
-def _find_shape(batch: Batch) -> tuple[int, int] | None:
+def _find_shape(batch: ForwardBatch) -> tuple[int, int] | None:
     """Return sequences and rows of each, both padded, or `None` if there is no graph for them."""
     count, rows = len(batch.sequences), len(batch.tokens)
     if rows > MOST_ROWS:
@@ -92,27 +92,27 @@ class StepGraph:
         paged = PagedAttention(sequences, rows, *self._heads, device)
 
         def attention(group: int, window: int | None, stride: int) -> Attention:
-            def attend(q: Tensor, k: Pages, v: Pages) -> Tensor:
+            def attend(q: Tensor, k: LayerPages, v: LayerPages) -> Tensor:
                 table, positions = self._tables[group], self._inputs[1]
                 return paged(q, k.rows, v.rows, table, positions, block_size, stride, window)
 
             return attend
 
         def run() -> Generator[str, None, Tensor]:
-            tokens, positions, *slots = self._inputs
-            layers = decoder.run_layers(tokens, positions, slots, kv_caches, group_of_layer, block_size, attention)
+            tokens, positions, *places = self._inputs
+            layers = decoder.run_layers(tokens, positions, places, kv_caches, group_of_layer, block_size, attention)
             hidden = yield from layers
             return decoder.logits(hidden[self._last])
 
         self._layers = [config.layer_names[first:last] for first, last in _stages(config.num_layers)]
-        warm_up, steps = run(), run()
-        self._graphs, self._logits = _capture(warm_up, steps, [len(names) for names in self._layers], device)
+        warm_up, layers = run(), run()
+        self._graphs, self._logits = _capture(warm_up, layers, [len(names) for names in self._layers], device)
 
-    def replay(self, batch: Batch) -> Generator[str, None, Tensor]:
+    def replay(self, batch: ForwardBatch) -> Generator[str, None, Tensor]:
         """Compute a batch of at most this shape. Yields the layers that come next, and returns the logits."""
         count = len(batch.tokens)
         self._inputs.zero_()
-        torch.stack((batch.tokens, batch.positions, *batch.slots), out=self._inputs[:, :count])
+        torch.stack((batch.tokens, batch.positions, *batch.places), out=self._inputs[:, :count])
         for index, sequence in enumerate(batch.sequences):
             for table, blocks in zip(self._tables, sequence.block_tables, strict=True):
                 table[index, : len(blocks)] = blocks
@@ -130,7 +130,7 @@ def _stages(num_layers: int) -> list[tuple[int, int]]:
 
 
 def _capture(
-    warm_up: Generator[str, None, Tensor], steps: Generator[str, None, Tensor], sizes: list[int], device: torch.device
+    warm_up: Generator[str, None, Tensor], layers: Generator[str, None, Tensor], sizes: list[int], device: torch.device
 ) -> tuple[list[torch.cuda.CUDAGraph], Tensor]:
     """Capture a forward pass in graphs of some layers each; return them, and its result after each replay of all."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -145,8 +145,8 @@ def _capture(
             graphs.append(torch.cuda.CUDAGraph())
             with torch.cuda.graph(graphs[-1], pool=pool, stream=stream, capture_error_mode="thread_local"):
                 for _ in range(size + (len(graphs) == 1)):  # the first also goes up to the first layer
-                    next(steps)
+                    next(layers)
         graphs.append(torch.cuda.CUDAGraph())
         with torch.cuda.graph(graphs[-1], pool=pool, stream=stream, capture_error_mode="thread_local"):
-            out = run_to_end(steps)
+            out = run_to_end(layers)
     return graphs, out

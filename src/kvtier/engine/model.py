@@ -1,6 +1,6 @@
 """A Llama-family decoder over a paged KV cache: embed, attend, multiply, score.
 
-One forward pass takes any mix of prefill chunks and decode steps (`Batch`), flattened to rows that go through the
+One forward pass takes any mix of prefill chunks and decode steps (`ForwardBatch`), flattened to rows that go through the
 linear layers together. A layer first writes the K and V of its rows into the cache and then attends over what the cache
 holds: what was computed in this step and what was loaded from a tier are read the same way.
 
@@ -30,10 +30,10 @@ from kvtier.errors import InputError, ModelError
 
 __all__ = [
     "Attention",
-    "Batch",
     "Decoder",
+    "ForwardBatch",
+    "LayerPages",
     "ModelConfig",
-    "Pages",
     "RopeConfig",
     "SequenceSlice",
     "run_to_end",
@@ -60,16 +60,16 @@ class SequenceSlice:
 
 
 @dataclass(slots=True)
-class Batch:
+class ForwardBatch:
     """One forward pass over several sequences, flattened to T rows: `tokens` [T] at `positions` [T].
 
-    `slots[g]` [T] is where each row's K and V go in the caches of group g: `block_id * block_size + offset`.
+    `places[g]` [T] is where each row's K and V go in the caches of group g: `block_id * block_size + offset`.
     """
 
     tokens: Tensor
     positions: Tensor
     sequences: list[SequenceSlice]
-    slots: tuple[Tensor, ...]
+    places: tuple[Tensor, ...]
 
 
 def split_kv(cache: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,8 +89,9 @@ def split_kv(cache: Tensor) -> tuple[Tensor, Tensor]:
 class _Span(NamedTuple):
     """Sequences that attend in one call: N of them with R rows each, over L keys, padded to the longest.
 
-    `rows` [N, R] are rows of the batch, `keys` [N * L] rows of `Pages`, `mask` [N, 1, R, L] is what each row may see: on a GPU
-    in half precision only a description of it for one sequence without a window, so that a fused kernel can be used.
+    `rows` [N, R] are rows of the batch, `keys` [N * L] rows of `LayerPages`, `mask` [N, 1, R, L] is what each row
+    may see: on a GPU in half precision only a description of it for one sequence without a window, so that a fused
+    kernel can be used.
     """
 
     rows: Tensor
@@ -99,7 +100,7 @@ class _Span(NamedTuple):
 
 
 def _plan(
-    batch: Batch, group: int, window: int | None, block_size: int, stride: int, dtype: torch.dtype
+    batch: ForwardBatch, group: int, window: int | None, block_size: int, stride: int, dtype: torch.dtype
 ) -> list[_Span]:
     """Gather sequences into spans: of as many rows, and of key counts within a factor of two, which bounds padding."""
 
@@ -137,7 +138,7 @@ def _span(
     return _Span(start + each_row, (blocks * stride + keys % block_size).flatten(), mask)
 
 
-class Pages:
+class LayerPages:
     """One layer's K or V as rows of tokens, in either layout: token `o` of block `b` is row `b * stride + o`."""
 
     def __init__(self, pages: Tensor) -> None:
@@ -181,11 +182,11 @@ class _Norm:
         return F.rms_norm(x, x.shape[-1:], eps=self.eps) * self.weight
 
 
-Attention = Callable[[Tensor, Pages, Pages], Tensor]
+Attention = Callable[[Tensor, LayerPages, LayerPages], Tensor]
 """Takes queries `[rows, heads, dim]` and the K and V of a layer, and returns what the queries see, in their shape."""
 
 
-def _attend_spans(spans: list[_Span], q: Tensor, k: Pages, v: Pages) -> Tensor:
+def _attend_spans(spans: list[_Span], q: Tensor, k: LayerPages, v: LayerPages) -> Tensor:
     out = torch.empty_like(q)
     for rows, keys, mask in spans:
         query = q[rows].transpose(1, 2)
@@ -195,7 +196,7 @@ def _attend_spans(spans: list[_Span], q: Tensor, k: Pages, v: Pages) -> Tensor:
     return out
 
 
-class _Step(NamedTuple):
+class _LayerInputs(NamedTuple):
     """What all layers of one group and window share in a forward pass."""
 
     cos: Tensor
@@ -221,21 +222,21 @@ class _Layer:
             stacked = torch.cat([q.expand(config.num_heads, -1), k.expand(config.num_kv_heads, -1)])
             self.qk_norm = _Norm(stacked, config.rms_norm_eps)
 
-    def __call__(self, x: Tensor, k: Pages, v: Pages, step: _Step) -> Tensor:
-        x = self.o.add(x, self._attend(self.attention_norm(x), k, v, step))
+    def __call__(self, x: Tensor, k: LayerPages, v: LayerPages, inputs: _LayerInputs) -> Tensor:
+        x = self.o.add(x, self._attend(self.attention_norm(x), k, v, inputs))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         return self.down.add(x, F.silu(gate) * up)
 
-    def _attend(self, x: Tensor, k: Pages, v: Pages, step: _Step) -> Tensor:
+    def _attend(self, x: Tensor, k: LayerPages, v: LayerPages, inputs: _LayerInputs) -> Tensor:
         heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
         qkv = self.qkv(x).view(len(x), -1, self.config.head_dim)
         qk, new_v = qkv.tensor_split([heads + kv_heads], dim=1)
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
-        q, new_k = _rotate(qk, step.cos, step.sin).tensor_split([heads], dim=1)
-        k.write(step.writes, new_k)
-        v.write(step.writes, new_v)
-        return step.attention(q, k, v).flatten(1)
+        q, new_k = _rotate(qk, inputs.cos, inputs.sin).tensor_split([heads], dim=1)
+        k.write(inputs.writes, new_k)
+        v.write(inputs.writes, new_v)
+        return inputs.attention(q, k, v).flatten(1)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -246,11 +247,11 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 T = TypeVar("T")
 
 
-def run_to_end(steps: Generator[object, None, T]) -> T:
+def run_to_end(layers: Generator[object, None, T]) -> T:
     """Run what stops here and there without stopping, and return what it returns."""
     while True:
         try:
-            next(steps)
+            next(layers)
         except StopIteration as end:
             value: T = end.value
             return value
@@ -292,7 +293,7 @@ class Decoder:
         """Replays small steps; `None`: all steps are computed op by op."""
 
     def forward(
-        self, batch: Batch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
+        self, batch: ForwardBatch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
     ) -> Tensor:
         """Write the batch's K and V into the caches and return the logits `[num_sequences, vocab]` after each last row.
 
@@ -301,7 +302,7 @@ class Decoder:
         return run_to_end(self.forward_by_layer(batch, kv_caches, group_of_layer, block_size))
 
     def forward_by_layer(
-        self, batch: Batch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
+        self, batch: ForwardBatch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
     ) -> Generator[str, None, Tensor]:
         """Do what `forward` does, stopping before each layer: its name is yielded when its cache is about to be read."""
         if self.graphs is not None:
@@ -313,19 +314,19 @@ class Decoder:
         return self.logits(hidden[last])
 
     def hidden(
-        self, batch: Batch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
+        self, batch: ForwardBatch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
     ) -> Tensor:
         """Do what `forward` does up to the last layer, and return the hidden state of every row."""
         return run_to_end(self._hidden_by_layer(batch, kv_caches, group_of_layer, block_size))
 
     def _hidden_by_layer(
-        self, batch: Batch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
+        self, batch: ForwardBatch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
     ) -> Generator[str, None, Tensor]:
         def attention(group: int, window: int | None, stride: int) -> Attention:
             return partial(_attend_spans, _plan(batch, group, window, block_size, stride, self.compute_dtype))
 
         return self.run_layers(
-            batch.tokens, batch.positions, batch.slots, kv_caches, group_of_layer, block_size, attention
+            batch.tokens, batch.positions, batch.places, kv_caches, group_of_layer, block_size, attention
         )
 
     @torch.inference_mode()
@@ -333,7 +334,7 @@ class Decoder:
         self,
         tokens: Tensor,
         positions: Tensor,
-        slots: Sequence[Tensor],
+        places: Sequence[Tensor],
         kv_caches: Mapping[str, Tensor],
         group_of_layer: Sequence[int],
         block_size: int,
@@ -346,16 +347,16 @@ class Decoder:
         angles = positions.to(torch.float64)[:, None, None] * self._frequencies
         cos = torch.cat((angles, angles), dim=-1).cos().to(self.compute_dtype)
         sin = torch.cat((-angles, angles), dim=-1).sin().to(self.compute_dtype)
-        steps: dict[tuple[int, int | None, int], _Step] = {}
+        inputs: dict[tuple[int, int | None, int], _LayerInputs] = {}
         x = self._embedding[tokens]
         layers = zip(self._layers, self.config.layer_names, self.config.sliding_windows, group_of_layer, strict=True)
         for layer, name, window, group in layers:
             yield name
-            k, v = (Pages(pages) for pages in split_kv(kv_caches[name]))
-            if (key := (group, window, k.stride)) not in steps:
-                writes = slots[group] // block_size * k.stride + slots[group] % block_size
-                steps[key] = _Step(cos, sin, writes, attention(*key))
-            x = layer(x, k, v, steps[key])
+            k, v = (LayerPages(pages) for pages in split_kv(kv_caches[name]))
+            if (key := (group, window, k.stride)) not in inputs:
+                writes = places[group] // block_size * k.stride + places[group] % block_size
+                inputs[key] = _LayerInputs(cos, sin, writes, attention(*key))
+            x = layer(x, k, v, inputs[key])
         return x
 
     @torch.inference_mode()

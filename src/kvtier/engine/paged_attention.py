@@ -65,10 +65,10 @@ def _attend_share(  # type: ignore[no-untyped-def]
         seen = seen * shrink[:, None] + tl.dot(weight.to(values.dtype), values)
         total = total * shrink + tl.sum(weight, 1)
         top = higher
-    slot = ((sequence * heads + head) * QUERIES + query) * splits + split
-    tl.store(out + slot[:, None] * DIM + dim[None, :], seen)
-    tl.store(maxima + slot, top)
-    tl.store(sums + slot, total)
+    place = ((sequence * heads + head) * QUERIES + query) * splits + split
+    tl.store(out + place[:, None] * DIM + dim[None, :], seen)
+    tl.store(maxima + place, top)
+    tl.store(sums + place, total)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -80,11 +80,11 @@ def _join_shares(  # type: ignore[no-untyped-def]
     query, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)
     split, dim = tl.arange(0, SPLITS), tl.arange(0, DIM)
-    slot = ((sequence * heads + head) * QUERIES + query) * SPLITS + split
-    top = tl.load(maxima + slot)
+    place = ((sequence * heads + head) * QUERIES + query) * SPLITS + split
+    top = tl.load(maxima + place)
     weight = tl.exp(top - tl.max(top, 0))
-    total = tl.sum(weight * tl.load(sums + slot), 0)
-    seen = tl.load(shares + slot[:, None] * DIM + dim[None, :])
+    total = tl.sum(weight * tl.load(sums + place), 0)
+    seen = tl.load(shares + place[:, None] * DIM + dim[None, :])
     result = tl.sum(seen * weight[:, None], 0) / total
     q_head = (sequence * ROWS + query // GROUP) * heads * GROUP + head * GROUP + query % GROUP
     tl.store(out + q_head * DIM + dim, result.to(out.dtype.element_ty))

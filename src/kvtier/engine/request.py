@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from kvtier.engine.sampling import SamplingParams
     from kvtier.offload.base import MissReason
 
-__all__ = ["FinishReason", "Request", "RequestOutput", "RequestState", "TokenSources"]
+__all__ = ["FinishReason", "Request", "RequestOutput", "RequestStatus", "TokenSources"]
 
 
-class RequestState(Enum):
+class RequestStatus(Enum):
     """Where a request stands."""
 
     WAITING = "waiting"
@@ -56,7 +56,7 @@ class Request:
     lora_name: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
-    state: RequestState = RequestState.WAITING
+    status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     num_prompt_tokens: int = field(init=False)
     num_computed_tokens: int = 0
@@ -128,7 +128,7 @@ class Request:
 
     def start_over(self) -> None:
         """Forget all KV, to be computed again from the first token on. The tokens stay."""
-        self.state = RequestState.WAITING
+        self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
         self.islands = []
         self.is_resumed = self.has_run

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvtier.connector.metadata import BlockIds, CachedRequest, KVConnectorOutput, NewRequest, StepView
 from kvtier.engine.cache import BlockTable, KVCache
 from kvtier.engine.config import EngineConfig
-from kvtier.engine.request import FinishReason, Request, RequestState
+from kvtier.engine.request import FinishReason, Request, RequestStatus
 from kvtier.errors import IntegrityError
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Scheduler:
     def _continue_running(self, step: Step) -> bool:
         preempted = len(self._preempted)
         for request in list(self.running):
-            if request.state is not RequestState.RUNNING:
+            if request.status is not RequestStatus.RUNNING:
                 break  # preempted for an older one, as are all that follow
             end = min(request.compute_end, request.num_computed_tokens + step.budget)
             if end > request.num_computed_tokens and not self._continue(step, request, end):
@@ -190,7 +190,7 @@ class Scheduler:
         return promised + self._cache.blocks_to_take(request, local, end) <= self._cache.num_free
 
     def _set_running(self, request: Request) -> None:
-        request.state = RequestState.RUNNING
+        request.status = RequestStatus.RUNNING
         insort(self.running, request, key=_by_arrival)
 
     def finish_chunk(self, chunk: Chunk) -> None:
@@ -221,7 +221,7 @@ class Scheduler:
                 raise
         if external:
             request.load_end = local + external
-            request.state = RequestState.LOADING
+            request.status = RequestStatus.LOADING
             insort(self.loading, request, key=_by_arrival)
 
     def _take_back(self, request: Request, connector: OffloadingConnector) -> None:
@@ -286,7 +286,7 @@ class Scheduler:
         for queue in (self.waiting, self.loading, self.running):
             if request in queue:
                 queue.remove(request)
-        request.state, request.finish_reason = RequestState.FINISHED, reason
+        request.status, request.finish_reason = RequestStatus.FINISHED, reason
         self._preempted.discard(request.request_id)  # its id may come again before the next step
         hold = is_loading
         try:
@@ -308,10 +308,10 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise `IntegrityError` if requests and blocks do not agree."""
-        for state, queue in zip(RequestState, (self.waiting, self.loading, self.running), strict=False):
-            if queue != sorted(queue, key=_by_arrival) or any(request.state is not state for request in queue):
+        for status, queue in zip(RequestStatus, (self.waiting, self.loading, self.running), strict=False):
+            if queue != sorted(queue, key=_by_arrival) or any(request.status is not status for request in queue):
                 raise IntegrityError(
-                    f"the {state.value} requests are not in order of arrival, or not all {state.value}"
+                    f"the {status.value} requests are not in order of arrival, or not all {status.value}"
                 )
         for request in self.waiting:
             if request.table.rows:

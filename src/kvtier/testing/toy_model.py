@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvtier.engine.model import Batch, SequenceSlice, run_to_end, split_kv
+from kvtier.engine.model import ForwardBatch, SequenceSlice, run_to_end, split_kv
 from kvtier.engine.model_config import ModelConfig, RopeConfig
 from kvtier.engine.sampling import SamplingParams, sample
 
@@ -65,13 +65,13 @@ class ToyModel:
         self._head = numbers.integers(1, _PRIME, size=(2, vocab_size))
 
     def forward(
-        self, batch: Batch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
+        self, batch: ForwardBatch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
     ) -> Tensor:
         """Write the batch's K and V into the caches and return the logits after each sequence's last row."""
         return run_to_end(self.forward_by_layer(batch, kv_caches, group_of_layer, block_size))
 
     def forward_by_layer(
-        self, batch: Batch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
+        self, batch: ForwardBatch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
     ) -> Generator[str, None, Tensor]:
         """Do what `forward` does, yielding the name of each layer before it."""
         tokens, positions = batch.tokens.numpy(), batch.positions.numpy()
@@ -80,7 +80,7 @@ class ToyModel:
             yield name
             group, window = group_of_layer[layer], self.config.sliding_windows[layer]
             k, v = (pages.numpy() for pages in split_kv(kv_caches[name]))
-            blocks, offsets = np.divmod(batch.slots[group].numpy(), block_size)
+            blocks, offsets = np.divmod(batch.places[group].numpy(), block_size)
             k[blocks, offsets] = self._page(positions, k.shape[2:])
             v[blocks, offsets] = self._page(self._values(tokens, positions, state, layer), v.shape[2:])
             state = np.concatenate([self._read(k, v, part, group, window, block_size) for part in batch.sequences])
