@@ -23,8 +23,8 @@ def windowed(window: int) -> CacheGroup:
     return CacheGroup(("windowed",), window)
 
 
-def make(*groups: CacheGroup, num_blocks: int = 17, max_chunk: int = 64, **settings: Any) -> KVCache:
-    return KVCache(groups or (FULL,), num_blocks, SIZE, max_chunk=max_chunk, **settings)
+def make(*groups: CacheGroup, num_blocks: int = 17, max_slice: int = 64, **settings: Any) -> KVCache:
+    return KVCache(groups or (FULL,), num_blocks, SIZE, max_slice=max_slice, **settings)
 
 
 def request(tokens: list[int] | range, **fields: Any) -> Request:
@@ -161,15 +161,15 @@ def test_room_for_loads_is_null_where_the_window_never_looks() -> None:
 
 
 @pytest.mark.parametrize("groups", [(FULL,), (windowed(6),), (FULL, windowed(6)), (windowed(3), FULL, windowed(11))])
-@pytest.mark.parametrize("max_chunk", [1, 3, 8])
-def test_most_blocks_is_what_a_request_holds_at_most(groups: tuple[CacheGroup, ...], max_chunk: int) -> None:
+@pytest.mark.parametrize("max_slice", [1, 3, 8])
+def test_most_blocks_is_what_a_request_holds_at_most(groups: tuple[CacheGroup, ...], max_slice: int) -> None:
     for total in range(1, 40):
-        cache = make(*groups, num_blocks=200, max_chunk=max_chunk)
+        cache = make(*groups, num_blocks=200, max_slice=max_slice)
         wanted = request(range(total))
         table = cache.open(wanted, 0, 0)
         most = 0
-        for start in range(0, total, max_chunk):
-            cache.extend(table, start, min(total, start + max_chunk))
+        for start in range(0, total, max_slice):
+            cache.extend(table, start, min(total, start + max_slice))
             most = max(most, table.num_held)
         assert most <= cache.most_blocks(0, total)
         if len(groups) == 1 and groups[0] is FULL:
@@ -179,8 +179,8 @@ def test_most_blocks_is_what_a_request_holds_at_most(groups: tuple[CacheGroup, .
 def test_the_longest_request_fits_and_one_block_more_does_not() -> None:
     assert make(FULL, num_blocks=9).longest_request(1000) == 32
     assert make(FULL, num_blocks=9).longest_request(30) == 30
-    assert make(FULL, windowed(6), num_blocks=9, max_chunk=4).longest_request(1000) == 5 * SIZE
-    assert make(windowed(6), num_blocks=9, max_chunk=4).longest_request(1000) == 1000
+    assert make(FULL, windowed(6), num_blocks=9, max_slice=4).longest_request(1000) == 5 * SIZE
+    assert make(windowed(6), num_blocks=9, max_slice=4).longest_request(1000) == 1000
 
 
 def test_events_tell_tokens_parents_and_groups() -> None:

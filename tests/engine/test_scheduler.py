@@ -9,7 +9,7 @@ from tests.engine.drive import ONE_GROUP, TWO_GROUPS, expect, expect_idle, run, 
 from tests.engine.fake_connector import FakeConnector
 
 from kvtier.engine import Engine, SamplingParams
-from kvtier.engine.scheduler import Chunk, Step, _runs
+from kvtier.engine.scheduler import RequestSlice, Step, _runs
 
 
 def add(engine: Engine, name: str, prompt: list[int], max_tokens: int = 4) -> None:
@@ -22,11 +22,11 @@ def scheduled(step: Step) -> dict[str, int]:
 
 def compute(engine: Engine, step: Step, token: int | None = 1) -> None:
     """Do what the engine does after a forward pass; sample always the same token."""
-    for chunk in step.chunks:
-        last = chunk.is_last
-        engine._scheduler.finish_chunk(chunk)
+    for request_slice in step.slices:
+        last = request_slice.is_last
+        engine._scheduler.finish_slice(request_slice)
         if last and token is not None:
-            chunk.request.append(token, 0.0)
+            request_slice.request.append(token, 0.0)
 
 
 # -- batches -------------------------------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def test_who_is_alone_and_lacks_blocks_waits_instead_of_starting_over() -> None:
     compute(engine, scheduler.schedule())
     hostage = [engine._cache._take() for _ in range(2)]
     step = scheduler.schedule()
-    assert step.chunks == []
+    assert step.slices == []
     assert [request.request_id for request in scheduler.running] == ["r"]
     for block_id in hostage:
         engine._cache._let_go(block_id)
@@ -214,16 +214,16 @@ def test_a_whole_prompt_can_be_loaded_and_its_last_token_is_computed() -> None:
 def test_exactly_what_failed_is_computed(failed: set[int], computed: list[int]) -> None:
     engine, prompt, answer = filled(fail=lambda position: position in failed)
     add(engine, "again", prompt)
-    chunks: list[int] = []
-    finish_chunk = engine._scheduler.finish_chunk
+    sizes: list[int] = []
+    finish_slice = engine._scheduler.finish_slice
 
-    def note(chunk: Chunk) -> None:
-        chunks.append(chunk.end - chunk.start)
-        finish_chunk(chunk)
+    def note(request_slice: RequestSlice) -> None:
+        sizes.append(request_slice.end - request_slice.start)
+        finish_slice(request_slice)
 
-    engine._scheduler.finish_chunk = note  # type: ignore[method-assign]
+    engine._scheduler.finish_slice = note  # type: ignore[method-assign]
     assert run(engine)["again"].token_ids == answer
-    assert chunks == [*computed, 1, 1, 1]
+    assert sizes == [*computed, 1, 1, 1]
     assert calls(engine, "again").count("alloc") == 1
     expect_idle(engine)
 

@@ -20,7 +20,7 @@ from kvtier.engine.cache import CacheGroup
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.model import Decoder, ForwardBatch, SequenceSlice
 from kvtier.engine.model_config import ModelConfig
-from kvtier.engine.scheduler import Chunk
+from kvtier.engine.scheduler import RequestSlice
 from kvtier.errors import ConfigError
 from kvtier.keys import fingerprint
 from kvtier.namespace import Namespace, WeightsFiles
@@ -85,23 +85,23 @@ def _namespace(name: Callable[..., str], weights_id: Any) -> str | Namespace:
     return name(weights=uuid4().hex if weights_id is None else weights_id)
 
 
-def make_batch(chunks: Sequence[Chunk], num_groups: int, block_size: int, device: str) -> ForwardBatch:
-    """Flatten chunks to rows, and say for each row which token of each group's cache it writes."""
-    tokens = [token for request, start, end in chunks for token in request.tokens[start:end]]
-    positions = [position for _, start, end in chunks for position in range(start, end)]
+def make_batch(slices: Sequence[RequestSlice], num_groups: int, block_size: int, device: str) -> ForwardBatch:
+    """Flatten slices to rows, and say for each row which token of each group's cache it writes."""
+    tokens = [token for request, start, end in slices for token in request.tokens[start:end]]
+    positions = [position for _, start, end in slices for position in range(start, end)]
     places = [
         [
             request.table.rows[group][position // block_size] * block_size + position % block_size
-            for request, start, end in chunks
+            for request, start, end in slices
             for position in range(start, end)
         ]
         for group in range(num_groups)
     ]
-    tables = [row for request, _, _ in chunks for row in request.table.rows]
+    tables = [row for request, _, _ in slices for row in request.table.rows]
     sent = iter(_send([tokens, positions, *places, *tables], device))
     sent_tokens, sent_positions, *sent_places = (next(sent) for _ in range(2 + num_groups))
     sequences, row = [], 0
-    for _, start, end in chunks:
+    for _, start, end in slices:
         block_tables = tuple(next(sent) for _ in range(num_groups))
         sequences.append(SequenceSlice(row, row + end - start, end, block_tables))
         row += end - start

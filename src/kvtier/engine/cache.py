@@ -98,13 +98,13 @@ class KVCache:
         num_blocks: int,
         block_size: int,
         *,
-        max_chunk: int,
+        max_slice: int,
         enable_prefix_caching: bool = True,
         events: bool = True,
     ) -> None:
         self.groups = tuple(groups)
         self.block_size = block_size
-        self._max_chunk = max_chunk
+        self._max_slice = max_slice
         self._prefix_caching = enable_prefix_caching
         self._blocks = [Block(block_id) for block_id in range(num_blocks)]
         self._free = OrderedDict((block.block_id, block) for block in self._blocks[1:])
@@ -125,8 +125,8 @@ class KVCache:
         total = 0
         for group in self.groups:
             blocks = self._blocks_of(num_tokens)
-            if group.sliding_window is not None:  # a window and a chunk behind it, wherever in a block they begin
-                span = group.sliding_window - 1 + min(self._max_chunk, num_tokens - num_computed)
+            if group.sliding_window is not None:  # a window and a slice behind it, wherever in a block they begin
+                span = group.sliding_window - 1 + min(self._max_slice, num_tokens - num_computed)
                 blocks = min(blocks, self._blocks_of(span - 1) + 1)
             total += blocks
         return total

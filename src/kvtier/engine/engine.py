@@ -40,7 +40,7 @@ from kvtier.engine.model import ForwardBatch
 from kvtier.engine.model_config import ModelConfig
 from kvtier.engine.request import FinishReason, Request, RequestOutput, TokenSources
 from kvtier.engine.sampling import SamplingParams, sample
-from kvtier.engine.scheduler import Chunk, Scheduler, Step
+from kvtier.engine.scheduler import RequestSlice, Scheduler, Step
 from kvtier.engine.speculation import Speculation, written_blocks
 from kvtier.engine.weights import load_config, load_weights, random_weights
 from kvtier.errors import ConfigError, InputError, show_value
@@ -106,7 +106,7 @@ class Engine:
             self.groups,
             config.num_blocks,
             config.block_size,
-            max_chunk=config.max_num_batched_tokens,
+            max_slice=config.max_num_batched_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
             events=bool(config.kv_events),
         )
@@ -274,26 +274,26 @@ class Engine:
         self._begin_transfers(step)
         self._scheduler.note_told(step)
         tokens: list[int] = []
-        if step.chunks:
-            logits = self._forward(step.chunks)
+        if step.slices:
+            logits = self._forward(step.slices)
             self._begin_stores()
-            tokens = self._sample(step.chunks, logits)
+            tokens = self._sample(step.slices, logits)
         else:
             self._begin_stores()
             self._idle()
         self._end_transfers(step)
-        self._take_tokens(step.chunks, tokens)
+        self._take_tokens(step.slices, tokens)
         self._publish()
 
     def _begin_transfers(self, step: Step) -> None:
         """Tell the connector what is scheduled; loads start, and stores that read what is about to be overwritten end."""
         if self.connector is None or self.worker is None:
             return
-        step.view.speculated = self.speculation.has(step.chunks)
+        step.view.speculated = self.speculation.has(step.slices)
         metadata = self.connector.build_connector_meta(step.view)
         self.worker.bind_connector_metadata(metadata)
         self.worker.handle_preemptions(metadata)
-        self.worker.start_load_kv(by_layer=not step.chunks and len(self._scheduler.loading) == 1)
+        self.worker.start_load_kv(by_layer=not step.slices and len(self._scheduler.loading) == 1)
 
     def _begin_stores(self) -> None:
         if self.worker is not None:
@@ -310,18 +310,19 @@ class Engine:
     def _speculate(self, worker: OffloadingConnector, until: float) -> None:
         if not isinstance(self.model, LayeredModel):
             return
-        chunk = self._scheduler.foresee()
-        if chunk is None or self.speculation.has([chunk]):
+        request_slice = self._scheduler.foresee()
+        if request_slice is None or self.speculation.has([request_slice]):
             return
-        if worker.is_storing(written_blocks(chunk, self.config.block_size)):
+        if worker.is_storing(written_blocks(request_slice, self.config.block_size)):
             return  # nobody has told the connector that these blocks are to be written
 
         def arrives(layer: str) -> bool:
-            return worker.await_layer(chunk.request.request_id, layer, max(0.0, until - time.monotonic()))
+            patience = max(0.0, until - time.monotonic())
+            return worker.await_layer(request_slice.request.request_id, layer, patience)
 
-        batch = make_batch([chunk], len(self.groups), self.config.block_size, self.config.device)
+        batch = make_batch([request_slice], len(self.groups), self.config.block_size, self.config.device)
         layers = self.model.forward_by_layer(batch, self.kv_caches, self._group_of_layer, self.config.block_size)
-        self.speculation.run(chunk, layers, arrives)
+        self.speculation.run(request_slice, layers, arrives)
 
     def _end_transfers(self, step: Step) -> None:
         """Take in which transfers are over."""
@@ -334,30 +335,30 @@ class Engine:
         self.connector.update_connector_output(output)
         self._scheduler.take_transfers(output)
 
-    def _forward(self, chunks: list[Chunk]) -> Tensor:
-        computed = self.speculation.take(chunks)
+    def _forward(self, slices: list[RequestSlice]) -> Tensor:
+        computed = self.speculation.take(slices)
         if computed is not None:
             return computed
-        batch = make_batch(chunks, len(self.groups), self.config.block_size, self.config.device)
+        batch = make_batch(slices, len(self.groups), self.config.block_size, self.config.device)
         return self.model.forward(batch, self.kv_caches, self._group_of_layer, self.config.block_size)
 
-    def _sample(self, chunks: list[Chunk], logits: Tensor) -> list[int]:
-        """Return a token for each chunk that ended with its request's last one. On a device, the step is over then."""
-        rows = [row for row, chunk in enumerate(chunks) if chunk.is_last]
+    def _sample(self, slices: list[RequestSlice], logits: Tensor) -> list[int]:
+        """Return a token for each slice that ended with its request's last. On a device, the step is over then."""
+        rows = [row for row, request_slice in enumerate(slices) if request_slice.is_last]
         if not rows:
             return []
-        requests = [chunks[row].request for row in rows]
+        requests = [slices[row].request for row in rows]
         generated = [request.num_tokens - request.num_prompt_tokens for request in requests]
         return sample(logits[rows], [request.params for request in requests], generated)
 
-    def _take_tokens(self, chunks: list[Chunk], tokens: list[int]) -> None:
-        """Count the chunks as computed, and give their requests the tokens that were sampled."""
+    def _take_tokens(self, slices: list[RequestSlice], tokens: list[int]) -> None:
+        """Count the slices as computed, and give their requests the tokens that were sampled."""
         sampled, now = iter(tokens), time.perf_counter()
-        for chunk in chunks:
-            is_last = chunk.is_last
-            self._scheduler.finish_chunk(chunk)
+        for request_slice in slices:
+            is_last = request_slice.is_last
+            self._scheduler.finish_slice(request_slice)
             if is_last:
-                self._append(chunk.request, next(sampled), now)
+                self._append(request_slice.request, next(sampled), now)
 
     def _append(self, request: Request, token: int, now: float) -> None:
         request.append(token, now)

@@ -31,12 +31,12 @@ from kvtier.errors import IntegrityError
 if TYPE_CHECKING:
     from kvtier.connector import OffloadingConnector
 
-__all__ = ["Chunk", "Scheduler", "Step"]
+__all__ = ["RequestSlice", "Scheduler", "Step"]
 
 _by_arrival = attrgetter("arrival")
 
 
-class Chunk(NamedTuple):
+class RequestSlice(NamedTuple):
     """The tokens `[start, end)` of a request, to be computed in one step."""
 
     request: Request
@@ -54,13 +54,13 @@ class Step:
     """What one step computes, and the same as a connector sees it."""
 
     budget: int
-    chunks: list[Chunk] = field(default_factory=list)
+    slices: list[RequestSlice] = field(default_factory=list)
     view: StepView = field(default_factory=StepView)
 
     def add(self, request: Request, end: int, new_blocks: BlockIds) -> None:
         """Add a request's next tokens, up to `end`. The connector is told all blocks of who has not run with them yet."""
         req_id, start = request.request_id, request.num_computed_tokens
-        self.chunks.append(Chunk(request, start, end))
+        self.slices.append(RequestSlice(request, start, end))
         self.budget -= end - start
         self.view.num_scheduled_tokens[req_id] = end - start
         if not request.has_run:
@@ -193,10 +193,10 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
         insort(self.running, request, key=_by_arrival)
 
-    def finish_chunk(self, chunk: Chunk) -> None:
-        """Count a chunk as computed; its full blocks can serve others from now on."""
-        chunk.request.advance(chunk.end - chunk.start)
-        self._cache.enter(chunk.request)
+    def finish_slice(self, request_slice: RequestSlice) -> None:
+        """Count a slice as computed; its full blocks can serve others from now on."""
+        request_slice.request.advance(request_slice.end - request_slice.start)
+        self._cache.enter(request_slice.request)
 
     # -- with a connector --------------------------------------------------------------------------------------------------
 
@@ -235,7 +235,7 @@ class Scheduler:
         finally:
             self._hold_or_release(former, hold, is_loading=hold)
 
-    def foresee(self) -> Chunk | None:
+    def foresee(self) -> RequestSlice | None:
         """Return what the one loading request will compute first if its load succeeds, with blocks for it.
 
         `None`: nobody loads, or several do, which are better computed together; or blocks are missing.
@@ -248,7 +248,7 @@ class Scheduler:
         if (new_blocks := self._cache.extend(request.table, start, end)) is None:
             return None
         self._speculative_blocks.update(block for row in new_blocks for block in row)
-        return Chunk(request, start, end)
+        return RequestSlice(request, start, end)
 
     def take_transfers(self, output: KVConnectorOutput) -> None:
         """Take in which transfers are over: loaded requests run, and blocks that were held for a transfer are free."""

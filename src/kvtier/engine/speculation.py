@@ -20,26 +20,28 @@ from collections.abc import Callable, Generator
 from torch import Tensor
 
 from kvtier.connector.metadata import BlockIds
-from kvtier.engine.scheduler import Chunk
+from kvtier.engine.scheduler import RequestSlice
 
 __all__ = ["Speculation", "written_blocks"]
 
 
 class Speculation:
-    """The logits of one chunk that was computed ahead, if any."""
+    """The logits of one slice that was computed ahead, if any."""
 
     def __init__(self) -> None:
         self.runs = 0
         """How often something was computed ahead to its end."""
         self.used = 0
         """How often it served a step."""
-        self._chunk: Chunk | None = None
+        self._slice: RequestSlice | None = None
         self._blocks: BlockIds = ()
         self._logits: Tensor | None = None
 
-    def run(self, chunk: Chunk, layers: Generator[str, None, Tensor], arrives: Callable[[str], bool]) -> None:
-        """Compute a chunk as far as its layers arrive, and keep its logits if all do. Forgets the one before."""
-        self._chunk, self._blocks, self._logits = chunk, chunk.request.table.block_ids(), None
+    def run(
+        self, request_slice: RequestSlice, layers: Generator[str, None, Tensor], arrives: Callable[[str], bool]
+    ) -> None:
+        """Compute a slice as far as its layers arrive, and keep its logits if all do. Forgets the one before."""
+        self._slice, self._blocks, self._logits = request_slice, request_slice.request.table.block_ids(), None
         try:
             while arrives(next(layers)):
                 pass
@@ -48,20 +50,20 @@ class Speculation:
             self._logits = end.value
             self.runs += 1
 
-    def has(self, chunks: list[Chunk]) -> bool:
-        """Say whether it has the logits of a step that computes these chunks."""
-        there = self._logits is not None and chunks == [self._chunk]
-        return there and chunks[0].request.table.rows == self._blocks
+    def has(self, slices: list[RequestSlice]) -> bool:
+        """Say whether it has the logits of a step that computes these slices."""
+        there = self._logits is not None and slices == [self._slice]
+        return there and slices[0].request.table.rows == self._blocks
 
-    def take(self, chunks: list[Chunk]) -> Tensor | None:
+    def take(self, slices: list[RequestSlice]) -> Tensor | None:
         """Return the logits of a step, `None` if it must be computed. Whatever was computed ahead is forgotten."""
-        logits = self._logits if self.has(chunks) else None
+        logits = self._logits if self.has(slices) else None
         self.used += logits is not None
-        self._chunk, self._blocks, self._logits = None, (), None
+        self._slice, self._blocks, self._logits = None, (), None
         return logits
 
 
-def written_blocks(chunk: Chunk, block_size: int) -> set[int]:
-    """Return the blocks into which a chunk's own KV goes."""
-    first, last = chunk.start // block_size, (chunk.end - 1) // block_size
-    return {block for row in chunk.request.table.rows for block in row[first : last + 1]}
+def written_blocks(request_slice: RequestSlice, block_size: int) -> set[int]:
+    """Return the blocks into which a slice's own KV goes."""
+    first, last = request_slice.start // block_size, (request_slice.end - 1) // block_size
+    return {block for row in request_slice.request.table.rows for block in row[first : last + 1]}
