@@ -27,7 +27,7 @@ from kvtier.transfer.cuda.pieces import (
     split_pages,
 )
 from kvtier.transfer.layout import canonicalize
-from kvtier.transfer.plan import Geometry, Plan, pair_blocks
+from kvtier.transfer.plan import JobBounds, Plan, pair_blocks
 
 Cut = Callable[[Plan, Sequence[Sequence[Part]], int], Iterator[Piece]]
 
@@ -38,7 +38,7 @@ def pages_of(sizes: list[int], stride: int = 1 << 24) -> Pages:
 
 
 def plan_of(blocks: list[int], slots: list[int], per_chunk: int = 1) -> Plan:
-    return pair_blocks(GPULoadStoreSpec(blocks), CPULoadStoreSpec(slots), Geometry(1, 10_000, 10_000, per_chunk))
+    return pair_blocks(GPULoadStoreSpec(blocks), CPULoadStoreSpec(slots), JobBounds(1, 10_000, 10_000, per_chunk))
 
 
 def map_of(row_bytes: int, seam: int, per_chunk: int = 1, num_slots: int = 64) -> PoolMap:
@@ -131,7 +131,7 @@ def test_places_are_multiples_of_their_alignment(page: int, expected: int) -> No
     config = make_config(caches, world_size=3, rank=1, blocks_per_chunk=2)
     pool = PoolMap(1 << 40, config.row_bytes, 1 << 30, config)
     pages = find_pages(canonicalize(caches.layers, caches.groups, num_blocks=caches.num_blocks), 0)
-    plan = pair_blocks(GPULoadStoreSpec([1, 2, 3, 4]), CPULoadStoreSpec([5, 2]), Geometry(1, 24, config.num_slots, 2))
+    plan = pair_blocks(GPULoadStoreSpec([1, 2, 3, 4]), CPULoadStoreSpec([5, 2]), JobBounds(1, 24, config.num_slots, 2))
     for part in split_pages(pages, 2 * page, 1 << 30):
         align = pool.alignment(part, 0)
         assert not ((pool.rows(plan).places(0, len(plan)) + part.offset) % align).any()

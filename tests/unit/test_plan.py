@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvtier.testing.caches import Model, make_caches, make_config
 from kvtier.transfer.base import NULL_BLOCK, CPULoadStoreSpec, GPULoadStoreSpec
-from kvtier.transfer.plan import Geometry, pair_blocks
+from kvtier.transfer.plan import JobBounds, pair_blocks
 
 Job = tuple[GPULoadStoreSpec, CPULoadStoreSpec, int]
 
@@ -36,7 +36,7 @@ def jobs(draw: st.DrawFn) -> Job:
 @given(jobs(), st.lists(st.integers(1, 5), min_size=3, max_size=3))
 def test_pieces_are_the_pairs_of_the_model(job: Job, longest: list[int]) -> None:
     gpu, cpu, per_chunk = job
-    plan = pair_blocks(gpu, cpu, Geometry(len(gpu.group_sizes), 24, 64, per_chunk))
+    plan = pair_blocks(gpu, cpu, JobBounds(len(gpu.group_sizes), 24, 64, per_chunk))
     pieces = list(plan.pieces(longest))
     paired = [
         (group, *place)

@@ -21,7 +21,7 @@ from kvtier.transfer.base import (
     TransferSpec,
     TransferType,
 )
-from kvtier.transfer.plan import Geometry, Plan, pair_blocks
+from kvtier.transfer.plan import JobBounds, Plan, pair_blocks
 
 __all__ = [
     "NULL_BLOCK",
@@ -31,7 +31,7 @@ __all__ = [
     "CanonicalKVCacheTensor",
     "CanonicalKVCaches",
     "GPULoadStoreSpec",
-    "Geometry",
+    "JobBounds",
     "LoadStoreSpec",
     "OffloadingHandler",
     "Plan",

@@ -42,7 +42,7 @@ class HostHandler(JobHandler[HostJob]):
     wait_tick = 0.01
 
     def __init__(self, spans: Spans, deadline: float, *, clock: Clock = time.monotonic, max_jobs: int = 1024) -> None:
-        super().__init__(spans.pool, spans.geometry, BATCH_BYTES, deadline, clock=clock, max_jobs=max_jobs)
+        super().__init__(spans.pool, spans.bounds, BATCH_BYTES, deadline, clock=clock, max_jobs=max_jobs)
         self.spans = spans
 
     @abstractmethod
@@ -50,7 +50,7 @@ class HostHandler(JobHandler[HostJob]):
         """Copy blocks between the engine and the pool."""
 
     def _make_job(self, job_id: int, ends: Ends, deadline: float, by_layer: bool) -> HostJob:
-        plan = pair_blocks(*ends, self._geometry)
+        plan = pair_blocks(*ends, self._bounds)
         return HostJob(job_id=job_id, plan=plan, deadline=deadline, fence=self.spans.memory.fence())
 
     def _begin(self, job: HostJob) -> None:

@@ -34,7 +34,7 @@ from kvtier.transfer.base import (
     TransferSpec,
     TransferType,
 )
-from kvtier.transfer.plan import Geometry, Plan, pair_blocks
+from kvtier.transfer.plan import JobBounds, Plan, pair_blocks
 
 __all__ = ["Clock", "Ends", "Job", "JobHandler", "Loads", "Stores"]
 
@@ -76,7 +76,7 @@ class JobHandler(OffloadingHandler, Generic[J]):
     def __init__(
         self,
         pool: Pool,
-        geometry: Geometry,
+        bounds: JobBounds,
         piece_bytes: int,
         deadline: float,
         *,
@@ -87,7 +87,7 @@ class JobHandler(OffloadingHandler, Generic[J]):
         """The most that is copied without looking up, or one block where that is more."""
         self.probe: Callable[[J], None] | None = None
         """Called by the thread before each piece, holding no lock. Tests make it wait, or raise `TransferError`."""
-        self.pool, self._geometry = pool, geometry
+        self.pool, self._bounds = pool, bounds
         self._deadline, self._clock, self._max_jobs = deadline, clock, max_jobs
         self._lock = threading.RLock()  # guards everything below
         self._changed = threading.Condition(self._lock)
@@ -231,7 +231,7 @@ class JobHandler(OffloadingHandler, Generic[J]):
 
     def plan(self, spec: TransferSpec) -> Plan:
         """Pair the ends of a job, or raise `InputError` if it makes no sense here."""
-        return pair_blocks(*self._expect_ends(spec), self._geometry)
+        return pair_blocks(*self._expect_ends(spec), self._bounds)
 
     def _expect_ends(self, spec: TransferSpec) -> Ends:
         ends = self._ends(spec)

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from kvtier.errors import InputError
 from kvtier.transfer.base import NULL_BLOCK, CPULoadStoreSpec, GPULoadStoreSpec
 
-__all__ = ["Geometry", "Plan", "pair_blocks", "pair_plain", "stage_bounds"]
+__all__ = ["JobBounds", "Plan", "pair_blocks", "pair_plain", "stage_bounds"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -33,7 +33,7 @@ _STAGES = (8 / 32, 16 / 32, 22 / 32, 26 / 32, 29 / 32, 31 / 32, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
+class JobBounds:
     """What bounds the numbers in a job."""
 
     num_groups: int
@@ -79,18 +79,18 @@ def stage_bounds(num_layers: int) -> list[int]:
     return [round(share * num_layers) for share in _STAGES]
 
 
-def pair_blocks(gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, geometry: Geometry) -> Plan:
-    """Check the ends of a job against each other and the geometry, and pair them."""
-    if geometry.num_groups == geometry.blocks_per_chunk == len(gpu.group_sizes) == 1:
-        return _pair_one_to_one(gpu, cpu, geometry)
-    skipped, taken = _read_groups(gpu, geometry)
+def pair_blocks(gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, bounds: JobBounds) -> Plan:
+    """Check the ends of a job against each other and the bounds, and pair them."""
+    if bounds.num_groups == bounds.blocks_per_chunk == len(gpu.group_sizes) == 1:
+        return _pair_one_to_one(gpu, cpu, bounds)
+    skipped, taken = _read_groups(gpu, bounds)
     if sum(taken) != len(cpu.block_ids):
         wants = f"{len(gpu.block_ids)} blocks in groups of {gpu.group_sizes}, first indices {gpu.block_indices}"
         raise InputError(f"expected {sum(taken)} slots for {wants}, got {len(cpu.block_ids)}")
-    _check_range("block ids", gpu.block_ids, geometry.num_blocks)
-    _check_range("slots", cpu.block_ids, geometry.num_slots)
+    _check_range("block ids", gpu.block_ids, bounds.num_blocks)
+    _check_range("slots", cpu.block_ids, bounds.num_slots)
     # places in all of the job's slots, as if their blocks were numbered through
-    per_chunk = geometry.blocks_per_chunk
+    per_chunk = bounds.blocks_per_chunk
     firsts = [sum(taken[:group]) * per_chunk + skip for group, skip in enumerate(skipped)]
     sizes = gpu.group_sizes
     places = _join([np.arange(first, first + size) for first, size in zip(firsts, sizes, strict=True)])
@@ -111,15 +111,15 @@ def pair_plain(blocks: Ints, slots: Ints) -> Plan:
     return Plan(_COUNT[:count], _NOTHING[:count], blocks, slots, _NOTHING[:count])
 
 
-def _pair_one_to_one(gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, geometry: Geometry) -> Plan:
+def _pair_one_to_one(gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, bounds: JobBounds) -> Plan:
     """Do the same for one group whose chunks are single blocks: small jobs, of which there are many, are mostly such."""
     blocks, slots = gpu.block_ids, cpu.block_ids
     if len(blocks) != len(slots):
         raise InputError(f"expected {len(blocks)} slots for as many blocks, got {len(slots)}")
     if gpu.block_indices is not None and gpu.block_indices[0] < 0:
         raise InputError(f"expected no negative block_indices, got {gpu.block_indices}")
-    least = _check_range("block ids", blocks, geometry.num_blocks)
-    _check_range("slots", slots, geometry.num_slots)
+    least = _check_range("block ids", blocks, bounds.num_blocks)
+    _check_range("slots", slots, bounds.num_slots)
     if least != NULL_BLOCK:
         return pair_plain(blocks, slots)
     positions = (blocks != NULL_BLOCK).nonzero()[0]
@@ -127,12 +127,12 @@ def _pair_one_to_one(gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, geometry: Geo
     return Plan(positions, nothing, blocks[positions], slots[positions], nothing)
 
 
-def _read_groups(gpu: GPULoadStoreSpec, geometry: Geometry) -> tuple[list[int], list[int]]:
+def _read_groups(gpu: GPULoadStoreSpec, bounds: JobBounds) -> tuple[list[int], list[int]]:
     """Return for each group how many leading blocks of its first slot are skipped, and how many slots it takes."""
-    sizes, per_chunk = gpu.group_sizes, geometry.blocks_per_chunk
+    sizes, per_chunk = gpu.group_sizes, bounds.blocks_per_chunk
     indices = gpu.block_indices or (0,) * len(sizes)
-    if len(sizes) != geometry.num_groups:
-        raise InputError(f"group_sizes: expected one per group ({geometry.num_groups}), got {gpu.group_sizes}")
+    if len(sizes) != bounds.num_groups:
+        raise InputError(f"group_sizes: expected one per group ({bounds.num_groups}), got {gpu.group_sizes}")
     if min(sizes) < 0 or min(indices) < 0:
         got = f"{gpu.group_sizes}, {gpu.block_indices}"
         raise InputError(f"expected no negative group_sizes or block_indices, got {got}")

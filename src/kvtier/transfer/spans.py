@@ -23,7 +23,7 @@ from kvtier.errors import LayoutError
 from kvtier.pool import Pool
 from kvtier.transfer import pages
 from kvtier.transfer.base import CanonicalKVCaches
-from kvtier.transfer.plan import Geometry, Plan
+from kvtier.transfer.plan import JobBounds, Plan
 
 __all__ = ["BATCH_BYTES", "DeviceMemory", "HostMemory", "Span", "Spans"]
 
@@ -102,7 +102,7 @@ class Spans:
             raise LayoutError(f"expected groups with blocks of {self.block_bytes} bytes, got {found}")
         first = kv_caches.tensors[0].tensor
         self.memory = DeviceMemory(first.device) if first.is_cuda else HostMemory()
-        self.geometry = Geometry(len(groups), len(first), pool.num_slots, config.settings.blocks_per_chunk)
+        self.bounds = JobBounds(len(groups), len(first), pool.num_slots, config.settings.blocks_per_chunk)
         self._image_offset = config.rank * config.max_image_bytes
         self.batches = [list(_batches(self._spans(kv_caches, group))) for group in groups]
 
@@ -115,7 +115,7 @@ class Spans:
     def _pool_view(self, group: int, offset: int, stack: torch.Tensor) -> torch.Tensor:
         """View the place of a stack, `offset` bytes into each block, in all rows."""
         _, refs, page = stack.shape
-        shape = (self.pool.num_slots, self.geometry.blocks_per_chunk, refs, page)
+        shape = (self.pool.num_slots, self.bounds.blocks_per_chunk, refs, page)
         strides = (self.pool.row_bytes, self.block_bytes[group], page, 1)
         return torch.from_numpy(np.ndarray(shape, np.int8, self.pool.rows, self._image_offset + offset, strides))
 

@@ -84,7 +84,7 @@ class CudaHandler(JobHandler[CudaJob]):
     def __init__(
         self, memory: CudaMemory, deadline: float, *, clock: Clock = time.monotonic, max_jobs: int = 1024
     ) -> None:
-        super().__init__(memory.pool, memory.geometry, memory.piece_bytes, deadline, clock=clock, max_jobs=max_jobs)
+        super().__init__(memory.pool, memory.bounds, memory.piece_bytes, deadline, clock=clock, max_jobs=max_jobs)
         self.memory = memory
         self._lane = self.lane_type(memory)  # `_lock` guards it too, and what follows
         self._under_way: deque[_UnderWay] = deque()
@@ -137,7 +137,7 @@ class CudaHandler(JobHandler[CudaJob]):
         if simple and not by_layer and (job := self._begin_at_once(job_id, blocks, slots, deadline)) is not None:
             return job
         plain = simple and self._lane.is_plain(blocks, slots)
-        plan = pair_plain(blocks, slots) if plain else pair_blocks(*ends, self._geometry)
+        plan = pair_plain(blocks, slots) if plain else pair_blocks(*ends, self._bounds)
         fence = None if plain else self._lane.fence()
         pieces, stage_ends = self._cut_plan(plan, by_layer)
         rows = self.memory.pool_map.rows(plan)

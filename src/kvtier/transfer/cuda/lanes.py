@@ -164,10 +164,10 @@ class Lane(ABC):
 
     def _find_plain(self, memory: CudaMemory) -> Plain | None:
         """Return what plain jobs keep to, where there are any: blocks are chunks, of one part."""
-        geometry, pool = memory.geometry, memory.pool_map
-        if len(memory.parts) > 1 or len(memory.parts[0]) > 1 or geometry.blocks_per_chunk > 1:
+        bounds, pool = memory.bounds, memory.pool_map
+        if len(memory.parts) > 1 or len(memory.parts[0]) > 1 or bounds.blocks_per_chunk > 1:
             return None
-        return Plain(pool.first, pool.row_bytes, geometry.num_blocks, geometry.num_slots)
+        return Plain(pool.first, pool.row_bytes, bounds.num_blocks, bounds.num_slots)
 
     def enter_thread(self) -> None:
         """Make the device that of the calling thread, if it has none."""

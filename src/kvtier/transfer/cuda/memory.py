@@ -13,7 +13,7 @@ from kvtier.pool import Pool
 from kvtier.transfer.base import CanonicalKVCaches
 from kvtier.transfer.cuda.pieces import Part, PoolMap, find_pages, find_stages, split_pages
 from kvtier.transfer.cuda.pinning import Pinning
-from kvtier.transfer.plan import Geometry
+from kvtier.transfer.plan import JobBounds
 
 __all__ = ["BUFFERS", "DIRECT_BYTES", "STAGE_BYTES", "CudaMemory"]
 
@@ -68,7 +68,7 @@ class CudaMemory:
         direct_bytes = min(direct_bytes, self.piece_bytes)
         self.parts = [split_pages(find_pages(kv_caches, group), self.piece_bytes, direct_bytes) for group in groups]
         self.stages, self.stage_of = self._find_stages(direct_bytes, stage_bytes)
-        self.geometry = Geometry(len(groups), len(first), pool.num_slots, config.settings.blocks_per_chunk)
+        self.bounds = JobBounds(len(groups), len(first), pool.num_slots, config.settings.blocks_per_chunk)
         self.pool_map = PoolMap(self.pinning.address, pool.row_bytes, self.pinning.seam, config)
 
     def _find_stages(self, direct_bytes: int, stage_bytes: int) -> tuple[list[list[tuple[Part, ...]]], dict[str, int]]:
