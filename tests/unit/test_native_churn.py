@@ -331,7 +331,7 @@ def churn_table(churn: Churn, budget: int, workers: int, operations: int) -> Non
         worker, lane = churn.random.randrange(workers), churn.random.randrange(min(workers, 3))
         keys = list(dict.fromkeys(churn.some()))
         hashes = np.array(keys, np.uint64)
-        held = [any((key, worker, each) in model for each in range(3)) for key in keys]
+        held = [any((key, worker, place) in model for place in range(3)) for key in keys]
         assert table.holds(worker, hashes).tolist() == held
         if churn.adds(len(model) / most):
             before = table.stats().dropped

@@ -191,12 +191,12 @@ class PythonSteps:
         dst, src = (host, device) if self._to_pool else (device, host)
         two = side_done and len(size) > 1 and size[0] < SMALL_RANGE
         streams = [stream, side] if two else [stream]
-        for each in streams if after else ():
-            driver.wait_for(each, after)
+        for follower in streams if after else ():
+            driver.wait_for(follower, after)
         if start:
             driver.record(start, stream)
-        for each in streams if wait else ():
-            driver.wait_for(each, wait)
+        for follower in streams if wait else ():
+            driver.wait_for(follower, wait)
         most, at, turn = BATCH_RANGES if driver.has_batches() else 1, 0, 0
         batch = min(FIRST_RANGES if start else most, most)
         while at < len(size):
