@@ -31,7 +31,7 @@ SIGNATURES: dict[str, list[Any]] = {
 }
 
 
-compiled_only = pytest.mark.skipif(steps.STEPS_BY == "python", reason="kvtier._cuda was not compiled here")
+compiled_only = pytest.mark.skipif(steps.STEPS_BY == "python", reason="kvtier.native._cuda was not compiled here")
 
 
 def cut_small(monkeypatch: pytest.MonkeyPatch, size: int) -> None:

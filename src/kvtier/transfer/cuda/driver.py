@@ -115,7 +115,7 @@ STEP_FUNCTIONS = (
     "cuLaunchKernel", "cuMemcpyAsync", "cuMemcpyBatchAsync", "cuEventRecord", "cuStreamWaitEvent",
     "cuEventQuery", "cuStreamQuery", "cuEventSynchronize", "cuEventElapsedTime",
 )  # fmt: skip
-"""What `kvtier._cuda` calls, in the order in which it is given them."""
+"""What `kvtier.native._cuda` calls, in the order in which it is given them."""
 
 
 _NEWER = {"cuEventElapsedTime": "cuEventElapsedTime_v2"}

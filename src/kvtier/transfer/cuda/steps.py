@@ -15,12 +15,13 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from kvtier.native import form_of, uses_c
 from kvtier.transfer.cuda import driver
 from kvtier.transfer.cuda.pieces import Ints, Pages, PoolMap, Rows
 
-try:
-    from kvtier._cuda import Steps as CompiledSteps
-except ImportError:  # not compiled here
+if uses_c("cuda"):
+    from kvtier.native._cuda import Steps as CompiledSteps
+else:
     CompiledSteps = None  # type: ignore[assignment, misc]
 
 __all__ = [
@@ -40,7 +41,7 @@ __all__ = [
     "make_steps",
 ]
 
-STEPS_BY = "python" if CompiledSteps is None else "c"
+STEPS_BY = form_of("cuda")
 """Who tells streams what to do. Both tell them the same."""
 
 SMALL_RANGE = 1 << 20
