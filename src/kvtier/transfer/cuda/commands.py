@@ -1,8 +1,9 @@
-"""The steps of a piece: a kernel or a copy over the bus, with the events around it. A script is all of a piece, in one call.
+"""Commands to the streams of a lane: tell a kernel its blocks, launch it, copy over the bus, with the events around it.
 
-A step starts a timer, waits for an event, does its work and records another event, each if there is one (0: none). `PythonSteps`
-says how, call by call; compiled, a script takes little longer than the driver does, and small jobs wait for nothing else.
-`make_steps` chooses. `STEPS_BY` says which was compiled.
+A command starts a timer, waits for an event, does its work and records another event, each if there is one (0: none).
+A script is the commands of a whole piece, submitted in one call. `PythonSubmitter` says how, call by call; compiled
+(`native/_cuda.c`), a script takes little longer than the driver does, and small jobs wait for nothing else.
+`make_submitter` chooses. `SUBMITTED_BY` says which was compiled.
 
 Streams, events and addresses are numbers. One thread at a time; any may wait. Errors of the driver are `TransferError`.
 """
@@ -20,9 +21,9 @@ from kvtier.transfer.cuda import driver
 from kvtier.transfer.cuda.pieces import Ints, Pages, PoolMap, Rows
 
 if uses_c("cuda"):
-    from kvtier.native._cuda import Steps as CompiledSteps
+    from kvtier.native._cuda import Submitter as CompiledSubmitter
 else:
-    CompiledSteps = None  # type: ignore[assignment, misc]
+    CompiledSubmitter = None  # type: ignore[assignment, misc]
 
 __all__ = [
     "BATCH_RANGES",
@@ -30,18 +31,18 @@ __all__ = [
     "FIRST_RANGES",
     "LAUNCH",
     "SMALL_RANGE",
-    "STEPS_BY",
+    "SUBMITTED_BY",
     "TELL",
+    "Command",
     "Note",
     "Plain",
-    "PythonSteps",
+    "PythonSubmitter",
     "Script",
-    "Step",
-    "Steps",
-    "make_steps",
+    "Submitter",
+    "make_submitter",
 ]
 
-STEPS_BY = form_of("cuda")
+SUBMITTED_BY = form_of("cuda")
 """Who tells streams what to do. Both tell them the same."""
 
 SMALL_RANGE = 1 << 20
@@ -72,21 +73,21 @@ class Note(NamedTuple):
 
 
 class Plain(NamedTuple):
-    """What a plain job keeps to. Blocks are chunks: slot i is `i * step` bytes behind `first`."""
+    """What a plain job keeps to. Blocks are chunks: slot i is `i * stride` bytes behind `first`."""
 
     first: int
-    step: int
+    stride: int
     num_blocks: int
     num_slots: int
 
 
 TELL, LAUNCH, COPY = range(3)
-Step = tuple[Any, ...]
-"""One of these three and its arguments, of which a string is the name of what each piece has its own: see `Steps.play`."""
-Script = tuple[Step, ...]
+Command = tuple[Any, ...]
+"""One of these three and its arguments, of which a string is the name of what each piece has its own: see `Submitter.play`."""
+Script = tuple[Command, ...]
 
 
-class Steps(Protocol):
+class Submitter(Protocol):
     """What both forms do."""
 
     def is_plain(self, plain: Plain, blocks: Ints, slots: Ints, engine: int, /) -> bool:
@@ -95,7 +96,7 @@ class Steps(Protocol):
     def play(
         self, script: Script, blocks: Ints, first: int, last: int, count: int, rows: Rows, start: int, wait: int, /
     ) -> None:
-        """Do the steps of a script for a piece. Arguments have the names that scripts call them by."""
+        """Submit the commands of a script for a piece. Arguments have the names that scripts call them by."""
 
     def tell(self, note: Note, blocks: Ints, first: int, last: int, rows: Rows, offset: int, /) -> None:
         """Write down blocks `[first, last)` for a kernel, and the places of their rows, plus `offset`."""
@@ -129,17 +130,17 @@ class Steps(Protocol):
         """Return the device's time between two events that have happened."""
 
 
-def make_steps(pool: PoolMap, *, to_pool: bool, pinned: bool) -> Steps:
-    """Return what tells streams the steps of one direction."""
-    if CompiledSteps is None or not pinned:  # copies of pageable memory may wait, and must not hold the GIL
-        return PythonSteps(pool, to_pool=to_pool, pinned=pinned)
-    return CompiledSteps(
+def make_submitter(pool: PoolMap, *, to_pool: bool, pinned: bool) -> Submitter:
+    """Return what submits the commands of one direction."""
+    if CompiledSubmitter is None or not pinned:  # copies of pageable memory may wait, and must not hold the GIL
+        return PythonSubmitter(pool, to_pool=to_pool, pinned=pinned)
+    return CompiledSubmitter(
         driver.find_functions(), driver.fail, to_pool, pool.address, pool.seam, SMALL_RANGE, FIRST_RANGES, BATCH_RANGES
     )
 
 
-class PythonSteps:
-    """Tells streams step by step, from Python."""
+class PythonSubmitter:
+    """Submits command by command, from Python."""
 
     def __init__(self, pool: PoolMap, *, to_pool: bool, pinned: bool = True) -> None:
         self._pool, self._to_pool, self._pinned = pool, to_pool, pinned
@@ -154,9 +155,9 @@ class PythonSteps:
         """Do one after the other."""
         own: dict[str, Any] = {"blocks": blocks, "first": first, "last": last, "count": count, "rows": rows}
         own |= {"start": start, "wait": wait}
-        steps: list[Callable[..., None]] = [self.tell, self.launch, self.copy]
+        calls: list[Callable[..., None]] = [self.tell, self.launch, self.copy]
         for which, *args in script:
-            steps[which](*(own[arg] if isinstance(arg, str) else arg for arg in args))
+            calls[which](*(own[arg] if isinstance(arg, str) else arg for arg in args))
 
     def tell(self, note: Note, blocks: Ints, first: int, last: int, rows: Rows, offset: int, /) -> None:
         """Write a note, and bring it to the device."""

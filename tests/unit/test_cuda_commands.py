@@ -1,4 +1,4 @@
-"""Compiled steps tell the driver what those in Python tell it, call by call; the driver only writes it down."""
+"""Compiled commands tell the driver what those in Python tell it, call by call; the driver only writes it down."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tests.unit.cuda_kit import FakeDriver, compiled_only
 
 from kvtier.errors import TransferError
 from kvtier.testing.caches import make_caches, make_config
+from kvtier.transfer.cuda.commands import COPY, LAUNCH, TELL, Note, Plain, PythonSubmitter, make_submitter
 from kvtier.transfer.cuda.driver import Launch
 from kvtier.transfer.cuda.pieces import Pages, PoolMap, Rows
-from kvtier.transfer.cuda.steps import COPY, LAUNCH, TELL, Note, Plain, PythonSteps, make_steps
 
 POOL = 1 << 40
 
@@ -33,9 +33,9 @@ def pool_map() -> PoolMap:
 
 
 def forms(*, to_pool: bool = True) -> list[Any]:
-    compiled = make_steps(pool_map(), to_pool=to_pool, pinned=True)
-    assert not isinstance(compiled, PythonSteps)
-    return [compiled, PythonSteps(pool_map(), to_pool=to_pool)]
+    compiled = make_submitter(pool_map(), to_pool=to_pool, pinned=True)
+    assert not isinstance(compiled, PythonSubmitter)
+    return [compiled, PythonSubmitter(pool_map(), to_pool=to_pool)]
 
 
 numbers = st.integers(1, 1 << 47)
@@ -132,7 +132,7 @@ def test_a_plain_job_has_all_blocks_and_slots_and_an_engine_that_is_idle(
 @compiled_only
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data(), st.lists(st.integers(0, 2), max_size=6), maybe, maybe)
-def test_scripts_are_played_step_by_step(
+def test_scripts_are_played_command_by_command(
     fake: FakeDriver, data: st.DataObject, which: list[int], start: int, wait: int
 ) -> None:
     memory = (ctypes.c_int64 * 16)()
@@ -141,16 +141,16 @@ def test_scripts_are_played_step_by_step(
     first = data.draw(st.integers(0, 3))
     last = data.draw(st.integers(first + 1, 4))
     either = st.sampled_from(["start", 0, 21])
-    steps_of = {
+    arguments_of = {
         TELL: lambda: (note, "blocks", "first", "last", data.draw(st.sampled_from(["rows", ROWS])), 8),
         LAUNCH: lambda: (KERNEL, note, "count", 1, data.draw(either), data.draw(st.sampled_from(["wait", 0, 22])), 23),
         COPY: lambda: (PAGES, data.draw(st.sampled_from(["blocks", None])), "first", "last", "rows", 1, 2, 3,
                        data.draw(st.sampled_from([0, 20])), data.draw(either), "wait", 24),
     }  # fmt: skip
-    script = tuple((kind, *steps_of[kind]()) for kind in which)
+    script = tuple((kind, *arguments_of[kind]()) for kind in which)
     own = {"blocks": blocks, "first": first, "last": last, "count": last - first, "rows": rows}
     own |= {"start": start, "wait": wait}
-    one_by_one = PythonSteps(pool_map(), to_pool=True)
+    one_by_one = PythonSubmitter(pool_map(), to_pool=True)
     names = [one_by_one.tell, one_by_one.launch, one_by_one.copy]
     fake.calls.clear()
     for kind, *args in script:
@@ -250,4 +250,4 @@ def test_what_makes_no_sense_is_refused_before_the_driver_is_told(
 
 def test_python_serves_memory_that_is_not_pinned() -> None:
     """Its copies may wait, and must not keep the GIL while they do."""
-    assert isinstance(make_steps(pool_map(), to_pool=True, pinned=False), PythonSteps)
+    assert isinstance(make_submitter(pool_map(), to_pool=True, pinned=False), PythonSubmitter)
