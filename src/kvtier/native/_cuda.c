@@ -338,9 +338,9 @@ release:
 
 typedef PyObject *(*Command)(Submitter *, PyObject *const *, Py_ssize_t);
 enum { NUM_COMMANDS = 3, MOST_ARGUMENTS = 12 };
-static const Command COMMANDS[NUM_COMMANDS] = {submitter_tell, submitter_launch, submitter_copy}; /* TELL, LAUNCH, COPY */
+static const Command COMMANDS[NUM_COMMANDS] = {submitter_tell, submitter_launch, submitter_copy}; /* by `CommandKind`, which ends a command */
 
-/* Return an argument of a command: a string is the name of what the piece has its own, which are the arguments of `play`. */
+/* Return an argument of a command: a string is a `Placeholder` of what the piece has its own, the arguments of `play`. */
 static PyObject *find_argument(PyObject *named, PyObject *const *own) {
     static const char *const NAMES[] = {"blocks", "first", "last", "count", "rows", "start", "wait"}; /* no two begin alike */
     if (!PyUnicode_Check(named) || PyUnicode_GetLength(named) == 0) return named;
@@ -351,12 +351,13 @@ static PyObject *find_argument(PyObject *named, PyObject *const *own) {
 }
 
 static PyObject *play_command(Submitter *self, PyObject *command, PyObject *const *own) {
-    PyObject *args[MOST_ARGUMENTS], *first = PyTuple_Check(command) ? PyTuple_GetItem(command, 0) : NULL;
-    Py_ssize_t given = first != NULL ? PyTuple_Size(command) - 1 : -1;
+    PyObject *args[MOST_ARGUMENTS];
+    Py_ssize_t given = PyTuple_Check(command) ? PyTuple_Size(command) - 1 : -1;
+    PyObject *kind = given >= 0 ? PyTuple_GetItem(command, given) : NULL;
     int64_t which = -1;
-    if (first != NULL && read_integers(&first, 1, &which) < 0) return NULL;
+    if (kind != NULL && read_integers(&kind, 1, &which) < 0) return NULL;
     if (which < 0 || which >= NUM_COMMANDS || given > MOST_ARGUMENTS) return PyErr_Clear(), refuse("a script of commands");
-    for (int i = 0; i < given; i++) args[i] = find_argument(PyTuple_GetItem(command, i + 1), own);
+    for (int i = 0; i < given; i++) args[i] = find_argument(PyTuple_GetItem(command, i), own);
     return COMMANDS[which](self, args, given);
 }
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from enum import IntEnum, StrEnum
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -27,18 +28,21 @@ else:
 
 __all__ = [
     "BATCH_RANGES",
-    "COPY",
     "FIRST_RANGES",
-    "LAUNCH",
     "SMALL_RANGE",
     "SUBMITTED_BY",
-    "TELL",
     "Command",
+    "CommandKind",
+    "CopyPages",
+    "LaunchKernel",
     "Note",
+    "OpenEvent",
+    "Placeholder",
     "Plain",
     "PythonSubmitter",
     "Script",
     "Submitter",
+    "TellKernel",
     "make_submitter",
 ]
 
@@ -81,9 +85,74 @@ class Plain(NamedTuple):
     num_slots: int
 
 
-TELL, LAUNCH, COPY = range(3)
-Command = tuple[Any, ...]
-"""One of these three and its arguments, of which a string is the name of what each piece has its own: see `Submitter.play`."""
+class Placeholder(StrEnum):
+    """Stands in a command for what every piece has its own: scripts are written once, and played for many pieces."""
+
+    BLOCKS = "blocks"
+    FIRST = "first"
+    LAST = "last"
+    COUNT = "count"
+    ROWS = "rows"
+    START = "start"
+    WAIT = "wait"
+
+
+class CommandKind(IntEnum):
+    """What a command does. The last field of each, and the place of its function in C."""
+
+    TELL = 0
+    LAUNCH = 1
+    COPY = 2
+
+
+OpenEvent = int | Literal[Placeholder.START, Placeholder.WAIT]
+"""An event, 0 for none, or the name of one that every piece has its own."""
+
+
+class TellKernel(NamedTuple):
+    """The arguments of `Submitter.tell`."""
+
+    note: Note
+    blocks: Literal[Placeholder.BLOCKS]
+    first: Literal[Placeholder.FIRST]
+    last: Literal[Placeholder.LAST]
+    rows: Rows | Literal[Placeholder.ROWS]
+    offset: int
+    kind: CommandKind = CommandKind.TELL
+
+
+class LaunchKernel(NamedTuple):
+    """The arguments of `Submitter.launch`."""
+
+    kernel: driver.Launch
+    note: Note
+    num_blocks: Literal[Placeholder.COUNT]
+    stream: int
+    start: OpenEvent
+    wait: OpenEvent
+    done: int
+    kind: CommandKind = CommandKind.LAUNCH
+
+
+class CopyPages(NamedTuple):
+    """The arguments of `Submitter.copy`."""
+
+    pages: Pages
+    blocks: Literal[Placeholder.BLOCKS] | None
+    first: Literal[Placeholder.FIRST]
+    last: Literal[Placeholder.LAST]
+    rows: Literal[Placeholder.ROWS]
+    stream: int
+    side: int
+    side_done: int
+    after: int
+    start: OpenEvent
+    wait: OpenEvent
+    done: int
+    kind: CommandKind = CommandKind.COPY
+
+
+Command = TellKernel | LaunchKernel | CopyPages
 Script = tuple[Command, ...]
 
 
@@ -96,7 +165,7 @@ class Submitter(Protocol):
     def play(
         self, script: Script, blocks: Ints, first: int, last: int, count: int, rows: Rows, start: int, wait: int, /
     ) -> None:
-        """Submit the commands of a script for a piece. Arguments have the names that scripts call them by."""
+        """Submit the commands of a script for a piece. The other arguments take the place of `Placeholder`s, in that order."""
 
     def tell(self, note: Note, blocks: Ints, first: int, last: int, rows: Rows, offset: int, /) -> None:
         """Write down blocks `[first, last)` for a kernel, and the places of their rows, plus `offset`."""
@@ -153,11 +222,17 @@ class PythonSubmitter:
         self, script: Script, blocks: Ints, first: int, last: int, count: int, rows: Rows, start: int, wait: int, /
     ) -> None:
         """Do one after the other."""
-        own: dict[str, Any] = {"blocks": blocks, "first": first, "last": last, "count": count, "rows": rows}
-        own |= {"start": start, "wait": wait}
-        calls: list[Callable[..., None]] = [self.tell, self.launch, self.copy]
-        for which, *args in script:
-            calls[which](*(own[arg] if isinstance(arg, str) else arg for arg in args))
+        own: dict[Placeholder, Any] = dict(
+            zip(Placeholder, (blocks, first, last, count, rows, start, wait), strict=True)
+        )
+        calls: dict[CommandKind, Callable[..., None]] = {
+            CommandKind.TELL: self.tell,
+            CommandKind.LAUNCH: self.launch,
+            CommandKind.COPY: self.copy,
+        }
+        for command in script:
+            *arguments, kind = command
+            calls[kind](*(own[item] if isinstance(item, Placeholder) else item for item in arguments))
 
     def tell(self, note: Note, blocks: Ints, first: int, last: int, rows: Rows, offset: int, /) -> None:
         """Write a note, and bring it to the device."""

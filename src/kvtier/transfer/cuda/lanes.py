@@ -26,12 +26,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
 from kvtier.transfer.cuda import driver
-from kvtier.transfer.cuda.commands import COPY, LAUNCH, TELL, Command, Note, Plain, Script, make_submitter
+from kvtier.transfer.cuda.commands import (
+    CopyPages,
+    LaunchKernel,
+    Note,
+    OpenEvent,
+    Placeholder,
+    Plain,
+    Script,
+    TellKernel,
+    make_submitter,
+)
 from kvtier.transfer.cuda.device import Device
 from kvtier.transfer.cuda.memory import BUFFERS, CudaMemory
 from kvtier.transfer.cuda.pieces import (
@@ -77,8 +87,13 @@ Beside a prefill 4 move 19 GB/s and 16 38, for as many cycles of it a byte: what
 
 _CopyStreams = tuple[int, int, int, int]
 """A stream, one beside it for small ranges, an event to join them by, and another that both begin after."""
-_Open = int | str
-"""An event, or the name of one that each piece has its own."""
+_BLOCKS: Final = Placeholder.BLOCKS
+_FIRST: Final = Placeholder.FIRST
+_LAST: Final = Placeholder.LAST
+_COUNT: Final = Placeholder.COUNT
+_ROWS: Final = Placeholder.ROWS
+_START: Final = Placeholder.START
+_WAIT: Final = Placeholder.WAIT
 _Route = Literal["direct", "short", "opening", "alone", "staged"]
 """How a piece is copied: page by page; by a kernel, over the bus, with others to follow or not; through a buffer, on one stream
 or beside other pieces."""
@@ -287,13 +302,13 @@ class Lane(ABC):
 
     def _write_direct(self, part: Part, turn: int, after: int) -> Script:
         streams = self._copy_streams(turn, after)
-        return ((COPY, part.pages, "blocks", "first", "last", "rows", *streams, "start", 0, self._done[turn]),)
+        return (CopyPages(part.pages, _BLOCKS, _FIRST, _LAST, _ROWS, *streams, _START, 0, self._done[turn]),)
 
     def _write_short(self, part: Part, turn: int, kernel: driver.Launch) -> Script:
         note = self._told[turn]
         return (
-            (TELL, note, "blocks", "first", "last", "rows", part.offset),
-            (LAUNCH, kernel, note, "count", self._side, "start", 0, self._done[turn]),
+            TellKernel(note, _BLOCKS, _FIRST, _LAST, _ROWS, part.offset),
+            LaunchKernel(kernel, note, _COUNT, self._side, _START, 0, self._done[turn]),
         )
 
     @abstractmethod
@@ -307,18 +322,22 @@ class Lane(ABC):
     def _copy_streams(self, turn: int, after: int) -> _CopyStreams:
         return self._copies, self._side, self._joined[turn], after
 
-    def _tell(self, note: Note, part: Part, turn: int) -> Command:
+    def _tell(self, note: Note, part: Part, turn: int) -> TellKernel:
         """Tell a kernel the blocks of a piece, and that their rows are in its buffer."""
-        return (TELL, note, "blocks", "first", "last", self._ways[id(part)].rows[turn % BUFFERS], 0)
+        return TellKernel(note, _BLOCKS, _FIRST, _LAST, self._ways[id(part)].rows[turn % BUFFERS], 0)
 
-    def _launch(self, note: Note, part: Part, stream: int, start: _Open, wait: _Open, done: int) -> Command:
+    def _launch(
+        self, note: Note, part: Part, stream: int, start: OpenEvent, wait: OpenEvent, done: int
+    ) -> LaunchKernel:
         """Let a kernel copy a piece between the engine and its buffer."""
-        return (LAUNCH, self._ways[id(part)].staged, note, "count", stream, start, wait, done)
+        return LaunchKernel(self._ways[id(part)].staged, note, _COUNT, stream, start, wait, done)
 
-    def _copy(self, part: Part, turn: int, streams: _CopyStreams, start: _Open, wait: _Open, done: int) -> Command:
+    def _copy(
+        self, part: Part, turn: int, streams: _CopyStreams, start: OpenEvent, wait: OpenEvent, done: int
+    ) -> CopyPages:
         """Copy a piece between its buffer and the pool."""
         pages = self._ways[id(part)].pages[turn % BUFFERS]
-        return (COPY, pages, None, "first", "last", "rows", *streams, start, wait, done)
+        return CopyPages(pages, None, _FIRST, _LAST, _ROWS, *streams, start, wait, done)
 
     # -- what has arrived --------------------------------------------------------------------------------------------------
 
@@ -356,7 +375,7 @@ class StoreLane(Lane):
         note, stream = self._told[turn], self._copies
         return (
             self._tell(note, part, turn),
-            self._launch(note, part, stream, "start", 0, 0),
+            self._launch(note, part, stream, _START, 0, 0),
             self._copy(part, turn, (stream, 0, 0, 0), 0, 0, self._done[turn]),
         )
 
@@ -364,7 +383,7 @@ class StoreLane(Lane):
         note, ready = self._heard[turn], self._ready[turn]
         return (
             self._tell(note, part, turn),
-            self._launch(note, part, self._kernels, "start", "wait", ready),
+            self._launch(note, part, self._kernels, _START, _WAIT, ready),
             self._copy(part, turn, self._copy_streams(turn, after), 0, ready, self._done[turn]),
         )
 
@@ -387,7 +406,7 @@ class LoadLane(Lane):
     def _write_alone(self, part: Part, turn: int) -> Script:
         note, stream = self._told[turn], self._copies
         return (
-            self._copy(part, turn, (stream, 0, 0, 0), "start", 0, 0),
+            self._copy(part, turn, (stream, 0, 0, 0), _START, 0, 0),
             self._tell(note, part, turn),
             self._launch(note, part, stream, 0, 0, self._done[turn]),
         )
@@ -395,7 +414,7 @@ class LoadLane(Lane):
     def _write_staged(self, part: Part, turn: int, after: int, begins: bool) -> Script:
         note, ready = self._heard[turn], self._ready[turn]
         tell = self._tell(note, part, turn)
-        copy = self._copy(part, turn, self._copy_streams(turn, after), "start", "wait", ready)
+        copy = self._copy(part, turn, self._copy_streams(turn, after), _START, _WAIT, ready)
         # A note that is behind the copy waits for it, but a job's first bytes should not wait for a note.
         return (
             *((copy, tell) if begins else (tell, copy)),
