@@ -150,14 +150,14 @@ def test_two_ranks_of_one_instance(client: Client) -> None:
         assert client("POST", "/query", {"token_ids": T, "model_name": "m"})[0] == 404
 
 
-def test_a_batchs_rank_counts_more_than_the_registrations(client: Client) -> None:
+def test_a_registrations_rank_counts_more_than_its_batches(client: Client) -> None:
     with publishing(3) as publisher:
-        client("POST", "/register", registered(publisher, dp_rank=5))
-        publish(publisher, stored([1], None, T[:4]))
-        until(lambda: client.query(T)["scores"] == {"1": {"3": 4}})
-        client("POST", "/unregister", {"instance_id": 1, "model_name": "m"})
-        client("POST", "/register", registered(publisher, dp_rank=5))
-        until(lambda: client.query(T)["scores"] == {"1": {"3": 4}})
+        for _ in range(2):
+            client("POST", "/register", registered(publisher, dp_rank=5))
+            publish(publisher, stored([1], None, T[:4]))
+            until(lambda: client.query(T)["scores"] == {"1": {"5": 4}})
+            assert client.query(T)["states"].keys() == {"1"}
+            client("POST", "/unregister", {"instance_id": 1, "model_name": "m"})
 
 
 def test_a_lost_publisher_is_seen_in_the_answer(client: Client) -> None:
@@ -259,9 +259,9 @@ def test_a_worker_whose_blocks_found_no_room_is_degraded() -> None:
 
 def test_followed_from_the_start() -> None:
     with publishing() as publisher:
-        first = Registration(GroupKey("m"), 7, 0, publisher.endpoint, publisher.replay_endpoint)
+        first = Registration(GroupKey("m"), 7, 0, publisher.endpoint, publisher.replay_endpoint, block_size=4)
         publish(publisher, stored([1], None, T[:4]))
-        with IndexServer(settings=SMALL, follow=[(first, 4)]) as server:
+        with IndexServer(settings=SMALL, follow=[first]) as server:
             client = Client(server.url)
             until(lambda: client.query(T)["scores"] == {"7": {"0": 4}})
             listener = client("GET", "/workers")[1][0]["listeners"]["0"]
