@@ -51,8 +51,6 @@ _TIER_NAMES = {Tier.GPU: "device", Tier.CPU: "host_pinned", Tier.STORAGE: "disk"
 _CHANGES = frozenset(("/register", "/unregister"))
 _DUMPS = 4
 """How many dumps may be under way: each keeps a list of what is held."""
-_SLICE = 1024
-"""How many blocks of a dump are written before others get a turn: about a millisecond."""
 _REASON_LENGTH = 1000
 
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
@@ -307,13 +305,13 @@ class Api:
                 name, size = msgspec.json.encode(":".join(key)), msgspec.json.encode(group.block_size)
                 yield b'%b%b:{"block_size":%b,"events":[' % (opening, name, size)
                 first, number = b"", 0
-                slices = slices_of(group.index, _SLICE)
+                slices = slices_of(group.index)
                 # the first step takes a picture of the whole, the others are short
                 part = await asyncio.to_thread(next, slices, None)
                 while part is not None:
-                    events = list(_stores(part, number))
-                    yield first + b",".join(map(msgspec.json.encode, events))
-                    first, number = b",", number + len(events)
+                    if events := list(_stores(part, number)):
+                        yield first + b",".join(map(msgspec.json.encode, events))
+                        first, number = b",", number + len(events)
                     await asyncio.sleep(0)
                     part = next(slices, None)
                 yield b"]}"

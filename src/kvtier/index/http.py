@@ -285,6 +285,8 @@ class HttpServer:
         try:
             async with asyncio.timeout(self._limits.stream_timeout), contextlib.aclosing(body):
                 async for piece in body:
+                    if not piece:
+                        continue  # an empty chunk would end the answer
                     writer.write(b"%x\r\n%b\r\n" % (len(piece), piece) if in_chunks else piece)
                     async with asyncio.timeout(self._limits.send_timeout):
                         await writer.drain()

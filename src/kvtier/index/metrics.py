@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 
 from kvtier.events.updates import State
 from kvtier.index.service import Followed, Service, Worker, worst
-from kvtier.index.shim import orphans_dropped
+from kvtier.index.shim import counts_of
 
 __all__ = ["metrics_of"]
 
@@ -39,7 +39,7 @@ def _add_indexes(lines: list[str], service: Service) -> None:
         ({"model": key.model, "routing_group": key.routing_group}, group.index)
         for key, group in service.groups().items()
     ]
-    stats = [(labels, index.stats()) for labels, index in groups]
+    counts = [(labels, counts_of(index)) for labels, index in groups]
     for field, kind, text in (
         ("blocks", "gauge", "Blocks that somebody holds."),
         ("workers", "gauge", "Workers that were heard of."),
@@ -47,12 +47,12 @@ def _add_indexes(lines: list[str], service: Service) -> None:
         ("budget", "gauge", "Bytes that the table may take."),
         ("dropped", "counter", "Blocks refused because the budget was spent."),
         ("unknown", "counter", "Removals of blocks that were not held."),
-        ("ignored", "counter", "Blocks of no use for prefix matches, or that do not fit the block size."),
+        ("ignored", "counter", "Blocks of groups that no prefix match can be made of."),
+        ("refused", "counter", "Blocks of another size, with wrong tokens, or in a place too many."),
+        ("orphans_dropped", "counter", "Blocks that found no room to wait for their parents."),
     ):
         name = f"{field}_total" if kind == "counter" else field
-        _add(lines, name, kind, text, [(labels, getattr(stat, field)) for labels, stat in stats])
-    orphans = [(labels, float(orphans_dropped(index))) for labels, index in groups]
-    _add(lines, "orphans_dropped_total", "counter", "Blocks dropped before their parents came.", orphans)
+        _add(lines, name, kind, text, [(labels, float(count[field])) for labels, count in counts])
     held = []
     for labels, index in groups:
         for name in index.workers:

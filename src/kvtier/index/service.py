@@ -27,7 +27,8 @@ from kvtier.events.follow.link import Source
 from kvtier.events.subscriber import Limits, Subscriber
 from kvtier.events.updates import Received, Reset, SourceStatus, State, StateChanged, Update
 from kvtier.index.base import Hashes, Match
-from kvtier.index.shim import LearningIndex, reasons_of
+from kvtier.index.prefix import PrefixIndex
+from kvtier.index.shim import new_index, reasons_of
 
 __all__ = [
     "Conflict",
@@ -157,11 +158,9 @@ class Followed:
 class Group:
     """An index, who is followed for it, and who of them speaks for each of its workers."""
 
-    index: LearningIndex
+    index: PrefixIndex
     members: dict[str, Followed] = field(default_factory=dict)
     speakers: dict[str, Followed] = field(default_factory=dict)
-    logged: set[str] = field(default_factory=set)
-    """Workers of which the log says already that they are incomplete."""
 
     @property
     def block_size(self) -> int | None:
@@ -197,7 +196,8 @@ class Service:
         self._sources: dict[str, Followed] = {}
         self._numbers = count()
         probe = self._new_index(1, budget=1 << 20)
-        probe.warm_up()
+        if self.settings.form == "numba":
+            probe.warm_up()
         self._subscriber: Subscriber[Any] = Subscriber(decode=probe.decoder(), limits=self.settings.limits)
         self._thread = threading.Thread(target=self._follow, name="kvtier-index", daemon=True)
         self._thread.start()
@@ -248,9 +248,9 @@ class Service:
             raise Conflict(f"block_size mismatch for {where}: {sizes}")
         return group
 
-    def _new_index(self, block_size: int | None, budget: int | None = None) -> LearningIndex:
+    def _new_index(self, block_size: int | None, budget: int | None = None) -> PrefixIndex:
         wanted = self.settings
-        return LearningIndex(
+        return new_index(
             keys=wanted.keys,
             block_size=block_size,
             budget=wanted.budget if budget is None else budget,
@@ -335,7 +335,6 @@ class Service:
         if not refusal:
             try:
                 group.index.apply_all(followed.registration.worker(rank).name, batches)
-                self._log_incomplete(followed.registration.group, group)
                 return
             except KVTierError as error:
                 refusal = str(error)
@@ -360,14 +359,6 @@ class Service:
         group.speakers[name] = followed
         followed.ranks.add(rank)
         return ""
-
-    def _log_incomplete(self, key: GroupKey, group: Group) -> None:
-        """Say once of each worker that its picture has become incomplete."""
-        reasons = reasons_of(group.index)
-        for name in reasons.keys() - group.logged:
-            worker, text = Worker.of(name), "instance %r rank %d of %s is degraded: %s"
-            logger.warning(text, worker.instance, worker.rank, key, reasons[name])
-        group.logged = set(reasons)
 
     # -- questions -------------------------------------------------------------------------------------
 
