@@ -910,6 +910,29 @@ def test_an_answer_that_breaks_off_is_not_taken_for_a_whole_one(caplog: pytest.L
     assert "an answer broke off" in caplog.text
 
 
+def test_requests_sent_all_at_once_let_others_have_a_turn() -> None:
+    """Bytes that are here already are read, answered and sent without waiting for anything."""
+    answered, turn_after = [], []
+
+    async def answer(request: HttpRequest) -> Response:
+        if not answered:
+            asyncio.get_running_loop().call_soon(lambda: turn_after.append(len(answered)))
+        answered.append(request.path)
+        return Response()
+
+    async def ask() -> None:
+        server = HttpServer(answer)
+        reader, writer = await asyncio.open_connection(*await server.start("127.0.0.1", 0))
+        writer.write(b"GET / HTTP/1.1\r\n\r\n" * 500)
+        writer.write_eof()
+        await reader.read()
+        writer.close()
+        await server.close()
+
+    asyncio.run(ask())
+    assert (len(answered), turn_after) == (500, [1])
+
+
 def test_who_dribbles_a_head_is_cut_off() -> None:
     """One byte now and then kept a connection for as long as one that is idle between two requests."""
     limits = HttpLimits(receive_timeout=0.3, idle_timeout=600)

@@ -1,10 +1,10 @@
 """Who may ask an index server, and who may change what it follows.
 
-A web page that somebody opens must not reach a server on that person's machine or network. So a request must name
-the server by an address, by a loopback name, or by a name that was allowed: a page whose own name was pointed at
-the server (DNS rebinding) names itself. A request that says it comes from another page is refused too. Changes
-must be JSON, which pages of others cannot send unasked, and carry the token where there is one. The values here
-are immutable; any thread may use them.
+A web page that somebody opens must not reach a server on that person's machine or network. So a request
+must name the server by an address, by a loopback name, or by a name that was allowed: a page whose own
+name was pointed at the server (DNS rebinding) names itself. A request that says it comes from another page
+is refused too. Changes must be JSON, which pages of others cannot send unasked, and carry the token where
+there is one. The values here are immutable; any thread may use them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _LONGEST_TOKEN = 4096
 class Access:
     """What clients may do.
 
-    `hosts` are names by which they may call the server besides `localhost` and addresses (`*`: any), `token` is
-    what changes must carry (`None`: nothing), and `ipc` says whether they may register sockets of this machine.
+    `hosts` are names by which they may call the server besides `localhost` and addresses (`*`: any), `token`
+    is what changes must carry (`None`: nothing), and `ipc` lets them register sockets of this machine.
     """
 
     hosts: tuple[str, ...] = ()
@@ -63,7 +63,7 @@ class Access:
             raise HttpError(415, f"Content-Type: expected application/json, got {kind[:200]!r}")
 
     def _knows(self, host: str) -> bool:
-        """Tell whether a request with that `Host` was meant for us: others can point names at us, not addresses."""
+        """Tell whether a request with that `Host` was meant for us: others can point only names at us."""
         try:
             name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
         except ValueError:

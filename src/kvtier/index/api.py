@@ -1,15 +1,17 @@
 """The indexer's HTTP interface, in the shapes that routers already speak.
 
-Requests that say `model_name` are answered as Dynamo's standalone indexer answers them, those that say `model`
-or `modelname` as Mooncake's conductor does (RFC 1403). Counts are tokens. Both answers carry more than those:
-whether each worker's picture is `exact`, `repairing` or `degraded`, under `states` or in each instance's
-`state`, and why it is not exact, under `reasons` or in `reason`. Who does not know the fields does not see them.
+Requests that say `model_name` are answered as Dynamo's standalone indexer answers them, those that say
+`model` or `modelname` as Mooncake's conductor does (RFC 1403). Counts are tokens. Both answers carry more
+than those: whether each worker's picture is `exact`, `repairing` or `degraded`, under `states` or in each
+instance's `state`, and why it is not exact, under `reasons` or in `reason`. Who does not know the fields
+does not see them.
 
     POST /register /unregister /query /query_by_hash         GET /workers /dump /health /metrics
 
-With keys by XXH3, `block_hashes` are hashes of single blocks, as Dynamo's clients send, and `seq_hashes` are
-chained ones, as Mooncake's do; with the engine's keys both are the engine's hashes. A dump is made and sent in
-slices, and other questions are answered between them. Functions here belong to the event loop's thread.
+With keys by XXH3, `block_hashes` are hashes of single blocks, as Dynamo's clients send, and `seq_hashes`
+are chained ones, as Mooncake's do; with the engine's keys both are the engine's hashes. A dump is made and
+sent in slices, and other questions are answered between them; so are metrics. This belongs to the event
+loop's thread.
 """
 
 from __future__ import annotations
@@ -292,7 +294,7 @@ class Api:
         return listener
 
     def _dump(self, request: HttpRequest) -> Response:
-        """Return all that is held, as stores that make it so. Parents and tokens are not kept: they are null."""
+        """Return all that is held, as stores that make it so. Parents and tokens are not kept, but null."""
         if self._dumps >= _DUMPS:
             raise HttpError(503, f"{_DUMPS} dumps are under way: try again later", {"Retry-After": "1"})
         return Response(200, self._dump_pieces())
@@ -326,8 +328,12 @@ class Api:
         return Response()
 
     def _metrics(self, request: HttpRequest) -> Response:
-        text = metrics_of(self.service, self.requests, self.seconds)
-        return Response(200, text.encode(), "text/plain; version=0.0.4")
+        return Response(200, self._metrics_pieces(), "text/plain; version=0.0.4")
+
+    async def _metrics_pieces(self) -> AsyncGenerator[bytes, None]:
+        for text in metrics_of(self.service, self.requests, self.seconds):
+            yield text.encode()
+            await asyncio.sleep(0)
 
 
 def _read(request: HttpRequest, shape: type[T]) -> T:
@@ -348,7 +354,7 @@ def _hashes(values: list[int]) -> Hashes:
 
 
 class _Tokens(NamedTuple):
-    """How many leading tokens a worker holds: in all, on each tier with those above it, on each tier alone."""
+    """How many leading tokens a worker holds: in all; on each tier with those above; on each alone."""
 
     longest: int = 0
     reach: tuple[int, ...] = (0, 0, 0)

@@ -1,9 +1,10 @@
 """A small HTTP/1.1 server: enough for an API of JSON, and nothing a stranger sends can hurt it.
 
-Heads, bodies, connections and waiting times are bounded, and so are the bodies that are still coming in, all
-connections together. A request that is none gets an answer that says what was expected, and its connection is
-closed. Connections are kept alive. Handlers are coroutines and see only complete requests; a long answer may be
-a generator of pieces, which is read as fast as the client takes them. All of this belongs to one event loop.
+Heads, bodies, connections and waiting times are bounded, and so are the bodies that are still coming in,
+all connections together. A request that is none gets an answer that says what was expected, and its
+connection is closed. Connections are kept alive. Handlers are coroutines and see only complete requests; a
+long answer may be a generator of pieces, which is read as fast as the client takes them. All of this
+belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -180,6 +181,7 @@ class HttpServer:
                 return
             self._tasks[client.task] = False
             wait = self._limits.idle_timeout
+            await asyncio.sleep(0)  # requests that were sent all at once need no waiting; others get a turn
 
     async def _exchange(self, client: _Client, first: bytes) -> bool:
         """Answer one request, of which a byte is here; tell whether there may come more.

@@ -1,14 +1,14 @@
 """What an indexer says of itself to Prometheus.
 
-Names begin with `kvtier_index_`. Per model: size, budget and refusals of its index. Per worker: blocks on each
-tier. Per publisher: the state that answers give, its lag, what was not applied, and the counters of its stream.
-Per path: requests and the time spent on them. Belongs to the event loop's thread.
+Names begin with `kvtier_index_`. Per model: size, budget and refusals of its index. Per worker: blocks on
+each tier. Per publisher: the state that answers have, its lag, what was not applied, the counters of its
+stream. Per path: requests and the time spent on them. Belongs to the event loop's thread.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from kvtier.events.updates import State
 from kvtier.index.service import Followed, Service, Worker, worst
@@ -20,21 +20,22 @@ Labels = dict[str, str]
 Sample = tuple[Labels, float]
 
 
-def metrics_of(service: Service, requests: Mapping[tuple[str, int], int], seconds: Mapping[str, float]) -> str:
-    """Return all metrics in Prometheus' text format."""
-    lines: list[str] = []
-    _add_indexes(lines, service)
-    _add_sources(lines, service)
-    calls = [({"path": path, "status": str(status)}, float(count)) for (path, status), count in requests.items()]
-    _add(lines, "requests_total", "counter", "HTTP requests answered.", calls)
+def metrics_of(
+    service: Service, requests: Mapping[tuple[str, int], int], seconds: Mapping[str, float]
+) -> Iterator[str]:
+    """Yield all metrics in Prometheus' text format, one after the other."""
+    yield from _of_indexes(service)
+    yield from _of_sources(service)
+    answered = list(requests.items())
+    calls = [({"path": path, "status": str(status)}, float(count)) for (path, status), count in answered]
+    yield _family("requests_total", "counter", "HTTP requests answered.", calls)
     spent = [({"path": path}, value) for path, value in seconds.items()]
-    _add(lines, "request_seconds_total", "counter", "Time spent on HTTP requests.", spent)
+    yield _family("request_seconds_total", "counter", "Time spent on HTTP requests.", spent)
     ignored: list[Sample] = [({}, float(service.ignored))]
-    _add(lines, "ignored_batches_total", "counter", "Batches that could not be applied.", ignored)
-    return "\n".join(lines) + "\n"
+    yield _family("ignored_batches_total", "counter", "Batches that could not be applied.", ignored)
 
 
-def _add_indexes(lines: list[str], service: Service) -> None:
+def _of_indexes(service: Service) -> Iterator[str]:
     groups = [
         ({"model": key.model, "routing_group": key.routing_group}, group.index)
         for key, group in service.groups().items()
@@ -52,7 +53,7 @@ def _add_indexes(lines: list[str], service: Service) -> None:
         ("orphans_dropped", "counter", "Blocks that found no room to wait for their parents."),
     ):
         name = f"{field}_total" if kind == "counter" else field
-        _add(lines, name, kind, text, [(labels, float(count[field])) for labels, count in counts])
+        yield _family(name, kind, text, [(labels, float(count[field])) for labels, count in counts])
     held = []
     for labels, index in groups:
         for name in index.workers:
@@ -60,10 +61,10 @@ def _add_indexes(lines: list[str], service: Service) -> None:
             who = labels | {"instance": worker.instance, "rank": str(worker.rank)}
             for tier, count in index.worker_stats(name).blocks.items():
                 held.append((who | {"tier": tier.name.lower()}, float(count)))
-    _add(lines, "worker_blocks", "gauge", "Blocks that a worker holds on a tier.", held)
+    yield _family("worker_blocks", "gauge", "Blocks that a worker holds on a tier.", held)
 
 
-def _add_sources(lines: list[str], service: Service) -> None:
+def _of_sources(service: Service) -> Iterator[str]:
     states: list[Sample] = []
     ignored: list[Sample] = []
     lags: list[Sample] = []
@@ -80,13 +81,13 @@ def _add_sources(lines: list[str], service: Service) -> None:
             lags.append((labels, status.lag))
         for name, value in status.counters.as_dict().items():
             counted.setdefault(name, []).append((labels, float(value)))
-    _add(lines, "source_state", "gauge", "1 for the state that answers about a publisher are given with.", states)
-    _add(lines, "source_ignored_batches_total", "counter", "Batches that could not be applied.", ignored)
-    _add(lines, "source_lag_seconds", "gauge", "Age of a publisher's newest batch when it was applied.", lags)
-    _add(lines, "source_connected", "gauge", "Whether a publisher is connected.", connected)
+    yield _family("source_state", "gauge", "1 for the state that answers about a publisher have.", states)
+    yield _family("source_ignored_batches_total", "counter", "Batches that could not be applied.", ignored)
+    yield _family("source_lag_seconds", "gauge", "Age of a newest batch when it was applied.", lags)
+    yield _family("source_connected", "gauge", "Whether a publisher is connected.", connected)
     for name, samples in counted.items():
         text = f"Of a publisher's stream: {name.replace('_', ' ')}."
-        _add(lines, f"source_{name}_total", "counter", text, samples)
+        yield _family(f"source_{name}_total", "counter", text, samples)
 
 
 def _labels(followed: Followed) -> Labels:
@@ -95,12 +96,14 @@ def _labels(followed: Followed) -> Labels:
     return labels | {"instance": str(source.instance_id), "rank": str(source.rank or 0)}
 
 
-def _add(lines: list[str], name: str, kind: str, text: str, samples: Iterable[Sample]) -> None:
+def _family(name: str, kind: str, text: str, samples: Iterable[Sample]) -> str:
+    """Return a metric with all its samples."""
     full = f"kvtier_index_{name}"
-    lines += [f"# HELP {full} {text}", f"# TYPE {full} {kind}"]
+    lines = [f"# HELP {full} {text}", f"# TYPE {full} {kind}"]
     for labels, value in samples:
-        said = ",".join(f'{key}="{_escape(text)}"' for key, text in labels.items())
+        said = ",".join(f'{key}="{_escape(label)}"' for key, label in labels.items())
         lines.append(f"{full}{{{said}}} {_number(value)}" if said else f"{full} {_number(value)}")
+    return "\n".join(lines) + "\n"
 
 
 def _number(value: float) -> str:

@@ -1,8 +1,8 @@
 """An index over HTTP: `kvtier index serve`.
 
-`serve` blocks until it is told to stop; `IndexServer` does the same in a thread of its own. Two threads do the
-work: one follows the publishers and owns their sockets, the other serves HTTP. Requests under way are finished
-before it stops.
+`serve` blocks until it is told to stop; `IndexServer` does the same in a thread of its own. Two threads do
+the work: one follows the publishers and owns their sockets, the other serves HTTP. Requests under way are
+finished before it stops.
 """
 
 from __future__ import annotations
@@ -20,7 +20,16 @@ from kvtier.index.api import Api
 from kvtier.index.http import HttpLimits, HttpServer
 from kvtier.index.service import GroupKey, Registration, Service, Settings
 
-__all__ = ["Access", "GroupKey", "HttpLimits", "IndexServer", "Registration", "Settings", "read_token", "serve"]
+__all__ = [
+    "Access",
+    "GroupKey",
+    "HttpLimits",
+    "IndexServer",
+    "Registration",
+    "Settings",
+    "read_token",
+    "serve",
+]
 
 
 def serve(
@@ -90,7 +99,7 @@ async def _serve(
 
 
 class IndexServer:
-    """A server in a thread of its own. A context manager: it listens when entered and has stopped when left."""
+    """A server in a thread of its own. As a context it listens when entered and has stopped when left."""
 
     def __init__(
         self,

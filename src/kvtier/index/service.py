@@ -4,10 +4,10 @@ One thread follows all publishers and applies what they say. Registrations and q
 threads. A lock guards both, so an answer and the state it is given with belong together; each index has a
 lock of its own.
 
-A publisher belongs to a *group*: a model, and within it a routing group. Groups know nothing of each other.
-A *worker* is an instance and a data-parallel rank, and one registration speaks for it. A registration that
-names its rank speaks for that one, whatever its batches say; one that does not speaks for the ranks that its
-batches name.
+A publisher belongs to a *group*: a model, and within it a routing group. Groups know nothing of each
+other. A *worker* is an instance and a data-parallel rank, and one registration speaks for it. A
+registration that names its rank speaks for that one, whatever its batches say; one that does not speaks
+for the ranks that its batches name.
 
 Whatever is refused between the stream and an answer makes the worker's state `degraded`, with a reason, is
 logged once, and is counted.

@@ -1,8 +1,10 @@
-"""Stands in for what `PrefixIndex` is about to offer itself: a block size learnt from the stream, reasons why workers
-are incomplete, a dump in slices, counters, a start before anything is compiled. `PrefixIndex.dump` tells whether it does.
+"""Stands in for what `PrefixIndex` is about to offer itself: a block size learnt from the stream, reasons why
+workers are incomplete, a dump in slices, counters, a start before anything is compiled. `PrefixIndex.dump`
+tells whether it does.
 
-TO BE DELETED with the merge of that index: `new_index` is then `PrefixIndex` (with form `auto` by default), `reasons_of`
-is `incomplete()`, `counts_of` is `stats()._asdict()`, and `slices_of` is `dump()`. Any thread may call anything here.
+TO BE DELETED with the merge of that index: `new_index` is then `PrefixIndex` (with form `auto` by
+default), `reasons_of` is `incomplete()`, `counts_of` is `stats()._asdict()`, and `slices_of` is `dump()`.
+Any thread may call anything here.
 """
 
 from __future__ import annotations
@@ -110,5 +112,5 @@ def slices_of(index: Any) -> Iterator[list[tuple[str, int, Tier]]]:
         return
     entries = index.entries()
     names = {worker: index.engine_hashes(worker) for worker in index.workers}
-    while part := [(worker, names[worker].get(key, key), tier) for worker, key, tier in islice(entries, 1024)]:
-        yield part
+    while part := list(islice(entries, 1024)):
+        yield [(worker, names[worker].get(key, key), tier) for worker, key, tier in part]
