@@ -41,7 +41,7 @@ class Counting(StrEnum):
 
 _Host = Annotated[str, Option(help="Listen on this address.")]
 _Port = Annotated[int, Option(min=0, max=65535, help="Listen on this port; 0 takes a free one.")]
-_Keys = Annotated[BlockKeys, Option(help="Know blocks by Dynamo's hash of their tokens, or the engine's hash.")]
+_Keys = Annotated[BlockKeys, Option(help="Know blocks by Dynamo's hash of tokens, or by the engine's.")]
 _Budget = Annotated[str, Option(metavar="SIZE", help="Memory for the blocks of one model.")]
 _Counting = Annotated[Counting, Option(help="Whether a block stored twice must be removed twice.")]
 _Follow = Annotated[
@@ -49,7 +49,7 @@ _Follow = Annotated[
     Option(metavar="ID[:RANK]=ENDPOINT[,REPLAY]", help="Follow this publisher from the start; repeatable."),
 ]
 _Model = Annotated[str, Option(help="The model of those publishers.")]
-_Block = Annotated[int | None, Option(metavar="TOKENS", min=1, help="Their block size; left out, the stream says it.")]
+_Block = Annotated[int | None, Option(metavar="TOKENS", min=1, help="Their block size; the stream says it too.")]
 _AllowHost = Annotated[
     list[str] | None,
     Option(metavar="NAME", help="Clients may call the server by this name ('*': any); repeatable."),

@@ -2,7 +2,7 @@
 
 Requests that say `model_name` are answered as Dynamo's standalone indexer answers them, those that say
 `model` or `modelname` as Mooncake's conductor does (RFC 1403). Counts are tokens. Both answers carry more
-than those: whether each worker's picture is `exact`, `repairing` or `degraded`, under `states` or in each
+than those: whether each worker's replica is `exact`, `repairing` or `degraded`, under `states` or in each
 instance's `state`, and why it is not exact, under `reasons` or in `reason`. Who does not know the fields
 does not see them.
 
@@ -53,6 +53,8 @@ _TIER_NAMES = {Tier.GPU: "device", Tier.CPU: "host_pinned", Tier.STORAGE: "disk"
 _CHANGES = frozenset(("/register", "/unregister"))
 _DUMPS = 4
 """How many dumps may be under way: each keeps a list of what is held."""
+_PAUSE = 0.002
+"""Seconds between two slices of a long answer, in which others get time for whole questions."""
 _REASON_LENGTH = 1000
 
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
@@ -308,13 +310,13 @@ class Api:
                 yield b'%b%b:{"block_size":%b,"events":[' % (opening, name, size)
                 first, number = b"", 0
                 slices = slices_of(group.index)
-                # the first step takes a picture of the whole, the others are short
+                # the first step may look at the whole, the others are short
                 part = await asyncio.to_thread(next, slices, None)
                 while part is not None:
                     if events := list(_stores(part, number)):
                         yield first + b",".join(map(msgspec.json.encode, events))
                         first, number = b",", number + len(events)
-                    await asyncio.sleep(0)
+                    await asyncio.sleep(_PAUSE)
                     part = next(slices, None)
                 yield b"]}"
                 opening = b","
@@ -333,7 +335,7 @@ class Api:
     async def _metrics_pieces(self) -> AsyncGenerator[bytes, None]:
         for text in metrics_of(self.service, self.requests, self.seconds):
             yield text.encode()
-            await asyncio.sleep(0)
+            await asyncio.sleep(_PAUSE)
 
 
 def _read(request: HttpRequest, shape: type[T]) -> T:

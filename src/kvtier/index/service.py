@@ -144,7 +144,7 @@ class Followed:
     batch_rank: int | None = None
     """What the batches of a registration with a rank call theirs."""
     refusal: str = ""
-    """Why batches were not applied, since the picture last began anew."""
+    """Why batches were not applied, since the replica last began anew."""
     ignored: int = 0
     """How many batches were not applied."""
 
