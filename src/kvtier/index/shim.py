@@ -1,5 +1,5 @@
 """Stands in for what `PrefixIndex` is about to offer itself: a block size learnt from the stream, why
-workers workers are incomplete, a dump in slices, counters, a start before anything is compiled. `PrefixIndex.dump`
+workers are incomplete, a dump in slices, counters, a start before anything is compiled. `PrefixIndex.dump`
 tells whether it does.
 
 TO BE DELETED with the merge of that index: `new_index` is then `PrefixIndex` (with form `auto` by
