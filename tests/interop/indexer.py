@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from tests.interop.traffic import Block
@@ -80,6 +81,14 @@ class IndexerClient:
         with urlopen(Request(self._url + path, data, {"content-type": "application/json"}), timeout=10) as reply:
             text = reply.read()
         return json.loads(text) if text else None
+
+    def status(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> int:
+        """Send a request and return the answer's status."""
+        try:
+            with urlopen(Request(self._url + path, json.dumps(body).encode(), headers), timeout=10) as reply:
+                return int(reply.status)
+        except HTTPError as error:
+            return error.code
 
 
 def _blocks_of(entry: dict[str, Any]) -> list[Block]:

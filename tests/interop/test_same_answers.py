@@ -41,3 +41,24 @@ def test_who_holds_how_much_of_a_prompt(both: tuple[IndexerClient, IndexerClient
                 assert ours == dynamos, prompt
                 found.add((dynamos["gpu"] > 0, dynamos["cpu"] > dynamos["gpu"]))
         assert found == {(True, True), (True, False), (False, True), (False, False)}
+
+
+@pytest.mark.parametrize("kind", ["application/json", "application/json; charset=utf-8", "text/plain", ""])
+def test_what_a_registration_may_be_sent_as(both: tuple[IndexerClient, IndexerClient], kind: str) -> None:
+    """Clients of Dynamo's indexer send JSON that says it is JSON, since it takes nothing else; nor do we."""
+    body = {"instance_id": 77, "model_name": f"of {kind}", "endpoint": "tcp://127.0.0.1:1", "block_size": 4}
+    statuses = [indexer.status("/register", body, {"content-type": kind}) for indexer in both]
+    assert statuses == ([201, 201] if kind.startswith("application/json") else [415, 415])
+    if statuses[0] == 201:
+        assert [indexer.status("/unregister", body, {"content-type": kind}) for indexer in both] == [200, 200]
+
+
+def test_a_rank_may_be_named_or_left_out(both: tuple[IndexerClient, IndexerClient]) -> None:
+    for indexer in both:
+        for rank in ({}, {"dp_rank": None}, {"dp_rank": 0}):
+            body = {"instance_id": 78, "model_name": "ranks", "endpoint": "tcp://127.0.0.1:1", "block_size": 4} | rank
+            kind = {"content-type": "application/json"}
+            assert indexer.status("/register", body, kind) == 201
+            assert indexer.ask("/workers")[0]["endpoints"].keys() == {"0"}
+            assert indexer.status("/register", body | {"dp_rank": 0}, kind) == 409
+            assert indexer.status("/unregister", body, kind) == 200

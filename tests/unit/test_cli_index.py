@@ -7,7 +7,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
@@ -26,12 +30,43 @@ def ask(url: str, body: dict[str, Any]) -> Any:
         return json.loads(reply.read())
 
 
+@contextmanager
+def serving(*arguments: str) -> Iterator[str]:
+    command = [sys.executable, "-m", "kvtier", "index", "serve", "--port", "0", *arguments]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        yield process.stderr.readline().removeprefix("serving on ").strip()
+        process.terminate()
+        assert process.wait(20) == 0
+
+
+def status_of(url: str, body: bytes | None = None, **headers: str) -> int:
+    try:
+        with urlopen(Request(url, body, headers), timeout=10) as reply:
+            return int(reply.status)
+    except HTTPError as error:
+        return error.code
+
+
+def test_who_may_change_what_is_followed(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("a token of some length\n")
+    file.chmod(0o600)
+    body = json.dumps({"instance_id": 1, "model_name": "m", "endpoint": f"ipc://{tmp_path}/s"}).encode()
+    json_type = {"Content-Type": "application/json"}
+    with serving("--token-file", str(file), "--allow-ipc", "--allow-host", "index.svc") as url:
+        assert status_of(f"{url}/register", body, **json_type) == 401
+        given = json_type | {"Authorization": "Bearer a token of some length"}
+        assert status_of(f"{url}/register", body, **given, Host="index.svc:8090") == 201
+        assert status_of(f"{url}/workers", Host="other.svc") == 403
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_it_answers_who_holds_a_prompt_until_it_is_told_to_end(number: signal.Signals) -> None:
     publisher = ZmqEventPublisher(0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", heartbeat_interval=0.05)
     publisher.publish(KVEventBatch(1.0, [BlockStored([5, 6], None, TOKENS, 4, None, "GPU", None)], 0))
     follow = f"worker-7={publisher.endpoint},{publisher.replay_endpoint}"
-    command = [sys.executable, "-m", "kvtier", "index", "serve", "--port", "0", "--block-size", "4", "--follow", follow]
+    command = [sys.executable, "-m", "kvtier", "index", "serve", "--port", "0", "--follow", follow]
     with subprocess.Popen([*command, "--model-name", "m"], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         url = process.stderr.readline().removeprefix("serving on ").strip()
@@ -52,6 +87,9 @@ WRONG = {
     "--budget lots": "--budget: expected a size such as 8GiB",
     "--keys md5": "Invalid value for '--keys'",
     "--port 70000": "Invalid value for '--port'",
+    "--block-size 0": "Invalid value for '--block-size'",
+    "--token-file /none": "/none: cannot read the token: No such file or directory",
+    "--token-file /etc/passwd": "only its owner can read, got mode 0644: chmod 600 /etc/passwd",
     "--curve-key k": "--curve-key and --curve-server: expected both or none",
 }
 

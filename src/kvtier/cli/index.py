@@ -1,4 +1,7 @@
-"""`kvtier index`: who holds which prefix, as a service that routers ask. SIGINT and SIGTERM end it with exit code 0."""
+"""`kvtier index`: who holds which prefix, as a service that routers ask.
+
+SIGINT and SIGTERM end it with exit code 0. Belongs to the main thread.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from kvtier.config import parse_size
 from kvtier.errors import InputError
 
 if TYPE_CHECKING:
-    from kvtier.index.server import Start
+    from kvtier.index.server import Registration
 
 __all__ = ["BlockKeys", "Counting", "index_app", "serve_command"]
 
@@ -38,7 +41,7 @@ class Counting(StrEnum):
 
 _Host = Annotated[str, Option(help="Listen on this address.")]
 _Port = Annotated[int, Option(min=0, max=65535, help="Listen on this port; 0 takes a free one.")]
-_Keys = Annotated[BlockKeys, Option(help="Blocks by Dynamo's hash of their tokens, or by the engine's own hash.")]
+_Keys = Annotated[BlockKeys, Option(help="Know blocks by Dynamo's hash of tokens, or by the engine's.")]
 _Budget = Annotated[str, Option(metavar="SIZE", help="Memory for the blocks of one model.")]
 _Counting = Annotated[Counting, Option(help="Whether a block stored twice must be removed twice.")]
 _Follow = Annotated[
@@ -46,7 +49,15 @@ _Follow = Annotated[
     Option(metavar="ID[:RANK]=ENDPOINT[,REPLAY]", help="Follow this publisher from the start; repeatable."),
 ]
 _Model = Annotated[str, Option(help="The model of those publishers.")]
-_Block = Annotated[int, Option(metavar="TOKENS", min=1, help="Their block size.")]
+_Block = Annotated[int | None, Option(metavar="TOKENS", min=1, help="Their block size; the stream says it too.")]
+_AllowHost = Annotated[
+    list[str] | None,
+    Option(metavar="NAME", help="Clients may call the server by this name ('*': any); repeatable."),
+]
+_AllowIpc = Annotated[bool, Option("--allow-ipc", help="Clients may register ipc:// endpoints.")]
+_TokenFile = Annotated[
+    str | None, Option(metavar="FILE", help="Changes must carry the bearer token that is in this file.")
+]
 
 
 @index_app.command("serve")
@@ -58,12 +69,18 @@ def serve_command(
     counting: _Counting = Counting.COUNT,
     follow: _Follow = None,
     model_name: _Model = "default",
-    block_size: _Block = 16,
+    block_size: _Block = None,
+    allow_host: _AllowHost = None,
+    allow_ipc: _AllowIpc = False,
+    token_file: _TokenFile = None,
     curve_key: Key = None,
     curve_server: ServerKey = None,
 ) -> None:
-    """Follow publishers and answer over HTTP which of them hold a prompt: /register, /query, /query_by_hash, /dump, /metrics."""
-    from kvtier.index.server import Settings, serve
+    """Follow publishers and answer over HTTP which of them hold a prompt.
+
+    It serves /register, /unregister, /query, /query_by_hash, /workers, /dump, /health and /metrics.
+    """
+    from kvtier.index.server import Access, Settings, read_token, serve
 
     settings = Settings(
         keys=keys.value,
@@ -71,11 +88,22 @@ def serve_command(
         counting=counting.value,
         curve=curve_client(curve_key, curve_server),
     )
-    starts = [_start(text, model_name, block_size) for text in follow or ()]
-    serve(host, port, settings=settings, follow=starts, on_ready=lambda url: remark(f"serving on {url}"))
+    access = Access(
+        hosts=tuple(allow_host or ()),
+        token=None if token_file is None else read_token(token_file),
+        ipc=allow_ipc,
+    )
+    serve(
+        host,
+        port,
+        settings=settings,
+        access=access,
+        follow=[_registration(text, model_name, block_size) for text in follow or ()],
+        on_ready=lambda url: remark(f"serving on {url}"),
+    )
 
 
-def _start(text: str, model: str, block_size: int) -> Start:
+def _registration(text: str, model: str, block_size: int | None) -> Registration:
     """Read one `--follow`."""
     from kvtier.index.server import GroupKey, Registration
 
@@ -85,4 +113,5 @@ def _start(text: str, model: str, block_size: int) -> Start:
     name, rank, endpoint, replay = match.groups()
     for address in filter(None, (endpoint, replay)):
         expect_address("--follow", address)
-    return Registration(GroupKey(model), name, int(rank or 0), endpoint, replay), block_size
+    number = None if rank is None else int(rank)
+    return Registration(GroupKey(model), name, number, endpoint, replay, block_size=block_size)

@@ -1,13 +1,17 @@
 """The indexer's HTTP interface, in the shapes that routers already speak.
 
-Requests that say `model_name` are answered as Dynamo's standalone indexer answers them, those that say `model` or `modelname` as
-Mooncake's conductor does (RFC 1403). Counts are tokens. Both answers carry more than those: whether each worker's picture is
-`exact`, `repairing` or `degraded`, under `states` or in each instance's `state`; who does not know the field does not see it.
+Requests that say `model_name` are answered as Dynamo's standalone indexer answers them, those that say
+`model` or `modelname` as Mooncake's conductor does (RFC 1403). Counts are tokens. Both answers carry more
+than those: whether each worker's replica is `exact`, `repairing` or `degraded`, under `states` or in each
+instance's `state`, and why it is not exact, under `reasons` or in `reason`. Who does not know the fields
+does not see them.
 
     POST /register /unregister /query /query_by_hash         GET /workers /dump /health /metrics
 
-With keys by XXH3, `block_hashes` are hashes of single blocks, as Dynamo's clients send, and `seq_hashes` are chained ones, as
-Mooncake's do; with the engine's keys both are the engine's hashes. Functions here belong to the event loop's thread.
+With keys by XXH3, `block_hashes` are hashes of single blocks, as Dynamo's clients send, and `seq_hashes`
+are chained ones, as Mooncake's do; with the engine's keys both are the engine's hashes. A dump is made and
+sent in slices, and other questions are answered between them; so are metrics. This belongs to the event
+loop's thread.
 """
 
 from __future__ import annotations
@@ -15,25 +19,43 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from collections.abc import AsyncGenerator, Callable, Iterator
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 
 from kvtier.errors import InputError
 from kvtier.events.updates import State
+from kvtier.index.access import Access
 from kvtier.index.base import Hashes, Match, Tier
-from kvtier.index.http import HttpError, Request, Response
+from kvtier.index.http import HttpError, HttpRequest, Response
 from kvtier.index.metrics import metrics_of
-from kvtier.index.service import Conflict, Group, GroupKey, NotFound, Registration, Service, Worker
+from kvtier.index.service import (
+    Conflict,
+    Followed,
+    Group,
+    GroupKey,
+    NotFound,
+    Registration,
+    Service,
+    Trust,
+    Worker,
+    worst,
+)
+from kvtier.index.shim import slices_of
 from kvtier.index.xxh3 import chain_keys
 
 __all__ = ["Api"]
 
 T = TypeVar("T")
-_WORST = (State.DEGRADED, State.REPAIRING, State.EXACT)
 _TIER_NAMES = {Tier.GPU: "device", Tier.CPU: "host_pinned", Tier.STORAGE: "disk"}
+_CHANGES = frozenset(("/register", "/unregister"))
+_DUMPS = 4
+"""How many dumps may be under way: each keeps a list of what is held."""
+_PAUSE = 0.002
+"""Seconds between two slices of a long answer, in which others get time for whole questions."""
+_REASON_LENGTH = 1000
 
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -76,7 +98,7 @@ class _Named(msgspec.Struct, kw_only=True):
 class _Register(_Named, kw_only=True):
     instance_id: InstanceId
     endpoint: Text
-    block_size: Size
+    block_size: Size | None = None
     dp_rank: Rank | None = None
     replay_endpoint: Text | None = None
     topic: Text = ""
@@ -107,11 +129,12 @@ class _QueryByHash(_Question, kw_only=True):
 class Api:
     """Answers requests out of a service."""
 
-    def __init__(self, service: Service) -> None:
-        self.service = service
+    def __init__(self, service: Service, access: Access | None = None) -> None:
+        self.service, self.access = service, access or Access()
+        self._dumps = 0
         self.requests: Counter[tuple[str, int]] = Counter()  # (path, status)
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self._routes: dict[str, tuple[str, Callable[[Request], Any]]] = {
+        self._routes: dict[str, tuple[str, Callable[[HttpRequest], Any]]] = {
             "/register": ("POST", self._register),
             "/unregister": ("POST", self._unregister),
             "/query": ("POST", self._query),
@@ -122,7 +145,7 @@ class Api:
             "/metrics": ("GET", self._metrics),
         }
 
-    async def __call__(self, request: Request) -> Response:
+    async def __call__(self, request: HttpRequest) -> Response:
         """Answer a request."""
         start = time.perf_counter()
         path = request.path if request.path in self._routes else "other"
@@ -136,15 +159,17 @@ class Api:
             self.seconds[path] += time.perf_counter() - start
         return response
 
-    async def _answer(self, request: Request) -> Response:
+    async def _answer(self, request: HttpRequest) -> Response:
+        self.access.expect_caller(request.headers)
         if request.path not in self._routes:
             raise HttpError(404, f"expected one of {' '.join(self._routes)}")
         method, answer = self._routes[request.path]
         if request.method != method and (request.method, method) != ("HEAD", "GET"):
-            raise HttpError(405, f"expected {method} {request.path}", allow=method)
+            raise HttpError(405, f"expected {method} {request.path}", {"Allow": method})
+        if request.path in _CHANGES:
+            self.access.expect_change(request.headers)
         try:
-            # a dump may be long; it must not keep the questions waiting
-            result = await asyncio.to_thread(answer, request) if request.path == "/dump" else answer(request)
+            result = answer(request)
         except NotFound as error:
             raise HttpError(404, str(error)) from None
         except Conflict as error:
@@ -153,37 +178,48 @@ class Api:
             raise HttpError(400, str(error)) from None
         return result if isinstance(result, Response) else Response.json(result)
 
-    # -- registrations -----------------------------------------------------------------------------------------------------
+    # -- registrations ---------------------------------------------------------------------------------
 
-    def _register(self, request: Request) -> Response:
+    def _register(self, request: HttpRequest) -> Response:
         wanted = _read(request, _Register)
+        for endpoint in (wanted.endpoint, wanted.replay_endpoint or ""):
+            if endpoint.startswith("ipc://") and not self.access.ipc:
+                raise HttpError(403, "endpoint: expected tcp://, since the server runs without --allow-ipc")
         new = Registration(
-            wanted.group, wanted.instance_id, wanted.dp_rank or 0, wanted.endpoint, wanted.replay_endpoint, wanted.topic
+            group=wanted.group,
+            instance_id=wanted.instance_id,
+            rank=wanted.dp_rank,
+            endpoint=wanted.endpoint,
+            replay_endpoint=wanted.replay_endpoint,
+            topic=wanted.topic,
+            block_size=wanted.block_size,
         )
-        self.service.register(new, wanted.block_size)
+        self.service.register(new)
         if wanted.is_mooncake:
             return Response.json({"status": "registered successfully", "instance_id": wanted.instance_id})
         return Response.json({"status": "ok"}, 201)
 
-    def _unregister(self, request: Request) -> Any:
+    def _unregister(self, request: HttpRequest) -> Any:
         wanted = _read(request, _Unregister)
         group = wanted.group_name or ("default" if wanted.is_mooncake else None)
         gone = self.service.unregister(str(wanted.instance_id), wanted.name, group, wanted.dp_rank)
         if not wanted.is_mooncake:
             return {"status": "ok"}
-        removed = [f"{each.instance_id}|{each.group.routing_group}|{each.rank}" for each in gone]
+        removed = [f"{old.instance_id}|{old.group.routing_group}|{old.rank or 0}" for old in gone]
         return {"status": "unregistered successfully", "removed_instances": removed}
 
-    # -- questions ---------------------------------------------------------------------------------------------------------
+    # -- questions -------------------------------------------------------------------------------------
 
-    def _query(self, request: Request) -> Any:
+    def _query(self, request: HttpRequest) -> Any:
         wanted = _read(request, _Query)
         group = self._group(wanted)
+        if group.block_size is None:
+            return self._scores(wanted, group, None)
         tokens = np.array(wanted.token_ids, np.uint32)
         keys = group.index.hash_tokens(tokens, lora=wanted.lora_name or None, salt=wanted.cache_salt or None)
         return self._scores(wanted, group, keys)
 
-    def _query_by_hash(self, request: Request) -> Any:
+    def _query_by_hash(self, request: HttpRequest) -> Any:
         wanted = _read(request, _QueryByHash)
         group = self._group(wanted)
         if not wanted.is_mooncake and wanted.cache_salt is not None:
@@ -198,77 +234,111 @@ class Api:
 
     def _group(self, wanted: _Question) -> Group:
         group = self.service.group(wanted.group)
-        if wanted.block_size not in (None, group.block_size):
-            raise HttpError(400, f"block_size: expected {group.block_size} for this model, got {wanted.block_size}")
+        size = group.block_size
+        if size is not None and wanted.block_size not in (None, size):
+            raise HttpError(400, f"block_size: expected {size} for this model, got {wanted.block_size}")
         return group
 
-    def _scores(self, wanted: _Question, group: Group, keys: Hashes) -> Any:
-        match = group.index.match(keys)
-        states = dict(self.service.states(wanted.group))
+    def _scores(self, wanted: _Question, group: Group, keys: Hashes | None) -> Any:
+        match, trusts = self.service.answer(wanted.group, keys)
+        tokens = _Tokens.of(match, group.block_size or 0)
         if wanted.is_mooncake:
-            return {wanted.group.routing_group: _mooncake(match, group.block_size, states, wanted.instance_id)}
-        return _dynamo(match, group.block_size, states)
+            return {wanted.group.routing_group: _mooncake(tokens, trusts, wanted.instance_id)}
+        return _dynamo(tokens, trusts)
 
-    # -- views -------------------------------------------------------------------------------------------------------------
+    # -- views -----------------------------------------------------------------------------------------
 
-    def _workers(self, request: Request) -> Any:
+    def _workers(self, request: HttpRequest) -> Any:
         """List instances, each with its ranks."""
         model, routing_group = request.query.get("model_name"), request.query.get("routing_group")
         listed: dict[tuple[GroupKey, str], dict[str, Any]] = {}
         groups = self.service.groups()
-        for each in self.service.registrations():
-            if each.group not in groups or model not in (None, each.group.model):
-                continue
-            if routing_group not in (None, each.group.routing_group):
+        for followed, trusts in self.service.followed():
+            registration = followed.registration
+            key = registration.group
+            is_wanted = model in (None, key.model) and routing_group in (None, key.routing_group)
+            if key not in groups or not is_wanted:
                 continue
             entry = listed.setdefault(
-                (each.group, str(each.instance_id)),
+                (key, str(registration.instance_id)),
                 {
-                    "instance_id": each.instance_id,
+                    "instance_id": registration.instance_id,
                     "source": "zmq",
                     "status": "active",
-                    "model_name": each.group.model,
-                    "routing_group": each.group.routing_group,
-                    "block_size": groups[each.group].block_size,
+                    "model_name": key.model,
+                    "routing_group": key.routing_group,
+                    "block_size": groups[key].block_size,
                     "endpoints": {},
                     "listeners": {},
                 },
             )
-            listener = self._listener(each)
-            entry["endpoints"][str(each.rank)] = each.endpoint
-            entry["listeners"][str(each.rank)] = listener
+            listener = self._listener(followed, worst(trusts))
+            entry["endpoints"][str(registration.rank or 0)] = registration.endpoint
+            entry["listeners"][str(registration.rank or 0)] = listener
             if listener["status"] != "active":
                 entry["status"] = listener["status"]
         return list(listed.values())
 
-    def _listener(self, registration: Registration) -> dict[str, Any]:
-        status = self.service.status(registration)
-        listener: dict[str, Any] = {"endpoint": registration.endpoint, "status": "pending", "state": registration.state}
-        if registration.reason:
-            listener["last_error" if registration.state is State.DEGRADED else "reason"] = registration.reason
+    def _listener(self, followed: Followed, trust: Trust) -> dict[str, Any]:
+        status = self.service.status(followed)
+        listener: dict[str, Any] = {
+            "endpoint": followed.registration.endpoint,
+            "status": "active" if status is not None and status.connected else "pending",
+            "state": trust.state,
+            "ranks": [worker.rank for worker in followed.workers],
+            "ignored_batches": followed.ignored,
+        }
+        if trust.reason:
+            name = "last_error" if trust.state is State.DEGRADED else "reason"
+            listener[name] = trust.reason[:_REASON_LENGTH]
         if status is not None:
-            listener["status"] = "active" if status.connected else "pending"
             listener |= {"seq": status.seq, "lag": status.lag, "blocks": status.blocks, "kind": status.kind}
         return listener
 
-    def _dump(self, request: Request) -> Response:
-        """Return all that is held, as the stores that would make it so. Parents and tokens are not kept: they are null."""
-        groups = self.service.groups()
-        return Response.json(
-            {":".join(key): {"block_size": each.block_size, "events": _dump_of(each)} for key, each in groups.items()}
-        )
+    def _dump(self, request: HttpRequest) -> Response:
+        """Return all that is held, as stores that make it so. Parents and tokens are not kept, but null."""
+        if self._dumps >= _DUMPS:
+            raise HttpError(503, f"{_DUMPS} dumps are under way: try again later", {"Retry-After": "1"})
+        return Response(200, self._dump_pieces())
 
-    def _health(self, request: Request) -> Response:
+    async def _dump_pieces(self) -> AsyncGenerator[bytes, None]:
+        self._dumps += 1
+        try:
+            opening = b"{"
+            for key, group in self.service.groups().items():
+                name, size = msgspec.json.encode(":".join(key)), msgspec.json.encode(group.block_size)
+                yield b'%b%b:{"block_size":%b,"events":[' % (opening, name, size)
+                first, number = b"", 0
+                slices = slices_of(group.index)
+                # the first step may look at the whole, the others are short
+                part = await asyncio.to_thread(next, slices, None)
+                while part is not None:
+                    if events := list(_stores(part, number)):
+                        yield first + b",".join(map(msgspec.json.encode, events))
+                        first, number = b",", number + len(events)
+                    await asyncio.sleep(_PAUSE)
+                    part = next(slices, None)
+                yield b"]}"
+                opening = b","
+            yield b"}" if opening == b"," else b"{}"
+        finally:
+            self._dumps -= 1
+
+    def _health(self, request: HttpRequest) -> Response:
         if self.service.failure is not None:
             raise HttpError(503, f"the index follows nobody any more: {self.service.failure}")
         return Response()
 
-    def _metrics(self, request: Request) -> Response:
-        text = metrics_of(self.service, self.requests, self.seconds)
-        return Response(200, text.encode(), "text/plain; version=0.0.4")
+    def _metrics(self, request: HttpRequest) -> Response:
+        return Response(200, self._metrics_pieces(), "text/plain; version=0.0.4")
+
+    async def _metrics_pieces(self) -> AsyncGenerator[bytes, None]:
+        for text in metrics_of(self.service, self.requests, self.seconds):
+            yield text.encode()
+            await asyncio.sleep(_PAUSE)
 
 
-def _read(request: Request, shape: type[T]) -> T:
+def _read(request: HttpRequest, shape: type[T]) -> T:
     """Read a request's body."""
     try:
         return msgspec.json.decode(request.body, type=shape)
@@ -280,74 +350,94 @@ def _read(request: Request, shape: type[T]) -> T:
 
 def _hashes(values: list[int]) -> Hashes:
     """Return hashes as they are in the index; negative ones are the same 64 bits seen as signed."""
-    if any(not -(1 << 63) <= each < 1 << 64 for each in values):
+    if any(not -(1 << 63) <= value < 1 << 64 for value in values):
         raise HttpError(422, "expected hashes of 64 bits")
-    return np.array([each & ((1 << 64) - 1) for each in values], np.uint64)
+    return np.array([value & ((1 << 64) - 1) for value in values], np.uint64)
 
 
-def _dynamo(match: Match, block_size: int, states: dict[Worker, State]) -> dict[str, Any]:
+class _Tokens(NamedTuple):
+    """How many leading tokens a worker holds: in all; on each tier with those above; on each alone."""
+
+    longest: int = 0
+    reach: tuple[int, ...] = (0, 0, 0)
+    alone: tuple[int, ...] = (0, 0, 0)
+
+    @classmethod
+    def of(cls, match: Match | None, block_size: int) -> dict[str, _Tokens]:
+        """Return what each worker holds, `None` being nothing."""
+        if match is None:
+            return {}
+        columns = [(column * block_size).tolist() for column in (match.any, match.reach, match.alone)]
+        return {
+            name: cls(longest, tuple(reach), tuple(alone))
+            for name, longest, reach, alone in zip(match.workers, *columns, strict=True)
+            if name is not None
+        }
+
+
+def _dynamo(found: dict[str, _Tokens], trusts: dict[Worker, Trust]) -> dict[str, Any]:
     """Say a match as Dynamo does: whoever holds something, tiers cumulative from the GPU down."""
     scores: defaultdict[str, dict[str, int]] = defaultdict(dict)
     instances: dict[str, dict[str, Any]] = {}
-    for name, reach in zip(match.workers, (match.reach * block_size).tolist(), strict=True):
-        if name is None or not any(reach):
+    for name, tokens in found.items():
+        if not any(tokens.reach):
             continue
         worker = Worker.of(name)
-        gpu, cpu, disk = reach
+        gpu, cpu, disk = tokens.reach
         if gpu:
             scores[worker.instance][str(worker.rank)] = gpu
-        entry = instances.setdefault(worker.instance, {"longest_matched": 0, "gpu": 0, "dp": {}, "cpu": 0, "disk": 0})
+        nothing = {"longest_matched": 0, "gpu": 0, "dp": {}, "cpu": 0, "disk": 0}
+        entry = instances.setdefault(worker.instance, nothing)
         entry["dp"][str(worker.rank)] = gpu
-        for tier, tokens in (("gpu", gpu), ("cpu", cpu), ("disk", disk), ("longest_matched", disk)):
-            entry[tier] = max(entry[tier], tokens)
-    said: defaultdict[str, dict[str, State]] = defaultdict(dict)
-    for worker, state in states.items():
-        said[worker.instance][str(worker.rank)] = state
-    return {"scores": scores, "frequencies": [], "instances": instances, "states": said}
+        for tier, count in (("gpu", gpu), ("cpu", cpu), ("disk", disk), ("longest_matched", disk)):
+            entry[tier] = max(entry[tier], count)
+    states: defaultdict[str, dict[str, State]] = defaultdict(dict)
+    reasons: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    for worker, trust in trusts.items():
+        states[worker.instance][str(worker.rank)] = trust.state
+        if trust.state is not State.EXACT:
+            reasons[worker.instance][str(worker.rank)] = trust.reason[:_REASON_LENGTH]
+    answer = {"scores": scores, "frequencies": [], "instances": instances, "states": states}
+    return answer | ({"reasons": reasons} if reasons else {})
 
 
 def _mooncake(
-    match: Match, block_size: int, states: dict[Worker, State], instance: int | str | None
+    found: dict[str, _Tokens], trusts: dict[Worker, Trust], instance: int | str | None
 ) -> dict[str, dict[str, Any]]:
     """Say a match as Mooncake does: every instance, each medium for itself."""
-    found: dict[str, dict[str, Any]] = {}
-    held = {
-        name: ([longest * block_size] + [tokens * block_size for tokens in alone])
-        for name, longest, alone in zip(match.workers, match.any.tolist(), match.alone.tolist(), strict=True)
-    }
-    for worker, state in states.items():
+    said: dict[str, dict[str, Any]] = {}
+    trusts_of: defaultdict[str, list[Trust]] = defaultdict(list)
+    for worker, trust in trusts.items():
         if instance is not None and str(instance) != worker.instance:
             continue
-        longest, *tiers = held.get(worker.name, [0, 0, 0, 0])
-        entry = found.setdefault(
-            worker.instance, {"longest_matched": 0, "GPU": 0, "DP": {}, "CPU": 0, "DISK": 0, "state": State.EXACT}
-        )
-        entry["DP"][str(worker.rank)] = longest
-        for name, tokens in zip(("longest_matched", "GPU", "CPU", "DISK"), (longest, *tiers), strict=True):
-            entry[name] = max(entry[name], tokens)
-        entry["state"] = min(entry["state"], state, key=_WORST.index)
-    return found
+        tokens = found.get(worker.name, _Tokens())
+        nothing = {"longest_matched": 0, "GPU": 0, "DP": {}, "CPU": 0, "DISK": 0}
+        entry = said.setdefault(worker.instance, nothing)
+        entry["DP"][str(worker.rank)] = tokens.longest
+        names = ("longest_matched", "GPU", "CPU", "DISK")
+        for name, count in zip(names, (tokens.longest, *tokens.alone), strict=True):
+            entry[name] = max(entry[name], count)
+        trusts_of[worker.instance].append(trust)
+    for name, said_of in trusts_of.items():
+        trust = worst(said_of)
+        said[name]["state"] = trust.state
+        if trust.state is not State.EXACT:
+            said[name]["reason"] = trust.reason[:_REASON_LENGTH]
+    return said
 
 
-def _dump_of(group: Group) -> list[dict[str, Any]]:
-    """Return one store for each worker and tier."""
+def _stores(part: list[tuple[str, int, Tier]], number: int) -> Iterator[dict[str, Any]]:
+    """Yield one store for each worker and tier in a slice, as Dynamo writes it."""
     held: defaultdict[tuple[str, Tier], list[int]] = defaultdict(list)
-    for name, key, tier in group.index.entries():
-        held[name, tier].append(key)
-    names = {name: group.index.engine_hashes(name) for name, _ in held}
-    return [
-        _stored(number, Worker.of(name), tier, [names[name].get(key, key) for key in keys])
-        for number, ((name, tier), keys) in enumerate(sorted(held.items()))
-    ]
-
-
-def _stored(number: int, worker: Worker, tier: Tier, hashes: list[int]) -> dict[str, Any]:
-    """Return a store as Dynamo writes it."""
-    blocks = [{"block_hash": each, "tokens_hash": None, "mm_extra_info": None} for each in hashes]
-    stored = {"parent_hash": None, "start_position": None, "blocks": blocks}
-    return {
-        "worker_id": int(worker.instance) if worker.instance.isdecimal() else worker.instance,
-        "storage_tier": _TIER_NAMES[tier],
-        "residency_domain": "worker",
-        "event": {"event_id": number, "data": {"stored": stored}, "dp_rank": worker.rank},
-    }
+    for name, block_hash, tier in part:
+        held[name, tier].append(block_hash)
+    for at, ((name, tier), hashes) in enumerate(sorted(held.items()), number):
+        worker = Worker.of(name)
+        blocks = [{"block_hash": value, "tokens_hash": None, "mm_extra_info": None} for value in hashes]
+        stored = {"parent_hash": None, "start_position": None, "blocks": blocks}
+        yield {
+            "worker_id": int(worker.instance) if worker.instance.isdecimal() else worker.instance,
+            "storage_tier": _TIER_NAMES[tier],
+            "residency_domain": "worker",
+            "event": {"event_id": at, "data": {"stored": stored}, "dp_rank": worker.rank},
+        }

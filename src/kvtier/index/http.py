@@ -1,8 +1,10 @@
 """A small HTTP/1.1 server: enough for an API of JSON, and nothing a stranger sends can hurt it.
 
-Heads, bodies, connections and waiting times are bounded. A request that is none gets an answer that says what was expected,
-and its connection is closed. Connections are kept alive. Handlers are coroutines and see only complete requests.
-Everything here belongs to one event loop.
+Heads, bodies, connections and waiting times are bounded, and so are the bodies that are still coming in,
+all connections together. A request that is none gets an answer that says what was expected, and its
+connection is closed. Connections are kept alive. Handlers are coroutines and see only complete requests; a
+long answer may be a generator of pieces, which is read as fast as the client takes them. All of this
+belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -10,18 +12,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from http import HTTPStatus
+from typing import NamedTuple
 from urllib.parse import parse_qsl, unquote
 
 import msgspec
 
-__all__ = ["Handler", "HttpError", "HttpLimits", "HttpServer", "Request", "Response"]
+__all__ = ["Handler", "HttpError", "HttpLimits", "HttpRequest", "HttpServer", "Response"]
 
 logger = logging.getLogger(__name__)
 
 _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
+_ONCE = frozenset(("authorization", "content-length", "content-type", "host", "origin", "transfer-encoding"))
+"""Fields that decide where a request ends or who may send it: two of a kind could be read in two ways."""
+_READ_SIZE = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,31 +38,43 @@ class HttpLimits:
     head: int = 16 << 10
     body: int = 8 << 20
     """A million token ids as JSON."""
+    small_body: int = 64 << 10
+    """Bodies up to here are always taken; the bound is then the number of connections."""
+    unfinished_bodies: int = 64 << 20
+    """How much of larger bodies that are not complete yet is kept, all connections together."""
     receive_timeout: float = 15.0
+    """How long a head may take from its first byte on, and its body; also how long a first request."""
     idle_timeout: float = 75.0
+    """How long a connection may wait between two requests."""
     send_timeout: float = 30.0
+    """How long a client may take for an answer, or for one piece of a long one."""
+    stream_timeout: float = 300.0
+    """How long a client may take for all pieces of a long answer."""
     grace: float = 3.0
     """How long requests under way may take when the server closes."""
+    linger: float = 1.0
+    """How long a client that is cut off may go on sending: it then sees the answer and no reset."""
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """A complete request."""
+class HttpRequest:
+    """A complete request. Names of header fields are lower case."""
 
     method: str
     path: str
     query: Mapping[str, str]
     body: bytes
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What goes back."""
+    """What goes back. A body in pieces is sent as they come; a failure within it cuts the connection."""
 
     status: int = 200
-    body: bytes = b""
+    body: bytes | AsyncGenerator[bytes, None] = b""
     content_type: str = "application/json"
-    allow: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def json(cls, value: object, status: int = 200) -> Response:
@@ -67,16 +85,38 @@ class Response:
 class HttpError(Exception):
     """A request that cannot be served: the status, and what was expected."""
 
-    def __init__(self, status: int, message: str, allow: str = "") -> None:
+    def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
-        self.status, self.allow = status, allow
+        self.status, self.headers = status, headers or {}
 
     def response(self) -> Response:
         """Return the answer to it."""
-        return Response(self.status, msgspec.json.encode({"error": str(self)}), allow=self.allow)
+        return Response(self.status, msgspec.json.encode({"error": str(self)}), headers=self.headers)
 
 
-Handler = Callable[[Request], Awaitable[Response]]
+Handler = Callable[[HttpRequest], Awaitable[Response]]
+
+
+class _Client(NamedTuple):
+    """A connection, and the task that serves it."""
+
+    task: asyncio.Task[None]
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+
+class _Head(NamedTuple):
+    """A request's head. `is_kept`: the connection stays open behind the answer."""
+
+    method: str
+    target: str
+    version: str
+    headers: dict[str, str]
+
+    @property
+    def is_kept(self) -> bool:
+        connection = self.headers.get("connection", "").lower()
+        return connection != "close" if self.version == "HTTP/1.1" else connection == "keep-alive"
 
 
 class HttpServer:
@@ -87,6 +127,7 @@ class HttpServer:
         self._limits = limits or HttpLimits()
         self._server: asyncio.Server | None = None
         self._tasks: dict[asyncio.Task[None], bool] = {}  # connection -> whether a request is under way
+        self._unfinished = 0  # bytes of large bodies that are not complete yet
         self.refused = 0
 
     async def start(self, host: str, port: int) -> tuple[str, int]:
@@ -113,12 +154,13 @@ class HttpServer:
         task = asyncio.current_task()
         assert task is not None
         self._tasks[task] = False
+        client = _Client(task, reader, writer)
         try:
             if len(self._tasks) > self._limits.connections:
                 self.refused += 1
-                await self._send(writer, HttpError(503, "too many connections: try again later").response(), False)
+                await self._send(client, _error(503, "too many connections: try again later"))
             else:
-                await self._serve(task, reader, writer)
+                await self._serve(client)
         except (OSError, TimeoutError, EOFError):
             pass  # the client is gone, or too slow
         except asyncio.CancelledError:
@@ -127,60 +169,78 @@ class HttpServer:
             del self._tasks[task]
             writer.transport.abort() if writer.transport.get_write_buffer_size() else writer.close()
 
-    async def _serve(
-        self, task: asyncio.Task[None], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        """Answer a connection's requests until one of the two ends it."""
-        keep = True
-        while keep and self._server is not None and self._server.is_serving():
-            try:
-                head = await self._head(reader)
-                if head is None:
-                    return
-                self._tasks[task] = True
-                request, keep = await self._request(head, reader, writer)
-                response = await self._handle(request)
-            except HttpError as error:
-                response, keep = error.response(), False
-            head_only = keep and request.method == "HEAD"
-            await self._send(writer, response, keep, head_only)
-            self._tasks[task] = False
+    async def _serve(self, client: _Client) -> None:
+        """Answer one request after the other."""
+        wait = self._limits.receive_timeout
+        while self._server is not None and self._server.is_serving():
+            async with asyncio.timeout(wait):
+                first = await client.reader.read(1)
+            if not first:
+                return
+            if not await self._exchange(client, first):
+                return
+            self._tasks[client.task] = False
+            wait = self._limits.idle_timeout
+            await asyncio.sleep(0)  # requests that were sent all at once need no waiting; others get a turn
 
-    async def _head(self, reader: asyncio.StreamReader) -> list[str] | None:
-        """Return a request's head as lines, `None` when there comes no more."""
+    async def _exchange(self, client: _Client, first: bytes) -> bool:
+        """Answer one request, of which a byte is here; tell whether there may come more.
+
+        Nothing of the request outlives this call: an idle connection keeps no body.
+        """
         try:
-            async with asyncio.timeout(self._limits.idle_timeout):
-                data = await reader.readuntil(b"\r\n\r\n")
+            data = await self._read_head(first, client.reader)
+            self._tasks[client.task] = True
+            head = _parse_head(data)
+            body = await self._read_body(head, client)
+            response = await self._handle(_request_of(head, body))
+        except HttpError as error:
+            await self._send(client, error.response())
+            await self._drop_rest(client.reader)
+            return False
+        return await self._send(client, response, head)
+
+    async def _read_head(self, first: bytes, reader: asyncio.StreamReader) -> bytes:
+        """Return a request's head with the empty line that ends it."""
+        try:
+            async with asyncio.timeout(self._limits.receive_timeout):
+                return first + await reader.readuntil(b"\r\n\r\n")
         except asyncio.LimitOverrunError:
             raise HttpError(431, f"expected a head of at most {self._limits.head} bytes") from None
         except asyncio.IncompleteReadError as error:
-            if not error.partial.strip():
-                return None
+            if not (first + error.partial).strip():
+                raise EOFError from None
             raise HttpError(400, "expected an HTTP/1.1 request that ends in an empty line") from None
-        return data.decode("latin-1").strip("\r\n").split("\r\n")
 
-    async def _request(
-        self, head: list[str], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> tuple[Request, bool]:
-        """Read the rest of a request; tell whether the connection stays open behind it."""
-        method, _, rest = head[0].partition(" ")
-        target, _, version = rest.partition(" ")
-        if method not in _METHODS or version not in ("HTTP/1.1", "HTTP/1.0") or not target.startswith("/"):
-            raise HttpError(400, "expected a request line like: POST /query HTTP/1.1")
-        headers = _headers(head[1:])
-        size = self._body_size(headers)
-        if size and headers.get("expect", "").lower() == "100-continue":
-            writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        async with asyncio.timeout(self._limits.receive_timeout):
-            body = await reader.readexactly(size)
-        path, _, query = target.partition("?")
-        connection = headers.get("connection", "").lower()
-        keep = connection != "close" if version == "HTTP/1.1" else connection == "keep-alive"
+    async def _read_body(self, head: _Head, client: _Client) -> bytes:
+        size = self._body_size(head.headers)
+        if not size:
+            return b""
+        if head.headers.get("expect", "").lower() == "100-continue":
+            client.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        parts, missing, counted = [], size, 0
         try:
-            parameters = dict(parse_qsl(query, max_num_fields=64))
-        except ValueError:
-            raise HttpError(400, "expected at most 64 query parameters") from None
-        return Request(method, unquote(path), parameters, body), keep
+            async with asyncio.timeout(self._limits.receive_timeout):
+                while missing:
+                    part = await client.reader.read(min(missing, _READ_SIZE))
+                    if not part:
+                        raise EOFError
+                    parts.append(part)
+                    missing -= len(part)
+                    if size > self._limits.small_body:
+                        counted += len(part)
+                        self._unfinished += len(part)
+                        self._expect_room()
+        finally:
+            self._unfinished -= counted
+        return b"".join(parts)
+
+    def _expect_room(self) -> None:
+        if self._unfinished > self._limits.unfinished_bodies:
+            self.refused += 1
+            most = self._limits.unfinished_bodies
+            busy = f"more than {most} bytes of unfinished requests: try again later"
+            raise HttpError(503, busy, {"Retry-After": "1"})
 
     def _body_size(self, headers: Mapping[str, str]) -> int:
         if "transfer-encoding" in headers:
@@ -192,45 +252,112 @@ class HttpServer:
             raise HttpError(413, f"expected a body of at most {self._limits.body} bytes")
         return int(size)
 
-    async def _handle(self, request: Request) -> Response:
+    async def _handle(self, request: HttpRequest) -> Response:
         try:
             return await self._handler(request)
         except HttpError as error:
             return error.response()
         except Exception:  # the top of a request: one that fails must not take the server along
             logger.exception("%s %s failed", request.method, request.path)
-            return HttpError(500, "the server failed on this request; its log says why").response()
+            return _error(500, "the server failed on this request; its log says why")
 
-    async def _send(
-        self, writer: asyncio.StreamWriter, response: Response, keep: bool, head_only: bool = False
-    ) -> None:
-        try:
-            phrase = HTTPStatus(response.status).phrase
-        except ValueError:
-            phrase = "Unknown"
-        lines = [f"HTTP/1.1 {response.status} {phrase}", f"Content-Length: {len(response.body)}"]
-        lines += [f"Content-Type: {response.content_type}"] if response.body else []
-        lines += [f"Allow: {response.allow}"] if response.allow else []
-        lines += [f"Connection: {'keep-alive' if keep else 'close'}", "", ""]
-        writer.write("\r\n".join(lines).encode("latin-1"))
-        if not head_only:
-            writer.write(response.body)
+    async def _send(self, client: _Client, response: Response, head: _Head | None = None) -> bool:
+        """Send an answer, and tell whether the connection stays open. No head: it is cut off."""
+        writer, body = client.writer, response.body
+        in_chunks = head is not None and head.version == "HTTP/1.1" and not isinstance(body, bytes)
+        # pieces without chunks: the end of the connection ends the answer
+        is_kept = head is not None and head.is_kept and (in_chunks or isinstance(body, bytes))
+        writer.write(_head_of(response, is_kept, in_chunks))
+        if head is not None and head.method == "HEAD":
+            pass
+        elif isinstance(body, bytes):
+            writer.write(body)
+        else:
+            await self._send_pieces(writer, body, in_chunks)
         async with asyncio.timeout(self._limits.send_timeout):
             await writer.drain()
-            if not keep:
+            if not is_kept:
                 with contextlib.suppress(OSError):
                     writer.write_eof()
+        return is_kept
+
+    async def _send_pieces(
+        self, writer: asyncio.StreamWriter, body: AsyncGenerator[bytes, None], in_chunks: bool
+    ) -> None:
+        try:
+            async with asyncio.timeout(self._limits.stream_timeout), contextlib.aclosing(body):
+                async for piece in body:
+                    if not piece:
+                        continue  # an empty chunk would end the answer
+                    writer.write(b"%x\r\n%b\r\n" % (len(piece), piece) if in_chunks else piece)
+                    async with asyncio.timeout(self._limits.send_timeout):
+                        await writer.drain()
+        except BaseException as error:
+            writer.transport.abort()  # the client must not take a part for the whole
+            if isinstance(error, Exception) and not isinstance(error, (OSError, TimeoutError)):
+                logger.exception("an answer broke off")
+                raise ConnectionAbortedError from None
+            raise
+        if in_chunks:
+            writer.write(b"0\r\n\r\n")
+
+    async def _drop_rest(self, reader: asyncio.StreamReader) -> None:
+        """Read what a refused client still sends: closing over unread bytes would take the answer away."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._limits.linger):
+                while await reader.read(_READ_SIZE):
+                    pass
+
+
+def _error(status: int, message: str) -> Response:
+    return HttpError(status, message).response()
+
+
+def _parse_head(data: bytes) -> _Head:
+    """Read a head."""
+    line, *fields = data.decode("latin-1").strip("\r\n").split("\r\n")
+    method, _, rest = line.partition(" ")
+    target, _, version = rest.partition(" ")
+    if method not in _METHODS or version not in ("HTTP/1.1", "HTTP/1.0") or not target.startswith("/"):
+        raise HttpError(400, "expected a request line like: POST /query HTTP/1.1")
+    return _Head(method, target, version, _headers(fields))
 
 
 def _headers(lines: list[str]) -> dict[str, str]:
-    """Return the fields of a head. Doubled ones that decide where a request ends are an error."""
+    """Return the fields of a head."""
     headers: dict[str, str] = {}
     for line in lines:
         name, colon, value = line.partition(":")
         name = name.lower()
         if not colon or not name or name != name.strip():
             raise HttpError(400, "expected header lines like: Content-Length: 2")
-        if name in headers and name in ("content-length", "transfer-encoding"):
+        if name in headers and name in _ONCE:
             raise HttpError(400, f"expected {name} at most once")
         headers[name] = value.strip()
     return headers
+
+
+def _request_of(head: _Head, body: bytes) -> HttpRequest:
+    path, _, query = head.target.partition("?")
+    try:
+        parameters = dict(parse_qsl(query, max_num_fields=64))
+    except ValueError:
+        raise HttpError(400, "expected at most 64 query parameters") from None
+    return HttpRequest(head.method, unquote(path), parameters, body, head.headers)
+
+
+def _head_of(response: Response, is_kept: bool, in_chunks: bool) -> bytes:
+    """Return an answer's head."""
+    try:
+        phrase = HTTPStatus(response.status).phrase
+    except ValueError:
+        phrase = "Unknown"
+    lines = [f"HTTP/1.1 {response.status} {phrase}"]
+    if isinstance(response.body, bytes):
+        lines += [f"Content-Length: {len(response.body)}"]
+    elif in_chunks:
+        lines += ["Transfer-Encoding: chunked"]
+    lines += [f"Content-Type: {response.content_type}"] if response.body else []
+    lines += [f"{name}: {value}" for name, value in response.headers.items()]
+    lines += [f"Connection: {'keep-alive' if is_kept else 'close'}", "", ""]
+    return "\r\n".join(lines).encode("latin-1")

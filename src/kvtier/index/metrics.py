@@ -1,16 +1,18 @@
 """What an indexer says of itself to Prometheus.
 
-Names begin with `kvtier_index_`. Per model: size, budget and refusals of its index. Per worker: blocks on each tier. Per
-publisher: its state, its lag, and the counters of its stream. Per path: requests and the time spent on them.
+Names begin with `kvtier_index_`. Per model: size, budget and refusals of its index. Per worker: blocks on
+each tier. Per publisher: the state that answers have, its lag, what was not applied, the counters of its
+stream. Per path: requests and the time spent on them. Belongs to the event loop's thread.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from kvtier.events.updates import State
-from kvtier.index.service import Registration, Service, Worker
+from kvtier.index.service import Followed, Service, Worker, worst
+from kvtier.index.shim import counts_of
 
 __all__ = ["metrics_of"]
 
@@ -18,24 +20,27 @@ Labels = dict[str, str]
 Sample = tuple[Labels, float]
 
 
-def metrics_of(service: Service, requests: Mapping[tuple[str, int], int], seconds: Mapping[str, float]) -> str:
-    """Return all metrics in Prometheus' text format."""
-    lines: list[str] = []
-    _add_indexes(lines, service)
-    _add_sources(lines, service)
-    calls = [({"path": path, "status": str(status)}, float(count)) for (path, status), count in requests.items()]
-    _add(lines, "requests_total", "counter", "HTTP requests answered.", calls)
+def metrics_of(
+    service: Service, requests: Mapping[tuple[str, int], int], seconds: Mapping[str, float]
+) -> Iterator[str]:
+    """Yield all metrics in Prometheus' text format, one after the other."""
+    yield from _of_indexes(service)
+    yield from _of_sources(service)
+    answered = list(requests.items())
+    calls = [({"path": path, "status": str(status)}, float(count)) for (path, status), count in answered]
+    yield _family("requests_total", "counter", "HTTP requests answered.", calls)
     spent = [({"path": path}, value) for path, value in seconds.items()]
-    _add(lines, "request_seconds_total", "counter", "Time spent on HTTP requests.", spent)
-    _add(lines, "ignored_batches_total", "counter", "Batches that could not be applied.", [({}, service.ignored)])
-    return "\n".join(lines) + "\n"
+    yield _family("request_seconds_total", "counter", "Time spent on HTTP requests.", spent)
+    ignored: list[Sample] = [({}, float(service.ignored))]
+    yield _family("ignored_batches_total", "counter", "Batches that could not be applied.", ignored)
 
 
-def _add_indexes(lines: list[str], service: Service) -> None:
-    groups = service.groups()
-    stats = [
-        ({"model": key.model, "routing_group": key.routing_group}, each.index.stats()) for key, each in groups.items()
+def _of_indexes(service: Service) -> Iterator[str]:
+    groups = [
+        ({"model": key.model, "routing_group": key.routing_group}, group.index)
+        for key, group in service.groups().items()
     ]
+    counts = [(labels, counts_of(index)) for labels, index in groups]
     for field, kind, text in (
         ("blocks", "gauge", "Blocks that somebody holds."),
         ("workers", "gauge", "Workers that were heard of."),
@@ -43,48 +48,62 @@ def _add_indexes(lines: list[str], service: Service) -> None:
         ("budget", "gauge", "Bytes that the table may take."),
         ("dropped", "counter", "Blocks refused because the budget was spent."),
         ("unknown", "counter", "Removals of blocks that were not held."),
-        ("ignored", "counter", "Blocks of no use for prefix matches."),
+        ("ignored", "counter", "Blocks of groups that no prefix match can be made of."),
+        ("refused", "counter", "Blocks of another size, with wrong tokens, or in a place too many."),
+        ("orphans_dropped", "counter", "Blocks that found no room to wait for their parents."),
     ):
         name = f"{field}_total" if kind == "counter" else field
-        _add(lines, name, kind, text, [(labels, getattr(each, field)) for labels, each in stats])
+        yield _family(name, kind, text, [(labels, float(count[field])) for labels, count in counts])
     held = []
-    for key, group in groups.items():
-        for name in group.index.workers:
+    for labels, index in groups:
+        for name in index.workers:
             worker = Worker.of(name)
-            labels = {"model": key.model, "routing_group": key.routing_group}
-            labels |= {"instance": worker.instance, "rank": str(worker.rank)}
-            for tier, count in group.index.worker_stats(name).blocks.items():
-                held.append((labels | {"tier": tier.name.lower()}, float(count)))
-    _add(lines, "worker_blocks", "gauge", "Blocks that a worker holds on a tier.", held)
+            who = labels | {"instance": worker.instance, "rank": str(worker.rank)}
+            for tier, count in index.worker_stats(name).blocks.items():
+                held.append((who | {"tier": tier.name.lower()}, float(count)))
+    yield _family("worker_blocks", "gauge", "Blocks that a worker holds on a tier.", held)
 
 
-def _add_sources(lines: list[str], service: Service) -> None:
-    sources = [(each, service.status(each)) for each in service.registrations()]
-    states = [(_labels(each) | {"state": state}, float(each.state is state)) for each, _ in sources for state in State]
-    _add(lines, "source_state", "gauge", "1 for the state that a publisher's picture is in.", states)
-    lags = [(_labels(each), status.lag) for each, status in sources if status is not None and status.lag is not None]
-    _add(lines, "source_lag_seconds", "gauge", "Age of a publisher's newest batch when it was applied.", lags)
-    up = [(_labels(each), float(status.connected)) for each, status in sources if status is not None]
-    _add(lines, "source_connected", "gauge", "Whether a publisher is connected.", up)
+def _of_sources(service: Service) -> Iterator[str]:
+    states: list[Sample] = []
+    ignored: list[Sample] = []
+    lags: list[Sample] = []
+    connected: list[Sample] = []
     counted: dict[str, list[Sample]] = {}
-    for each, status in sources:
-        for name, value in status.counters.as_dict().items() if status is not None else ():
-            counted.setdefault(name, []).append((_labels(each), float(value)))
+    for followed, trusts in service.followed():
+        labels, state, status = _labels(followed), worst(trusts).state, service.status(followed)
+        states += [(labels | {"state": name}, float(state is name)) for name in State]
+        ignored.append((labels, float(followed.ignored)))
+        if status is None:
+            continue
+        connected.append((labels, float(status.connected)))
+        if status.lag is not None:
+            lags.append((labels, status.lag))
+        for name, value in status.counters.as_dict().items():
+            counted.setdefault(name, []).append((labels, float(value)))
+    yield _family("source_state", "gauge", "1 for the state that answers about a publisher have.", states)
+    yield _family("source_ignored_batches_total", "counter", "Batches that could not be applied.", ignored)
+    yield _family("source_lag_seconds", "gauge", "Age of a newest batch when it was applied.", lags)
+    yield _family("source_connected", "gauge", "Whether a publisher is connected.", connected)
     for name, samples in counted.items():
-        _add(lines, f"source_{name}_total", "counter", f"Of a publisher's stream: {name.replace('_', ' ')}.", samples)
+        text = f"Of a publisher's stream: {name.replace('_', ' ')}."
+        yield _family(f"source_{name}_total", "counter", text, samples)
 
 
-def _labels(source: Registration) -> Labels:
+def _labels(followed: Followed) -> Labels:
+    source = followed.registration
     labels = {"model": source.group.model, "routing_group": source.group.routing_group}
-    return labels | {"instance": str(source.instance_id), "rank": str(source.rank)}
+    return labels | {"instance": str(source.instance_id), "rank": str(source.rank or 0)}
 
 
-def _add(lines: list[str], name: str, kind: str, text: str, samples: Iterable[Sample]) -> None:
+def _family(name: str, kind: str, text: str, samples: Iterable[Sample]) -> str:
+    """Return a metric with all its samples."""
     full = f"kvtier_index_{name}"
-    lines += [f"# HELP {full} {text}", f"# TYPE {full} {kind}"]
+    lines = [f"# HELP {full} {text}", f"# TYPE {full} {kind}"]
     for labels, value in samples:
-        said = ",".join(f'{key}="{_escape(each)}"' for key, each in labels.items())
+        said = ",".join(f'{key}="{_escape(label)}"' for key, label in labels.items())
         lines.append(f"{full}{{{said}}} {_number(value)}" if said else f"{full} {_number(value)}")
+    return "\n".join(lines) + "\n"
 
 
 def _number(value: float) -> str:

@@ -1,7 +1,8 @@
 """An index over HTTP: `kvtier index serve`.
 
-`serve` blocks until it is told to stop; `IndexServer` does the same in a thread of its own. Two threads do the work: one follows
-the publishers and owns their sockets, the other serves HTTP. Requests under way are finished before it stops.
+`serve` blocks until it is told to stop; `IndexServer` does the same in a thread of its own. Two threads do
+the work: one follows the publishers and owns their sockets, the other serves HTTP. Requests under way are
+finished before it stops.
 """
 
 from __future__ import annotations
@@ -10,17 +11,25 @@ import asyncio
 import signal
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Self
 
 from kvtier.errors import InputError, OutsideError
+from kvtier.index.access import Access, read_token
 from kvtier.index.api import Api
 from kvtier.index.http import HttpLimits, HttpServer
 from kvtier.index.service import GroupKey, Registration, Service, Settings
 
-__all__ = ["GroupKey", "HttpLimits", "IndexServer", "Registration", "Settings", "serve"]
-
-Start = tuple[Registration, int]
-"""A publisher to follow from the start, and its block size."""
+__all__ = [
+    "Access",
+    "GroupKey",
+    "HttpLimits",
+    "IndexServer",
+    "Registration",
+    "Settings",
+    "read_token",
+    "serve",
+]
 
 
 def serve(
@@ -29,14 +38,15 @@ def serve(
     *,
     settings: Settings | None = None,
     limits: HttpLimits | None = None,
-    follow: Iterable[Start] = (),
+    access: Access | None = None,
+    follow: Iterable[Registration] = (),
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
     """Serve an index until SIGTERM or SIGINT comes; call it in the main thread.
 
     `on_ready` is called with the address once requests are answered. Port 0 takes a free one.
     """
-    asyncio.run(_serve_until_signalled(host, port, settings, limits, list(follow), on_ready))
+    asyncio.run(_serve_until_signalled(host, port, settings, limits, access, list(follow), on_ready))
 
 
 async def _serve_until_signalled(
@@ -44,14 +54,15 @@ async def _serve_until_signalled(
     port: int,
     settings: Settings | None,
     limits: HttpLimits | None,
-    follow: list[Start],
+    access: Access | None,
+    follow: list[Registration],
     on_ready: Callable[[str], None] | None,
 ) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    await _serve(host, port, settings, limits, follow, on_ready, stop)
+    await _serve(host, port, settings, limits, access, follow, on_ready, stop)
 
 
 async def _serve(
@@ -59,7 +70,8 @@ async def _serve(
     port: int,
     settings: Settings | None,
     limits: HttpLimits | None,
-    follow: list[Start],
+    access: Access | None,
+    follow: list[Registration],
     on_ready: Callable[[str], None] | None,
     stop: asyncio.Event,
 ) -> None:
@@ -68,10 +80,12 @@ async def _serve(
         expected = "expected an address such as 127.0.0.1, or 0.0.0.0 for all of the machine's"
         raise InputError(f"host: {expected}, got {host!r}")
     service = Service(settings)
-    server = HttpServer(Api(service), limits)
+    access = access or Access()
+    access = replace(access, hosts=(*access.hosts, host))
+    server = HttpServer(Api(service, access), limits)
     try:
-        for registration, block_size in follow:
-            service.register(registration, block_size)
+        for registration in follow:
+            service.register(registration)
         try:
             bound, number = await server.start(host, port)
         except OSError as error:
@@ -85,7 +99,7 @@ async def _serve(
 
 
 class IndexServer:
-    """A server in a thread of its own. A context manager: it listens when entered and has stopped when left."""
+    """A server in a thread of its own. As a context it listens when entered and has stopped when left."""
 
     def __init__(
         self,
@@ -94,11 +108,12 @@ class IndexServer:
         *,
         settings: Settings | None = None,
         limits: HttpLimits | None = None,
-        follow: Iterable[Start] = (),
+        access: Access | None = None,
+        follow: Iterable[Registration] = (),
     ) -> None:
         """Take what `serve` takes."""
         self.url = ""
-        self._arguments = host, port, settings, limits, list(follow)
+        self._arguments = host, port, settings, limits, access, list(follow)
         self._ready = threading.Event()
         self._failure: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None

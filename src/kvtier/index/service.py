@@ -1,19 +1,24 @@
 """The indexer's inside: which publishers are followed for which model, and one index per model.
 
-One thread follows all publishers and applies what they say. `register` and `unregister` come from other threads, and so do
-questions. A lock guards the list of registrations; each index has its own.
+One thread follows all publishers and applies what they say. Registrations and questions come from other
+threads. A lock guards both, so an answer and the state it is given with belong together; each index has a
+lock of its own.
 
-A publisher belongs to a *group*: a model, and within it a routing group. Groups know nothing of each other. A *worker* is
-an instance and a data-parallel rank: a batch's own rank counts, else that of the registration.
+A publisher belongs to a *group*: a model, and within it a routing group. Groups know nothing of each
+other. A *worker* is an instance and a data-parallel rank, and one registration speaks for it. A
+registration that names its rank speaks for that one, whatever its batches say; one that does not speaks
+for the ranks that its batches name.
+
+Whatever is refused between the stream and an answer makes the worker's state `degraded`, with a reason, is
+logged once, and is counted.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import count, groupby
 from typing import Any, Literal, NamedTuple
 
 from kvtier.errors import InputError, KVTierError
@@ -21,15 +26,30 @@ from kvtier.events.curve import CurveClient
 from kvtier.events.follow.link import Source
 from kvtier.events.subscriber import Limits, Subscriber
 from kvtier.events.updates import Received, Reset, SourceStatus, State, StateChanged, Update
+from kvtier.index.base import Hashes, Match
 from kvtier.index.prefix import PrefixIndex
+from kvtier.index.shim import new_index, reasons_of
 
-__all__ = ["Conflict", "Group", "GroupKey", "NotFound", "Registration", "Service", "Settings", "Worker"]
+__all__ = [
+    "Conflict",
+    "Followed",
+    "Group",
+    "GroupKey",
+    "NotFound",
+    "Registration",
+    "Service",
+    "Settings",
+    "Trust",
+    "Worker",
+    "worst",
+]
 
 logger = logging.getLogger(__name__)
 
 _SCHEMES = ("tcp://", "ipc://")
 _AT_ONCE = 64
 """How many batches are applied before questions get a turn."""
+_BEST_FIRST = (State.EXACT, State.REPAIRING, State.DEGRADED)
 
 
 class GroupKey(NamedTuple):
@@ -57,6 +77,21 @@ class Worker(NamedTuple):
         return cls(instance, int(rank))
 
 
+class Trust(NamedTuple):
+    """How far what is said of a worker can be trusted, and why not."""
+
+    state: State
+    reason: str = ""
+
+
+_UNHEARD = Trust(State.REPAIRING, "not heard of yet")
+
+
+def worst(trusts: list[Trust]) -> Trust:
+    """Return the first of the worst."""
+    return max(trusts, key=lambda trust: _BEST_FIRST.index(trust.state))
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What every index of a service is like. `budget` is per group."""
@@ -74,36 +109,70 @@ class Settings:
     limits: Limits | None = None
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Registration:
-    """A publisher that is followed."""
+    """A publisher to follow. Without a `rank` its batches say it, without a `block_size` the first store."""
 
     group: GroupKey
     instance_id: int | str
-    rank: int
+    rank: int | None
     endpoint: str
     replay_endpoint: str | None = None
     topic: str = ""
-    state: State = State.REPAIRING
-    reason: str = "not heard of yet"
-    ranks: set[int] = field(default_factory=set)
+    block_size: int | None = None
 
     @property
-    def source(self) -> str:
-        """What the subscriber calls it."""
-        return "\0".join((*self.group, str(self.instance_id), str(self.rank)))
+    def key(self) -> tuple[GroupKey, str, int]:
+        """What no two registrations have in common."""
+        return self.group, str(self.instance_id), self.rank or 0
 
-    def worker(self, rank: int | None = None) -> Worker:
-        """Return the worker that a batch with this rank speaks of."""
-        return Worker(str(self.instance_id), self.rank if rank is None else rank)
+    def worker(self, rank: int) -> Worker:
+        """Return one of the instance's workers."""
+        return Worker(str(self.instance_id), rank)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
+class Followed:
+    """A registration, and what became of it. Guarded by the service's lock."""
+
+    registration: Registration
+    source: str
+    """What the subscriber calls it. Nobody else was ever called so: no late update of another is taken."""
+    trust: Trust = _UNHEARD
+    ranks: set[int] = field(default_factory=set)
+    """The ranks it speaks for. Where it names none: those that its batches named, and 0 before them."""
+    batch_rank: int | None = None
+    """What the batches of a registration with a rank call theirs."""
+    refusal: str = ""
+    """Why batches were not applied, since the replica last began anew."""
+    ignored: int = 0
+    """How many batches were not applied."""
+
+    @property
+    def workers(self) -> list[Worker]:
+        """Return the workers it speaks for."""
+        return [self.registration.worker(rank) for rank in sorted(self.ranks or {0})]
+
+
+@dataclass(slots=True)
 class Group:
-    """An index, and the block size that all its publishers have."""
+    """An index, who is followed for it, and who of them speaks for each of its workers."""
 
     index: PrefixIndex
-    block_size: int
+    members: dict[str, Followed] = field(default_factory=dict)
+    speakers: dict[str, Followed] = field(default_factory=dict)
+
+    @property
+    def block_size(self) -> int | None:
+        """Return how many tokens a block has, `None` until a publisher says so."""
+        return self.index.block_size
+
+
+class Answer(NamedTuple):
+    """Who holds how much, and how far that can be trusted."""
+
+    match: Match | None
+    trusts: dict[Worker, Trust]
 
 
 class NotFound(InputError):
@@ -120,12 +189,15 @@ class Service:
     def __init__(self, settings: Settings | None = None) -> None:
         self.settings = settings or Settings()
         self.failure: str | None = None
-        self.ignored = 0  # batches that could not be applied
+        self.ignored = 0  # batches that could not be applied, of all registrations there ever were
         self._lock = threading.Lock()
         self._groups: dict[GroupKey, Group] = {}
-        self._sources: dict[str, Registration] = {}
-        probe = self._new_group(1, budget=1 << 20).index
-        probe.warm_up()
+        self._registered: dict[tuple[GroupKey, str, int], Followed] = {}
+        self._sources: dict[str, Followed] = {}
+        self._numbers = count()
+        probe = self._new_index(1, budget=1 << 20)
+        if self.settings.form == "numba":
+            probe.warm_up()
         self._subscriber: Subscriber[Any] = Subscriber(decode=probe.decoder(), limits=self.settings.limits)
         self._thread = threading.Thread(target=self._follow, name="kvtier-index", daemon=True)
         self._thread.start()
@@ -135,36 +207,50 @@ class Service:
         self._subscriber.close()
         self._thread.join()
 
-    # -- registrations -----------------------------------------------------------------------------------------------------
+    # -- registrations ---------------------------------------------------------------------------------
 
-    def register(self, registration: Registration, block_size: int) -> None:
+    def register(self, new: Registration) -> None:
         """Follow a publisher. `Conflict` where it, or another block size, is there already."""
-        for endpoint in (registration.endpoint, registration.replay_endpoint):
+        for endpoint in (new.endpoint, new.replay_endpoint):
             if endpoint is not None and (not endpoint.startswith(_SCHEMES) or "*" in endpoint):
-                raise InputError(f"endpoint: expected an address like tcp://host:5557, got {endpoint[:200]!r}")
+                expected = "expected an address like tcp://host:5557"
+                raise InputError(f"endpoint: {expected}, got {endpoint[:200]!r}")
         with self._lock:
-            group = self._group_for(registration, block_size)
-            self._subscriber.add(self._source_of(registration))
-            self._sources[registration.source] = registration
-            self._groups[registration.group] = group
+            group = self._group_for(new)
+            followed = Followed(new, f"{new.instance_id}#{next(self._numbers)}")
+            address = new.endpoint, new.replay_endpoint, new.topic, self.settings.curve
+            self._subscriber.add(Source(followed.source, *address))
+            self._sources[followed.source] = self._registered[new.key] = followed
+            self._groups[new.group] = group
+            group.members[followed.source] = followed
+            if new.rank is not None:
+                followed.ranks.add(new.rank)
+                group.speakers[new.worker(new.rank).name] = followed
 
-    def _group_for(self, new: Registration, block_size: int) -> Group:
+    def _group_for(self, new: Registration) -> Group:
         """Return the group that a publisher belongs to, or would make."""
-        if new.source in self._sources:
-            raise Conflict(f"instance {new.instance_id} dp_rank {new.rank} already registered")
-        if len(self._sources) >= self.settings.max_sources:
-            raise Conflict(f"expected at most {self.settings.max_sources} registrations: unregister some first")
         group = self._groups.get(new.group)
-        if group is not None and group.block_size != block_size:
+        is_taken = group is not None and new.rank is not None and new.worker(new.rank).name in group.speakers
+        if new.key in self._registered or is_taken:
+            raise Conflict(f"instance {new.instance_id} dp_rank {new.rank or 0} already registered")
+        if len(self._registered) >= self.settings.max_sources:
+            most = self.settings.max_sources
+            raise Conflict(f"expected at most {most} registrations: unregister some first")
+        if group is None:
+            if len(self._groups) >= self.settings.max_groups:
+                raise Conflict(f"expected at most {self.settings.max_groups} models and routing groups")
+            return Group(self._new_index(new.block_size))
+        if group.block_size is None and new.block_size is not None:
+            group.index = self._new_index(new.block_size)  # the old one holds nothing: no store has come
+        elif new.block_size not in (None, group.block_size):
             where = f"model={new.group.model} routing_group={new.group.routing_group}"
-            raise Conflict(f"block_size mismatch for {where}: existing={group.block_size}, requested={block_size}")
-        if group is None and len(self._groups) >= self.settings.max_groups:
-            raise Conflict(f"expected at most {self.settings.max_groups} models and routing groups")
-        return group or self._new_group(block_size)
+            sizes = f"existing={group.block_size}, requested={new.block_size}"
+            raise Conflict(f"block_size mismatch for {where}: {sizes}")
+        return group
 
-    def _new_group(self, block_size: int, budget: int | None = None) -> Group:
+    def _new_index(self, block_size: int | None, budget: int | None = None) -> PrefixIndex:
         wanted = self.settings
-        index = PrefixIndex(
+        return new_index(
             keys=wanted.keys,
             block_size=block_size,
             budget=wanted.budget if budget is None else budget,
@@ -172,46 +258,48 @@ class Service:
             seed=wanted.seed,
             counting=wanted.counting,
         )
-        return Group(index, block_size)
-
-    def _source_of(self, new: Registration) -> Source:
-        return Source(new.source, new.endpoint, new.replay_endpoint, new.topic, self.settings.curve)
 
     def unregister(
         self, instance: str, model: str, routing_group: str | None = None, rank: int | None = None
     ) -> list[Registration]:
-        """Follow an instance no more, or one rank of it, and forget what it holds; return what was registered."""
+        """Follow an instance no more, or one rank of it, and forget what it holds; return what is gone."""
         with self._lock:
             gone = [
-                each
-                for each in self._sources.values()
-                if (str(each.instance_id), each.group.model) == (instance, model)
-                and routing_group in (None, each.group.routing_group)
-                and rank in (None, each.rank)
+                followed
+                for (group, name, its_rank), followed in self._registered.items()
+                if (name, group.model) == (instance, model)
+                and routing_group in (None, group.routing_group)
+                and rank in (None, its_rank)
             ]
             if not gone:
-                raise NotFound(f"instance {instance} not found" + (f" with dp_rank {rank}" if rank is not None else ""))
-            for each in gone:
-                self._forget(each)
-            return gone
+                which = f" with dp_rank {rank}" if rank is not None else ""
+                raise NotFound(f"instance {instance} not found{which}")
+            for followed in gone:
+                self._forget(followed)
+            return [followed.registration for followed in gone]
 
-    def _forget(self, gone: Registration) -> None:
+    def _forget(self, gone: Followed) -> None:
         self._subscriber.remove(gone.source)
-        del self._sources[gone.source]
-        if not any(each.group == gone.group for each in self._sources.values()):
-            del self._groups[gone.group]
+        del self._sources[gone.source], self._registered[gone.registration.key]
+        group = self._groups[gone.registration.group]
+        del group.members[gone.source]
+        if not group.members:
+            del self._groups[gone.registration.group]
             return
-        for rank in gone.ranks:
-            self._groups[gone.group].index.remove_worker(gone.worker(rank).name)
+        for name in [name for name, speaker in group.speakers.items() if speaker is gone]:
+            del group.speakers[name]
+            group.index.remove_worker(name)
 
-    # -- the following thread ----------------------------------------------------------------------------------------------
+    # -- the following thread --------------------------------------------------------------------------
 
     def _follow(self) -> None:
         try:
             while updates := self._subscriber.poll():
                 for _, run in groupby(updates, _run_of):
-                    self._apply(list(run))
-        except Exception as error:  # the top of the thread: the answers must say that they are no longer true
+                    together = list(run)
+                    for start in range(0, len(together), _AT_ONCE):
+                        self._apply(together[start : start + _AT_ONCE])
+        except Exception as error:  # the top of the thread: answers must say that they are no longer true
             logger.exception("the index follows nobody any more")
             self.failure = f"{type(error).__name__}: {error}"
 
@@ -219,70 +307,113 @@ class Service:
         """Apply consecutive updates of one kind and one source, batches of one rank."""
         update: Update = run[-1]
         with self._lock:
-            source = self._sources.get(update.source)
-            if source is None:
+            followed = self._sources.get(update.source)
+            if followed is None:
                 return  # unregistered meanwhile
-            index = self._groups[source.group].index
+            group = self._groups[followed.registration.group]
             if isinstance(update, Received):
-                self._receive(source, index, [each.batch for each in run])
+                self._receive(followed, group, [received.batch for received in run])
             elif isinstance(update, Reset):
-                for rank in source.ranks:
-                    index.clear(source.worker(rank).name)
+                followed.refusal, followed.batch_rank = "", None
+                for rank in followed.ranks:
+                    group.index.clear(followed.registration.worker(rank).name)
             elif isinstance(update, StateChanged):
-                source.state, source.reason = update.state, update.reason
+                followed.trust = Trust(update.state, update.reason)
 
-    def _receive(self, source: Registration, index: PrefixIndex, batches: list[Any]) -> None:
-        rank = source.rank if batches[0].data_parallel_rank is None else batches[0].data_parallel_rank
-        if rank not in source.ranks:
-            if rank < 0 or len(source.ranks) >= self.settings.max_ranks:
-                self.ignored += len(batches)
+    def _receive(self, followed: Followed, group: Group, batches: list[Any]) -> None:
+        spoken = batches[0].data_parallel_rank
+        rank = followed.registration.rank
+        if rank is None:
+            rank = spoken or 0
+            refusal = self._take_rank(followed, group, rank)
+        else:
+            followed.batch_rank = spoken if followed.batch_rank is None else followed.batch_rank
+            refusal = ""
+            if spoken not in (None, followed.batch_rank):
+                both = f"its batches speak for rank {spoken} besides {followed.batch_rank}"
+                refusal = f"{both}: register it without dp_rank"
+        if not refusal:
+            try:
+                group.index.apply_all(followed.registration.worker(rank).name, batches)
                 return
-            source.ranks.add(rank)
-        try:
-            for start in range(0, len(batches), _AT_ONCE):
-                index.apply_all(source.worker(rank).name, batches[start : start + _AT_ONCE])
-        except KVTierError as error:
-            self.ignored += len(batches)
-            logger.warning("batches of %r were not applied: %s", source.source, error)
+            except KVTierError as error:
+                refusal = str(error)
+        self.ignored += len(batches)
+        followed.ignored += len(batches)
+        if followed.refusal != refusal:
+            followed.refusal = refusal
+            name, group_key = followed.registration.instance_id, followed.registration.group
+            logger.warning("batches of instance %r of %s are not applied: %s", name, group_key, refusal)
 
-    # -- questions ---------------------------------------------------------------------------------------------------------
+    def _take_rank(self, followed: Followed, group: Group, rank: int) -> str:
+        """Let a registration without a rank speak for one; return why it may not."""
+        if rank in followed.ranks:
+            return ""
+        name = followed.registration.worker(rank).name
+        if rank < 0:
+            return f"rank {rank}: expected at least 0"
+        if len(followed.ranks) >= self.settings.max_ranks:
+            return f"rank {rank}: expected at most {self.settings.max_ranks} ranks of one publisher"
+        if (other := group.speakers.get(name)) is not None:
+            return f"rank {rank}: {other.registration.endpoint} speaks for this rank of the instance already"
+        group.speakers[name] = followed
+        followed.ranks.add(rank)
+        return ""
+
+    # -- questions -------------------------------------------------------------------------------------
 
     def group(self, key: GroupKey) -> Group:
         """Return a group. `NotFound` where nobody is registered for it."""
         with self._lock:
-            try:
-                return self._groups[key]
-            except KeyError:
-                where = f"model={key.model} routing_group={key.routing_group}"
-                raise NotFound(f"no indexer for {where}") from None
+            return self._group(key)
+
+    def _group(self, key: GroupKey) -> Group:
+        try:
+            return self._groups[key]
+        except KeyError:
+            where = f"model={key.model} routing_group={key.routing_group}"
+            raise NotFound(f"no indexer for {where}") from None
 
     def groups(self) -> dict[GroupKey, Group]:
         """Return all groups."""
         with self._lock:
             return dict(self._groups)
 
-    def registrations(self, group: GroupKey | None = None) -> list[Registration]:
-        """Return who is followed, in one group or in all."""
+    def answer(self, key: GroupKey, hashes: Hashes | None) -> Answer:
+        """Return who holds how much of a prefix. Nothing is applied between the match and the states."""
         with self._lock:
-            return [each for each in self._sources.values() if group in (None, each.group)]
+            group = self._group(key)
+            match = None if hashes is None else group.index.match(hashes)
+            return Answer(match, self._trusts(group))
 
-    def status(self, registration: Registration) -> SourceStatus | None:
+    def followed(self) -> list[tuple[Followed, list[Trust]]]:
+        """Return who is followed, and how far what is said of their workers can be trusted."""
+        with self._lock:
+            return [
+                (followed, [trusts[worker] for worker in followed.workers])
+                for group in self._groups.values()
+                for trusts in [self._trusts(group)]
+                for followed in group.members.values()
+            ]
+
+    def _trusts(self, group: Group) -> dict[Worker, Trust]:
+        """Return how far what is said of workers can be trusted: as their stream, if nothing was refused."""
+        incomplete = reasons_of(group.index)
+        dead = f"the index follows nobody any more: {self.failure}" if self.failure is not None else ""
+        trusts: dict[Worker, Trust] = {}
+        for followed in group.members.values():
+            for worker in followed.workers:
+                reasons = [dead, followed.refusal, incomplete.get(worker.name, "")]
+                reason = "; ".join(filter(None, reasons))
+                trusts[worker] = Trust(State.DEGRADED, reason) if reason else followed.trust
+        return trusts
+
+    def status(self, followed: Followed) -> SourceStatus | None:
         """Return how a publisher's stream fares, `None` where it is no longer followed."""
         try:
-            return self._subscriber.status(registration.source)
+            return self._subscriber.status(followed.source)
         except InputError:
             return None
-
-    def states(self, key: GroupKey) -> Iterator[tuple[Worker, State]]:
-        """Yield each worker of a group, and how far its picture can be trusted.
-
-        That is what its publisher's stream says, unless blocks of it found no room, or nobody follows any more.
-        """
-        incomplete = self.group(key).index.incomplete()
-        for each in self.registrations(key):
-            for worker in map(each.worker, sorted(each.ranks or {each.rank})):
-                trusted = self.failure is None and (not incomplete or worker.name not in incomplete)
-                yield worker, each.state if trusted else State.DEGRADED
 
     def check(self) -> None:
         """Raise `IntegrityError` where an index contradicts itself."""
