@@ -64,6 +64,11 @@ class KeptBatch:
         return self.decoded.ts
 
     @property
+    def data_parallel_rank(self) -> int | None:
+        """Return the rank that the batch speaks of, if it says so."""
+        return self.decoded.data_parallel_rank
+
+    @property
     def skipped(self) -> int:
         """Return how many of its events could not be read."""
         return self.decoded.skipped

@@ -15,8 +15,8 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvtier.errors import InputError, OutsideError
 from kvtier.events.curve import CurveClient
-from kvtier.events.follow.asks import Ask
 from kvtier.events.follow.follower import Follower
+from kvtier.events.follow.requests import StreamRequest
 from kvtier.events.frames import END_SEQ, read_live, read_reply
 from kvtier.events.wire import Batch
 
@@ -85,7 +85,7 @@ class Link(Generic[B]):
         self.unwatch: Callable[[Socket], None] = lambda sock: None
         self._context = context
         self._options = options
-        self._asked: Ask | None = None
+        self._asked: StreamRequest | None = None
         self._dealer: Socket | None = None
         self._sub: Socket = context.socket(zmq.SUB)
         self._monitor: Socket = self._sub.get_monitor_socket(_WATCHED)
@@ -117,7 +117,7 @@ class Link(Generic[B]):
 
     def ask(self, now: float) -> bool:
         """Send the request that the follower wants under way, if it is another one than before; say whether it was."""
-        wanted = self.follower.ask
+        wanted = self.follower.request
         if wanted is not None and wanted is self._asked:
             return False
         if wanted is None or self._asked is not None:
@@ -126,7 +126,7 @@ class Link(Generic[B]):
             return False
         try:
             dealer = self._dealer or self._dial(self.source.replay_endpoint)
-            dealer.send_multipart((b"", wanted.request), zmq.NOBLOCK)
+            dealer.send_multipart((b"", wanted.data), zmq.NOBLOCK)
         except (OutsideError, zmq.ZMQError) as error:
             self._hang_up()
             self.follower.end(wanted, now, f"cannot ask: {error}")
@@ -153,7 +153,10 @@ class Link(Generic[B]):
         """Hand over replies until the request changes: what follows then belongs to one that nobody waits for."""
         count = 0
         while (
-            self._dealer is not None and count < budget and self._asked is not None and self.follower.ask is self._asked
+            self._dealer is not None
+            and count < budget
+            and self._asked is not None
+            and self.follower.request is self._asked
         ):
             replies = _receive(self._dealer, 1)
             if not replies:
@@ -162,7 +165,7 @@ class Link(Generic[B]):
             count += 1
         return count
 
-    def _take_reply(self, asked: Ask, frames: list[bytes], now: float) -> None:
+    def _take_reply(self, asked: StreamRequest, frames: list[bytes], now: float) -> None:
         message = read_reply(frames)
         if message is None:
             self.follower.bad_frame()
