@@ -274,7 +274,10 @@ def test_one_batch_larger_than_the_buffer_is_replayed() -> None:
 # -- gaps -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("make", "asked"), [(ours, [RequestKind.STATUS, RequestKind.REPLAY, RequestKind.STATUS]), (stock, [RequestKind.REPLAY])])
+@pytest.mark.parametrize(
+    ("make", "asked"),
+    [(ours, [RequestKind.STATUS, RequestKind.REPLAY, RequestKind.STATUS]), (stock, [RequestKind.REPLAY])],
+)
 def test_a_gap_is_replayed(make: Callable[[], Bench], asked: list[RequestKind]) -> None:
     bench = make()
     bench.live(bench.publish())
