@@ -346,8 +346,8 @@ class Case:
             return deque(), "error: refused"
         if dice < 0.6:
             return deque(list(replies)[: self.random.randint(0, len(replies))]), "silence"
-        if replies:
-            del replies[self.random.randrange(len(replies))]
+        if len(replies) > 1:  # who loses the last one does not hear the end: it comes behind it
+            del replies[self.random.randrange(len(replies) - 1)]
         return replies, ""
 
     # -- what must hold ----------------------------------------------------------------------------------------------

@@ -234,7 +234,10 @@ class Follower(Generic[B]):
             self._settle()
             return
         self._apply(seq, batch, payload)
-        if batch.mark is not None or batch.skipped:
+        if batch.mark is not None:
+            self._live_epoch = batch.mark.epoch
+            self._settle()
+        elif self.replica.sums.is_open and not self.replica.is_whole:
             self._settle()
 
     def _went_back(self, seq: int, payload: bytes) -> bool:

@@ -56,13 +56,12 @@ class RankSums:
     number of blocks shows that this was nothing.
     """
 
-    __slots__ = ("_fresh", "_is_crowded", "_ranks", "_torn", "blocks", "digest", "is_open")
+    __slots__ = ("_fresh", "_is_crowded", "_ranks", "_torn", "is_open")
 
     def __init__(self, *, is_open: bool = True) -> None:
         """Begin with nothing; `is_open`: the publisher may have held something already."""
-        self.blocks = self.digest = 0
         self.is_open = is_open  # since the last proof something may have been lost
-        self._ranks: dict[int | None, list[int]] = {}
+        self._ranks: dict[int | None, list[int]] = {}  # blocks, and their digest before it is reduced
         self._torn: set[int | None] = set()  # heard of before a loss, and not cleared since
         self._fresh: set[int | None] = set()  # first heard of since, and not cleared since
         self._is_crowded = False
@@ -72,15 +71,11 @@ class RankSums:
         cleared, blocks, digest = change
         sums = self._ranks.get(rank) or self._hear_of(rank)
         if cleared:
-            self.blocks -= sums[0]
-            self.digest -= sums[1]
             sums[0] = sums[1] = 0
             self._torn.discard(rank)
             self._fresh.discard(rank)
         sums[0] += blocks
         sums[1] += digest
-        self.blocks += blocks
-        self.digest = (self.digest + digest) & _U64
 
     def _hear_of(self, rank: int | None) -> list[int]:
         if len(self._ranks) >= MAX_RANKS:
@@ -89,6 +84,16 @@ class RankSums:
         if self.is_open:
             self._fresh.add(rank)
         return self._ranks.setdefault(rank, [0, 0])
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks are held."""
+        return sum(blocks for blocks, _ in self._ranks.values())
+
+    @property
+    def digest(self) -> int:
+        """The digest of all blocks that are held."""
+        return sum(digest for _, digest in self._ranks.values()) & _U64
 
     def tear(self) -> None:
         """Note that something was lost, whoever's it was."""
@@ -111,10 +116,11 @@ class RankSums:
         return not has_marks and bool(self._ranks) and not (self._torn or self._fresh or self._is_crowded)
 
     def check(self) -> None:
-        """Raise `IntegrityError` unless the ranks add up, and proven sums have nothing open."""
-        blocks, digest = (sum(sums[i] for sums in self._ranks.values()) for i in (0, 1))
-        if not self._is_crowded and (blocks, digest & _U64) != (self.blocks, self.digest):
-            raise IntegrityError(f"ranks add up to {blocks} blocks, the whole has {self.blocks}")
+        """Raise `IntegrityError` where proven sums have something open, or a rank counts that was not heard of."""
+        if not (self._torn | self._fresh) <= self._ranks.keys() or self._torn & self._fresh:
+            raise IntegrityError(
+                f"ranks {self._torn} are torn and {self._fresh} fresh, but {set(self._ranks)} were heard of"
+            )
         if not self.is_open and (self._torn or self._fresh or self._is_crowded):
             raise IntegrityError(f"sums count as proven, but ranks {self._torn | self._fresh} are not")
 
@@ -138,7 +144,7 @@ class Replica(Generic[B]):
         self.counters = Counters()
         self.ts: float | None = None  # of the newest batch applied
         self.applied_at: float | None = None
-        self._sums = RankSums()
+        self.sums = RankSums()  # for reading; what changes them is below
         self._last: bytes | None = None  # the last batch applied, where the publisher sends no marks
         self._decode = decode
         self._updates: list[Update] = [StateChanged(name, self.state, self.reason)]
@@ -155,12 +161,14 @@ class Replica(Generic[B]):
     @property
     def is_whole(self) -> bool:
         """Whether the consumer has all that the publisher held at `seq`."""
-        return self.seq is not None and self._sums.are_whole(has_marks=self.has_marks)
+        return self.seq is not None and self.sums.are_whole(has_marks=self.kind is Kind.KVTIER)
 
     @property
     def is_exact(self) -> bool:
         """Whether the replica is what the publisher holds, as far as can be known."""
-        return self.is_whole and not self.is_doubted and not self.is_building and not self.is_behind
+        if self.seq is None or self.seq < self.newest or self.is_doubted or self.is_building:
+            return False
+        return self.sums.are_whole(has_marks=self.kind is Kind.KVTIER)
 
     @property
     def is_behind(self) -> bool:
@@ -175,7 +183,7 @@ class Replica(Generic[B]):
     @property
     def blocks(self) -> int | None:
         """How many blocks the consumer holds, where that is known."""
-        return self._sums.blocks if self.has_marks and self.is_whole else None
+        return self.sums.blocks if self.has_marks and self.is_whole else None
 
     @property
     def proof(self) -> int | None:
@@ -209,7 +217,7 @@ class Replica(Generic[B]):
 
         In a snapshot, all that the sums have came with it, whoever made it.
         """
-        mark, sums = batch.mark, self._sums
+        mark, sums = batch.mark, self.sums
         is_other = mark is not None and self.epoch not in (None, mark.epoch)
         if is_other:
             self.counters.restarts += 1
@@ -218,7 +226,8 @@ class Replica(Generic[B]):
         sums.add(batch.data_parallel_rank, batch.change())
         self.seq = seq
         self._last = None if self.kind is Kind.KVTIER else payload
-        self.is_exhausted = self.is_exhausted and not self.is_whole
+        if self.is_exhausted and self.is_whole:
+            self.is_exhausted = False
         self._has_delivered = True
         self._updates.append(Received(self.name, seq, batch))
         self.counters.batches += 1
@@ -246,9 +255,9 @@ class Replica(Generic[B]):
 
     def judge(self, mark: Mark) -> MarkResult:
         """Hold the sums against what the publisher says it holds at `seq`."""
-        self.kind, self.epoch = Kind.KVTIER, mark.epoch
+        self.kind, self.epoch, self.is_exhausted = Kind.KVTIER, mark.epoch, False
         self.counters.digest_checks += 1
-        sums = self._sums
+        sums = self.sums
         if sums.confirm(mark):
             self.is_doubted = False
             return MarkResult.CONFIRMED
@@ -290,11 +299,12 @@ class Replica(Generic[B]):
         """Note who publishes, as it says itself; nothing is known of what one of ours holds."""
         self.kind, self.epoch = kind, epoch
         if kind is Kind.KVTIER:
-            self._sums.tear()
+            self.is_exhausted = False  # it has snapshots
+            self.sums.tear()
 
     def tear(self) -> None:
         """Note that the publisher cannot bring this replica up to date, or was not heard for a while."""
-        self._sums.tear()
+        self.sums.tear()
 
     def lose(self, upto: int) -> None:
         """Go on at batch `upto` without those before it."""
@@ -302,12 +312,12 @@ class Replica(Generic[B]):
         self.counters.lost_batches += upto - self.position - 1
         self.seq, self.newest = upto - 1, max(self.newest, upto - 1)
         self._last = None
-        self._sums.tear()
+        self.sums.tear()
 
     def begin_at(self, seq: int) -> None:
         """Build the replica from batch `seq` on: a whole one only where nothing precedes it."""
         self.seq = seq - 1
-        self._sums = RankSums(is_open=seq > 0)
+        self.sums = RankSums(is_open=seq > 0)
 
     def rebuild_from(self, seq: int) -> None:
         """Begin anew with the first batch that the publisher still has."""
@@ -329,7 +339,7 @@ class Replica(Generic[B]):
             self._updates.append(Reset(self.name))
         self._has_delivered = self.is_doubted = self.is_building = self.is_exhausted = False
         self.seq = self._last = None
-        self._sums = RankSums()
+        self.sums = RankSums()
         self._replayed.clear()
 
     def forget_publisher(self) -> None:
@@ -340,4 +350,4 @@ class Replica(Generic[B]):
 
     def check(self) -> None:
         """Raise `IntegrityError` where the sums contradict each other."""
-        self._sums.check()
+        self.sums.check()
