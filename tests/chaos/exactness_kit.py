@@ -161,7 +161,9 @@ class RankedPublisher:
 
     def _frame(self, rank: int, events: list[KVEvent], is_marked: bool) -> bytes:
         parts = [self._encoder.event(event) for event in events]
-        return frame_batch(self.random.random(), [*parts, self._encoder.mark(self._mark())] if is_marked else parts, rank)
+        return frame_batch(
+            self.random.random(), [*parts, self._encoder.mark(self._mark())] if is_marked else parts, rank
+        )
 
     def _mark(self) -> Mark:
         digest = sum(block_hash * place_weight(place) for _, place, block_hash in self.truth.blocks)
@@ -254,7 +256,7 @@ class Case:
         self.nemesis = Nemesis(random, random.choice((0.0, 0.05, 0.2, 0.4)))
         self.damage = random.choice((0.0, 0.0, 0.05))
         self.trouble = random.choice((0.0, 0.3, 0.9, 1.0))  # how many answers go wrong
-        self.restarts = random.choice((0.0, 0.0, 0.02))
+        self.restarts = random.choice((0.0, 0.02, 0.1))
         self._link: deque[Message] = deque()
         self._replies: deque[Message] | None = None
         self._asked: StreamRequest | None = None
@@ -267,14 +269,18 @@ class Case:
     def run(self, steps: int = 120) -> None:
         """Let much go wrong, and hold every claim to the truth; then nothing, and demand the truth."""
         for _ in range(steps):
-            self._step()
-            self._serve(self.random.randint(0, 3))
-            self.check_claim()
+            self.step()
         self._calm_down()
+
+    def step(self) -> None:
+        """Let something happen, and hold what is claimed then to the truth."""
+        self._happen()
+        self._serve(self.random.randint(0, 3))
+        self.check_claim()
 
     # -- what happens ------------------------------------------------------------------------------------------------
 
-    def _step(self) -> None:
+    def _happen(self) -> None:
         random, publisher = self.random, self.publisher
         self.now += random.random() * 0.2
         dice = random.random()
@@ -299,6 +305,10 @@ class Case:
     def _restart(self) -> None:
         is_seen = self.is_stock or self.random.random() < 0.5
         hello = self.publisher.begin(keeps_sequence=not self.is_stock and self.random.random() < 0.6)
+        if self.random.random() < 0.4:  # perhaps it comes to where the old one was before anybody hears of it
+            while self.publisher.newest < self.follower.seq:
+                hello = self.publisher.step()
+            hello = None if self.publisher.newest == self.follower.seq else hello
         if is_seen:
             self._reconnect(is_cut=True)
         self._send(hello)
@@ -385,7 +395,8 @@ class Case:
         assert self.consumer.state is State.EXACT
 
     def _is_done(self) -> bool:
-        return self.follower.state is State.EXACT and self.follower.seq == self.publisher.newest
+        is_of_it = self.is_stock or self.follower.epoch == self.publisher.epoch
+        return is_of_it and self.follower.state is State.EXACT and self.follower.seq == self.publisher.newest
 
 
 def _damaged(payload: bytes) -> bytes:

@@ -11,6 +11,7 @@ from tests.chaos.stream_kit import Message, ModelPublisher, Picture, stored
 from kvtier.errors import IntegrityError
 from kvtier.events import (
     AllBlocksCleared,
+    BlockRemoved,
     BlockStored,
     EventEncoder,
     Follower,
@@ -1062,6 +1063,80 @@ def test_events_that_cannot_be_read_cost_a_stock_picture_and_make_ours_ask() -> 
     bench.live((bench.publisher.newest, frame_batch(0.0, [unknown], 0)))
     assert bench.answer() is RequestKind.SNAPSHOT, "a mark could not tell: what is unread may cancel with what is read"
     bench.assert_exact()
+
+
+# -- losses that cancel ---------------------------------------------------------------------------------------------------
+
+
+def lose_so_that_it_cancels(bench: Bench) -> Message:
+    """Lose store(A), deliver remove(A) and store(A), lose remove(A); return the mark that comes then."""
+    block = 1 << 50
+    bench.publisher.publish([stored([block])])
+    bench.live(bench.publisher.publish([BlockRemoved([block], "GPU")]))
+    bench.live(bench.publisher.publish([stored([block])]))
+    bench.publisher.publish([BlockRemoved([block], "GPU")])
+    return heartbeat(bench)
+
+
+def test_without_replay_losses_that_cancel_are_not_called_exact() -> None:
+    bench = ours(can_ask=False)
+    bench.live(bench.publish(), heartbeat(bench))
+    bench.assert_exact()
+    bench.live(lose_so_that_it_cancels(bench), heartbeat(bench))
+    assert bench.picture.held != bench.publisher.truth.held
+    assert bench.state is State.DEGRADED
+    bench.live(bench.publisher.publish([AllBlocksCleared()]), heartbeat(bench))
+    bench.assert_exact()
+
+
+def test_with_replays_that_fail_losses_that_cancel_are_not_called_exact() -> None:
+    bench = ours()
+    bench.join()
+    bench.live(bench.publish(), heartbeat(bench))
+    bench.publish()
+    bench.live(heartbeat(bench))
+    bench.wait(20)  # nobody answers, so it goes on over what is missing
+    assert bench.state is State.DEGRADED
+    bench.live(bench.publisher.publish([AllBlocksCleared()]), heartbeat(bench))
+    while bench.follower.request is not None:
+        bench.wait(0.5)
+    bench.live(lose_so_that_it_cancels(bench))
+    assert bench.picture.held == bench.publisher.truth.held or bench.state is not State.EXACT
+    for _ in range(8):
+        bench.wait(2)
+        bench.live(heartbeat(bench))
+        assert bench.picture.held == bench.publisher.truth.held or bench.state is not State.EXACT
+    while bench.state is not State.EXACT:
+        bench.wait(0.5)
+        bench.answer_all()
+    bench.assert_exact()
+
+
+def ranked(rank: int, *events: BlockStored | BlockRemoved | AllBlocksCleared, mark: Mark | None = None) -> bytes:
+    parts = [ENCODER.event(event) for event in events]
+    return frame_batch(0.0, parts if mark is None else [*parts, ENCODER.mark(mark)], rank)
+
+
+def test_a_clear_speaks_of_its_own_rank() -> None:
+    """Rank 1 keeps what it holds, and the next mark counts it."""
+    digest = change_of([stored([5])]).digest
+    bench = ours(can_ask=False)
+    bench.live((0, ranked(0, AllBlocksCleared(), mark=Mark(9, 0, 0))))
+    bench.live((1, ranked(0, stored([6]))), (2, ranked(1, stored([5]))), (3, ranked(0, AllBlocksCleared())))
+    bench.live((4, ranked(0, mark=Mark(9, 1, digest))))
+    assert bench.state is State.EXACT
+    assert bench.follower.blocks == 1
+    assert bench.follower.counters.digest_mismatches == 0
+
+
+def test_after_a_loss_a_clear_of_one_rank_does_not_make_the_others_exact() -> None:
+    bench = ours(can_ask=False)
+    bench.live((0, ranked(0, AllBlocksCleared(), mark=Mark(9, 0, 0))), (1, ranked(1, stored([5]))))
+    bench.live((3, ranked(0, AllBlocksCleared())))  # batch 2 is lost
+    bench.live((4, ranked(0, mark=Mark(9, 1, change_of([stored([5])]).digest))))
+    assert bench.state is State.DEGRADED, "batch 2 may have moved 5 to another rank"
+    bench.live((5, ranked(1, AllBlocksCleared())), (6, ranked(0, mark=Mark(9, 0, 0))))
+    assert bench.state is State.EXACT
 
 
 # -- no replay endpoint ---------------------------------------------------------------------------------------------------
