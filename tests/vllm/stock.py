@@ -22,14 +22,12 @@ import zmq
 from tests.chaos.stream_kit import Event, LossyLink, Picture, Workload, stored
 
 from kvtier.events import (
-    BlockRemoved,
     DecodedBatch,
     Limits,
     Source,
     SourceStatus,
     State,
     Subscriber,
-    TierCleared,
     Update,
 )
 
@@ -109,22 +107,13 @@ class Engine:
 
     def publish(self, events: list[Event]) -> None:
         """Publish a batch."""
-        said = [each for event in events for each in self._say(event)]
-        self.publish_own([as_engine(self.module, each) for each in said])
+        self.truth.fold(events)
+        self.publish_own([as_engine(self.module, event) for event in events])
 
     def publish_own(self, events: list[Any], rank: int | None = None) -> None:
         """Publish a batch of the engine's own events."""
         self.newest += 1
         self._publisher.publish(self.module.KVEventBatch(time.time(), events, rank))
-
-    def _say(self, event: Event) -> list[Event]:
-        """Return what the engine says when that happens; it has no cleared tier, so every copy in it is removed."""
-        said = [event]
-        if isinstance(event, TierCleared):
-            held = ((each, copies) for (place, each), copies in self.truth.blocks.items() if place[0] == event.medium)
-            said = [BlockRemoved([each], event.medium) for each, copies in held for _ in range(copies)]
-        self.truth.fold([event])
-        return said
 
     def restart(self) -> None:
         """Start the publisher anew at the same addresses."""
