@@ -7,18 +7,34 @@ away, and the oracle must notice. `KVTIER_SEED` is the first seed, `KVTIER_SEEDS
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 from collections.abc import Callable
 from importlib.util import find_spec
+from random import Random
 from typing import Any
 
 import msgspec
 import pytest
+import zmq
 from tests.chaos import exactness_kit
-from tests.chaos.exactness_kit import Case, FedIndex
+from tests.chaos.exactness_kit import Blocks, Case, FedIndex, Holdings, Nemesis, RankedPublisher
+from tests.chaos.stream_kit import LossyLink
 
-from kvtier.events import DecodedBatch, decode_batch
+from kvtier.events import (
+    AllBlocksCleared,
+    DecodedBatch,
+    KVEventBatch,
+    Limits,
+    Source,
+    SourceStatus,
+    State,
+    Subscriber,
+    decode_batch,
+)
 from kvtier.events.follow.replica import RankSums, Replica
+from kvtier.events.publisher import ZmqEventPublisher
 
 FIRST = int(os.environ.get("KVTIER_SEED", "0"))
 NUM_SEEDS = int(os.environ.get("KVTIER_SEEDS", "600"))
@@ -52,6 +68,99 @@ def test_an_index_fed_by_it_holds_the_same(form: str, keys: str) -> None:
         assert fed.claims() == true.claims(), seed
         assert not fed.index.incomplete()
         fed.index.check()
+
+
+# -- real sockets ----------------------------------------------------------------------------------------------------
+
+PATIENCE = 30.0
+QUICK = Limits(
+    reply_timeout=0.2, probe_interval=0.5, catch_up_delay=0.05, backoff=0.02, backoff_max=0.2, pending_batches=20
+)
+
+
+class AimedLink(LossyLink):
+    """Forwards a live stream but for what the nemesis takes."""
+
+    def __init__(self, random: Random, upstream: str) -> None:
+        super().__init__(random, upstream)
+        self.nemesis = Nemesis(random, 0.2)
+
+    def pump(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            while True:
+                frames = self._in.recv_multipart(zmq.NOBLOCK)
+                if not self.nemesis.loses(frames[-1]):
+                    self._out.send_multipart(frames)
+
+
+class Party:
+    """A subscriber behind the link, what it was told, and an index that is fed with the same."""
+
+    def __init__(self, endpoint: str, replay_endpoint: str | None) -> None:
+        self.subscriber: Subscriber[DecodedBatch] = Subscriber([Source("p", endpoint, replay_endpoint)], limits=QUICK)
+        self.told, self.index = Holdings(), FedIndex("python", "engine")
+
+    def serve(self) -> None:
+        updates = self.subscriber.poll(0.005)
+        self.told.follow(updates)
+        self.index.follow(updates)
+
+    @property
+    def status(self) -> SourceStatus:
+        return self.subscriber.status("p")
+
+    def has_truth(self, truth: Blocks) -> bool:
+        true = FedIndex("python", "engine")
+        true.fill(truth)
+        return self.told.held == truth and self.index.claims() == true.claims()
+
+
+@pytest.mark.parametrize("seed", [FIRST, FIRST + 1])
+def test_over_real_sockets_what_is_called_exact_is_what_the_publisher_holds(seed: int) -> None:
+    """Of three subscribers one can ask, one asks and is never answered, and one cannot ask."""
+    random = Random(seed)
+    model = RankedPublisher(random, ranks=1, ring=1, is_stock=False, places=3, hashes=3)
+    options = {"buffer_steps": 3, "buffer_bytes": 4096, "heartbeat_interval": 0.02}
+    with contextlib.ExitStack() as stack:
+        deaf = stack.enter_context(zmq.Context.instance().socket(zmq.ROUTER))
+        nobody = f"tcp://127.0.0.1:{deaf.bind_to_random_port('tcp://127.0.0.1')}"
+        publisher = ZmqEventPublisher(0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", **options)
+        stack.callback(publisher.shutdown)
+        link = stack.enter_context(contextlib.closing(AimedLink(random, publisher.endpoint)))
+        parties = [Party(link.endpoint, address) for address in (publisher.replay_endpoint, nobody, None)]
+        for party in parties:
+            stack.callback(party.subscriber.close)
+        for _ in range(8):
+            for _ in range(random.randint(1, 12)):
+                publisher.publish(KVEventBatch(time.time(), decode_batch(model.step()[1]).events))
+            goal = _sent_before(publisher)
+            _wait_until(link, parties, lambda party, goal=goal: party.status.seq >= goal)  # type: ignore[misc]
+            for party in parties:
+                assert party.status.state is not State.EXACT or party.has_truth(model.truth.held), party.status
+        link.nemesis.is_at_work = False
+        _wait_until(link, parties[:1], lambda party: party.status.state is State.EXACT)
+        publisher.publish(KVEventBatch(time.time(), [AllBlocksCleared()]))
+        model.clear(0)
+        _wait_until(link, parties, lambda party: party.has_truth(model.truth.held))
+        for party in parties:
+            party.subscriber.check()
+
+
+def _sent_before(publisher: ZmqEventPublisher) -> int:
+    """Return a number that nothing published so far comes behind; heartbeats do."""
+    until = time.monotonic() + PATIENCE
+    while (stats := publisher.stats()).queued:
+        assert time.monotonic() < until, stats
+    return stats.next_seq
+
+
+def _wait_until(link: AimedLink, parties: list[Party], is_done: Callable[[Party], bool]) -> None:
+    until = time.monotonic() + PATIENCE
+    while not all(map(is_done, parties)):
+        link.pump()
+        for party in parties:
+            party.serve()
+        assert time.monotonic() < until, [party.status for party in parties]
 
 
 # -- controls --------------------------------------------------------------------------------------------------------
