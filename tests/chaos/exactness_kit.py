@@ -1,7 +1,7 @@
-"""A naive publisher of several ranks, links that lose what hurts most, and a consumer: to find what is called exact and is not.
+"""A naive publisher of several ranks, links that lose what hurts most, and a consumer to hold to the truth.
 
-Everything is drawn from a seed. Blocks are few and come and go, so that losses often cancel in the sums; a `Nemesis`
-loses batches so that they do. Everything here has a clock of its own and no sockets.
+Everything is drawn from a seed. Blocks are few and come and go, so that losses often cancel in the sums; a
+`Nemesis` loses batches so that they do. Everything here has a clock of its own and no sockets.
 """
 
 from __future__ import annotations
@@ -39,7 +39,12 @@ Message = tuple[int, bytes]
 Blocks = frozenset[tuple[int, Place, int]]
 
 BLOCK_SIZE = 2
-PLACES: tuple[Place, ...] = (("GPU", 0, "", ""), ("CPU", 0, "", ""), ("GPU", 1, "", ""), ("STORAGE", 0, "", ""))
+PLACES: tuple[Place, ...] = (
+    ("GPU", 0, "", ""),
+    ("CPU", 0, "", ""),
+    ("GPU", 1, "", ""),
+    ("STORAGE", 0, "", ""),
+)
 HASHES = [block_hash | 1 << 61 for block_hash in Random(5).sample(range(1 << 61), 8)]
 UNREADABLE = b"\x92\xa7Unknown\x01"
 
@@ -48,7 +53,15 @@ def stored(place: Place, hashes: list[int]) -> BlockStored:
     """Return a store of blocks that stand alone; their tokens follow from their hashes."""
     tokens = [block_hash + at & 0xFFFF for block_hash in hashes for at in range(BLOCK_SIZE)]
     return BlockStored(
-        hashes, None, tokens, BLOCK_SIZE, None, place[0], None, group_idx=place[1], kv_cache_spec_kind="full_attention"
+        hashes,
+        None,
+        tokens,
+        BLOCK_SIZE,
+        None,
+        place[0],
+        None,
+        group_idx=place[1],
+        kv_cache_spec_kind="full_attention",
     )
 
 
@@ -91,7 +104,7 @@ class Holdings:
 
 
 class RankedPublisher:
-    """The protocol in its simplest form, for several ranks: one of ours, or a stock one (no marks, no snapshots)."""
+    """The protocol in its simplest form, for several ranks; stock ones send no marks and no snapshots."""
 
     def __init__(self, random: Random, *, ranks: int, ring: int, is_stock: bool, places: int, hashes: int) -> None:
         self.random = random
@@ -140,7 +153,7 @@ class RankedPublisher:
         return None if self.is_stock else self.send(0, [], is_marked=True)
 
     def overflow(self) -> None:
-        """Take a batch for which there is no room: its number is used up, and nothing can be replayed over it."""
+        """Take a batch for which there is no room: its number is used up, and cannot be replayed."""
         rank = self.random.randrange(self.ranks)
         self._heard.add(rank)
         self._events(rank)
@@ -193,7 +206,7 @@ class RankedPublisher:
 
 
 class Nemesis:
-    """Loses what hurts: first anything, then exactly the batches that make the lost ones cancel in the sums."""
+    """Loses what hurts: first anything, then just the batches that make the lost ones cancel."""
 
     def __init__(self, random: Random, loss: float) -> None:
         self.random, self.loss, self.is_at_work = random, loss, loss > 0
@@ -278,7 +291,7 @@ class Case:
         self._serve(self.random.randint(0, 3))
         self.check_claim()
 
-    # -- what happens ------------------------------------------------------------------------------------------------
+    # -- what happens ------------------------------------------------------------------------------
 
     def _happen(self) -> None:
         random, publisher = self.random, self.publisher
@@ -305,7 +318,7 @@ class Case:
     def _restart(self) -> None:
         is_seen = self.is_stock or self.random.random() < 0.5
         hello = self.publisher.begin(keeps_sequence=not self.is_stock and self.random.random() < 0.6)
-        if self.random.random() < 0.4:  # perhaps it comes to where the old one was before anybody hears of it
+        if self.random.random() < 0.4:  # it may come to where the old one was, unheard
             while self.publisher.newest < self.follower.seq:
                 hello = self.publisher.step()
             hello = None if self.publisher.newest == self.follower.seq else hello
@@ -360,7 +373,7 @@ class Case:
             del replies[self.random.randrange(len(replies) - 1)]
         return replies, ""
 
-    # -- what must hold ----------------------------------------------------------------------------------------------
+    # -- what must hold ----------------------------------------------------------------------------
 
     def check_claim(self) -> None:
         """Whoever says exact holds what the publisher held as of that batch."""
@@ -372,9 +385,9 @@ class Case:
         assert self.consumer.held == truth, (self.seed, self.follower.seq, "called exact and is not")
 
     def _is_restart_hidden(self) -> bool:
-        """Say whether nothing that was heard could tell that the publisher is another one, or who it is at all."""
+        """Say whether nothing that was heard could tell that the publisher is another one, or who it is."""
         heard = self.publisher.sent_by.get(self._heard, -1)
-        if self.follower.epoch is None:  # of one that sent no mark yet, only one incarnation and rank can be thought of
+        if self.follower.epoch is None:  # no mark yet: it is taken for one of one rank
             return self.publisher.runs > 1 or (not self.is_stock and self.publisher.ranks > 1)
         return heard > self.follower.epoch
 
@@ -411,7 +424,7 @@ def _damaged(payload: bytes) -> bytes:
     return frame_batch(batch.ts, parts, batch.data_parallel_rank)
 
 
-# -- indexes ---------------------------------------------------------------------------------------------------------
+# -- indexes ---------------------------------------------------------------------------------------
 
 
 class FedIndex:

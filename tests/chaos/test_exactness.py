@@ -1,8 +1,9 @@
-"""Exact means exact: whatever is called so is what the publisher holds, and what every index fed by it holds.
+"""Exact means exact: whatever is called so is what the publisher and every index fed by it hold.
 
-Thousands of schedules from seeds, each with losses aimed at cancelling, several ranks, groups and media, answers that are
-refused, cut off or lost in part, restarts with and without kept numbers, tiny buffers. Each control takes one rule
-away, and the oracle must notice. `KVTIER_SEED` is the first seed, `KVTIER_SEEDS` how many.
+Thousands of schedules from seeds, each with losses aimed at cancelling, several ranks, groups and media,
+answers that are refused, cut off or lost in part, restarts with and without kept numbers, tiny buffers.
+Each control takes one rule away, and the oracle must notice. `KVTIER_SEED` is the first seed,
+`KVTIER_SEEDS` how many.
 """
 
 from __future__ import annotations
@@ -70,11 +71,16 @@ def test_an_index_fed_by_it_holds_the_same(form: str, keys: str) -> None:
         fed.index.check()
 
 
-# -- real sockets ----------------------------------------------------------------------------------------------------
+# -- real sockets ----------------------------------------------------------------------------------
 
 PATIENCE = 30.0
 QUICK = Limits(
-    reply_timeout=0.2, probe_interval=0.5, catch_up_delay=0.05, backoff=0.02, backoff_max=0.2, pending_batches=20
+    reply_timeout=0.2,
+    probe_interval=0.5,
+    catch_up_delay=0.05,
+    backoff=0.02,
+    backoff_max=0.2,
+    pending_batches=20,
 )
 
 
@@ -163,7 +169,7 @@ def _wait_until(link: AimedLink, parties: list[Party], is_done: Callable[[Party]
         assert time.monotonic() < until, [party.status for party in parties]
 
 
-# -- controls --------------------------------------------------------------------------------------------------------
+# -- controls --------------------------------------------------------------------------------------
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 

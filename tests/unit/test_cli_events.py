@@ -235,9 +235,7 @@ def test_a_recording_has_what_was_received(tmp_path: Path, capsys: pytest.Captur
     assert {place[0]: hashes for (_, place), hashes in announced.held.items()} == {"GPU": {1}}
 
 
-def test_recording_a_publisher_from_the_start_warns_of_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_normal_join_warns_of_no_other_publisher() -> None:
     """The first live batch after a join is checked; that is no sign of another publisher."""
     follower: Follower[DecodedBatch] = Follower("p", decode_batch)
     encoder = EventEncoder()
@@ -255,7 +253,7 @@ def test_recording_a_publisher_from_the_start_warns_of_nothing(
     assert told[-1].reason == "checking batch 2, the first that came live"
 
 
-def test_a_recording_of_several_ranks_is_forgotten_for_each(tmp_path: Path) -> None:
+def test_a_recording_of_several_ranks_is_forgotten_for_each() -> None:
     """A clear speaks of its batch's rank alone."""
     encoder = EventEncoder()
     payloads = [frame_batch(1.0, [encoder.event(stored(10 * rank))], rank) for rank in (1, 2)]

@@ -1,4 +1,4 @@
-"""What is known of a publisher, and what proves it: sums by rank, marks, losses, clears, and what a consumer is told."""
+"""What is known of a publisher, and what proves it: sums by rank, marks, losses, clears."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def mark_of(*hashes: int, epoch: int = 1) -> Mark:
     return Mark(epoch, len(hashes), sum(hashes) % (1 << 64))
 
 
-# -- sums ------------------------------------------------------------------------------------------------------------
+# -- sums ------------------------------------------------------------------------------------------
 
 
 def test_a_mark_confirms_what_was_seen_from_the_start() -> None:
@@ -139,7 +139,7 @@ def test_check_finds_sums_that_count_as_proven_and_are_not() -> None:
         sums.check()
 
 
-# -- replicas --------------------------------------------------------------------------------------------------------
+# -- replicas --------------------------------------------------------------------------------------
 
 
 def batch(*hashes: int, rank: int = 0, mark: Mark | None = None, is_cleared: bool = False) -> bytes:
@@ -202,7 +202,9 @@ def test_events_that_cannot_be_read_cost_the_proof(replica: Replica[object]) -> 
     assert replica.counters.skipped_events == 1
 
 
-def test_another_incarnation_is_believed_only_where_it_begins_with_a_clear_of_all(replica: Replica[object]) -> None:
+def test_another_incarnation_is_believed_only_where_it_begins_with_a_clear_of_all(
+    replica: Replica[object],
+) -> None:
     assert apply(replica, 3, batch(is_cleared=True, mark=weighed(epoch=2))) is MarkResult.CONFIRMED
     apply(replica, 4, batch(7, rank=1))
     again = batch(is_cleared=True, rank=0, mark=weighed(7, epoch=3))

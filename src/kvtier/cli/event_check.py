@@ -1,7 +1,8 @@
-"""What `kvtier events check` compares: the blocks that were announced, kept one by one, with what the publisher says.
+"""What `kvtier events check` compares: the blocks that were announced with what the publisher says.
 
-The subscriber verifies marks with running sums, which trust that no block is announced twice. Here the set itself is
-kept, so that a publisher that breaks that promise is found out, too. For the thread of the command alone.
+The subscriber verifies marks with running sums, which trust that no block is announced twice. Here the set
+itself is kept, so that a publisher that breaks that promise is found out, too. For the thread of the
+command alone.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class StreamReport(NamedTuple):
 
 @dataclass(slots=True)
 class AnnouncedBlocks:
-    """The blocks that a publisher announced; how often it announced one twice or removed one that was not there."""
+    """The blocks that a publisher announced, and how often it stored one twice or removed one not there."""
 
     held: dict[tuple[int | None, Place], set[int]] = field(default_factory=lambda: defaultdict(set))
     stored_twice: int = 0
@@ -80,7 +81,7 @@ class AnnouncedBlocks:
 
 
 def examine_stream(source: Source, timeout: float) -> StreamReport:
-    """Join a publisher and judge by the first mark that comes once all should be there, or else by what there is."""
+    """Join a publisher; judge by the first mark once all should be there, or else by what there is."""
     announced, joined, latest, deadline = AnnouncedBlocks(), False, None, time.monotonic() + timeout
     subscriber: Subscriber[DecodedBatch] = Subscriber()
     with subscriber:
@@ -111,7 +112,11 @@ def _report_mark(announced: AnnouncedBlocks, seq: int, mark: Mark) -> StreamRepo
 
 
 def _report_state(
-    announced: AnnouncedBlocks, status: SourceStatus, source: Source, timeout: float, latest: StreamReport | None
+    announced: AnnouncedBlocks,
+    status: SourceStatus,
+    source: Source,
+    timeout: float,
+    latest: StreamReport | None,
 ) -> StreamReport:
     """Say what can be known where no mark proved anything."""
     reason = f" ({status.reason})" if status.reason else ""

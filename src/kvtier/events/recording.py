@@ -1,14 +1,15 @@
-"""Recorded event streams: a file of batches as they were received, which any number of readers can go through again.
+"""Recorded event streams: a file of batches as they were received, for any number of readers.
 
     file    magic "kvtevts1" (the last character is the version), then records
     record  length of the body u32 . CRC-32 of the body u32 . body
     body    time of receipt f64 . sequence number u64 . length of the topic u16 . topic . payload
 
-Numbers are big-endian, as on the wire. A record without a payload says: forget all that was held so far. Each record is
-written by one call, so whoever is killed leaves at most one torn record, at the end. Readers stop before it and say so;
-the next writer cuts it off. Damage anywhere else is an `InputError`. A payload has at most 256 MiB, as a message that a
-subscriber takes, so a reader needs no more than that, whatever a damaged file says of its lengths. A file has one writer
-at a time, held by `flock`. A writer or reader belongs to one thread.
+Numbers are big-endian, as on the wire. A record without a payload says: forget all that was held so far.
+Each record is written by one call, so whoever is killed leaves at most one torn record, at the end. Readers
+stop before it and say so; the next writer cuts it off. Damage anywhere else is an `InputError`. A payload
+has at most 256 MiB, as a message that a subscriber takes, so a reader needs no more than that, whatever a
+damaged file says of its lengths. A file has one writer at a time, held by `flock`. A writer or reader
+belongs to one thread.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _END_OF_TIME = 253_402_300_800.0  # the year 10000, which clocks do not show
 
 
 class RecordedBatch(NamedTuple):
-    """A batch as it was received; with an empty payload, the moment at which the publisher's past was forgotten."""
+    """A batch as it was received; with an empty payload, the moment when all before was forgotten."""
 
     time: float
     seq: int
@@ -49,7 +50,7 @@ class RecordedBatch(NamedTuple):
 
 @dataclass(slots=True)
 class KeptBatch:
-    """A batch together with the bytes that it was read from; a subscriber that records decodes with `KeptBatch.read`."""
+    """A batch with the bytes it was read from; a subscriber that records decodes with `KeptBatch.read`."""
 
     payload: bytes
     decoded: DecodedBatch
@@ -82,7 +83,7 @@ class KeptBatch:
 
 
 class RecordingReader:
-    """Goes through a recording. Iterate once; `torn` is then the size of the incomplete record at the end, or 0."""
+    """Goes through a recording. Iterate once; `torn` is then the size of an incomplete last record, or 0."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Open the file; one that is not a recording is an `InputError`."""
@@ -147,10 +148,10 @@ class RecordingReader:
 
 
 class RecordingWriter:
-    """Appends records to a file, which has `records` of them. `cut` bytes of a torn one were removed when it was opened."""
+    """Appends to a file of `records` records; `cut` bytes of a torn one were removed when it was opened."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Open the file, or make it. It is read through once, so that nothing is ever appended to a damaged one."""
+        """Open the file, or make it. It is read once, so that nothing is ever appended to a damaged one."""
         self.path = Path(path)
         self.records = self.cut = 0
         with _opening(self.path):

@@ -1,4 +1,4 @@
-"""Follows any number of publishers and tells what changed, in order, and how far each replica can be trusted.
+"""Follows any number of publishers; tells what changed, in order, and how far each replica can be trusted.
 
     with Subscriber([Source("worker-0", "tcp://host:5557", "tcp://host:5558")]) as subscriber:
         for update in subscriber:
@@ -7,9 +7,9 @@
                 case Received(source, seq, batch): ...    # apply it
                 case StateChanged(source, state): ...     # exact, repairing or degraded, from here on
 
-Sources are served in turn, a bounded number of messages each, so a busy one does not starve the others. Everything held is
-bounded; malformed messages are counted and skipped. `poll` and iteration belong to one thread at a time; `add`, `remove`,
-`status`, `statuses` and `close` may be called from any.
+Sources are served in turn, a bounded number of messages each, so a busy one does not starve the others.
+Everything held is bounded; malformed messages are counted and skipped. `poll` and iteration belong to one
+thread at a time; `add`, `remove`, `status`, `statuses` and `close` may be called from any.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class Subscriber(Generic[B]):
     ) -> None:
         """Follow `sources`, and those added later.
 
-        `decode` turns a payload into a batch and raises `ValueError` where it is none. A poll returns when it has
-        `max_updates`, or a few more.
+        `decode` turns a payload into a batch and raises `ValueError` where it is none. A poll returns when
+        it has `max_updates`, or a few more.
         """
         self._decode = decode
         self._limits = limits or Limits()
@@ -116,7 +116,7 @@ class Subscriber(Generic[B]):
             self.close()
             raise
 
-    # -- any thread ------------------------------------------------------------------------------------------------------
+    # -- any thread --------------------------------------------------------------------------------
 
     def add(self, source: Source) -> None:
         """Begin to follow a source. Its name must be new, and its address usable."""
@@ -163,10 +163,10 @@ class Subscriber(Generic[B]):
             self._waker.close()
             self._woken.close()
 
-    # -- the polling thread ----------------------------------------------------------------------------------------------
+    # -- the polling thread ------------------------------------------------------------------------
 
     def poll(self, timeout: float | None = None) -> list[Update]:
-        """Return the updates there are, waiting at most `timeout` seconds for the first (`None`: for ever)."""
+        """Return what updates there are; wait at most `timeout` seconds for the first (`None`: for ever)."""
         until = None if timeout is None else self._clock() + timeout
         with self._polling:
             wait: float | None = 0.0
@@ -272,7 +272,7 @@ class Subscriber(Generic[B]):
         self._selector.unregister(cast("int", sock.get(zmq.FD)))
 
     def _context_of(self, source: Source) -> zmq.Context[Any]:
-        """Return the context that was given, or our own; publishers in this process are reached by the shared one."""
+        """Return the context that was given, or our own, or the shared one for `inproc`."""
         return self._context or (zmq.Context.instance() if source.endpoint.startswith("inproc:") else self._own_context)
 
     def _link(self, name: str) -> Link[B]:

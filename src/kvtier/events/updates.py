@@ -1,8 +1,8 @@
 """What a follower of the stream tells its consumer, and how it fares.
 
-A consumer applies updates in the order in which they come. `StateChanged` is in line with the data: who sees
-`State.EXACT` and has applied all before it holds what the publisher held at that point. All of these are values; any
-thread may use them.
+A consumer applies updates in the order in which they come. `StateChanged` is in line with the data: who
+sees `State.EXACT` and has applied all before it holds what the publisher held at that point. All of these
+are values; any thread may use them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,17 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from kvtier.events.wire import Batch
 
-__all__ = ["Counters", "Kind", "Limits", "Received", "Reset", "SourceStatus", "State", "StateChanged", "Update"]
+__all__ = [
+    "Counters",
+    "Kind",
+    "Limits",
+    "Received",
+    "Reset",
+    "SourceStatus",
+    "State",
+    "StateChanged",
+    "Update",
+]
 
 B = TypeVar("B", bound=Batch)
 
@@ -27,7 +37,7 @@ class State(StrEnum):
 
 
 class Kind(StrEnum):
-    """Who publishes: one of ours (it marks its batches), or one that knows sequence numbers and replay only."""
+    """Who publishes: one of ours (it marks its batches), or one that knows numbers and replay only."""
 
     KVTIER = "kvtier"
     STOCK = "stock"
@@ -106,7 +116,7 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class SourceStatus:
-    """How one source fares. `lag` is the age of the newest batch when it was applied; `seq` is -1 before the first."""
+    """How one source fares. `lag` is how old the newest batch was when applied; `seq` is -1 before any."""
 
     name: str
     state: State

@@ -1,14 +1,15 @@
-"""Follows one publisher: decides what to deliver, when something is missing, and what to ask for. No socket, no clock.
+"""Follows one publisher: decides what to deliver and what to ask for. No socket, no clock.
 
-The caller puts in what happens (`live`, `reply`, `end`, `connected`, `disconnected`, `tick`) with the time, and takes out
-`take_updates()`, the request that should be under way (`request`), and when it wants to be ticked (`deadline`). The
-`Replica` knows what the consumer holds and whether that is proven; the follower only moves batches into it. Every input
-ends with `_settle`, which says how good the replica is and starts the request that makes it better; a plain batch that
-was to come next leaves an exact replica exact, and is spared this. A request that fails is tried again with growing pauses.
+The caller puts in what happens (`live`, `reply`, `end`, `connected`, `disconnected`, `tick`) with the time,
+and takes out `take_updates()`, the request that should be under way (`request`), and when it wants to be
+ticked (`deadline`). The `Replica` knows what the consumer holds and whether that is proven; the follower
+only moves batches into it. Every input ends with `_settle`, which says how good the replica is and starts
+the request that makes it better; a plain batch that was to come next leaves an exact replica exact, and is
+spared this. A request that fails is tried again with growing pauses.
 
-Guarantees: no batch is delivered twice; batches of one incarnation are delivered in order, over a hole only where it
-could not be filled (then the state is not exact); memory is bounded by `Limits`; no payload raises. Not for several
-threads at once.
+Guarantees: no batch is delivered twice; batches of one incarnation are delivered in order, over a hole only
+where it could not be filled (then the state is not exact); memory is bounded by `Limits`; no payload
+raises. Not for several threads at once.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Follower(Generic[B]):
         self._pending = PendingBatches(limits.pending_batches, limits.pending_bytes)
         self._live_seq: int | None = None
         self._live_payload = b""
-        self._live_epoch = _NOBODY if can_ask else None  # the incarnation that the live stream was shown to be of
+        self._live_epoch = _NOBODY if can_ask else None  # whose the live stream was shown to be
         self._status: tuple[int, Mark] | None = None  # what a publisher said of itself
         self._replay_hole: int | None = None  # behind which batch the last replay left something out
         self._was_connected = False
@@ -67,7 +68,7 @@ class Follower(Generic[B]):
         self._now = self._heard_at = self._grace_until = self._answer_by = now
         self._gone_at: float | None = now + limits.reply_timeout
 
-    # -- what comes out ----------------------------------------------------------------------------------------------
+    # -- what comes out ----------------------------------------------------------------------------
 
     @property
     def state(self) -> State:
@@ -107,7 +108,12 @@ class Follower(Generic[B]):
     @property
     def deadline(self) -> float:
         """When `tick` is wanted, if nothing else happens before."""
-        times = [self._probe_at, self._backoff.until, self._gone_at, self._answer_by if self.request else None]
+        times = [
+            self._probe_at,
+            self._backoff.until,
+            self._gone_at,
+            self._answer_by if self.request else None,
+        ]
         if self._grace_until > self._now:
             times.append(self._grace_until)
         return min(at for at in times if at is not None)
@@ -116,7 +122,7 @@ class Follower(Generic[B]):
         """Take out what the consumer should do, in order."""
         return self.replica.take_updates()
 
-    # -- what goes in ------------------------------------------------------------------------------------------------
+    # -- what goes in ------------------------------------------------------------------------------
 
     def connected(self, now: float) -> None:
         """Note that the live stream is connected, for the first time or again."""
@@ -161,7 +167,7 @@ class Follower(Generic[B]):
         self._settle()
 
     def reply(self, request: StreamRequest, seq: int, payload: bytes, now: float) -> None:
-        """Take one batch of the answer to `request`; answers to anything but the one under way are ignored."""
+        """Take one batch of the answer to `request`; other answers than that under way are ignored."""
         if request is not self.request:
             return
         self._now = now
@@ -217,7 +223,7 @@ class Follower(Generic[B]):
             self._probe()
         self._settle()
 
-    # -- the live stream ---------------------------------------------------------------------------------------------
+    # -- the live stream ---------------------------------------------------------------------------
 
     def _is_next(self, seq: int) -> bool:
         """Say whether this is the batch that was to come, and nothing else is going on."""
@@ -227,7 +233,7 @@ class Follower(Generic[B]):
         return self._live_epoch == replica.epoch and seq - 1 == replica.seq == self._live_seq
 
     def _follow_closely(self, seq: int, payload: bytes) -> None:
-        """Apply the batch that was to come. Nearly all come this way, so it settles only what is no longer settled."""
+        """Apply the batch that was to come; nearly all come this way, so nothing is settled without need."""
         batch = self.replica.read(payload)
         if batch is None:
             self._miss_or_lose(seq)
@@ -257,7 +263,7 @@ class Follower(Generic[B]):
         self.counters.pending_overflows = self._pending.overflows
 
     def _must_wait(self) -> bool:
-        """Say whether live batches must wait: for a replay that fills in what precedes them, or for a first replica.
+        """Say whether live batches must wait: for a replay of what precedes them, or for a first replica.
 
         A state may be replayed under numbers that live batches have too, so none may slip in between.
         """
@@ -301,8 +307,8 @@ class Follower(Generic[B]):
     def _is_of_replica(self, batch: B) -> bool:
         """Say whether the live stream is that of the replica's publisher; a mark in it shows whether it is.
 
-        The replica may come from an answer, and whoever answered may have been started since the live batches that are
-        still on their way here were sent: their numbers alone can fit by chance.
+        The replica may come from an answer, and whoever answered may have been started since the live
+        batches that are still on their way here were sent: their numbers alone can fit by chance.
         """
         if batch.mark is not None:
             self._live_epoch = batch.mark.epoch
@@ -322,7 +328,7 @@ class Follower(Generic[B]):
             self._miss(seq)
 
     def _does_without(self) -> bool:
-        """Say whether the stream goes on over what is missing, as there is nobody to ask for it, now or at all."""
+        """Say whether the stream goes on over what is missing, as nobody can be asked, now or at all."""
         return not self._can_ask or (self.state is State.DEGRADED and self._backoff.is_pausing)
 
     def _miss(self, seq: int) -> None:
@@ -375,7 +381,7 @@ class Follower(Generic[B]):
         if self._backoff.after_mismatch(self._now):
             self._degrade(self.replica.problem)
 
-    # -- answers -----------------------------------------------------------------------------------------------------
+    # -- answers -----------------------------------------------------------------------------------
 
     def _take_status(self, seq: int, payload: bytes) -> None:
         batch = self.replica.read(payload)
@@ -473,8 +479,8 @@ class Follower(Generic[B]):
     def _can_skip_to(self, seq: int) -> bool:
         """Deal with a hole inside a replay; say whether to go on behind it, as there is nothing better.
 
-        A stock publisher drops replies to a slow reader, so it is asked again; a hole that comes back at the same place
-        is a batch it never had.
+        A stock publisher drops replies to a slow reader, so it is asked again; a hole that comes back at
+        the same place is a batch it never had.
         """
         replica, before = self.replica, self.seq
         replica.problem = f"the replay leaves out batches {before + 1} to {seq - 1}"
@@ -515,7 +521,7 @@ class Follower(Generic[B]):
         self._pending.clear()
         self._live_seq = None
 
-    # -- trouble -----------------------------------------------------------------------------------------------------
+    # -- trouble -----------------------------------------------------------------------------------
 
     def _note_reconnect(self) -> None:
         """Doubt the replica; one of a publisher that nobody can ask and that sends no marks is given up."""
@@ -549,7 +555,7 @@ class Follower(Generic[B]):
         self._backoff.after_reset(self._now)
 
     def _fail(self, problem: str) -> None:
-        """Note that a request failed: try again later, and after several failures make do with what comes live."""
+        """Note that a request failed: try again later; if that fails often, make do with what comes live."""
         self.replica.problem = problem
         self._stop_asking()
         self.replica.doubt()
@@ -560,7 +566,7 @@ class Follower(Generic[B]):
         self.replica.problem = problem
         self.replica.tell(State.DEGRADED, problem)
 
-    # -- deciding ----------------------------------------------------------------------------------------------------
+    # -- deciding ----------------------------------------------------------------------------------
 
     @property
     def _is_exact(self) -> bool:
@@ -618,7 +624,7 @@ class Follower(Generic[B]):
         return self._heard_at + self._limits.probe_interval
 
     def _probe(self) -> None:
-        """Ask a silent publisher whether there is more; one that cannot be asked and should not be silent is doubted."""
+        """Ask a silent publisher whether there is more; doubt one that cannot be asked and should speak."""
         replica = self.replica
         if not self.is_connected or self.request is not None or self._backoff.is_pausing or replica.seq is None:
             return

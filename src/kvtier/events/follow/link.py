@@ -1,7 +1,8 @@
 """The sockets of one source: SUB for the live stream, its monitor, and a DEALER while something is asked.
 
-A link moves messages between sockets and the source's `Follower`, and opens or closes the DEALER as the follower wants.
-It never blocks. A new link may be made in any thread; from then on it belongs to the one that polls.
+A link moves messages between sockets and the source's `Follower`, and opens or closes the DEALER as the
+follower wants. It never blocks. A new link may be made in any thread; from then on it belongs to the one
+that polls.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ _WATCHED |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUT
 class Source:
     """One publisher to follow. `name` is how updates call it; `topic` is a prefix, empty for all topics.
 
-    An `endpoint` with a `*` is bound, for publishers that connect. Without a `replay_endpoint` nothing can be repaired.
+    An `endpoint` with a `*` is bound, for publishers that connect. Without a `replay_endpoint` nothing can
+    be repaired.
     """
 
     name: str
@@ -53,7 +55,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class SocketOptions:
-    """What every socket gets: room for `hwm` messages, of at most `max_message` bytes each, and a keep-alive in seconds."""
+    """What every socket gets: room for `hwm` messages of at most `max_message` bytes, a keep-alive (s)."""
 
     hwm: int = 100_000
     max_message: int = 256 << 20
@@ -72,10 +74,15 @@ class SocketOptions:
 
 
 class Link(Generic[B]):
-    """A source, its follower and its sockets. `watch` and `unwatch` are called with a socket that came or goes."""
+    """A source, its follower and its sockets. `watch` and `unwatch` are told of sockets that come or go."""
 
     def __init__(
-        self, source: Source, follower: Follower[B], context: zmq.Context[Any], options: SocketOptions, now: float
+        self,
+        source: Source,
+        follower: Follower[B],
+        context: zmq.Context[Any],
+        options: SocketOptions,
+        now: float,
     ) -> None:
         """Connect the live stream. An address that cannot be used raises `InputError` or `OutsideError`."""
         self.source = source
@@ -116,7 +123,7 @@ class Link(Generic[B]):
         return self.ask(now) or len(messages) == budget or replies == budget
 
     def ask(self, now: float) -> bool:
-        """Send the request that the follower wants under way, if it is another one than before; say whether it was."""
+        """Send the request that the follower wants under way, if it is a new one; say whether it was."""
         wanted = self.follower.request
         if wanted is not None and wanted is self._asked:
             return False
@@ -150,7 +157,7 @@ class Link(Generic[B]):
             self.follower.live(message.seq, message.payload, now)
 
     def _serve_dealer(self, now: float, budget: int) -> int:
-        """Hand over replies until the request changes: what follows then belongs to one that nobody waits for."""
+        """Hand over replies until the request changes: for what follows then nobody waits."""
         count = 0
         while (
             self._dealer is not None
@@ -182,7 +189,7 @@ class Link(Generic[B]):
                 event = parse_monitor_message(frames)["event"]
                 if event == _UP:
                     self.follower.connected(now)
-                elif event != zmq.EVENT_DISCONNECTED or self.follower.is_connected:  # else a failure was told before
+                elif event != zmq.EVENT_DISCONNECTED or self.follower.is_connected:  # else it was told
                     self.follower.disconnected(now, _DOWN[event])
 
     def _dial(self, endpoint: str) -> Socket:
@@ -214,7 +221,7 @@ def _receive(sock: Socket, budget: int) -> list[list[bytes]]:
     try:
         while len(messages) < budget:
             frames = [receive(_NOBLOCK, False)]
-            while frames[-1].more:  # a frame knows; to ask the socket, as `recv_multipart` does, takes longer
+            while frames[-1].more:  # a frame knows; to ask the socket takes longer
                 frames.append(receive(_NOBLOCK, False))
             messages.append([frame.bytes for frame in frames])
     except zmq.Again:

@@ -1,4 +1,4 @@
-"""Live batches that wait for a replay to bring what precedes them: in order, and bounded in number and bytes.
+"""Live batches that wait for a replay of what precedes them: in order, bounded in number and bytes.
 
 Not for several threads at once.
 """
@@ -13,7 +13,7 @@ __all__ = ["PendingBatches"]
 
 
 class PendingBatches:
-    """A queue of numbered payloads. Where there is no room, all but the newest go: a replay will bring them again."""
+    """A queue of numbered payloads. Without room, all but the newest go: a replay will bring them again."""
 
     def __init__(self, max_batches: int, max_bytes: int) -> None:
         self.overflows = 0

@@ -1,15 +1,17 @@
-"""The replica of one publisher: what a consumer was told, in order, and the proof that it is what the publisher holds.
+"""The replica of one publisher: what a consumer was told, and the proof that the publisher holds the same.
 
-One object owns both. `seq` is the last batch applied, `newest` the newest known to exist. The replica is exact when it
-is whole, not behind, not being built, and its publisher is not doubted to be the same.
+One object owns both. `seq` is the last batch applied, `newest` the newest known to exist. The replica is
+exact when it is whole, not behind, not being built, and its publisher is not doubted to be the same.
 
-Our publishers mark batches with epoch, count and digest. A mark that equals the running sums confirms them, but only
-where nothing was lost: losses can cancel in the sums and still leave wrong blocks (a lost store, a removal and a store
-that arrive, a lost removal). After a loss a snapshot is needed, or a clear of every rank that was heard of before it and
-then a mark; see `RankSums`. Other publishers send no marks: their batches are counted from number 0 or from a clear,
-and the bytes of the last one tell whether the same publisher answers.
+Our publishers mark batches with epoch, count and digest. A mark that equals the running sums confirms them,
+but only where nothing was lost: losses can cancel in the sums and still leave wrong blocks (a lost store, a
+removal and a store that arrive, a lost removal). After a loss a snapshot is needed, or a clear of every
+rank that was heard of before it and then a mark; see `RankSums`. Other publishers send no marks: their
+batches are counted from number 0 or from a clear, and the bytes of the last one tell whether the same
+publisher answers.
 
-A replica asks for nothing and has no clock; `kvtier.events.follow.follower` does. Not for several threads at once.
+A replica asks for nothing and has no clock; `kvtier.events.follow.follower` does. Not for several threads
+at once.
 """
 
 from __future__ import annotations
@@ -50,10 +52,10 @@ class MarkResult(Enum):
 class RankSums:
     """How much a consumer holds of each rank, summed up, and what of it is known to be all.
 
-    A mark speaks of all ranks together, and a clear of its batch's rank alone. What a lost batch did is unknown for every
-    rank, also for one never heard of. So a loss *tears* the ranks heard of before it; a clear mends one. When none is
-    torn, the sums of the others lack only what ranks held that were first heard of since, or never. A mark with the same
-    number of blocks shows that this was nothing.
+    A mark speaks of all ranks together, and a clear of its batch's rank alone. What a lost batch did is
+    unknown for every rank, also for one never heard of. So a loss *tears* the ranks heard of before it; a
+    clear mends one. When none is torn, the sums of the others lack only what ranks held that were first
+    heard of since, or never. A mark with the same number of blocks shows that this was nothing.
     """
 
     __slots__ = ("_fresh", "_is_crowded", "_ranks", "_torn", "is_open")
@@ -110,13 +112,13 @@ class RankSums:
         return True
 
     def are_whole(self, *, has_marks: bool) -> bool:
-        """Say whether nothing can be missing. Without marks, a publisher has no ranks that it does not speak of."""
+        """Say whether nothing can be missing. Who sends no marks has no ranks but those it speaks of."""
         if not self.is_open:
             return True
         return not has_marks and bool(self._ranks) and not (self._torn or self._fresh or self._is_crowded)
 
     def check(self) -> None:
-        """Raise `IntegrityError` where proven sums have something open, or a rank counts that was not heard of."""
+        """Raise `IntegrityError` where proven sums have something open, or ranks were not heard of."""
         if not (self._torn | self._fresh) <= self._ranks.keys() or self._torn & self._fresh:
             raise IntegrityError(
                 f"ranks {self._torn} are torn and {self._fresh} fresh, but {set(self._ranks)} were heard of"
@@ -126,7 +128,7 @@ class RankSums:
 
 
 class Replica(Generic[B]):
-    """What the consumer was told, and how good that is. `problem` is the reason to give where it is not exact."""
+    """What the consumer was told, and how good that is. `problem` is why it is not exact."""
 
     def __init__(self, name: str, decode: Callable[[bytes], B]) -> None:
         """Begin with nothing; `decode` raises `ValueError` where a payload is no batch."""
@@ -149,9 +151,9 @@ class Replica(Generic[B]):
         self._decode = decode
         self._updates: list[Update] = [StateChanged(name, self.state, self.reason)]
         self._has_delivered = False  # since the last reset
-        self._replayed: dict[int, int] = {}  # hashes of what a replay brought and the live stream may bring again
+        self._replayed: dict[int, int] = {}  # hashes of what may come again, live
 
-    # -- what is known -----------------------------------------------------------------------------------------------
+    # -- what is known -----------------------------------------------------------------------------
 
     @property
     def has_marks(self) -> bool:
@@ -187,10 +189,10 @@ class Replica(Generic[B]):
 
     @property
     def proof(self) -> int | None:
-        """The hash of the last batch applied, where the publisher sends no marks; made when it is asked for."""
+        """The hash of the last batch applied, where the publisher sends no marks; made on demand."""
         return None if self._last is None else payload_hash(self._last)
 
-    # -- what the consumer is told -------------------------------------------------------------------------------------
+    # -- what the consumer is told -----------------------------------------------------------------
 
     def take_updates(self) -> list[Update]:
         """Take out what the consumer should do, in order."""
@@ -213,7 +215,7 @@ class Replica(Generic[B]):
             return None
 
     def apply(self, seq: int, batch: B, payload: bytes, now: float, *, is_snapshot: bool = False) -> MarkResult | None:
-        """Give a batch to the consumer and count it; return what its mark, if it has one, says of the replica.
+        """Give a batch to the consumer and count it; return what its mark, if any, says of the replica.
 
         In a snapshot, all that the sums have came with it, whoever made it.
         """
@@ -242,7 +244,7 @@ class Replica(Generic[B]):
         return MarkResult.REPLACED if is_other and result is not MarkResult.CONFIRMED else result
 
     def remember(self, seq: int, payload: bytes) -> None:
-        """Remember a batch that a replay brought: it may come again, and shows then who sends the live stream."""
+        """Remember a batch that a replay brought: when it comes live, it shows who sends that."""
         self._replayed[seq] = payload_hash(payload)
         if len(self._replayed) > _REMEMBERED:
             del self._replayed[next(iter(self._replayed))]
@@ -251,7 +253,7 @@ class Replica(Generic[B]):
         """Return the hash of a batch that was applied, once; `None` where it is not known any more."""
         return self._replayed.pop(seq, self.proof if seq == self.seq else None)
 
-    # -- what is proven, lost or begun anew ----------------------------------------------------------------------------
+    # -- what is proven, lost or begun anew --------------------------------------------------------
 
     def judge(self, mark: Mark) -> MarkResult:
         """Hold the sums against what the publisher says it holds at `seq`."""

@@ -1,7 +1,7 @@
 """What a follower may ask of a publisher, and when it may ask again.
 
-A request is a value of one question under way. `Backoff` spaces requests: after a failure comes a pause that grows with
-every further one, so that nothing can spin. Not for several threads at once.
+A request is a value of one question under way. `Backoff` spaces requests: after a failure comes a pause
+that grows with every further one, so that nothing can spin. Not for several threads at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class RequestKind(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class StreamRequest:
-    """A request under way. `proof` is the hash of batch `start`, where the answer must begin with that very batch."""
+    """A request under way. `proof` is the hash of batch `start`, if the answer must begin with that one."""
 
     kind: RequestKind
     data: bytes
@@ -89,7 +89,7 @@ class Backoff:
         return self._mismatches >= self._limits.tries and self._begin(self._mismatches, now)
 
     def after_reset(self, now: float) -> None:
-        """Begin a pause if the last reset was just now, else none: of one restart nobody should wait to learn."""
+        """Begin a pause if the last reset was just now, else none: one restart is to be told at once."""
         is_flapping = now < self._reset_at + self._limits.backoff
         self.until = now + self._limits.backoff if is_flapping else None
         self._reset_at = now
