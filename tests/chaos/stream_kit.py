@@ -25,7 +25,6 @@ from kvtier.events import (
     Reset,
     State,
     StateChanged,
-    TierCleared,
     Update,
     blocks_of,
     frame_batch,
@@ -34,7 +33,7 @@ from kvtier.events import (
     to_u64,
 )
 
-Event = BlockStored | BlockRemoved | AllBlocksCleared | TierCleared
+Event = BlockStored | BlockRemoved | AllBlocksCleared
 Message = tuple[int, bytes]
 
 BLOCK_SIZE = 2
@@ -73,9 +72,6 @@ class Picture:
         for event in events:
             if isinstance(event, AllBlocksCleared):
                 self.blocks.clear()
-            elif isinstance(event, TierCleared):
-                for key in [key for key in self.blocks if key[0][0] == event.medium]:
-                    del self.blocks[key]
             else:
                 self._fold_blocks(event)
 
@@ -97,7 +93,7 @@ class Picture:
 
 
 class Workload:
-    """Random events that an engine could emit: chains, overlapping stores, copies, removals, cleared tiers, resets."""
+    """Random events that an engine could emit: chains, overlapping stores, copies, removals, resets."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -123,8 +119,6 @@ class Workload:
         dice = rng.random()
         if dice < 0.004:
             return AllBlocksCleared()
-        if dice < 0.01:
-            return TierCleared(rng.choice(MEDIA))
         if held and (dice < 0.3 or len(held) > 300):
             return self._removal(held)
         if held and dice < 0.45:
@@ -209,25 +203,18 @@ class ModelPublisher:
         """Return a batch with nothing but a mark."""
         return None if self.is_stock else self._send([], marked=True)
 
-    def _effect(self, events: list[Event]) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
+    def _effect(self, events: list[Event]) -> list[Event]:
         """Bring the state up to date; return the events that say how it changed."""
-        sent: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
+        sent: list[Event] = []
         for event in events:
-            sent += [event] if self.is_stock and not isinstance(event, TierCleared) else self._set_like(event)
+            sent += [event] if self.is_stock else self._set_like(event)
             self.truth.fold([event])
         return sent
 
-    def _set_like(self, event: Event) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
+    def _set_like(self, event: Event) -> list[Event]:
         held = self.truth.blocks
         if isinstance(event, AllBlocksCleared):
             return [event]
-        if isinstance(event, TierCleared):
-            gone = Counter({each: n for (place, each), n in held.items() if place[0] == event.medium})
-            return (
-                [BlockRemoved([each], event.medium) for each in gone.elements()]
-                if self.is_stock
-                else self._gone(event.medium)
-            )
         place = place_of(event)
         if isinstance(event, BlockRemoved):
             gone_now = [each for each in event.block_hashes if held[place, to_u64(each)] == 1]
@@ -235,11 +222,7 @@ class ModelPublisher:
         new = [i for i, each in enumerate(event.block_hashes) if not held[place, to_u64(each)]]
         return [blocks_of(event, i, i + 1) for i in new]
 
-    def _gone(self, medium: str) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
-        gone = [each for place, each in self.truth.blocks if place[0] == medium]
-        return [BlockRemoved(gone, medium)] if gone else []
-
-    def _send(self, events: list[BlockStored | BlockRemoved | AllBlocksCleared], *, marked: bool) -> Message:
+    def _send(self, events: list[Event], *, marked: bool) -> Message:
         self.newest += 1
         message = self.newest, self._frame(events, marked)
         self._ring.append(message)
@@ -247,7 +230,7 @@ class ModelPublisher:
         self.sent_by[message[1]] = self.epoch
         return message
 
-    def _frame(self, events: list[BlockStored | BlockRemoved | AllBlocksCleared], marked: bool) -> bytes:
+    def _frame(self, events: list[Event], marked: bool) -> bytes:
         parts = [self._encoder.event(event) for event in events]
         return frame_batch(float(self.newest), [*parts, self._encoder.mark(self.mark())] if marked else parts, 0)
 
@@ -280,7 +263,7 @@ class ModelPublisher:
 
     def _snapshot(self) -> list[bytes]:
         blocks = [stored([each], None, place[0]) for place, each in self.truth.blocks]
-        parts: list[list[BlockStored | BlockRemoved | AllBlocksCleared]] = [[AllBlocksCleared()]]
+        parts: list[list[Event]] = [[AllBlocksCleared()]]
         parts += [list(blocks[i : i + 7]) for i in range(0, len(blocks), 7)]
         return [self._frame(part, marked=part is parts[-1]) for part in parts]
 

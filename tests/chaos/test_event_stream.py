@@ -16,10 +16,20 @@ import pytest
 from tests.chaos.stream_kit import LossyLink, Message, ModelPublisher, Picture, Workload
 
 from kvtier.errors import OutsideError
-from kvtier.events import Ask, DecodedBatch, Follower, KVEventBatch, Limits, Source, State, Subscriber, decode_batch
+from kvtier.events import (
+    DecodedBatch,
+    Follower,
+    KVEventBatch,
+    Limits,
+    Source,
+    State,
+    StreamRequest,
+    Subscriber,
+    decode_batch,
+)
 from kvtier.events.publisher import ZmqEventPublisher
 
-LIMITS = Limits(backoff=0.1, backoff_max=2.0, held_batches=30, held_bytes=20_000, probe_interval=3.0)
+LIMITS = Limits(backoff=0.1, backoff_max=2.0, pending_batches=30, pending_bytes=20_000, probe_interval=3.0)
 
 
 class Client:
@@ -32,7 +42,7 @@ class Client:
         self.loss = 0.2
         self.live: deque[Message] = deque()
         self.replies: deque[Message] | None = None  # None: not answered yet
-        self.asked: Ask | None = None
+        self.asked: StreamRequest | None = None
         self.is_cut = False
         self.heard = b""  # the last live batch
         self.follower.connected(now)
@@ -61,20 +71,20 @@ class Client:
         self.follower.check()
 
     def _converse(self, publisher: ModelPublisher, now: float, budget: int) -> None:
-        if self.follower.ask is not self.asked:
-            self.asked, self.replies, self.is_cut = self.follower.ask, None, False
+        if self.follower.request is not self.asked:
+            self.asked, self.replies, self.is_cut = self.follower.request, None, False
             return
         if self.asked is None or self.is_cut:
             return
         if self.replies is None:
-            self.replies = deque(publisher.answer(self.asked.request))
+            self.replies = deque(publisher.answer(self.asked.data))
         if self.loss and self.rng.random() < 0.1:
             self.is_cut = True  # nothing follows, not even the end
             return
-        while budget and self.replies and self.follower.ask is self.asked:
+        while budget and self.replies and self.follower.request is self.asked:
             self.follower.reply(self.asked, *self.replies.popleft(), now)
             budget -= 1
-        if not self.replies and self.follower.ask is self.asked:
+        if not self.replies and self.follower.request is self.asked:
             self.follower.end(self.asked, now)
 
 

@@ -18,7 +18,7 @@ from tests.fuzz.mutate import corpus, mutate
 
 from kvtier.cli.event_lines import HumanLines, JSONLines
 from kvtier.errors import InputError
-from kvtier.events.recording import Record, RecordingReader, RecordingWriter
+from kvtier.events.recording import RecordedBatch, RecordingReader, RecordingWriter
 from kvtier.events.wire import DecodedBatch, EventEncoder, decode_batch, frame_batch
 from kvtier.index.compiled.scan import ScannedBatch, Scanner
 
@@ -110,7 +110,7 @@ def test_the_scanner_agrees_with_the_decoder() -> None:
 def test_a_reader_of_recordings_takes_anything(tmp_path: Path) -> None:
     """Damage is an `InputError`, a torn end is none; whatever is read was written."""
     path, rng = tmp_path / "stream", random.Random(SEED)
-    written = [Record(float(at), at, payload) for at, payload in enumerate(corpus())]
+    written = [RecordedBatch(float(at), at, payload) for at, payload in enumerate(corpus())]
     with RecordingWriter(path) as writer:
         for record in written:
             writer.write(record)
@@ -123,9 +123,9 @@ def test_a_reader_of_recordings_takes_anything(tmp_path: Path) -> None:
     assert outcomes.keys() == {"whole", "torn", "refused"}
 
 
-def read_recording(path: Path) -> tuple[list[Record], str]:
+def read_recording(path: Path) -> tuple[list[RecordedBatch], str]:
     """Return what could be read, and how that ended."""
-    records: list[Record] = []
+    records: list[RecordedBatch] = []
     try:
         with RecordingReader(path) as reader:
             records.extend(reader)

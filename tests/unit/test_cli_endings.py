@@ -12,7 +12,7 @@ from typing import IO
 import pytest
 
 from kvtier.cli import main
-from kvtier.events.recording import Record, RecordingWriter
+from kvtier.events.recording import RecordedBatch, RecordingWriter
 
 KVTIER = (sys.executable, "-m", "kvtier")
 COMMANDS = {
@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
     """A folder with what the commands want."""
     (tmp_path / "settings.json").write_text('{"cpu": {"capacity": "8GiB"}}')
     with RecordingWriter(tmp_path / "recording") as writer:
-        writer.write(Record(1.0, 0, b""))
+        writer.write(RecordedBatch(1.0, 0, b""))
     return tmp_path
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import signal
 import socket
@@ -21,12 +22,23 @@ import pytest
 import zmq
 
 from kvtier.cli import main
-from kvtier.cli.event_check import Picture
+from kvtier.cli.event_check import AnnouncedBlocks
 from kvtier.cli.event_lines import HumanLines, JSONLines
-from kvtier.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch, Mark
+from kvtier.cli.events import _paced
+from kvtier.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Follower,
+    KVCacheEvent,
+    KVEventBatch,
+    Mark,
+    State,
+    StateChanged,
+)
 from kvtier.events.curve import CurveServer, make_keys
 from kvtier.events.publisher import ZmqEventPublisher
-from kvtier.events.recording import Record, RecordingReader, RecordingWriter
+from kvtier.events.recording import RecordedBatch, RecordingReader, RecordingWriter
 from kvtier.events.wire import DecodedBatch, EventEncoder, decode_batch, frame_batch
 
 COMMAND = (sys.executable, "-m", "kvtier", "events")
@@ -136,10 +148,10 @@ def test_tail_from_the_start(capsys: pytest.CaptureFixture[str]) -> None:
         one.publish(batch(stored(11, medium="CPU"), BlockRemoved([2], "GPU")))
         assert main(["events", "tail", *addresses(one), "--from-start", "--json", "-n", "3"]) == 0
     output = capsys.readouterr().out
-    picture = Picture()
+    announced = AnnouncedBlocks()
     for line in json_lines(output):
-        picture.apply(decode_batch(json_to_wire(line)))
-    assert {place[0]: hashes for place, hashes in picture.held.items()} == {"GPU": {1}, "CPU": {11, 12}}
+        announced.apply(decode_batch(json_to_wire(line)))
+    assert {place[0]: hashes for (_, place), hashes in announced.held.items()} == {"GPU": {1}, "CPU": {11, 12}}
 
 
 def json_to_wire(line: dict[str, Any]) -> bytes:
@@ -217,10 +229,38 @@ def test_a_recording_has_what_was_received(tmp_path: Path, capsys: pytest.Captur
         assert main(["events", "record", *addresses(one)[:1], str(file), *addresses(one)[1:], "-n", "4"]) == 0
     assert f"{file}: " in capsys.readouterr().err
     assert main(["events", "replay", str(file), "--json"]) == 0
-    picture = Picture()
+    announced = AnnouncedBlocks()
     for line in json_lines(capsys.readouterr().out):
-        picture.apply(decode_batch(json_to_wire(line)))
-    assert {place[0]: hashes for place, hashes in picture.held.items()} == {"GPU": {1}}
+        announced.apply(decode_batch(json_to_wire(line)))
+    assert {place[0]: hashes for (_, place), hashes in announced.held.items()} == {"GPU": {1}}
+
+
+def test_a_normal_join_warns_of_no_other_publisher() -> None:
+    """The first live batch after a join is checked; that is no sign of another publisher."""
+    follower: Follower[DecodedBatch] = Follower("p", decode_batch)
+    encoder = EventEncoder()
+    payloads = [frame_batch(1.0, [encoder.event(stored(10 * seq))], 0) for seq in range(3)]
+    follower.connected(1.0)
+    for answer in ([], list(enumerate(payloads[:2]))):
+        request = follower.request
+        assert request is not None
+        for seq, payload in answer:
+            follower.reply(request, seq, payload, 1.0)
+        follower.end(request, 1.0)
+    follower.live(2, payloads[2], 1.0)
+    told = [update for update in follower.take_updates() if isinstance(update, StateChanged)]
+    assert [update.state for update in told] == [State.REPAIRING, State.EXACT, State.REPAIRING]
+    assert told[-1].reason == "checking batch 2, the first that came live"
+
+
+def test_a_recording_of_several_ranks_is_forgotten_for_each() -> None:
+    """A clear speaks of its batch's rank alone."""
+    encoder = EventEncoder()
+    payloads = [frame_batch(1.0, [encoder.event(stored(10 * rank))], rank) for rank in (1, 2)]
+    records = [RecordedBatch(1.0, seq, payload) for seq, payload in enumerate([*payloads, b"", payloads[1]])]
+    batches = list(_paced(records, math.inf))
+    cleared = [batch.data_parallel_rank for batch in batches if isinstance(batch.events[0], AllBlocksCleared)]
+    assert cleared == [1, 2]
 
 
 def write_recording(file: Path, *batches: KVEventBatch) -> None:
@@ -228,7 +268,7 @@ def write_recording(file: Path, *batches: KVEventBatch) -> None:
     with RecordingWriter(file) as writer:
         for at, each in enumerate(batches):
             writer.write(
-                Record(float(at), at, frame_batch(each.ts, [encoder.event(event) for event in each.events], 0))
+                RecordedBatch(float(at), at, frame_batch(each.ts, [encoder.event(event) for event in each.events], 0))
             )
 
 
@@ -259,7 +299,7 @@ def test_a_published_recording_is_a_stream_like_any_other(tmp_path: Path) -> Non
     file, ports = tmp_path / "stream", [free_port(), free_port()]
     write_recording(file, batch(stored(1)), batch(stored(5)))
     with RecordingWriter(file) as writer:
-        writer.write(Record(2.0, 0, b""))
+        writer.write(RecordedBatch(2.0, 0, b""))
     write_recording_more = [batch(stored(21, count=3))]
     write_recording(file, *write_recording_more)
     live, replay = (f"tcp://*:{port}" for port in ports)
@@ -345,6 +385,16 @@ def test_check_says_what_can_be_known_of_a_stock_publisher(capsys: pytest.Captur
     assert "2 blocks announced" in output
 
 
+def test_check_does_not_blame_an_idle_publisher(capsys: pytest.CaptureFixture[str]) -> None:
+    """A vLLM without requests says nothing, and without a replay address it cannot be asked."""
+    with zmq.Context() as context, context.socket(zmq.PUB) as silent:
+        port = silent.bind_to_random_port("tcp://127.0.0.1")
+        assert main(["events", "check", f"tcp://127.0.0.1:{port}", "--timeout", "0.5"]) == 0
+    output = capsys.readouterr().out
+    assert "said nothing in 0.5 s: an idle vLLM" in output
+    assert "--replay" in output
+
+
 def test_check_of_nobody(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["events", "check", f"tcp://127.0.0.1:{free_port()}", "--timeout", "0.2"]) == 1
     assert " in 0.2 s" in capsys.readouterr().out
@@ -409,7 +459,7 @@ def test_bad_input_is_one_line(
     Path("other").write_text("something else entirely")
     write_recording(Path("stream"), batch(stored(1)))
     with RecordingWriter("junk") as writer:
-        writer.write(Record(1.0, 3, b"junk"))
+        writer.write(RecordedBatch(1.0, 3, b"junk"))
     assert main(["events", *arguments.split()]) == 2
     output, errors = capsys.readouterr()
     assert output == ""

@@ -11,6 +11,7 @@ from tests.chaos.stream_kit import Message, ModelPublisher, Picture, stored
 from kvtier.errors import IntegrityError
 from kvtier.events import (
     AllBlocksCleared,
+    BlockRemoved,
     BlockStored,
     EventEncoder,
     Follower,
@@ -18,10 +19,10 @@ from kvtier.events import (
     Limits,
     Mark,
     Received,
+    RequestKind,
     Reset,
     State,
     StateChanged,
-    What,
     change_of,
     decode_batch,
     frame_batch,
@@ -33,7 +34,7 @@ ENCODER = EventEncoder()
 
 
 class Bench:
-    """A follower, a publisher to ask, and the picture that a consumer has."""
+    """A follower, a publisher to request, and the picture that a consumer has."""
 
     def __init__(
         self, *, is_stock: bool = False, can_ask: bool = True, ring: int = 100, limits: Limits = LIMITS
@@ -57,9 +58,9 @@ class Bench:
         """Let batches arrive. The first after a join is verified; most tests are not about that, so it is answered."""
         for message in messages:
             assert message is not None
-            was_asking = self.follower.ask is not None
+            was_asking = self.follower.request is not None
             self.follower.live(*message, self.now)
-            if not was_asking and self.follower.held and self.follower.picture.facts.seq == message[0] - 1:
+            if not was_asking and self.follower.pending and self.follower.replica.seq == message[0] - 1:
                 self.answer_all()
         self.take()
 
@@ -69,26 +70,26 @@ class Bench:
         self.picture.apply(updates)
         self.follower.check()
 
-    def answer(self, *, upto: int | None = None) -> What:
+    def answer(self, *, upto: int | None = None) -> RequestKind:
         """Answer the request under way, whole or in part and without its end."""
-        ask = self.follower.ask
-        assert ask is not None, (self.follower.state, self.follower.reason)
-        for seq, payload in self.publisher.answer(ask.request)[:upto]:
-            self.follower.reply(ask, seq, payload, self.now)
+        request = self.follower.request
+        assert request is not None, (self.follower.state, self.follower.reason)
+        for seq, payload in self.publisher.answer(request.data)[:upto]:
+            self.follower.reply(request, seq, payload, self.now)
         if upto is None:
-            self.follower.end(ask, self.now)
+            self.follower.end(request, self.now)
         self.take()
-        return ask.what
+        return request.kind
 
-    def answer_all(self) -> list[What]:
+    def answer_all(self) -> list[RequestKind]:
         """Answer until nothing is asked any more; return what was."""
         asked = []
-        while self.follower.ask is not None:
+        while self.follower.request is not None:
             asked.append(self.answer())
             assert len(asked) < 10, asked
         return asked
 
-    def join(self) -> list[What]:
+    def join(self) -> list[RequestKind]:
         self.follower.connected(self.now)
         return self.answer_all()
 
@@ -141,7 +142,7 @@ def heartbeat(bench: Bench) -> Message:
 
 def test_nothing_is_asked_before_the_stream_is_connected() -> None:
     bench = ours()
-    assert bench.follower.ask is None
+    assert bench.follower.request is None
     assert (bench.state, bench.follower.reason) == (State.REPAIRING, "connecting")
     bench.wait(3)
     assert (bench.state, bench.follower.reason) == (State.DEGRADED, "no connection for 2 s")
@@ -153,7 +154,7 @@ def test_our_publisher_is_joined_by_snapshot() -> None:
     bench = ours()
     for _ in range(20):
         bench.publish(3)
-    assert bench.join() == [What.STATUS, What.SNAPSHOT]
+    assert bench.join() == [RequestKind.STATUS, RequestKind.SNAPSHOT]
     bench.assert_exact()
     assert bench.follower.kind is Kind.KVTIER
     assert bench.follower.epoch == bench.publisher.epoch
@@ -165,7 +166,7 @@ def test_a_stock_publisher_is_joined_from_its_first_batch() -> None:
     bench = stock()
     for _ in range(20):
         bench.publish()
-    assert bench.join() == [What.STATUS, What.HISTORY]
+    assert bench.join() == [RequestKind.STATUS, RequestKind.HISTORY]
     bench.assert_exact()
     assert bench.follower.kind is Kind.STOCK
     assert bench.delivered() == list(range(20))
@@ -194,11 +195,11 @@ def test_live_batches_wait_for_the_picture_and_are_not_applied_twice(make: Calla
     bench.answer(upto=2)
     bench.live(late)
     assert bench.state is State.REPAIRING
-    ask = bench.follower.ask
-    assert ask is not None
-    for reply in bench.publisher.answer(ask.request)[2:]:
-        bench.follower.reply(ask, *reply, bench.now)
-    bench.follower.end(ask, bench.now)
+    request = bench.follower.request
+    assert request is not None
+    for reply in bench.publisher.answer(request.data)[2:]:
+        bench.follower.reply(request, *reply, bench.now)
+    bench.follower.end(request, bench.now)
     bench.assert_exact()
     assert max(bench.picture.blocks.values()) == 1
     bench.live(bench.publish())
@@ -230,7 +231,7 @@ def test_after_a_clear_a_stock_picture_can_be_rebuilt_again() -> None:
     bench.wait(20)  # nobody answers
     assert bench.state is State.DEGRADED
     asked = [*bench.answer_all(), bench.wait(4.1), *bench.answer_all()]
-    assert What.HISTORY in asked
+    assert RequestKind.HISTORY in asked
     bench.assert_exact()
 
 
@@ -238,35 +239,35 @@ def test_a_publisher_that_ignores_the_first_question_is_asked_another_way() -> N
     bench = stock()
     bench.publish()
     bench.follower.connected(bench.now)
-    assert bench.follower.ask is not None
-    assert bench.follower.ask.what is What.STATUS
+    assert bench.follower.request is not None
+    assert bench.follower.request.kind is RequestKind.STATUS
     bench.wait(2.3)
-    assert bench.answer() is What.HISTORY
+    assert bench.answer() is RequestKind.HISTORY
     bench.assert_exact()
 
 
 def test_too_much_live_traffic_while_joining_is_dropped_and_replayed() -> None:
-    bench = ours(limits=Limits(held_batches=3))
+    bench = ours(limits=Limits(pending_batches=3))
     bench.follower.connected(bench.now)
     bench.answer()
     parts = bench.publisher.answer(b"snapshot")
     bench.live(*(bench.publish() for _ in range(10)))
-    assert bench.follower.held <= 3
-    assert bench.follower.counters.held_overflows > 0
-    ask = bench.follower.ask
-    assert ask is not None
+    assert bench.follower.pending <= 3
+    assert bench.follower.counters.pending_overflows > 0
+    request = bench.follower.request
+    assert request is not None
     for reply in parts:
-        bench.follower.reply(ask, *reply, bench.now)
-    bench.follower.end(ask, bench.now)
-    assert bench.answer_all() == [What.REPLAY, What.STATUS]
+        bench.follower.reply(request, *reply, bench.now)
+    bench.follower.end(request, bench.now)
+    assert bench.answer_all() == [RequestKind.REPLAY, RequestKind.STATUS]
     bench.assert_exact()
 
 
 def test_one_batch_larger_than_the_buffer_is_replayed() -> None:
-    bench = stock(limits=Limits(held_bytes=10))
+    bench = stock(limits=Limits(pending_bytes=10))
     bench.follower.connected(bench.now)
     bench.live(bench.publish(50))
-    assert bench.follower.held == 0
+    assert bench.follower.pending == 0
     bench.answer_all()
     bench.assert_exact()
 
@@ -274,8 +275,11 @@ def test_one_batch_larger_than_the_buffer_is_replayed() -> None:
 # -- gaps -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("make", "asked"), [(ours, [What.STATUS, What.REPLAY, What.STATUS]), (stock, [What.REPLAY])])
-def test_a_gap_is_replayed(make: Callable[[], Bench], asked: list[What]) -> None:
+@pytest.mark.parametrize(
+    ("make", "asked"),
+    [(ours, [RequestKind.STATUS, RequestKind.REPLAY, RequestKind.STATUS]), (stock, [RequestKind.REPLAY])],
+)
+def test_a_gap_is_replayed(make: Callable[[], Bench], asked: list[RequestKind]) -> None:
     bench = make()
     bench.live(bench.publish())
     bench.join()
@@ -301,7 +305,7 @@ def test_a_gap_beyond_the_buffer_is_filled_with_the_state() -> None:
     for _ in range(20):
         bench.publish(2)
     bench.live(bench.publish())
-    assert bench.answer_all() == [What.STATUS, What.REPLAY]
+    assert bench.answer_all() == [RequestKind.STATUS, RequestKind.REPLAY]
     bench.assert_exact()
 
 
@@ -312,19 +316,19 @@ def test_a_live_batch_cannot_slip_into_a_state_that_is_being_replayed() -> None:
     under_way = [bench.publish(2) for _ in range(20)]
     bench.follower.disconnected(bench.now)
     bench.follower.connected(bench.now)
-    assert bench.answer() is What.STATUS
+    assert bench.answer() is RequestKind.STATUS
     bench.wait(0.3)
-    ask = bench.follower.ask
-    assert ask is not None
-    assert ask.what is What.REPLAY
-    replies = bench.publisher.answer(ask.request)
+    request = bench.follower.request
+    assert request is not None
+    assert request.kind is RequestKind.REPLAY
+    replies = bench.publisher.answer(request.data)
     for reply in replies[:3]:
-        bench.follower.reply(ask, *reply, bench.now)
+        bench.follower.reply(request, *reply, bench.now)
     late = next(message for message in under_way if message[0] == bench.follower.seq + 1)
     bench.live(late)
     for reply in replies[3:]:
-        bench.follower.reply(ask, *reply, bench.now)
-    bench.follower.end(ask, bench.now)
+        bench.follower.reply(request, *reply, bench.now)
+    bench.follower.end(request, bench.now)
     assert bench.answer_all() == []
     bench.live(bench.publisher.heartbeat())
     bench.assert_exact()
@@ -336,7 +340,7 @@ def test_a_wide_gap_is_closed_by_a_snapshot() -> None:
     bench.join()
     bench.publisher.newest += 20_000
     bench.live(bench.publish())
-    assert bench.answer_all() == [What.STATUS, What.SNAPSHOT]
+    assert bench.answer_all() == [RequestKind.STATUS, RequestKind.SNAPSHOT]
     bench.assert_exact()
 
 
@@ -347,18 +351,18 @@ def test_a_snapshot_older_than_the_live_stream_is_brought_up_to_date() -> None:
     bench.live(bench.publish())
     old = bench.publisher.answer(b"snapshot")
     bench.live(bench.publish(), bench.publish(), false_mark(bench))
-    ask = bench.follower.ask
-    assert ask is not None
-    assert ask.what is What.SNAPSHOT
+    request = bench.follower.request
+    assert request is not None
+    assert request.kind is RequestKind.SNAPSHOT
     for reply in old:
-        bench.follower.reply(ask, *reply, bench.now)
-    bench.follower.end(ask, bench.now)
+        bench.follower.reply(request, *reply, bench.now)
+    bench.follower.end(request, bench.now)
     bench.take()
     assert bench.state is State.REPAIRING
     bench.publisher._ring.pop()
     bench.publisher.newest -= 1
     bench.publisher.heartbeat()  # in place of the false mark
-    assert bench.answer_all() == [What.REPLAY]
+    assert bench.answer_all() == [RequestKind.REPLAY]
     bench.assert_exact()
 
 
@@ -368,7 +372,7 @@ def test_a_live_number_that_the_publisher_never_used_is_ignored(jump: int) -> No
     bench.join()
     bench.live(bench.publish())
     bench.live((bench.publisher.newest + jump, bench.publisher.answer(b"kvtier:status")[0][1]))
-    assert bench.answer_all() == [What.STATUS]
+    assert bench.answer_all() == [RequestKind.STATUS]
     bench.assert_exact()
     bench.live(bench.publish(), bench.publisher.heartbeat())
     bench.assert_exact()
@@ -384,16 +388,16 @@ def test_a_replay_of_ours_that_leaves_something_out_is_followed_by_a_snapshot(le
         bench.publish()
     bench.live(bench.publish())
     bench.answer()
-    ask = bench.follower.ask
-    assert ask is not None
-    replies = bench.publisher.answer(ask.request)
+    request = bench.follower.request
+    assert request is not None
+    replies = bench.publisher.answer(request.data)
     for reply in replies[:left_out] + replies[left_out + 1 :]:
-        bench.follower.reply(ask, *reply, bench.now)
+        bench.follower.reply(request, *reply, bench.now)
     bench.take()
     assert bench.state is State.REPAIRING
-    assert bench.follower.ask is None
+    assert bench.follower.request is None
     bench.wait(0.3)
-    assert bench.answer_all() == [What.SNAPSHOT]
+    assert bench.answer_all() == [RequestKind.SNAPSHOT]
     bench.assert_exact()
 
 
@@ -429,10 +433,10 @@ def test_a_hole_in_a_stock_replay_is_asked_for_again() -> None:
         bench.publish()
     bench.follower.connected(bench.now)
     bench.answer()
-    ask = bench.follower.ask
-    assert ask is not None
-    for reply in [each for each in bench.publisher.answer(ask.request) if each[0] not in (4, 5)]:
-        bench.follower.reply(ask, *reply, bench.now)
+    request = bench.follower.request
+    assert request is not None
+    for reply in [each for each in bench.publisher.answer(request.data) if each[0] not in (4, 5)]:
+        bench.follower.reply(request, *reply, bench.now)
     bench.answer_all()
     bench.assert_exact()
     assert bench.delivered() == list(range(10))
@@ -459,7 +463,7 @@ def test_a_replay_that_ends_too_early_is_tried_again_and_then_given_up() -> None
     bench.answer()
     for _ in range(3):
         bench.answer()
-        assert bench.follower.ask is None
+        assert bench.follower.request is None
         bench.wait(1.5)
     assert bench.follower.counters.lost_batches == 5
     bench.answer_all()
@@ -552,7 +556,7 @@ def test_a_replayed_batch_that_is_no_longer_remembered_makes_it_ask() -> None:
         bench.publish()
     bench.join()
     bench.live(early)
-    assert bench.answer_all() == [What.REPLAY]
+    assert bench.answer_all() == [RequestKind.REPLAY]
     bench.assert_exact()
     assert bench.follower.counters.restarts == 0
 
@@ -563,11 +567,11 @@ def test_the_first_live_batch_after_a_join_is_verified(make: Callable[[], Bench]
     bench.join()
     bench.follower.live(*bench.publish(), bench.now)
     bench.take()
-    assert (bench.state, bench.follower.held) == (State.REPAIRING, 1)
-    assert What.REPLAY in bench.answer_all()
+    assert (bench.state, bench.follower.pending) == (State.REPAIRING, 1)
+    assert RequestKind.REPLAY in bench.answer_all()
     bench.assert_exact()
     bench.follower.live(*bench.publish(), bench.now)
-    assert bench.follower.ask is None
+    assert bench.follower.request is None
     bench.assert_exact()
     assert bench.follower.counters.gaps == 0
 
@@ -576,9 +580,9 @@ def test_a_first_live_batch_with_a_mark_needs_no_verifying() -> None:
     bench = ours()
     bench.join()
     bench.follower.live(*heartbeat(bench), bench.now)
-    assert bench.follower.ask is None
+    assert bench.follower.request is None
     bench.follower.live(*bench.publish(), bench.now)
-    assert bench.follower.ask is None
+    assert bench.follower.request is None
     bench.assert_exact()
 
 
@@ -622,8 +626,8 @@ def test_a_snapshot_by_a_publisher_that_took_over_unties_the_live_stream(is_cut:
     bench.join()
     bench.live(heartbeat(bench))
     bench.follower.live(*false_mark(bench), bench.now)
-    assert bench.follower.ask is not None
-    assert bench.follower.ask.what is What.SNAPSHOT
+    assert bench.follower.request is not None
+    assert bench.follower.request.kind is RequestKind.SNAPSHOT
     newest = bench.publisher.newest
     old = [bench.publish() for _ in range(6)]
     bench.live(*old[:4])
@@ -652,13 +656,13 @@ def test_a_replay_by_a_publisher_that_took_over_is_not_taken_for_the_old_one_s()
     bench.live(heartbeat(bench))
     bench.publish()
     bench.live(bench.publish())
-    assert bench.answer() is What.STATUS
+    assert bench.answer() is RequestKind.STATUS
     newest = bench.publisher.newest
     bench.publisher.begin()
     bench.publisher.hello()
     while bench.publisher.newest <= newest:
         bench.publish()
-    assert bench.answer() is What.REPLAY
+    assert bench.answer() is RequestKind.REPLAY
     assert bench.state is State.REPAIRING
     bench.answer_all()
     bench.assert_exact()
@@ -684,7 +688,7 @@ def test_a_first_batch_that_follows_on_needs_no_repair() -> None:
     bench.publisher.begin()
     bench.publisher.newest = newest
     bench.live(bench.publisher.hello())
-    assert bench.follower.ask is None
+    assert bench.follower.request is None
     bench.assert_exact()
     assert bench.follower.counters.restarts == 1
 
@@ -711,7 +715,7 @@ def test_a_cut_connection_is_checked_when_it_is_back(make: Callable[[], Bench]) 
     bench.live(bench.publish())
     bench.follower.disconnected(bench.now)
     assert (bench.state, bench.follower.reason) == (State.REPAIRING, "connection lost")
-    assert bench.follower.ask is None
+    assert bench.follower.request is None
     bench.publish()  # lost
     bench.wait(1.0)
     bench.follower.connected(bench.now)
@@ -770,7 +774,7 @@ def test_another_kind_of_publisher_at_the_same_address_is_joined_anew() -> None:
     bench.follower.disconnected(bench.now)
     bench.publisher = other.publisher
     bench.follower.connected(bench.now)
-    assert bench.answer_all() == [What.STATUS, What.HISTORY]
+    assert bench.answer_all() == [RequestKind.STATUS, RequestKind.HISTORY]
     bench.assert_exact()
 
 
@@ -789,9 +793,9 @@ def test_two_publishers_on_one_stream_do_not_make_it_spin() -> None:
     bench.join()
     asked = 0
     for i in range(200):
-        before = bench.follower.ask
+        before = bench.follower.request
         bench.live((i % 2 * 7, bench.publish()[1]))
-        asked += bench.follower.ask is not before
+        asked += bench.follower.request is not before
     assert asked <= 4
 
 
@@ -841,8 +845,8 @@ def test_batches_under_way_are_awaited_before_they_are_asked_for() -> None:
     bench.follower.disconnected(bench.now)
     bench.follower.connected(bench.now)
     under_way = bench.publish()
-    assert bench.answer() is What.STATUS
-    assert bench.follower.ask is None
+    assert bench.answer() is RequestKind.STATUS
+    assert bench.follower.request is None
     bench.live(under_way)
     bench.assert_exact()
     assert bench.follower.counters.replays == 0
@@ -853,7 +857,7 @@ def test_a_live_stream_is_followed_while_the_publisher_is_asked_who_it_is() -> N
     bench.join()
     bench.live(bench.publisher.heartbeat())
     bench.wait(5.1)
-    assert bench.follower.ask is not None
+    assert bench.follower.request is not None
     bench.live(bench.publish())
     bench.assert_exact()
     bench.answer()
@@ -879,7 +883,7 @@ def test_a_picture_that_is_disproved_is_replaced() -> None:
     bench.live(false_mark(bench))
     assert bench.state is State.REPAIRING
     assert "digest of batch" in bench.follower.reason
-    assert bench.answer_all() == [What.SNAPSHOT]
+    assert bench.answer_all() == [RequestKind.SNAPSHOT]
     bench.assert_exact()
     assert bench.follower.counters.digest_mismatches == 1
     bench.live(bench.publisher.heartbeat())
@@ -892,7 +896,7 @@ def test_a_picture_that_is_disproved_again_and_again_is_degraded_with_growing_pa
     snapshots = 0
     for _ in range(100):
         bench.live(false_mark(bench))
-        snapshots += bench.answer_all().count(What.SNAPSHOT)
+        snapshots += bench.answer_all().count(RequestKind.SNAPSHOT)
         bench.wait(0.1)
     assert snapshots <= 9
     assert State.DEGRADED in bench.states()
@@ -909,12 +913,12 @@ def test_a_snapshot_that_does_not_add_up_is_not_taken_for_true() -> None:
         bench.publish(4)
     bench.follower.connected(bench.now)
     bench.answer()
-    ask = bench.follower.ask
-    assert ask is not None
-    parts = bench.publisher.answer(ask.request)
+    request = bench.follower.request
+    assert request is not None
+    parts = bench.publisher.answer(request.data)
     for reply in [parts[0], *parts[2:]]:
-        bench.follower.reply(ask, *reply, bench.now)
-    bench.follower.end(ask, bench.now)
+        bench.follower.reply(request, *reply, bench.now)
+    bench.follower.end(request, bench.now)
     bench.take()
     assert bench.state is State.REPAIRING
     assert bench.follower.reason == "the snapshot does not add up"
@@ -990,9 +994,9 @@ def test_the_pauses_between_requests_grow_up_to_their_bound() -> None:
 def test_an_error_is_told_and_tried_again() -> None:
     bench = ours()
     bench.follower.connected(bench.now)
-    ask = bench.follower.ask
-    assert ask is not None
-    bench.follower.end(ask, bench.now, "the publisher answered: error: busy")
+    request = bench.follower.request
+    assert request is not None
+    bench.follower.end(request, bench.now, "the publisher answered: error: busy")
     bench.take()
     assert bench.follower.reason == "the publisher answered: error: busy"
     bench.wait(0.3)
@@ -1004,10 +1008,10 @@ def test_answers_to_an_earlier_request_are_ignored() -> None:
     bench = stock()
     bench.publish()
     bench.follower.connected(bench.now)
-    old = bench.follower.ask
+    old = bench.follower.request
     assert old is not None
     bench.wait(2.3)
-    assert bench.follower.ask is not old
+    assert bench.follower.request is not old
     bench.follower.reply(old, 0, b"", bench.now)
     bench.follower.end(old, bench.now)
     bench.answer_all()
@@ -1057,8 +1061,82 @@ def test_events_that_cannot_be_read_cost_a_stock_picture_and_make_ours_ask() -> 
     bench.live(bench.publisher.heartbeat())
     bench.publisher.newest += 1
     bench.live((bench.publisher.newest, frame_batch(0.0, [unknown], 0)))
-    assert bench.answer() is What.STATUS
+    assert bench.answer() is RequestKind.SNAPSHOT, "a mark could not tell: what is unread may cancel with what is read"
     bench.assert_exact()
+
+
+# -- losses that cancel ---------------------------------------------------------------------------------------------------
+
+
+def lose_so_that_it_cancels(bench: Bench) -> Message:
+    """Lose store(A), deliver remove(A) and store(A), lose remove(A); return the mark that comes then."""
+    block = 1 << 50
+    bench.publisher.publish([stored([block])])
+    bench.live(bench.publisher.publish([BlockRemoved([block], "GPU")]))
+    bench.live(bench.publisher.publish([stored([block])]))
+    bench.publisher.publish([BlockRemoved([block], "GPU")])
+    return heartbeat(bench)
+
+
+def test_without_replay_losses_that_cancel_are_not_called_exact() -> None:
+    bench = ours(can_ask=False)
+    bench.live(bench.publish(), heartbeat(bench))
+    bench.assert_exact()
+    bench.live(lose_so_that_it_cancels(bench), heartbeat(bench))
+    assert bench.picture.held != bench.publisher.truth.held
+    assert bench.state is State.DEGRADED
+    bench.live(bench.publisher.publish([AllBlocksCleared()]), heartbeat(bench))
+    bench.assert_exact()
+
+
+def test_with_replays_that_fail_losses_that_cancel_are_not_called_exact() -> None:
+    bench = ours()
+    bench.join()
+    bench.live(bench.publish(), heartbeat(bench))
+    bench.publish()
+    bench.live(heartbeat(bench))
+    bench.wait(20)  # nobody answers, so it goes on over what is missing
+    assert bench.state is State.DEGRADED
+    bench.live(bench.publisher.publish([AllBlocksCleared()]), heartbeat(bench))
+    while bench.follower.request is not None:
+        bench.wait(0.5)
+    bench.live(lose_so_that_it_cancels(bench))
+    assert bench.picture.held == bench.publisher.truth.held or bench.state is not State.EXACT
+    for _ in range(8):
+        bench.wait(2)
+        bench.live(heartbeat(bench))
+        assert bench.picture.held == bench.publisher.truth.held or bench.state is not State.EXACT
+    while bench.state is not State.EXACT:
+        bench.wait(0.5)
+        bench.answer_all()
+    bench.assert_exact()
+
+
+def ranked(rank: int, *events: BlockStored | BlockRemoved | AllBlocksCleared, mark: Mark | None = None) -> bytes:
+    parts = [ENCODER.event(event) for event in events]
+    return frame_batch(0.0, parts if mark is None else [*parts, ENCODER.mark(mark)], rank)
+
+
+def test_a_clear_speaks_of_its_own_rank() -> None:
+    """Rank 1 keeps what it holds, and the next mark counts it."""
+    digest = change_of([stored([5])]).digest
+    bench = ours(can_ask=False)
+    bench.live((0, ranked(0, AllBlocksCleared(), mark=Mark(9, 0, 0))))
+    bench.live((1, ranked(0, stored([6]))), (2, ranked(1, stored([5]))), (3, ranked(0, AllBlocksCleared())))
+    bench.live((4, ranked(0, mark=Mark(9, 1, digest))))
+    assert bench.state is State.EXACT
+    assert bench.follower.blocks == 1
+    assert bench.follower.counters.digest_mismatches == 0
+
+
+def test_after_a_loss_a_clear_of_one_rank_does_not_make_the_others_exact() -> None:
+    bench = ours(can_ask=False)
+    bench.live((0, ranked(0, AllBlocksCleared(), mark=Mark(9, 0, 0))), (1, ranked(1, stored([5]))))
+    bench.live((3, ranked(0, AllBlocksCleared())))  # batch 2 is lost
+    bench.live((4, ranked(0, mark=Mark(9, 1, change_of([stored([5])]).digest))))
+    assert bench.state is State.DEGRADED, "batch 2 may have moved 5 to another rank"
+    bench.live((5, ranked(1, AllBlocksCleared())), (6, ranked(0, mark=Mark(9, 0, 0))))
+    assert bench.state is State.EXACT
 
 
 # -- no replay endpoint ---------------------------------------------------------------------------------------------------
@@ -1122,7 +1200,7 @@ def test_without_replay_a_reconnected_stock_stream_is_not_trusted() -> None:
 
 def test_check_finds_a_false_claim() -> None:
     bench = ours()
-    bench.follower.picture.state = State.EXACT
+    bench.follower.replica.state = State.EXACT
     with pytest.raises(IntegrityError, match="says exact"):
         bench.follower.check()
 
@@ -1138,10 +1216,10 @@ def test_no_bytes_raise() -> None:
         seq = rng.choice((rng.getrandbits(64), rng.randrange(10), bench.follower.seq + 1))
         if rng.random() < 0.5:
             bench.live((max(seq, 0), bytes(payload)))
-        elif bench.follower.ask is not None:
-            bench.follower.reply(bench.follower.ask, max(seq, 0), bytes(payload), bench.now)
-        if rng.random() < 0.1 and bench.follower.ask is not None:
-            bench.follower.end(bench.follower.ask, bench.now)
+        elif bench.follower.request is not None:
+            bench.follower.reply(bench.follower.request, max(seq, 0), bytes(payload), bench.now)
+        if rng.random() < 0.1 and bench.follower.request is not None:
+            bench.follower.end(bench.follower.request, bench.now)
         bench.wait(0.05)
     for _ in range(40):
         bench.live(bench.publisher.heartbeat())

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -13,18 +14,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.errors import InputError, OutsideError
-from kvtier.events.recording import MAGIC, Record, RecordingReader, RecordingWriter
+from kvtier.events.recording import MAGIC, RecordedBatch, RecordingReader, RecordingWriter
 
-RECORDS = [Record(1.5, 0, b"first"), Record(2.5, 2**64 - 1, b"", "kv@pod"), Record(2.75, 1, b"x" * 100_000, "thé")]
+RECORDS = [
+    RecordedBatch(1.5, 0, b"first"),
+    RecordedBatch(2.5, 2**64 - 1, b"", "kv@pod"),
+    RecordedBatch(2.75, 1, b"x" * 100_000, "thé"),
+]
 
 
-def write(path: Path, records: list[Record]) -> None:
+def write(path: Path, records: list[RecordedBatch]) -> None:
     with RecordingWriter(path) as writer:
         for record in records:
             writer.write(record)
 
 
-def read(path: Path) -> tuple[list[Record], int]:
+def read(path: Path) -> tuple[list[RecordedBatch], int]:
     with RecordingReader(path) as reader:
         return list(reader), reader.torn
 
@@ -40,7 +45,7 @@ def test_what_was_written_is_read_again(path: Path) -> None:
 
 
 def test_the_bytes_are_those_of_the_docstring(path: Path) -> None:
-    write(path, [Record(1.0, 7, b"\x90", "t")])
+    write(path, [RecordedBatch(1.0, 7, b"\x90", "t")])
     body = "3ff0000000000000" + "0000000000000007" + "0001" + "74" + "90"
     assert path.read_bytes().hex() == MAGIC.hex() + "00000014" + "6311f075" + body
 
@@ -57,7 +62,7 @@ def test_a_second_writer_continues(path: Path) -> None:
 @given(cut=st.integers(min_value=1, max_value=8 + 18 + len(b"last batch") - 1))
 def test_a_torn_end_is_noticed_and_cut(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
     path = tmp_path_factory.mktemp("torn") / "stream"
-    write(path, [*RECORDS, Record(3.0, 3, b"last batch")])
+    write(path, [*RECORDS, RecordedBatch(3.0, 3, b"last batch")])
     os.truncate(path, path.stat().st_size - cut)
     torn = 8 + 18 + len(b"last batch") - cut
     assert read(path) == (RECORDS, torn)
@@ -88,7 +93,7 @@ def test_damage_before_the_end_is_an_error(path: Path) -> None:
 
 @pytest.mark.parametrize("time", [-1.0, float("nan"), float("inf"), 1e300])
 def test_a_time_that_is_none_is_refused(path: Path, time: float) -> None:
-    write(path, [Record(time, 0, b"payload")])
+    write(path, [RecordedBatch(time, 0, b"payload")])
     with pytest.raises(InputError, match="damaged at byte 8: the record there was not written by kvtier"):
         read(path)
 
@@ -129,10 +134,10 @@ def test_a_full_disk_is_an_outside_error() -> None:
 
 WRITE_UNTIL_KILLED = """
 import sys
-from kvtier.events.recording import Record, RecordingWriter
+from kvtier.events.recording import RecordedBatch, RecordingWriter
 with RecordingWriter(sys.argv[1]) as writer:
     for seq in range(10**9):
-        writer.write(Record(seq / 8, seq, seq.to_bytes(4, "big") * 50))
+        writer.write(RecordedBatch(seq / 8, seq, seq.to_bytes(4, "big") * 50))
         if seq == 1000:
             print("going", flush=True)
 """
@@ -145,4 +150,21 @@ def test_a_killed_writer_loses_no_record_but_the_last(path: Path) -> None:
         process.send_signal(signal.SIGKILL)
     records, _ = read(path)
     assert len(records) > 1000
-    assert records == [Record(seq / 8, seq, seq.to_bytes(4, "big") * 50) for seq in range(len(records))]
+    assert records == [RecordedBatch(seq / 8, seq, seq.to_bytes(4, "big") * 50) for seq in range(len(records))]
+
+
+def test_a_length_that_no_record_has_is_refused_before_it_is_read(path: Path) -> None:
+    """A file with holes can say that a record of gigabytes is there, and take next to no room."""
+    write(path, RECORDS[:1])
+    with path.open("r+b") as file:
+        file.seek(0, os.SEEK_END)
+        file.write((3_200_000_000).to_bytes(4, "big") + bytes(4))
+        file.truncate(3_300_000_000)
+    tracemalloc.start()
+    try:
+        with pytest.raises(InputError, match=r"a record of 3,200,000,000 bytes, expected at most 268,"):
+            read(path)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+        path.unlink()

@@ -1,8 +1,7 @@
-"""Subscribers over real sockets: joining, many sources, threads, asyncio, keys, malformed frames, foreign reply forms."""
+"""Subscribers over real sockets: joining, many sources, threads, keys, malformed frames, foreign reply forms."""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import threading
 import time
@@ -17,8 +16,6 @@ from tests.chaos.stream_kit import Picture, stored
 
 from kvtier.errors import InputError
 from kvtier.events import (
-    AsyncSubscriber,
-    BlockStored,
     EventEncoder,
     Kind,
     KVEventBatch,
@@ -34,7 +31,7 @@ from kvtier.events import (
     frame_batch,
 )
 from kvtier.events.curve import CurveClient, CurveServer, make_keys
-from kvtier.events.frames import END_SEQ, Message, read_live, read_reply
+from kvtier.events.frames import END_SEQ, NumberedPayload, read_live, read_reply
 from kvtier.events.publisher import ZmqEventPublisher
 
 PATIENCE = 10.0
@@ -139,34 +136,34 @@ END = b"\xff" * 8
 @pytest.mark.parametrize(
     ("frames", "expected"),
     [
-        ([b"t", SEQ, b"x"], Message(7, b"x")),
-        ([SEQ, b"x"], Message(7, b"x")),
+        ([b"t", SEQ, b"x"], NumberedPayload(7, b"x")),
+        ([SEQ, b"x"], NumberedPayload(7, b"x")),
         ([b"t", b"short", b"x"], None),
         ([b"x"], None),
         ([b"", b"", SEQ, b"x"], None),
         ([], None),
     ],
 )
-def test_live_frames(frames: list[bytes], expected: Message | None) -> None:
+def test_live_frames(frames: list[bytes], expected: NumberedPayload | None) -> None:
     assert read_live(frames) == expected
 
 
 @pytest.mark.parametrize(
     ("frames", "expected"),
     [
-        ([b"", b"topic", SEQ, b"x"], Message(7, b"x")),
-        ([b"", SEQ, b"x"], Message(7, b"x")),
-        ([b"", b"", END, b""], Message(END_SEQ, b"")),
-        ([b"", END, b""], Message(END_SEQ, b"")),
-        ([b"", b"error: no", END, b""], Message(END_SEQ, b"error: no")),
-        ([b"", END, b"error: no"], Message(END_SEQ, b"error: no")),
-        ([b"", b"topic", END, b""], Message(END_SEQ, b"")),
+        ([b"", b"topic", SEQ, b"x"], NumberedPayload(7, b"x")),
+        ([b"", SEQ, b"x"], NumberedPayload(7, b"x")),
+        ([b"", b"", END, b""], NumberedPayload(END_SEQ, b"")),
+        ([b"", END, b""], NumberedPayload(END_SEQ, b"")),
+        ([b"", b"error: no", END, b""], NumberedPayload(END_SEQ, b"error: no")),
+        ([b"", END, b"error: no"], NumberedPayload(END_SEQ, b"error: no")),
+        ([b"", b"topic", END, b""], NumberedPayload(END_SEQ, b"")),
         ([b"id", SEQ, b"x"], None),
         ([b"", b"t", b"7", b"x"], None),
         ([b""], None),
     ],
 )
-def test_reply_frames(frames: list[bytes], expected: Message | None) -> None:
+def test_reply_frames(frames: list[bytes], expected: NumberedPayload | None) -> None:
     assert read_reply(frames) == expected
 
 
@@ -282,23 +279,6 @@ def test_a_dead_replay_endpoint_degrades_and_live_batches_still_come(publisher: 
         until(subscriber, lambda: subscriber.status("p").seq > before)
 
 
-def test_orphans_are_parked_on_request() -> None:
-    stock = StockPublisher()
-    child = BlockStored([2], 1, [], 0, None, "GPU", None)
-    stock.ring.append(frame_batch(0.0, [stock.encoder.event(child)], 0))
-    stock.publish(7)
-    with Subscriber([Source("s", stock.endpoint, stock.replay_endpoint)], limits=QUICK, orphans="park") as subscriber:
-        pictures: dict[str, Picture] = {}
-        until(subscriber, is_exact(subscriber, "s", 1), pictures)
-        assert {each for _, each in pictures["s"].held} == {7}
-        assert subscriber.status("s").counters.orphans == 1
-        stock.publish(1)
-        until(subscriber, is_exact(subscriber, "s", 2), pictures)
-        assert {each for _, each in pictures["s"].held} == {1, 2, 7}
-        subscriber.check()
-    stock.stop()
-
-
 def test_inproc_addresses_work() -> None:
     publisher = ZmqEventPublisher(0, "inproc://live-test", "inproc://replay-test", heartbeat_interval=0.1)
     publish(publisher, 1, 2, 3)
@@ -385,8 +365,6 @@ def test_misuse_is_told() -> None:
         assert list(subscriber.statuses()) == ["a"]
     with pytest.raises(InputError, match="closed"):
         subscriber.add(Source("d", "tcp://127.0.0.1:1"))
-    with pytest.raises(InputError, match="orphans"):
-        Subscriber(orphans="keep")  # type: ignore[arg-type]
 
 
 def test_what_is_removed_before_it_was_polled_leaves_nothing_behind() -> None:
@@ -394,49 +372,6 @@ def test_what_is_removed_before_it_was_polled_leaves_nothing_behind() -> None:
         subscriber.remove("a")
         assert subscriber.poll(0.01) == [Reset("a")]
         assert subscriber.statuses() == {}
-
-
-# -- asyncio --------------------------------------------------------------------------------------------------------------
-
-
-def test_asyncio_follows_and_does_not_block_the_loop(publisher: ZmqEventPublisher) -> None:
-    publish(publisher, 1, 2)
-
-    async def follow() -> tuple[int, State]:
-        turns = 0
-
-        async def count() -> None:
-            nonlocal turns
-            while True:
-                turns += 1
-                await asyncio.sleep(0)
-
-        counter = asyncio.create_task(count())
-        picture = Picture()
-        async with AsyncSubscriber([source_of(publisher)], limits=QUICK) as subscriber:
-            async with asyncio.timeout(PATIENCE):
-                async for update in subscriber:
-                    picture.apply([update])
-                    if len(picture.held) == 2:
-                        publish(publisher, 3)
-                    if len(picture.held) == 3 and subscriber.status("p").state is State.EXACT:
-                        break
-            assert await subscriber.poll(0.0) is not None
-            state = subscriber.status("p").state
-        counter.cancel()
-        return turns, state
-
-    turns, state = asyncio.run(follow())
-    assert turns > 2
-    assert state is State.EXACT
-
-
-def test_asyncio_poll_times_out_without_sources() -> None:
-    async def wait() -> list[Update]:
-        async with AsyncSubscriber() as subscriber:
-            return await subscriber.poll(0.01)
-
-    assert asyncio.run(wait()) == []
 
 
 # -- keys -----------------------------------------------------------------------------------------------------------------

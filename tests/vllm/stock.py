@@ -22,14 +22,12 @@ import zmq
 from tests.chaos.stream_kit import Event, LossyLink, Picture, Workload, stored
 
 from kvtier.events import (
-    BlockRemoved,
     DecodedBatch,
     Limits,
     Source,
     SourceStatus,
     State,
     Subscriber,
-    TierCleared,
     Update,
 )
 
@@ -64,7 +62,7 @@ def _load_sglang(version: str) -> ModuleType:
     try:
         return importlib.import_module("sglang.srt.disaggregation.kv_events")
     finally:
-        for name in [module for module in sys.modules if module.split(".")[0] == "sglang"]:
+        for name in [each for each in sys.modules if each.split(".")[0] == "sglang"]:
             del sys.modules[name]  # so that another version can be loaded too
 
 
@@ -109,22 +107,13 @@ class Engine:
 
     def publish(self, events: list[Event]) -> None:
         """Publish a batch."""
-        said = [told for event in events for told in self._say(event)]
-        self.publish_own([as_engine(self.module, event) for event in said])
+        self.truth.fold(events)
+        self.publish_own([as_engine(self.module, event) for event in events])
 
     def publish_own(self, events: list[Any], rank: int | None = None) -> None:
         """Publish a batch of the engine's own events."""
         self.newest += 1
         self._publisher.publish(self.module.KVEventBatch(time.time(), events, rank))
-
-    def _say(self, event: Event) -> list[Event]:
-        """Return what the engine says when that happens; it has no cleared tier, so every copy in it is removed."""
-        said = [event]
-        if isinstance(event, TierCleared):
-            held = ((block, copies) for (place, block), copies in self.truth.blocks.items() if place[0] == event.medium)
-            said = [BlockRemoved([block], event.medium) for block, copies in held for _ in range(copies)]
-        self.truth.fold([event])
-        return said
 
     def restart(self) -> None:
         """Start the publisher anew at the same addresses."""
@@ -188,4 +177,4 @@ def serve_until(engine: Engine, consumers: list[Consumer], done: Callable[[], bo
         engine.link.pump()
         for consumer in consumers:
             consumer.serve()
-        assert time.monotonic() < deadline, [consumer.status for consumer in consumers]
+        assert time.monotonic() < deadline, [each.status for each in consumers]

@@ -1,7 +1,8 @@
-"""What `kvtier events check` compares: the blocks that were announced, kept one by one, with what the publisher says of itself.
+"""What `kvtier events check` compares: the blocks that were announced with what the publisher says.
 
-The subscriber verifies marks with a running sum, which trusts that no block is announced twice. Here the set itself is
-kept, so that a publisher that breaks that promise is found out, too.
+The subscriber verifies marks with running sums, which trust that no block is announced twice. Here the set
+itself is kept, so that a publisher that breaks that promise is found out, too. For the thread of the
+command alone.
 """
 
 from __future__ import annotations
@@ -17,37 +18,43 @@ from kvtier.events.types import AllBlocksCleared, BlockStored, Mark
 from kvtier.events.updates import Received, Reset, SourceStatus, State, StateChanged, Update
 from kvtier.events.wire import DecodedBatch, Place, place_of, place_weight, to_u64
 
-__all__ = ["Picture", "Verdict", "examine_stream"]
+__all__ = ["AnnouncedBlocks", "StreamReport", "examine_stream"]
 
 
-class Verdict(NamedTuple):
-    """Whether the picture is exact, and what there is to say about it."""
+class StreamReport(NamedTuple):
+    """Whether nothing is wrong with a stream, and what there is to say about it."""
 
-    exact: bool
+    is_good: bool
     lines: list[str]
 
 
 @dataclass(slots=True)
-class Picture:
-    """The blocks that a publisher announced, and how often it announced one twice or removed one that was not there."""
+class AnnouncedBlocks:
+    """The blocks that a publisher announced, and how often it stored one twice or removed one not there."""
 
-    held: dict[Place, set[int]] = field(default_factory=lambda: defaultdict(set))
+    held: dict[tuple[int | None, Place], set[int]] = field(default_factory=lambda: defaultdict(set))
     stored_twice: int = 0
     removed_unheld: int = 0
 
     def apply(self, batch: DecodedBatch) -> None:
         """Take a batch in."""
+        rank = batch.data_parallel_rank
         for event in batch.events:
             if isinstance(event, AllBlocksCleared):
-                self.forget()
+                self._clear(rank)
                 continue
-            hashes, held = {to_u64(each) for each in event.block_hashes}, self.held[place_of(event)]
+            hashes = {to_u64(block_hash) for block_hash in event.block_hashes}
+            held = self.held[rank, place_of(event)]
             if isinstance(event, BlockStored):
                 self.stored_twice += len(hashes & held)
                 held |= hashes
             else:
                 self.removed_unheld += len(hashes - held)
                 held -= hashes
+
+    def _clear(self, rank: int | None) -> None:
+        for key in [key for key in self.held if key[0] == rank]:
+            del self.held[key]
 
     def forget(self) -> None:
         """Hold nothing."""
@@ -61,10 +68,10 @@ class Picture:
     @property
     def digest(self) -> int:
         """Return their digest."""
-        return sum(place_weight(place) * sum(hashes) for place, hashes in self.held.items()) & (1 << 64) - 1
+        return sum(place_weight(place) * sum(hashes) for (_, place), hashes in self.held.items()) & (1 << 64) - 1
 
     def compare(self, mark: Mark) -> list[str]:
-        """Return what the publisher says differently, in words; nothing if the pictures are the same."""
+        """Return what the publisher says differently, in words; nothing if both hold the same."""
         found = []
         if self.blocks != mark.blocks:
             found.append(f"blocks: the publisher has {mark.blocks:,}, it announced {self.blocks:,}")
@@ -73,56 +80,68 @@ class Picture:
         return found
 
 
-def examine_stream(source: Source, timeout: float) -> Verdict:
-    """Join a publisher and judge by the first mark that comes once the picture should be exact, or else by what there is."""
-    picture, joined, latest, deadline = Picture(), False, None, time.monotonic() + timeout
+def examine_stream(source: Source, timeout: float) -> StreamReport:
+    """Join a publisher; judge by the first mark once all should be there, or else by what there is."""
+    announced, joined, latest, deadline = AnnouncedBlocks(), False, None, time.monotonic() + timeout
     subscriber: Subscriber[DecodedBatch] = Subscriber()
     with subscriber:
         subscriber.add(source)
         while (left := deadline - time.monotonic()) > 0:
             for update in subscriber.poll(left):
-                _apply(picture, update)
+                _apply(announced, update)
                 if isinstance(update, StateChanged):
                     joined = update.state is State.EXACT
                 elif isinstance(update, Received) and update.batch.mark is not None:
-                    latest = _judge_mark(picture, update.seq, update.batch.mark)
+                    latest = _report_mark(announced, update.seq, update.batch.mark)
                     if joined:
                         return latest
-        return _judge_state(picture, subscriber.status(source.name), timeout, latest)
+        return _report_state(announced, subscriber.status(source.name), source, timeout, latest)
 
 
-def _apply(picture: Picture, update: Update) -> None:
+def _apply(announced: AnnouncedBlocks, update: Update) -> None:
     if isinstance(update, Reset):
-        picture.forget()
+        announced.forget()
     elif isinstance(update, Received):
-        picture.apply(update.batch)
+        announced.apply(update.batch)
 
 
-def _judge_mark(picture: Picture, seq: int, mark: Mark) -> Verdict:
-    differences = picture.compare(mark)
+def _report_mark(announced: AnnouncedBlocks, seq: int, mark: Mark) -> StreamReport:
+    differences = announced.compare(mark)
     heading = f"{'differs' if differences else 'exact'} at {seq}: {describe_mark(mark)}"
-    return Verdict(not differences, [heading, *differences, *_oddities(picture)])
+    return StreamReport(not differences, [heading, *differences, *_oddities(announced)])
 
 
-def _judge_state(picture: Picture, status: SourceStatus, timeout: float, latest: Verdict | None) -> Verdict:
-    """Say what can be known where no mark proved the picture."""
+def _report_state(
+    announced: AnnouncedBlocks,
+    status: SourceStatus,
+    source: Source,
+    timeout: float,
+    latest: StreamReport | None,
+) -> StreamReport:
+    """Say what can be known where no mark proved anything."""
     reason = f" ({status.reason})" if status.reason else ""
-    if status.seq < 0:
-        return Verdict(False, [f"nothing received from {status.name} in {timeout:g} s{reason}"])
+    hint = [] if source.replay_endpoint else ["with --replay ENDPOINT it could be asked for what it said before"]
+    if status.seq < 0 and status.connected and not source.replay_endpoint:
+        idle = f"connected to {status.name}, which said nothing in {timeout:g} s"
+        return StreamReport(True, [f"{idle}: an idle vLLM or SGLang does not, so there is nothing to compare", *hint])
+    if status.seq < 0 and status.state is not State.EXACT:
+        return StreamReport(False, [f"nothing received from {status.name} in {timeout:g} s{reason}"])
     state = f"{status.state} at {status.seq}{reason}"
     if latest is not None:
-        return Verdict(False, [state, *latest.lines])
+        return StreamReport(False, [state, *latest.lines, *hint])
     lines = [
-        f"{state}; {picture.blocks:,} blocks announced",
+        f"{state}; {announced.blocks:,} blocks announced",
         f"no mark in {timeout:g} s: stock publishers (vLLM, SGLang) send none; only their numbers tell what is missing",
+        *_oddities(announced),
     ]
-    return Verdict(status.state is State.EXACT, lines + _oddities(picture))
+    is_exact = status.state is State.EXACT
+    return StreamReport(is_exact, lines if is_exact else lines + hint)
 
 
-def _oddities(picture: Picture) -> list[str]:
+def _oddities(announced: AnnouncedBlocks) -> list[str]:
     odd = []
-    if picture.stored_twice:
-        odd.append(f"{picture.stored_twice:,} blocks were announced though they were there")
-    if picture.removed_unheld:
-        odd.append(f"{picture.removed_unheld:,} blocks were removed though they were not there")
+    if announced.stored_twice:
+        odd.append(f"{announced.stored_twice:,} blocks were announced though they were there")
+    if announced.removed_unheld:
+        odd.append(f"{announced.removed_unheld:,} blocks were removed though they were not there")
     return odd

@@ -5,9 +5,9 @@ from __future__ import annotations
 from kvtier.events.aggregator import KVConnectorKVEvents, KVEventAggregator
 from kvtier.events.config import KVEventsConfig
 from kvtier.events.curve import CurveClient, CurveServer, make_keys
-from kvtier.events.follow.asks import Ask, What
 from kvtier.events.follow.follower import Follower
 from kvtier.events.follow.link import SocketOptions, Source
+from kvtier.events.follow.requests import RequestKind, StreamRequest
 from kvtier.events.orphans import OrphanFilter, Orphans
 from kvtier.events.publisher import (
     EventPublisher,
@@ -16,7 +16,7 @@ from kvtier.events.publisher import (
     PublisherStats,
     ZmqEventPublisher,
 )
-from kvtier.events.subscriber import AsyncSubscriber, Subscriber
+from kvtier.events.subscriber import Subscriber
 from kvtier.events.tracker import Describe, Description, OffloadingEventsTracker
 from kvtier.events.types import (
     MEDIUM_CPU,
@@ -56,8 +56,6 @@ __all__ = [
     "MEDIUM_GPU",
     "MEDIUM_STORAGE",
     "AllBlocksCleared",
-    "Ask",
-    "AsyncSubscriber",
     "Batch",
     "BlockRemoved",
     "BlockStored",
@@ -90,16 +88,17 @@ __all__ = [
     "Place",
     "PublisherStats",
     "Received",
+    "RequestKind",
     "Reset",
     "SocketOptions",
     "Source",
     "SourceStatus",
     "State",
     "StateChanged",
+    "StreamRequest",
     "Subscriber",
     "TierCleared",
     "Update",
-    "What",
     "ZmqEventPublisher",
     "array_fields",
     "blocks_of",

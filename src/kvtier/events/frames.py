@@ -1,9 +1,9 @@
 """Messages of the stream, frame by frame: what a SUB and what a DEALER receives, and what a DEALER sends.
 
 A live message is `[topic, seq, payload]`; some publishers leave the topic out. A reply to a request is
-`["", topic, seq, payload]`, or the same without the topic (vLLM up to 0.25, SGLang up to 0.5.21); the last one has sequence
-number -1, and a text where the request failed. Whatever else arrives is `None` here, never an exception. Any thread may
-call these.
+`["", topic, seq, payload]`, or the same without the topic (vLLM up to 0.25, SGLang up to 0.5.21); the last
+one has sequence number -1, and a text where the request failed. Whatever else arrives is `None` here, never
+an exception. Any thread may call these.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["END_SEQ", "SNAPSHOT", "STATUS", "Message", "read_live", "read_reply", "replay_request"]
+__all__ = ["END_SEQ", "SNAPSHOT", "STATUS", "NumberedPayload", "read_live", "read_reply", "replay_request"]
 
 END_SEQ = (1 << 64) - 1
 """-1 as an unsigned number: ends a replay; sent live, it announces a restart."""
@@ -19,28 +19,28 @@ SNAPSHOT = b"snapshot"
 STATUS = b"kvtier:status"
 
 
-class Message(NamedTuple):
+class NumberedPayload(NamedTuple):
     """A batch's number and bytes; in an end marker, `payload` is empty or the text of an error."""
 
     seq: int
     payload: bytes
 
 
-def read_live(frames: Sequence[bytes]) -> Message | None:
+def read_live(frames: Sequence[bytes]) -> NumberedPayload | None:
     """Return the batch in a live message."""
     if len(frames) not in (2, 3) or len(frames[-2]) != 8:
         return None
-    return Message(int.from_bytes(frames[-2], "big"), frames[-1])
+    return NumberedPayload(int.from_bytes(frames[-2], "big"), frames[-1])
 
 
-def read_reply(frames: Sequence[bytes]) -> Message | None:
+def read_reply(frames: Sequence[bytes]) -> NumberedPayload | None:
     """Return the batch, or the end marker, in a reply to a request."""
     if len(frames) not in (3, 4) or frames[0] or len(frames[-2]) != 8:
         return None
     seq = int.from_bytes(frames[-2], "big")
     if seq == END_SEQ and len(frames) == 4 and not frames[-1]:
-        return Message(seq, frames[1] if frames[1].startswith(b"error") else b"")
-    return Message(seq, frames[-1])
+        return NumberedPayload(seq, frames[1] if frames[1].startswith(b"error") else b"")
+    return NumberedPayload(seq, frames[-1])
 
 
 def replay_request(start: int) -> bytes:

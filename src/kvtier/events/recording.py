@@ -1,13 +1,15 @@
-"""Recorded event streams: a file of batches as they were received, which any number of readers can go through again.
+"""Recorded event streams: a file of batches as they were received, for any number of readers.
 
     file    magic "kvtevts1" (the last character is the version), then records
     record  length of the body u32 . CRC-32 of the body u32 . body
     body    time of receipt f64 . sequence number u64 . length of the topic u16 . topic . payload
 
-Numbers are big-endian, as on the wire. A record without a payload says: forget all that was held so far. Each record is
-written by one call, so whoever is killed leaves at most one torn record, at the end. Readers stop before it and say so; the next
-writer cuts it off. Damage anywhere else is an `InputError`. A file has one writer at a time, held by `flock`. A writer or
-reader belongs to one thread.
+Numbers are big-endian, as on the wire. A record without a payload says: forget all that was held so far.
+Each record is written by one call, so whoever is killed leaves at most one torn record, at the end. Readers
+stop before it and say so; the next writer cuts it off. Damage anywhere else is an `InputError`. A payload
+has at most 256 MiB, as a message that a subscriber takes, so a reader needs no more than that, whatever a
+damaged file says of its lengths. A file has one writer at a time, held by `flock`. A writer or reader
+belongs to one thread.
 """
 
 from __future__ import annotations
@@ -27,16 +29,18 @@ from kvtier.errors import InputError, OutsideError
 from kvtier.events.types import Mark
 from kvtier.events.wire import Change, DecodedBatch, decode_batch
 
-__all__ = ["MAGIC", "KeptBatch", "Record", "RecordingReader", "RecordingWriter"]
+__all__ = ["MAGIC", "KeptBatch", "RecordedBatch", "RecordingReader", "RecordingWriter"]
 
 MAGIC = b"kvtevts1"
 _HEAD = struct.Struct(">II")
 _BODY = struct.Struct(">dQH")
+_MAX_PAYLOAD = 256 << 20
+_MAX_BODY = _BODY.size + 0xFFFF + _MAX_PAYLOAD
 _END_OF_TIME = 253_402_300_800.0  # the year 10000, which clocks do not show
 
 
-class Record(NamedTuple):
-    """A batch as it was received; with an empty payload, the moment at which the publisher's past was forgotten."""
+class RecordedBatch(NamedTuple):
+    """A batch as it was received; with an empty payload, the moment when all before was forgotten."""
 
     time: float
     seq: int
@@ -46,7 +50,7 @@ class Record(NamedTuple):
 
 @dataclass(slots=True)
 class KeptBatch:
-    """A batch together with the bytes that it was read from; a subscriber that records decodes with `KeptBatch.read`."""
+    """A batch with the bytes it was read from; a subscriber that records decodes with `KeptBatch.read`."""
 
     payload: bytes
     decoded: DecodedBatch
@@ -64,6 +68,11 @@ class KeptBatch:
         return self.decoded.ts
 
     @property
+    def data_parallel_rank(self) -> int | None:
+        """Return the rank that the batch speaks of, if it says so."""
+        return self.decoded.data_parallel_rank
+
+    @property
     def skipped(self) -> int:
         """Return how many of its events could not be read."""
         return self.decoded.skipped
@@ -74,7 +83,7 @@ class KeptBatch:
 
 
 class RecordingReader:
-    """Goes through a recording. Iterate once; `torn` is then the size of the incomplete record at the end, or 0."""
+    """Goes through a recording. Iterate once; `torn` is then the size of an incomplete last record, or 0."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Open the file; one that is not a recording is an `InputError`."""
@@ -92,15 +101,15 @@ class RecordingReader:
         """Where the last whole record ends, once all were read."""
         return self._size - self.torn
 
-    def __iter__(self) -> Iterator[Record]:
+    def __iter__(self) -> Iterator[RecordedBatch]:
         start = len(MAGIC)
-        while start < self._size and (body := self._body(start)) is not None:
-            yield self._record(body, start)
-            start += _HEAD.size + len(body)
+        while start < self._size and (record := self._record(start)) is not None:
+            yield record
+            start = self._file.tell()
         self.torn = self._size - start
 
-    def _body(self, start: int) -> bytes | None:
-        """Return the body of the record at `start`, or `None` where it is torn."""
+    def _record(self, start: int) -> RecordedBatch | None:
+        """Return the record at `start`, or `None` where it is torn."""
         head = self._file.read(_HEAD.size)
         if len(head) < _HEAD.size:
             return None
@@ -108,20 +117,22 @@ class RecordingReader:
         end = start + _HEAD.size + length
         if end > self._size:
             return None
-        body = self._file.read(length)
-        if zlib.crc32(body) == checksum and length >= _BODY.size:
-            return body
-        if end == self._size:
-            return None
-        raise InputError(f"{self.path}: damaged at byte {start}: the checksum of the record there does not fit")
+        if length > _MAX_BODY:
+            raise self._damage(start, f"a record of {length:,} bytes, expected at most {_MAX_BODY:,}")
+        fixed = self._file.read(min(length, _BODY.size))
+        time, seq, topic_length = _BODY.unpack(fixed) if len(fixed) == _BODY.size else (-1.0, 0, 0)
+        topic = self._file.read(min(topic_length, length - len(fixed)))
+        payload = self._file.read(length - len(fixed) - len(topic))
+        if zlib.crc32(payload, zlib.crc32(topic, zlib.crc32(fixed))) != checksum or len(fixed) < _BODY.size:
+            if end == self._size:
+                return None
+            raise self._damage(start, "the checksum of the record there does not fit")
+        if not 0 <= time < _END_OF_TIME or len(topic) < topic_length:
+            raise self._damage(start, "the record there was not written by kvtier")
+        return RecordedBatch(time, seq, payload, topic.decode(errors="replace"))
 
-    def _record(self, body: bytes, start: int) -> Record:
-        time, seq, length = _BODY.unpack_from(body)
-        payload = _BODY.size + length
-        topic = body[_BODY.size : payload].decode(errors="replace")
-        if not 0 <= time < _END_OF_TIME or len(body) < payload:
-            raise InputError(f"{self.path}: damaged at byte {start}: the record there was not written by kvtier")
-        return Record(time, seq, body[payload:], topic)
+    def _damage(self, start: int, what: str) -> InputError:
+        return InputError(f"{self.path}: damaged at byte {start}: {what}")
 
     def close(self) -> None:
         """Close the file."""
@@ -137,10 +148,10 @@ class RecordingReader:
 
 
 class RecordingWriter:
-    """Appends records to a file, which has `records` of them. `cut` bytes of a torn one were removed when it was opened."""
+    """Appends to a file of `records` records; `cut` bytes of a torn one were removed when it was opened."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Open the file, or make it. It is read through once, so that nothing is ever appended to a damaged one."""
+        """Open the file, or make it. It is read once, so that nothing is ever appended to a damaged one."""
         self.path = Path(path)
         self.records = self.cut = 0
         with _opening(self.path):
@@ -175,9 +186,13 @@ class RecordingWriter:
                 raise InputError(f"{self.path}: not a recording of events, and not empty")
         self._write(MAGIC[size:])
 
-    def write(self, record: Record) -> None:
+    def write(self, record: RecordedBatch) -> None:
         """Append a record. A full disk is an `OutsideError` that leaves the file without it."""
         topic = record.topic.encode()
+        if len(record.payload) > _MAX_PAYLOAD:
+            raise InputError(
+                f"{self.path}: a batch of {len(record.payload):,} bytes, expected at most {_MAX_PAYLOAD:,}"
+            )
         body = b"".join((_BODY.pack(record.time, record.seq, len(topic)), topic, record.payload))
         self._write(_HEAD.pack(len(body), zlib.crc32(body)) + body)
         self.records += 1

@@ -1,4 +1,4 @@
-"""Follows any number of publishers and tells what changed, in order, and how far each picture can be trusted.
+"""Follows any number of publishers; tells what changed, in order, and how far each replica can be trusted.
 
     with Subscriber([Source("worker-0", "tcp://host:5557", "tcp://host:5558")]) as subscriber:
         for update in subscriber:
@@ -7,14 +7,13 @@
                 case Received(source, seq, batch): ...    # apply it
                 case StateChanged(source, state): ...     # exact, repairing or degraded, from here on
 
-Sources are served in turn, a bounded number of messages each, so a busy one does not starve the others. Everything held is
-bounded; malformed messages are counted and skipped. `poll`, iteration and everything of `AsyncSubscriber` belong to one thread
-at a time; `add`, `remove`, `status`, `statuses` and `close` may be called from any.
+Sources are served in turn, a bounded number of messages each, so a busy one does not starve the others.
+Everything held is bounded; malformed messages are counted and skipped. `poll` and iteration belong to one
+thread at a time; `add`, `remove`, `status`, `statuses` and `close` may be called from any.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import heapq
 import itertools
@@ -23,17 +22,15 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any, Generic, Literal, Self, TypeVar, cast
+from typing import Any, Generic, Self, TypeVar, cast
 
-import msgspec
 import zmq
 
 from kvtier.errors import InputError
 from kvtier.events.follow.follower import Follower
 from kvtier.events.follow.link import Link, SocketOptions, Source
-from kvtier.events.orphans import OrphanFilter
 from kvtier.events.updates import (
     Counters,
     Kind,
@@ -45,10 +42,9 @@ from kvtier.events.updates import (
     StateChanged,
     Update,
 )
-from kvtier.events.wire import Batch, DecodedBatch, decode_batch
+from kvtier.events.wire import Batch, decode_batch
 
 __all__ = [
-    "AsyncSubscriber",
     "Counters",
     "Kind",
     "Limits",
@@ -79,8 +75,6 @@ class Subscriber(Generic[B]):
         sources: Iterable[Source] = (),
         *,
         decode: Callable[[bytes], B] = decode_batch,  # type: ignore[assignment]
-        orphans: Literal["deliver", "park"] = "deliver",
-        orphan_limit: int = 100_000,
         limits: Limits | None = None,
         sockets: SocketOptions | None = None,
         max_updates: int = 4096,
@@ -89,14 +83,10 @@ class Subscriber(Generic[B]):
     ) -> None:
         """Follow `sources`, and those added later.
 
-        `decode` turns a payload into a batch and raises `ValueError` where it is none. `orphans="park"` delivers a store
-        only once its parent was delivered (batches must be `DecodedBatch`). A poll returns when it has `max_updates`, or
-        a few more.
+        `decode` turns a payload into a batch and raises `ValueError` where it is none. A poll returns when
+        it has `max_updates`, or a few more.
         """
-        if orphans not in ("deliver", "park"):
-            raise InputError(f'orphans: expected "deliver" or "park", got {orphans!r}')
         self._decode = decode
-        self._orphan_limit = orphan_limit if orphans == "park" else None
         self._limits = limits or Limits()
         self._sockets = sockets or SocketOptions(keep_alive=self._limits.probe_interval)
         self._max_updates = max_updates
@@ -106,7 +96,6 @@ class Subscriber(Generic[B]):
         self._clock = clock
         self._wall = time.time() - time.monotonic()
         self._links: dict[str, Link[B]] = {}
-        self._orphans: dict[Link[B], OrphanFilter] = {}
         self._changes: deque[tuple[bool, Link[B]]] = deque()  # (whether it comes, link), from any thread
         self._updates: list[Update] = []
         self._ready: dict[Link[B], None] = {}
@@ -127,7 +116,7 @@ class Subscriber(Generic[B]):
             self.close()
             raise
 
-    # -- any thread ------------------------------------------------------------------------------------------------------
+    # -- any thread --------------------------------------------------------------------------------
 
     def add(self, source: Source) -> None:
         """Begin to follow a source. Its name must be new, and its address usable."""
@@ -174,10 +163,10 @@ class Subscriber(Generic[B]):
             self._waker.close()
             self._woken.close()
 
-    # -- the polling thread ----------------------------------------------------------------------------------------------
+    # -- the polling thread ------------------------------------------------------------------------
 
     def poll(self, timeout: float | None = None) -> list[Update]:
-        """Return the updates there are, waiting at most `timeout` seconds for the first (`None`: for ever)."""
+        """Return what updates there are; wait at most `timeout` seconds for the first (`None`: for ever)."""
         until = None if timeout is None else self._clock() + timeout
         with self._polling:
             wait: float | None = 0.0
@@ -204,23 +193,10 @@ class Subscriber(Generic[B]):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def fileno(self) -> int:
-        """Return a descriptor that is readable when `poll` has something to do; see also `idle`."""
-        return self._selector.fileno()
-
-    def idle(self) -> float:
-        """Return for how many seconds nothing is to be done unless the descriptor becomes readable."""
-        if self._ready or self._changes:
-            return 0.0
-        wait = self._idle(self._clock(), None)
-        return 3600.0 if wait is None else wait
-
     def check(self) -> None:
-        """Raise `IntegrityError` where a source's facts contradict each other."""
+        """Raise `IntegrityError` where what is known of a source contradicts itself."""
         for link in list(self._links.values()):
             link.follower.check()
-        for each in self._orphans.values():
-            each.check()
 
     def _turn(self) -> None:
         """Do what is to be done, a bounded part of it for every source."""
@@ -250,15 +226,12 @@ class Subscriber(Generic[B]):
         link.unwatch = self._unwatch
         for sock in link.sockets:
             link.watch(sock)
-        if self._orphan_limit is not None:
-            self._orphans[link] = OrphanFilter(self._orphan_limit)
         self._ready[link] = None
 
     def _let_go(self, link: Link[B]) -> None:
         link.close()
         link.scheduled = -1.0
         self._ready.pop(link, None)
-        self._orphans.pop(link, None)
         self._updates.append(Reset(link.source.name))
 
     def _ring(self, now: float) -> None:
@@ -275,29 +248,11 @@ class Subscriber(Generic[B]):
 
     def _collect(self, link: Link[B]) -> None:
         """Take over a follower's updates, and see to it that it is ticked when it wants to be."""
-        updates = link.follower.take_updates()
-        if updates and link in self._orphans:
-            updates = self._in_order(link, updates)
-        self._updates += updates
+        self._updates += link.follower.take_updates()
         deadline = link.follower.deadline
         if deadline < link.scheduled:
             link.scheduled = deadline
             heapq.heappush(self._alarms, (deadline, next(self._ticket), link))
-
-    def _in_order(self, link: Link[B], updates: list[Update]) -> list[Update]:
-        """Hold back stores whose parent is not there yet, and add those whose parent has come."""
-        orphans = self._orphans[link]
-        result: list[Update] = []
-        for update in updates:
-            if isinstance(update, Received):
-                batch = cast("DecodedBatch", update.batch)
-                update = update._replace(batch=msgspec.structs.replace(batch, events=orphans.admit(batch.events)))
-            elif isinstance(update, Reset):
-                orphans.clear()
-            result.append(update)
-        counters = link.follower.counters
-        counters.orphans, counters.orphans_dropped = orphans.parked, orphans.waiting.dropped
-        return result
 
     def _wait(self, timeout: float | None) -> None:
         for key, _ in self._selector.select(timeout):
@@ -317,7 +272,7 @@ class Subscriber(Generic[B]):
         self._selector.unregister(cast("int", sock.get(zmq.FD)))
 
     def _context_of(self, source: Source) -> zmq.Context[Any]:
-        """Return the context that was given, or our own; publishers in this process are reached by the shared one."""
+        """Return the context that was given, or our own, or the shared one for `inproc`."""
         return self._context or (zmq.Context.instance() if source.endpoint.startswith("inproc:") else self._own_context)
 
     def _link(self, name: str) -> Link[B]:
@@ -328,7 +283,7 @@ class Subscriber(Generic[B]):
 
     def _status(self, link: Link[B]) -> SourceStatus:
         follower = link.follower
-        at, ts = follower.picture.applied_at, follower.picture.ts
+        at, ts = follower.replica.applied_at, follower.replica.ts
         return SourceStatus(
             name=link.source.name,
             state=follower.state,
@@ -339,63 +294,10 @@ class Subscriber(Generic[B]):
             seq=follower.seq,
             blocks=follower.blocks,
             lag=None if at is None or ts is None else max(0.0, at + self._wall - ts),
-            held=follower.held,
+            pending=follower.pending,
             counters=replace(follower.counters),
         )
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # it is awake already, or closed
             self._waker.send(b"\0")
-
-
-class AsyncSubscriber(Generic[B]):
-    """The same for asyncio: `async with`, `async for`, `await poll()`; nothing blocks the loop."""
-
-    def __init__(self, sources: Iterable[Source] = (), *, max_updates: int = 256, **options: Any) -> None:
-        """Take what `Subscriber` takes."""
-        self._inner: Subscriber[B] = Subscriber(sources, max_updates=max_updates, **options)
-        self.add = self._inner.add
-        self.remove = self._inner.remove
-        self.status = self._inner.status
-        self.statuses = self._inner.statuses
-        self.check = self._inner.check
-        self.close = self._inner.close
-
-    async def poll(self, timeout: float | None = None) -> list[Update]:
-        """Return the updates there are, waiting at most `timeout` seconds for the first (`None`: for ever)."""
-        loop = asyncio.get_running_loop()
-        until = None if timeout is None else loop.time() + timeout
-        while not self._inner._is_closed:
-            await asyncio.sleep(0)  # a stream that never pauses must not keep the loop to itself
-            updates = self._inner.poll(0.0)
-            if updates or (until is not None and loop.time() >= until):
-                return updates
-            await self._readable(loop, until)
-        return []
-
-    async def __aiter__(self) -> AsyncIterator[Update]:
-        """Yield updates until the subscriber is closed."""
-        while not self._inner._is_closed:
-            for update in await self.poll():
-                yield update
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        self.close()
-
-    async def _readable(self, loop: asyncio.AbstractEventLoop, until: float | None) -> None:
-        """Wait until a socket is ready, a follower wants to be ticked, or the time is up."""
-        wait = self._inner.idle()
-        if until is not None:
-            wait = min(wait, max(0.0, until - loop.time()))
-        ready = asyncio.Event()
-        descriptor = self._inner.fileno()
-        loop.add_reader(descriptor, ready.set)
-        timer = loop.call_later(wait, ready.set)
-        try:
-            await ready.wait()
-        finally:
-            timer.cancel()
-            loop.remove_reader(descriptor)

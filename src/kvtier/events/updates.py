@@ -1,8 +1,8 @@
 """What a follower of the stream tells its consumer, and how it fares.
 
-A consumer applies updates in the order in which they come. `StateChanged` is in line with the data: who sees
-`State.EXACT` and has applied all before it holds what the publisher held at that point. All of these are values; any
-thread may use them.
+A consumer applies updates in the order in which they come. `StateChanged` is in line with the data: who
+sees `State.EXACT` and has applied all before it holds what the publisher held at that point. All of these
+are values; any thread may use them.
 """
 
 from __future__ import annotations
@@ -13,13 +13,23 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from kvtier.events.wire import Batch
 
-__all__ = ["Counters", "Kind", "Limits", "Received", "Reset", "SourceStatus", "State", "StateChanged", "Update"]
+__all__ = [
+    "Counters",
+    "Kind",
+    "Limits",
+    "Received",
+    "Reset",
+    "SourceStatus",
+    "State",
+    "StateChanged",
+    "Update",
+]
 
 B = TypeVar("B", bound=Batch)
 
 
 class State(StrEnum):
-    """How far a picture of a publisher can be trusted."""
+    """How far a replica of a publisher can be trusted."""
 
     EXACT = "exact"  # it is what the publisher held at `seq`
     REPAIRING = "repairing"  # something is missing or in doubt, and is being fetched
@@ -27,7 +37,7 @@ class State(StrEnum):
 
 
 class Kind(StrEnum):
-    """Who publishes: one of ours (it marks its batches), or one that knows sequence numbers and replay only."""
+    """Who publishes: one of ours (it marks its batches), or one that knows numbers and replay only."""
 
     KVTIER = "kvtier"
     STOCK = "stock"
@@ -48,7 +58,7 @@ class Received(NamedTuple, Generic[B]):
 
 
 class StateChanged(NamedTuple):
-    """From here on the picture is as good as `state` says; `reason` tells why it is not exact."""
+    """From here on the replica is as good as `state` says; `reason` tells why it is not exact."""
 
     source: str
     state: State
@@ -69,12 +79,12 @@ class Limits:
     catch_up_delay: float = 0.25
     """How long batches that the publisher says it sent may be under way."""
     tries: int = 3
-    """How many repairs may fail before the picture counts as degraded."""
+    """How many repairs may fail before the replica counts as degraded."""
     backoff: float = 0.25
     backoff_max: float = 30.0
-    held_batches: int = 100_000
-    held_bytes: int = 64 << 20
-    """How much of the live stream is held while a replay runs. Beyond it the oldest go, and are replayed."""
+    pending_batches: int = 100_000
+    pending_bytes: int = 64 << 20
+    """How much of the live stream waits while a replay runs. Beyond it the oldest go, and are replayed."""
 
 
 @dataclass(slots=True)
@@ -97,18 +107,16 @@ class Counters:
     digest_mismatches: int = 0
     skipped_events: int = 0
     bad_frames: int = 0
-    held_overflows: int = 0
-    orphans: int = 0
-    orphans_dropped: int = 0
+    pending_overflows: int = 0
 
     def as_dict(self) -> dict[str, int]:
         """Return the counters by name."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
+        return {counter.name: getattr(self, counter.name) for counter in fields(self)}
 
 
 @dataclass(frozen=True, slots=True)
 class SourceStatus:
-    """How one source fares. `lag` is the age of the newest batch when it was applied; `seq` is -1 before the first."""
+    """How one source fares. `lag` is how old the newest batch was when applied; `seq` is -1 before any."""
 
     name: str
     state: State
@@ -119,5 +127,5 @@ class SourceStatus:
     seq: int
     blocks: int | None
     lag: float | None
-    held: int
+    pending: int
     counters: Counters = field(default_factory=Counters)

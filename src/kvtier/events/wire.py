@@ -220,6 +220,10 @@ class Batch(Protocol):
         """Return when the batch was made, in Unix seconds."""
 
     @property
+    def data_parallel_rank(self) -> int | None:
+        """Return the rank that the batch speaks of, if it says so."""
+
+    @property
     def skipped(self) -> int:
         """Return how many of its events could not be read."""
 

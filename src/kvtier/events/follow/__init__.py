@@ -1,3 +1,3 @@
-"""What `Subscriber` is made of; nothing here is for use from outside. Read `follower`, then `picture`, `facts`, `repair`."""
+"""What `Subscriber` is made of, for no use from outside. Read `replica`, then `follower`, then `link`."""
 
 __all__ = []

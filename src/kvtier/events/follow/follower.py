@@ -1,13 +1,15 @@
-"""Follows one publisher: decides what to deliver, when something is missing, and what to ask for. No socket, no clock.
+"""Follows one publisher: decides what to deliver and what to ask for. No socket, no clock.
 
-The caller puts in what happens (`live`, `reply`, `end`, `connected`, `disconnected`, `tick`) with the time, and takes out
-`take_updates()`, the request that should be under way (`ask`), and when it wants to be ticked (`deadline`). Every input
-changes the picture (see `picture` and `facts` beside this; answers do by way of `repair`) and ends with `_settle`, which says
-how good the picture is and starts the request that makes it better; a plain batch that was to come next leaves an exact
-picture exact, and is spared this. A request that fails is tried again with growing pauses, so nothing here can spin.
+The caller puts in what happens (`live`, `reply`, `end`, `connected`, `disconnected`, `tick`) with the time,
+and takes out `take_updates()`, the request that should be under way (`request`), and when it wants to be
+ticked (`deadline`). The `Replica` knows what the consumer holds and whether that is proven; the follower
+only moves batches into it. Every input ends with `_settle`, which says how good the replica is and starts
+the request that makes it better; a plain batch that was to come next leaves an exact replica exact, and is
+spared this. A request that fails is tried again with growing pauses.
 
-Guarantees: no batch is delivered twice; batches of one incarnation are delivered in order, over a hole only where it could
-not be filled (then the state is not exact); memory is bounded by `Limits`; no payload raises. Not for several threads at once.
+Guarantees: no batch is delivered twice; batches of one incarnation are delivered in order, over a hole only
+where it could not be filled (then the state is not exact); memory is bounded by `Limits`; no payload
+raises. Not for several threads at once.
 """
 
 from __future__ import annotations
@@ -16,12 +18,9 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from kvtier.errors import IntegrityError
-from kvtier.events.follow.asks import Ask, What
-from kvtier.events.follow.facts import Verdict, payload_hash
-from kvtier.events.follow.held import HeldBatches
-from kvtier.events.follow.pauses import Pauses
-from kvtier.events.follow.picture import Picture
-from kvtier.events.follow.repair import Failed, Outcome, Repair, Restarted
+from kvtier.events.follow.pending import PendingBatches
+from kvtier.events.follow.replica import MarkResult, Replica, payload_hash
+from kvtier.events.follow.requests import Backoff, RequestKind, StreamRequest
 from kvtier.events.frames import END_SEQ
 from kvtier.events.types import Mark
 from kvtier.events.updates import Kind, Limits, State, Update
@@ -31,12 +30,14 @@ __all__ = ["Follower"]
 
 B = TypeVar("B", bound=Batch)
 
+_FAR = 10_000
+"""A gap of more batches than this is closed by a snapshot."""
 _NOBODY = -1
 """No epoch."""
 
 
 class Follower(Generic[B]):
-    """The picture of one publisher, as far as it can be known."""
+    """Keeps the replica of one publisher as good as it can be."""
 
     def __init__(
         self,
@@ -50,86 +51,90 @@ class Follower(Generic[B]):
         """Follow a publisher; `can_ask` says whether it can be asked for replays at all."""
         self.name = name
         self.is_connected = False
-        self.ask: Ask | None = None
+        self.request: StreamRequest | None = None
+        self.replica = Replica(name, decode)
+        self.counters = self.replica.counters
         self._can_ask = can_ask
         self._limits = limits = limits or Limits()
-        self.picture = Picture(name, decode)
-        self._facts, self.counters = self.picture.facts, self.picture.counters
-        self._repair = Repair(self.picture)
-        self._pauses = Pauses(limits, now)
-        self._held = HeldBatches(limits.held_batches, limits.held_bytes)
+        self._backoff = Backoff(limits, now)
+        self._pending = PendingBatches(limits.pending_batches, limits.pending_bytes)
         self._live_seq: int | None = None
         self._live_payload = b""
-        self._tied_to = _NOBODY if can_ask else None  # the epoch that the live stream was shown to be of
+        self._live_epoch = _NOBODY if can_ask else None  # whose the live stream was shown to be
         self._status: tuple[int, Mark] | None = None  # what a publisher said of itself
+        self._replay_hole: int | None = None  # behind which batch the last replay left something out
         self._was_connected = False
         self._cut = "no connection"  # why there is none
-        self._now = self._heard = self._grace = now
-        self._ask_until = now
+        self._now = self._heard_at = self._grace_until = self._answer_by = now
         self._gone_at: float | None = now + limits.reply_timeout
 
-    # -- what comes out --------------------------------------------------------------------------------------------------
+    # -- what comes out ----------------------------------------------------------------------------
 
     @property
     def state(self) -> State:
-        """How good the picture is."""
-        return self.picture.state
+        """How good the replica is."""
+        return self.replica.state
 
     @property
     def reason(self) -> str:
         """Why it is not exact."""
-        return self.picture.reason
+        return self.replica.reason
 
     @property
     def kind(self) -> Kind | None:
         """Who publishes, once that is known."""
-        return self._facts.kind
+        return self.replica.kind
 
     @property
     def epoch(self) -> int | None:
         """The publisher's incarnation, if it tells."""
-        return self._facts.epoch
+        return self.replica.epoch
 
     @property
     def seq(self) -> int:
         """The last batch applied; -1 before the first."""
-        return -1 if self._facts.seq is None else self._facts.seq
+        return self.replica.position
 
     @property
     def blocks(self) -> int | None:
-        """How many blocks the picture has, where that is known."""
-        return self._facts.blocks if self._facts.complete and self._facts.is_ours else None
+        """How many blocks the consumer holds, where that is known."""
+        return self.replica.blocks
 
     @property
-    def held(self) -> int:
+    def pending(self) -> int:
         """How many live batches wait for a replay."""
-        return len(self._held)
+        return len(self._pending)
 
     @property
     def deadline(self) -> float:
         """When `tick` is wanted, if nothing else happens before."""
-        times = [self._probe_at, self._pauses.until, self._gone_at, self._ask_until if self.ask is not None else None]
-        if self._grace > self._now:
-            times.append(self._grace)
+        times = [
+            self._probe_at,
+            self._backoff.until,
+            self._gone_at,
+            self._answer_by if self.request else None,
+        ]
+        if self._grace_until > self._now:
+            times.append(self._grace_until)
         return min(at for at in times if at is not None)
 
     def take_updates(self) -> list[Update]:
         """Take out what the consumer should do, in order."""
-        return self.picture.take_updates()
+        return self.replica.take_updates()
 
-    # -- what goes in ----------------------------------------------------------------------------------------------------
+    # -- what goes in ------------------------------------------------------------------------------
 
     def connected(self, now: float) -> None:
         """Note that the live stream is connected, for the first time or again."""
-        self._now = self._heard = now
+        self._now = self._heard_at = now
         if self.is_connected:
             return
         if self._was_connected:
             self._note_reconnect()
         self.is_connected = self._was_connected = True
         self._gone_at = None
-        self._pauses.end()
-        self.picture.tell(State.REPAIRING, self.picture.why)
+        self._backoff.end()
+        self.replica.tell(State.REPAIRING, self.replica.problem)
         self._settle()
 
     def disconnected(self, now: float, reason: str = "connection lost") -> None:
@@ -138,12 +143,12 @@ class Follower(Generic[B]):
         if self.is_connected:
             self.is_connected = False
             self._gone_at = now + self._limits.reply_timeout
-        self.picture.why = self._cut = reason
+        self.replica.problem = self._cut = reason
         self._settle()
 
     def live(self, seq: int, payload: bytes, now: float) -> None:
         """Take a message of the live stream."""
-        self._now = self._heard = now
+        self._now = self._heard_at = now
         if self._is_next(seq):
             self._live_seq, self._live_payload = seq, payload
             self._follow_closely(seq, payload)
@@ -161,36 +166,40 @@ class Follower(Generic[B]):
             self._take_live(seq, payload)
         self._settle()
 
-    def reply(self, ask: Ask, seq: int, payload: bytes, now: float) -> None:
-        """Take one batch of the answer to `ask`; answers to anything but the request under way are ignored."""
-        if ask is not self.ask:
+    def reply(self, request: StreamRequest, seq: int, payload: bytes, now: float) -> None:
+        """Take one batch of the answer to `request`; other answers than that under way are ignored."""
+        if request is not self.request:
             return
         self._now = now
-        self._ask_until = now + self._limits.reply_timeout
-        ask.replies += 1
-        if ask.what is What.STATUS:
+        self._answer_by = now + self._limits.reply_timeout
+        request.replies += 1
+        epoch = self.epoch
+        if request.kind is RequestKind.STATUS:
             self._take_status(seq, payload)
+        elif request.kind is RequestKind.SNAPSHOT:
+            self._take_snapshot(request, seq, payload)
         else:
-            epoch = self._facts.epoch
-            self._act_on(self._repair.take(ask, seq, payload, now))
-            if epoch not in (None, self._facts.epoch):
-                self._forget_live()  # it came from the one before
-        if ask is not self.ask:
+            self._take_replay(request, seq, payload)
+        if epoch not in (None, self.epoch):
+            self._forget_live()  # it came from the one before
+        if request is not self.request:
             self._drain()
         self._settle()
 
-    def end(self, ask: Ask, now: float, error: str = "") -> None:
-        """Take the end of the answer to `ask`, or what it failed with."""
-        if ask is not self.ask:
+    def end(self, request: StreamRequest, now: float, error: str = "") -> None:
+        """Take the end of the answer to `request`, or what it failed with."""
+        if request is not self.request:
             return
         self._now = now
-        self.ask = None
+        self.request = None
         if error:
             self._fail(error)
-        elif ask.what is What.STATUS:
-            self._end_status(ask)
+        elif request.kind is RequestKind.STATUS:
+            self._end_status(request)
+        elif request.kind is RequestKind.SNAPSHOT:
+            self._end_snapshot(request)
         else:
-            self._act_on(self._repair.end(ask, -1 if self._live_seq is None else self._live_seq))
+            self._end_replay(request)
         self._drain()
         self._settle()
 
@@ -203,37 +212,38 @@ class Follower(Generic[B]):
         self._now = now
         if self._gone_at is not None and now >= self._gone_at:
             self._gone_at = None
-            self.picture.why = f"{self._cut} for {self._limits.reply_timeout:g} s"
-            self.picture.tell(State.DEGRADED, self.picture.why)
-        if self.ask is not None and now >= self._ask_until:
+            self._degrade(f"{self._cut} for {self._limits.reply_timeout:g} s")
+        if self.request is not None and now >= self._answer_by:
             self.counters.timeouts += 1
-            self._fail(f"no answer to {self.ask.what} for {self._limits.reply_timeout:g} s")
+            self._fail(f"no answer to {self.request.kind} for {self._limits.reply_timeout:g} s")
             self._drain()
-        self._pauses.tick(now)
+        self._backoff.tick(now)
         if now >= self._probe_at:
-            self._heard = now
+            self._heard_at = now
             self._probe()
         self._settle()
 
-    # -- the live stream -------------------------------------------------------------------------------------------------
+    # -- the live stream ---------------------------------------------------------------------------
 
     def _is_next(self, seq: int) -> bool:
         """Say whether this is the batch that was to come, and nothing else is going on."""
-        if self.picture.state is not State.EXACT or self.ask is not None or self._held:
+        replica = self.replica
+        if replica.state is not State.EXACT or self.request is not None or self._pending:
             return False
-        if self._tied_to != self._facts.epoch:
-            return False
-        return seq - 1 == self._facts.seq == self._live_seq
+        return self._live_epoch == replica.epoch and seq - 1 == replica.seq == self._live_seq
 
     def _follow_closely(self, seq: int, payload: bytes) -> None:
-        """Apply the batch that was to come. Nearly all come this way, so it settles only what is no longer settled."""
-        batch = self.picture.read(payload)
+        """Apply the batch that was to come; nearly all come this way, so nothing is settled without need."""
+        batch = self.replica.read(payload)
         if batch is None:
             self._miss_or_lose(seq)
             self._settle()
             return
-        self._act_on(self.picture.deliver(seq, batch, payload, self._now))
-        if batch.mark is not None or batch.skipped:
+        self._apply(seq, batch, payload)
+        if batch.mark is not None:
+            self._live_epoch = batch.mark.epoch
+            self._settle()
+        elif self.replica.sums.is_open and not self.replica.is_whole:
             self._settle()
 
     def _went_back(self, seq: int, payload: bytes) -> bool:
@@ -245,273 +255,391 @@ class Follower(Generic[B]):
         return seq < self._live_seq or payload != self._live_payload
 
     def _take_live(self, seq: int, payload: bytes) -> None:
-        """Apply a live batch, or hold it where it is not its turn."""
-        if not self._held and not self._is_held_up() and self._follow(seq, payload):
+        """Apply a live batch, or let it wait where it is not its turn."""
+        if not self._pending and not self._must_wait() and self._follow(seq, payload):
             return
-        if not self._held.push(seq, payload):
-            self._facts.ahead = max(self._facts.ahead, seq)
-        self.counters.held_overflows = self._held.overflows
+        if not self._pending.push(seq, payload):
+            self.replica.expect(seq)
+        self.counters.pending_overflows = self._pending.overflows
 
-    def _is_held_up(self) -> bool:
-        """Say whether live batches must wait: for a replay that fills in what precedes them, or for a first picture.
+    def _must_wait(self) -> bool:
+        """Say whether live batches must wait: for a replay of what precedes them, or for a first replica.
 
         A state may be replayed under numbers that live batches have too, so none may slip in between.
         """
-        if self.ask is not None and self.ask.what is not What.STATUS:
+        if self.request is not None and self.request.kind is not RequestKind.STATUS:
             return True
-        return self._facts.seq is None and self._can_ask and self.state is not State.DEGRADED
+        return self.replica.seq is None and self._can_ask and self.state is not State.DEGRADED
 
     def _drain(self) -> None:
-        """Apply the live batches that were held, up to the next hole."""
-        while self._held and not self._is_held_up():
-            seq, payload = self._held.pop()
+        """Apply the live batches that waited, up to the next hole."""
+        while self._pending and not self._must_wait():
+            seq, payload = self._pending.pop()
             if not self._follow(seq, payload):
-                self._held.put_back(seq, payload)
+                self._pending.put_back(seq, payload)
                 return
 
     def _follow(self, seq: int, payload: bytes) -> bool:
         """Apply a live batch if nothing is missing before it; say whether it is dealt with."""
-        if self._facts.seq is None:
-            self._facts.begin_at(seq)
-            self.picture.why = f"joined at batch {seq}"
+        replica = self.replica
+        if replica.seq is None:
+            replica.begin_at(seq)
+            replica.problem = f"joined at batch {seq}"
         if seq <= self.seq:
             self._drop_covered(seq, payload)
             return True
         if seq > self.seq + 1:
-            self.picture.why = f"batches {self.seq + 1} to {seq - 1} are missing"
+            replica.problem = f"batches {self.seq + 1} to {seq - 1} are missing"
             if not self._does_without():
                 self._miss(seq)
                 return False
-            self.picture.lose(seq)
-        batch = self.picture.read(payload)
+            replica.lose(seq)
+        batch = replica.read(payload)
         if batch is None:
             self._miss_or_lose(seq)
-        elif self._tie(batch) or self._does_without():
-            self._act_on(self.picture.deliver(seq, batch, payload, self._now))
+        elif self._is_of_replica(batch) or self._does_without():
+            self._apply(seq, batch, payload)
         else:
             self._verify(seq)
             return False
         return True
 
-    def _tie(self, batch: B) -> bool:
-        """Say whether the live stream is that of the picture's publisher; a mark in it shows whether it is.
+    def _is_of_replica(self, batch: B) -> bool:
+        """Say whether the live stream is that of the replica's publisher; a mark in it shows whether it is.
 
-        The picture may come from an answer, and whoever answered may have been started since the live batches that are
-        still on their way here were sent: their numbers alone can fit by chance.
+        The replica may come from an answer, and whoever answered may have been started since the live
+        batches that are still on their way here were sent: their numbers alone can fit by chance.
         """
         if batch.mark is not None:
-            self._tied_to = batch.mark.epoch
-        return batch.mark is not None or self._tied_to == self._facts.epoch
+            self._live_epoch = batch.mark.epoch
+        return batch.mark is not None or self._live_epoch == self.epoch
 
     def _verify(self, seq: int) -> None:
         """Have batch `seq` replayed, to see whether the live one is the same."""
         if self.state is State.EXACT:
-            self.picture.why = f"batch {seq} may be another publisher's"
-        if seq > self._facts.ahead:
-            self._facts.ahead = seq
-            self._facts.doubt = True
-        self._grace = self._now
+            self.replica.problem = f"checking batch {seq}, the first that came live"
+        self._expect(seq)
 
     def _miss_or_lose(self, seq: int) -> None:
         """Go on without a batch that cannot be read, unless a replay may have it whole."""
         if self._does_without():
-            self.picture.lose(seq + 1)
+            self.replica.lose(seq + 1)
         else:
             self._miss(seq)
 
     def _does_without(self) -> bool:
-        """Say whether the stream goes on over what is missing, as there is nobody to ask for it, now or at all."""
-        return not self._can_ask or (self.state is State.DEGRADED and bool(self._pauses))
+        """Say whether the stream goes on over what is missing, as nobody can be asked, now or at all."""
+        return not self._can_ask or (self.state is State.DEGRADED and self._backoff.is_pausing)
 
     def _miss(self, seq: int) -> None:
         """Note that batches up to `seq` exist and were not received."""
-        if seq > self._facts.ahead:  # else it is known already
-            self.counters.gaps += 1
-            self._facts.ahead = seq
-            self._facts.doubt = True
-        self._grace = self._now
+        self.counters.gaps += seq > self.replica.newest  # else it is known already
+        self._expect(seq)
+
+    def _expect(self, seq: int) -> None:
+        """Note that batches up to `seq` are to be asked for, now."""
+        if seq > self.replica.newest:
+            self.replica.expect(seq)
+            self.replica.doubt()
+        self._grace_until = self._now
 
     def _drop_covered(self, seq: int, payload: bytes) -> None:
         """Drop a live batch that a replay brought already, unless it shows that another publisher speaks."""
         self.counters.duplicates += 1
-        known = self.picture.recall(seq)
+        known = self.replica.recall(seq)
         if known == payload_hash(payload):
-            self._tied_to = self._facts.epoch
-        elif self._facts.is_ours:  # a state that was replayed has its numbers, not its bytes
-            batch = self.picture.read(payload)
+            self._live_epoch = self.epoch
+        elif self.replica.has_marks:  # a state that was replayed has its numbers, not its bytes
+            batch = self.replica.read(payload)
             if batch is not None and batch.mark is not None:
-                self._tied_to = batch.mark.epoch
-                if self._tied_to != self._facts.epoch:
+                self._live_epoch = batch.mark.epoch
+                if self._live_epoch != self.epoch:
                     self._restart("the epoch changed")
         elif known is None:
-            self._facts.doubt = True
+            self.replica.doubt()
         else:
             self._restart(f"batch {seq} is not what was replayed")
 
-    # -- answers ---------------------------------------------------------------------------------------------------------
+    def _apply(self, seq: int, batch: B, payload: bytes, *, is_snapshot: bool = False) -> None:
+        """Apply a batch, and do what follows from its mark."""
+        result = self.replica.apply(seq, batch, payload, self._now, is_snapshot=is_snapshot)
+        if batch.skipped and self.replica.has_marks:
+            self._note_mismatch()
+        if result is not None:
+            self._act_on(result)
 
-    def _act_on(self, outcome: Outcome | None) -> None:
-        """Do what follows from a batch that was applied, or from an answer."""
-        if outcome is None or outcome is Verdict.OPEN:
-            return
-        if outcome is Verdict.PROVEN:
-            if not self._facts.growing:
-                self._pauses.forget_mismatches()
-        elif outcome is Verdict.DISPROVED:
-            if self._pauses.after_mismatch(self._now):
-                self.picture.tell(State.DEGRADED, self.picture.why)
-        elif outcome is Verdict.REPLACED:
+    def _act_on(self, result: MarkResult) -> None:
+        if result is MarkResult.CONFIRMED:
+            if not self.replica.is_building:
+                self._backoff.forget_mismatches()
+        elif result is MarkResult.DISPROVED:
+            self._note_mismatch()
+        elif result is MarkResult.REPLACED:
             self._reset("the epoch changed")
-        elif isinstance(outcome, Restarted):
-            self._restart(outcome.why)
-        elif isinstance(outcome, Failed):
-            self._fail(outcome.why)
-        else:
-            self._stop_asking()
+
+    def _note_mismatch(self) -> None:
+        if self._backoff.after_mismatch(self._now):
+            self._degrade(self.replica.problem)
+
+    # -- answers -----------------------------------------------------------------------------------
 
     def _take_status(self, seq: int, payload: bytes) -> None:
-        batch = self.picture.read(payload)
+        batch = self.replica.read(payload)
         if batch is not None and batch.mark is not None:
             self._status = seq, batch.mark
 
-    def _end_status(self, ask: Ask) -> None:
+    def _end_status(self, request: StreamRequest) -> None:
         """Learn who publishes; of one that is known, whether it is still the same and how far it is."""
-        facts = self._facts
+        replica = self.replica
         status, self._status = self._status, None
         if status is None:
-            if facts.is_ours:
+            if replica.has_marks:
                 self._restart("another publisher answers")
-            facts.kind = Kind.STOCK
+            replica.identify(Kind.STOCK)
             return
         newest, mark = status
-        if facts.seq is None or facts.epoch != mark.epoch:
-            if facts.epoch not in (None, mark.epoch):
+        if replica.seq is None or replica.epoch != mark.epoch:
+            if replica.epoch not in (None, mark.epoch):
                 self._restart("the epoch changed")
-            facts.kind, facts.epoch, facts.complete = Kind.KVTIER, mark.epoch, False
+            replica.identify(Kind.KVTIER, mark.epoch)
             return
-        facts.doubt = False
-        if newest < ask.ahead:
-            self._forget_numbers_above(newest)
-        if newest == facts.seq:
-            self._act_on(self.picture.compare(mark))
-        elif newest > facts.seq:
-            if facts.seq >= facts.ahead:  # nothing is known to be lost: it may be under way
-                self._grace = self._now + self._limits.catch_up_delay
-            facts.ahead = max(facts.ahead, newest)
+        replica.trust()
+        if newest < request.newest:  # live batches under numbers that it has not used are not its own
+            self.counters.bad_frames += 1
+            self._forget_live()
+            replica.expect_only(newest)
+        if newest == replica.seq:
+            self._act_on(replica.judge(mark))
+        elif newest > replica.seq:
+            if not replica.is_behind:  # nothing is known to be lost: it may be under way
+                self._grace_until = self._now + self._limits.catch_up_delay
+            replica.expect(newest)
 
-    def _forget_numbers_above(self, newest: int) -> None:
-        """Drop live batches under numbers that the publisher had not used: they are not its own."""
-        self.counters.bad_frames += 1
-        self._forget_live()
-        self._facts.ahead = newest
+    def _take_snapshot(self, request: StreamRequest, seq: int, payload: bytes) -> None:
+        """Apply a part of a snapshot; `seq` is the batch that follows it."""
+        batch = self.replica.read(payload)
+        if batch is None:
+            self._fail(self.replica.problem)
+            return
+        if request.replies == 1:
+            self.replica.forget()
+        self.replica.begin_building()
+        self._apply(seq - 1, batch, payload, is_snapshot=True)
+
+    def _end_snapshot(self, request: StreamRequest) -> None:
+        """Take the snapshot for true if a mark confirmed it.
+
+        It may be a little older than the request, so what was received live before may have to be replayed.
+        """
+        replica, live = self.replica, -1 if self._live_seq is None else self._live_seq
+        if not replica.end_building():
+            self._fail("no snapshot came")
+        elif not replica.is_whole:
+            self._fail("the snapshot does not add up")
+        else:
+            replica.expect_only(live if self.seq < live <= self.seq + _FAR else self.seq)
+
+    def _take_replay(self, request: StreamRequest, seq: int, payload: bytes) -> None:
+        """Apply a batch of a replay. It must begin where it was asked to, and leave nothing out."""
+        replica = self.replica
+        if request.replies == 1 and not self._can_begin(request, seq, payload):
+            return
+        if seq > self.seq + 1 and not self._can_skip_to(seq):
+            return
+        if seq <= self.seq:
+            return
+        replica.begin_building()
+        batch = replica.read(payload)
+        if batch is None:
+            replica.lose(seq + 1)
+            return
+        self._apply(seq, batch, payload)
+        replica.remember(seq, payload)
+
+    def _can_begin(self, request: StreamRequest, seq: int, payload: bytes) -> bool:
+        """Judge the first batch of a replay; say whether the rest can be used."""
+        replica = self.replica
+        if request.kind is RequestKind.HISTORY:
+            replica.rebuild_from(seq)
+        elif request.proof is not None and seq == request.start:
+            if payload_hash(payload) != request.proof:
+                self._restart(f"batch {seq} is not what it was")
+                return False
+            replica.trust()
+        elif seq > request.start and replica.kind is Kind.STOCK:
+            self.counters.lost_batches += seq - request.start - (request.proof is not None)
+            replica.rebuild_from(seq)
+        elif seq != request.start:
+            self.counters.truncated_replays += 1
+            replica.tear()  # a snapshot will do
+            self._fail(f"asked for batch {request.start}, got {seq}")
+            return False
+        return True
+
+    def _can_skip_to(self, seq: int) -> bool:
+        """Deal with a hole inside a replay; say whether to go on behind it, as there is nothing better.
+
+        A stock publisher drops replies to a slow reader, so it is asked again; a hole that comes back at
+        the same place is a batch it never had.
+        """
+        replica, before = self.replica, self.seq
+        replica.problem = f"the replay leaves out batches {before + 1} to {seq - 1}"
+        if replica.has_marks:
+            self._fail(replica.problem)
+            return False
+        if self._replay_hole != before:
+            self._replay_hole = before
+            replica.expect(seq)
+            self._stop_asking()
+            return False
+        replica.lose(seq)
+        return True
+
+    def _end_replay(self, request: StreamRequest) -> None:
+        replica = self.replica
+        grew = replica.end_building()
+        if replica.kind is None:
+            replica.identify(Kind.STOCK)
+        if not request.replies and request.kind is RequestKind.HISTORY:
+            replica.rebuild_from(0)
+        elif not request.replies and request.proof is not None:
+            self._restart(f"the publisher no longer has batch {request.start}")
+            return
+        if not replica.has_marks:
+            replica.trust()
+            if request.kind is RequestKind.HISTORY:
+                replica.exhaust()
+        elif grew and self.counters.digest_checks == request.checks:
+            replica.doubt()  # no mark came: a status will tell who it was that answered
+        if not grew and replica.is_behind:
+            if replica.has_marks:
+                replica.tear()  # a snapshot will do
+            self._fail(f"the replay ended at batch {self.seq}, before {replica.newest}")
 
     def _forget_live(self) -> None:
         """Forget what came live, and under which numbers."""
-        self._held.clear()
+        self._pending.clear()
         self._live_seq = None
 
-    # -- trouble ---------------------------------------------------------------------------------------------------------
+    # -- trouble -----------------------------------------------------------------------------------
 
     def _note_reconnect(self) -> None:
-        """Doubt the picture; where nobody can be asked, give it up until the stream itself proves it."""
+        """Doubt the replica; one of a publisher that nobody can ask and that sends no marks is given up."""
         self.counters.reconnects += 1
-        self.picture.why = "batches may be missing since the connection was lost"
+        self.replica.problem = "batches may be missing since the connection was lost"
         self._stop_asking()
         self._drain()  # what was received before; no mark in it says anything of the time since
-        self._facts.doubt = self._can_ask
-        self._facts.complete = self._facts.complete and self._can_ask
+        self.replica.doubt()
+        if not self._can_ask and not self.replica.has_marks:
+            self.replica.trust()
+            self.replica.tear()
 
     def _stop_asking(self) -> None:
         """Drop the request under way. A state that it was bringing is cut off."""
-        if self._facts.growing and self._facts.kind is not Kind.STOCK:
-            self._facts.complete = False
-        self._facts.growing = False
-        self.ask = None
+        if self.replica.end_building() and self.kind is not Kind.STOCK:
+            self.replica.tear()
+        self.request = None
 
-    def _restart(self, why: str) -> None:
+    def _restart(self, problem: str) -> None:
         """Note that another incarnation publishes."""
         self.counters.restarts += 1
-        self._reset(why)
+        self._reset(problem)
 
-    def _reset(self, why: str) -> None:
-        """Drop the picture and all that is known of the publisher, and whatever was asked of it."""
-        self.picture.why = why
-        self.ask = None
-        self._tied_to = _NOBODY if self._can_ask else None
-        self._repair.forget_hole()
-        self.picture.begin_anew()
-        self._facts.kind = self._facts.epoch = None
-        self._facts.ahead = -1
-        self._held.clear()
-        self._pauses.after_reset(self._now)
+    def _reset(self, problem: str) -> None:
+        """Drop the replica and all that is known of the publisher, and whatever was asked of it."""
+        self.replica.problem = problem
+        self.replica.forget_publisher()
+        self.request = self._replay_hole = None
+        self._live_epoch = _NOBODY if self._can_ask else None
+        self._pending.clear()
+        self._backoff.after_reset(self._now)
 
-    def _fail(self, why: str) -> None:
-        """Note that a request failed: try again later, and after several failures make do with what comes live."""
-        self.picture.why = why
+    def _fail(self, problem: str) -> None:
+        """Note that a request failed: try again later; if that fails often, make do with what comes live."""
+        self.replica.problem = problem
         self._stop_asking()
-        self._facts.doubt = True
-        if self._pauses.after_failure(self._now):
-            self.picture.tell(State.DEGRADED, why)
+        self.replica.doubt()
+        if self._backoff.after_failure(self._now):
+            self._degrade(problem)
 
-    # -- deciding --------------------------------------------------------------------------------------------------------
+    def _degrade(self, problem: str) -> None:
+        self.replica.problem = problem
+        self.replica.tell(State.DEGRADED, problem)
+
+    # -- deciding ----------------------------------------------------------------------------------
 
     @property
     def _is_exact(self) -> bool:
-        return self.is_connected and self._facts.is_exact
+        return self.is_connected and self.replica.is_exact
 
     def _settle(self) -> None:
-        """Say how good the picture is, and start the request that makes it better."""
-        picture = self.picture
+        """Say how good the replica is, and start the request that makes it better."""
+        replica = self.replica
         if self._is_exact:
-            self._pauses.end()
-            picture.tell(State.EXACT, "")
+            self._backoff.end()
+            replica.tell(State.EXACT, "")
             return
-        if picture.state is not State.DEGRADED:
-            picture.tell(State.REPAIRING, picture.why)
-        if self.ask is not None or self._pauses or not self.is_connected:
+        if replica.state is not State.DEGRADED:
+            replica.tell(State.REPAIRING, replica.problem)
+        if self.request is not None or self._backoff.is_pausing or not self.is_connected:
             return
-        ask = self._next_ask()
-        if ask is not None:
-            self._start(ask)
-        elif self._grace <= self._now and self._facts.seq is not None:
-            picture.tell(State.DEGRADED, picture.why)  # nothing that could be asked would help
+        request = self._next_request() if self._can_ask else None
+        if request is not None:
+            self._start(request)
+        elif self._grace_until <= self._now and replica.seq is not None:
+            replica.tell(State.DEGRADED, replica.problem)  # nothing that could be asked would help
 
-    def _next_ask(self) -> Ask | None:
-        if not self._can_ask:
+    def _next_request(self) -> StreamRequest | None:
+        """Return the request that brings the replica closer to exact, if there is one."""
+        replica = self.replica
+        if replica.kind is None:
+            return StreamRequest.history() if self._backoff.other_way else StreamRequest.status()
+        if not (replica.is_whole or replica.is_exhausted):
+            return StreamRequest.snapshot() if replica.has_marks else StreamRequest.history()
+        if replica.is_doubted and replica.has_marks:
+            return StreamRequest.status()
+        if self._grace_until > self._now or not (replica.is_doubted or replica.is_behind):
             return None
-        return self._facts.next_ask(other_way=self._pauses.other_way, may_catch_up=self._grace <= self._now)
+        is_far = replica.newest > self.seq + _FAR
+        return StreamRequest.snapshot() if replica.has_marks and is_far else self._catch_up()
 
-    def _start(self, ask: Ask) -> None:
-        self.ask = ask
-        self._ask_until = self._now + self._limits.reply_timeout
+    def _catch_up(self) -> StreamRequest:
+        """Return the request for what follows, with a proof where the publisher sends no marks."""
+        return StreamRequest.replay(self.seq, None if self.replica.has_marks else self.replica.proof)
+
+    def _start(self, request: StreamRequest) -> None:
+        self.request = request
+        self._answer_by = self._now + self._limits.reply_timeout
         self._status = None
-        ask.checks, ask.ahead = self.counters.digest_checks, self._facts.ahead
-        if ask.what is What.STATUS:
+        request.checks, request.newest = self.counters.digest_checks, self.replica.newest
+        if request.kind is RequestKind.STATUS:
             self.counters.probes += 1
-        elif ask.what is What.SNAPSHOT:
+        elif request.kind is RequestKind.SNAPSHOT:
             self.counters.snapshots += 1
         else:
             self.counters.replays += 1
 
     @property
     def _probe_at(self) -> float:
-        return self._heard + self._limits.probe_interval
+        return self._heard_at + self._limits.probe_interval
 
     def _probe(self) -> None:
-        """Ask a silent publisher whether there is more; one that cannot be asked and should not be silent is doubted."""
-        facts = self._facts
-        if not self.is_connected or self.ask is not None or self._pauses or facts.seq is None:
+        """Ask a silent publisher whether there is more; doubt one that cannot be asked and should speak."""
+        replica = self.replica
+        if not self.is_connected or self.request is not None or self._backoff.is_pausing or replica.seq is None:
             return
         if self._can_ask:
-            self._start(Ask.status() if facts.is_ours or facts.kind is None else facts.catch_up())
-        elif facts.is_ours:
-            facts.doubt = True
-            self.picture.why = f"silent for {self._limits.probe_interval:g} s"
+            self._start(self._catch_up() if replica.kind is Kind.STOCK else StreamRequest.status())
+        elif replica.has_marks:
+            replica.doubt()
+            replica.problem = f"silent for {self._limits.probe_interval:g} s"
 
     def check(self) -> None:
-        """Raise `IntegrityError` where the facts contradict each other."""
-        self._held.check()
+        """Raise `IntegrityError` where what is known contradicts itself."""
+        self._pending.check()
+        self.replica.check()
         if (self.state is State.EXACT) != self._is_exact:
             raise IntegrityError(
-                f"{self.name}: says {self.state}, but knows {self._facts}, connected={self.is_connected}"
+                f"{self.name}: says {self.state}, but connected={self.is_connected}, whole={self.replica.is_whole}, "
+                f"doubted={self.replica.is_doubted}, at {self.seq} of {self.replica.newest}"
             )

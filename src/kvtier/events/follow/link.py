@@ -1,7 +1,8 @@
 """The sockets of one source: SUB for the live stream, its monitor, and a DEALER while something is asked.
 
-A link moves messages between sockets and the source's `Follower`, and opens or closes the DEALER as the follower wants.
-It never blocks. A new link may be made in any thread; from then on it belongs to the one that polls.
+A link moves messages between sockets and the source's `Follower`, and opens or closes the DEALER as the
+follower wants. It never blocks. A new link may be made in any thread; from then on it belongs to the one
+that polls.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvtier.errors import InputError, OutsideError
 from kvtier.events.curve import CurveClient
-from kvtier.events.follow.asks import Ask
 from kvtier.events.follow.follower import Follower
+from kvtier.events.follow.requests import StreamRequest
 from kvtier.events.frames import END_SEQ, read_live, read_reply
 from kvtier.events.wire import Batch
 
@@ -41,7 +42,8 @@ _WATCHED |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUT
 class Source:
     """One publisher to follow. `name` is how updates call it; `topic` is a prefix, empty for all topics.
 
-    An `endpoint` with a `*` is bound, for publishers that connect. Without a `replay_endpoint` nothing can be repaired.
+    An `endpoint` with a `*` is bound, for publishers that connect. Without a `replay_endpoint` nothing can
+    be repaired.
     """
 
     name: str
@@ -53,7 +55,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class SocketOptions:
-    """What every socket gets: room for `hwm` messages, of at most `max_message` bytes each, and a keep-alive in seconds."""
+    """What every socket gets: room for `hwm` messages of at most `max_message` bytes, a keep-alive (s)."""
 
     hwm: int = 100_000
     max_message: int = 256 << 20
@@ -72,10 +74,15 @@ class SocketOptions:
 
 
 class Link(Generic[B]):
-    """A source, its follower and its sockets. `watch` and `unwatch` are called with a socket that came or goes."""
+    """A source, its follower and its sockets. `watch` and `unwatch` are told of sockets that come or go."""
 
     def __init__(
-        self, source: Source, follower: Follower[B], context: zmq.Context[Any], options: SocketOptions, now: float
+        self,
+        source: Source,
+        follower: Follower[B],
+        context: zmq.Context[Any],
+        options: SocketOptions,
+        now: float,
     ) -> None:
         """Connect the live stream. An address that cannot be used raises `InputError` or `OutsideError`."""
         self.source = source
@@ -85,7 +92,7 @@ class Link(Generic[B]):
         self.unwatch: Callable[[Socket], None] = lambda sock: None
         self._context = context
         self._options = options
-        self._asked: Ask | None = None
+        self._asked: StreamRequest | None = None
         self._dealer: Socket | None = None
         self._sub: Socket = context.socket(zmq.SUB)
         self._monitor: Socket = self._sub.get_monitor_socket(_WATCHED)
@@ -116,8 +123,8 @@ class Link(Generic[B]):
         return self.ask(now) or len(messages) == budget or replies == budget
 
     def ask(self, now: float) -> bool:
-        """Send the request that the follower wants under way, if it is another one than before; say whether it was."""
-        wanted = self.follower.ask
+        """Send the request that the follower wants under way, if it is a new one; say whether it was."""
+        wanted = self.follower.request
         if wanted is not None and wanted is self._asked:
             return False
         if wanted is None or self._asked is not None:
@@ -126,7 +133,7 @@ class Link(Generic[B]):
             return False
         try:
             dealer = self._dealer or self._dial(self.source.replay_endpoint)
-            dealer.send_multipart((b"", wanted.request), zmq.NOBLOCK)
+            dealer.send_multipart((b"", wanted.data), zmq.NOBLOCK)
         except (OutsideError, zmq.ZMQError) as error:
             self._hang_up()
             self.follower.end(wanted, now, f"cannot ask: {error}")
@@ -150,10 +157,13 @@ class Link(Generic[B]):
             self.follower.live(message.seq, message.payload, now)
 
     def _serve_dealer(self, now: float, budget: int) -> int:
-        """Hand over replies until the request changes: what follows then belongs to one that nobody waits for."""
+        """Hand over replies until the request changes: for what follows then nobody waits."""
         count = 0
         while (
-            self._dealer is not None and count < budget and self._asked is not None and self.follower.ask is self._asked
+            self._dealer is not None
+            and count < budget
+            and self._asked is not None
+            and self.follower.request is self._asked
         ):
             replies = _receive(self._dealer, 1)
             if not replies:
@@ -162,7 +172,7 @@ class Link(Generic[B]):
             count += 1
         return count
 
-    def _take_reply(self, asked: Ask, frames: list[bytes], now: float) -> None:
+    def _take_reply(self, asked: StreamRequest, frames: list[bytes], now: float) -> None:
         message = read_reply(frames)
         if message is None:
             self.follower.bad_frame()
@@ -179,7 +189,7 @@ class Link(Generic[B]):
                 event = parse_monitor_message(frames)["event"]
                 if event == _UP:
                     self.follower.connected(now)
-                elif event != zmq.EVENT_DISCONNECTED or self.follower.is_connected:  # else a failure was told before
+                elif event != zmq.EVENT_DISCONNECTED or self.follower.is_connected:  # else it was told
                     self.follower.disconnected(now, _DOWN[event])
 
     def _dial(self, endpoint: str) -> Socket:
@@ -211,7 +221,7 @@ def _receive(sock: Socket, budget: int) -> list[list[bytes]]:
     try:
         while len(messages) < budget:
             frames = [receive(_NOBLOCK, False)]
-            while frames[-1].more:  # a frame knows; to ask the socket, as `recv_multipart` does, takes longer
+            while frames[-1].more:  # a frame knows; to ask the socket takes longer
                 frames.append(receive(_NOBLOCK, False))
             messages.append([frame.bytes for frame in frames])
     except zmq.Again:

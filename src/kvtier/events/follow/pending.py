@@ -1,4 +1,4 @@
-"""Live batches that wait for a replay to bring what precedes them: in order, and bounded in number and bytes.
+"""Live batches that wait for a replay of what precedes them: in order, bounded in number and bytes.
 
 Not for several threads at once.
 """
@@ -9,11 +9,11 @@ from collections import deque
 
 from kvtier.errors import IntegrityError
 
-__all__ = ["HeldBatches"]
+__all__ = ["PendingBatches"]
 
 
-class HeldBatches:
-    """A queue of numbered payloads. Where there is no room, all but the newest go: a replay will bring them again."""
+class PendingBatches:
+    """A queue of numbered payloads. Without room, all but the newest go: a replay will bring them again."""
 
     def __init__(self, max_batches: int, max_bytes: int) -> None:
         self.overflows = 0
@@ -56,6 +56,6 @@ class HeldBatches:
         """Raise `IntegrityError` unless numbers go up and the bytes are counted right."""
         numbers = [seq for seq, _ in self._queue]
         if numbers != sorted(set(numbers)):
-            raise IntegrityError(f"held batches are out of order: {numbers[:20]}")
+            raise IntegrityError(f"pending batches are out of order: {numbers[:20]}")
         if self._bytes != sum(len(payload) for _, payload in self._queue):
-            raise IntegrityError(f"held batches: {self._bytes} bytes by the count, which is wrong")
+            raise IntegrityError(f"pending batches: {self._bytes} bytes by the count, which is wrong")

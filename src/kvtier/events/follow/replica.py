@@ -1,0 +1,355 @@
+"""The replica of one publisher: what a consumer was told, and the proof that the publisher holds the same.
+
+One object owns both. `seq` is the last batch applied, `newest` the newest known to exist. The replica is
+exact when it is whole, not behind, not being built, and its publisher is not doubted to be the same.
+
+Our publishers mark batches with epoch, count and digest. A mark that equals the running sums confirms them,
+but only where nothing was lost: losses can cancel in the sums and still leave wrong blocks (a lost store, a
+removal and a store that arrive, a lost removal). After a loss a snapshot is needed, or a clear of every
+rank that was heard of before it and then a mark; see `RankSums`. Other publishers send no marks: their
+batches are counted from number 0 or from a clear, and the bytes of the last one tell whether the same
+publisher answers.
+
+A replica asks for nothing and has no clock; `kvtier.events.follow.follower` does. Not for several threads
+at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Generic, TypeVar
+
+import xxhash
+
+from kvtier.errors import IntegrityError
+from kvtier.events.types import Mark
+from kvtier.events.updates import Counters, Kind, Received, Reset, State, StateChanged, Update
+from kvtier.events.wire import Batch, Change
+
+__all__ = ["MAX_RANKS", "MarkResult", "RankSums", "Replica", "payload_hash"]
+
+B = TypeVar("B", bound=Batch)
+
+MAX_RANKS = 4096
+"""How many ranks of one publisher are told apart; with more, nothing is called exact."""
+_REMEMBERED = 1024
+"""How many replayed batches can be told from other ones when they arrive live."""
+_U64 = (1 << 64) - 1
+
+payload_hash = xxhash.xxh3_64_intdigest
+
+
+class MarkResult(Enum):
+    """What a mark says of a replica."""
+
+    CONFIRMED = auto()  # the sums agree, and nothing was lost
+    DISPROVED = auto()  # the sums do not agree, and should
+    OPEN = auto()  # the replica was known or feared to lack something
+    REPLACED = auto()  # another incarnation speaks, and the replica is not what that one holds
+
+
+class RankSums:
+    """How much a consumer holds of each rank, summed up, and what of it is known to be all.
+
+    A mark speaks of all ranks together, and a clear of its batch's rank alone. What a lost batch did is
+    unknown for every rank, also for one never heard of. So a loss *tears* the ranks heard of before it; a
+    clear mends one. When none is torn, the sums of the others lack only what ranks held that were first
+    heard of since, or never. A mark with the same number of blocks shows that this was nothing.
+    """
+
+    __slots__ = ("_fresh", "_is_crowded", "_ranks", "_torn", "is_open")
+
+    def __init__(self, *, is_open: bool = True) -> None:
+        """Begin with nothing; `is_open`: the publisher may have held something already."""
+        self.is_open = is_open  # since the last proof something may have been lost
+        self._ranks: dict[int | None, list[int]] = {}  # blocks, and their digest before it is reduced
+        self._torn: set[int | None] = set()  # heard of before a loss, and not cleared since
+        self._fresh: set[int | None] = set()  # first heard of since, and not cleared since
+        self._is_crowded = False
+
+    def add(self, rank: int | None, change: Change) -> None:
+        """Count a batch of a rank that was applied."""
+        cleared, blocks, digest = change
+        sums = self._ranks.get(rank) or self._hear_of(rank)
+        if cleared:
+            sums[0] = sums[1] = 0
+            self._torn.discard(rank)
+            self._fresh.discard(rank)
+        sums[0] += blocks
+        sums[1] += digest
+
+    def _hear_of(self, rank: int | None) -> list[int]:
+        if len(self._ranks) >= MAX_RANKS:
+            self._is_crowded = self.is_open = True
+            return [0, 0]
+        if self.is_open:
+            self._fresh.add(rank)
+        return self._ranks.setdefault(rank, [0, 0])
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks are held."""
+        return sum(blocks for blocks, _ in self._ranks.values())
+
+    @property
+    def digest(self) -> int:
+        """The digest of all blocks that are held."""
+        return sum(digest for _, digest in self._ranks.values()) & _U64
+
+    def tear(self) -> None:
+        """Note that something was lost, whoever's it was."""
+        self.is_open = True
+        self._torn.update(self._ranks)
+        self._fresh.clear()
+
+    def confirm(self, mark: Mark) -> bool:
+        """Take a mark for a proof if it is one; return whether it is."""
+        if self._torn or self._is_crowded or (mark.blocks, mark.digest) != (self.blocks, self.digest):
+            return False
+        self.is_open = False
+        self._fresh.clear()
+        return True
+
+    def are_whole(self, *, has_marks: bool) -> bool:
+        """Say whether nothing can be missing. Who sends no marks has no ranks but those it speaks of."""
+        if not self.is_open:
+            return True
+        return not has_marks and bool(self._ranks) and not (self._torn or self._fresh or self._is_crowded)
+
+    def check(self) -> None:
+        """Raise `IntegrityError` where proven sums have something open, or ranks were not heard of."""
+        if not (self._torn | self._fresh) <= self._ranks.keys() or self._torn & self._fresh:
+            raise IntegrityError(
+                f"ranks {self._torn} are torn and {self._fresh} fresh, but {set(self._ranks)} were heard of"
+            )
+        if not self.is_open and (self._torn or self._fresh or self._is_crowded):
+            raise IntegrityError(f"sums count as proven, but ranks {self._torn | self._fresh} are not")
+
+
+class Replica(Generic[B]):
+    """What the consumer was told, and how good that is. `problem` is why it is not exact."""
+
+    def __init__(self, name: str, decode: Callable[[bytes], B]) -> None:
+        """Begin with nothing; `decode` raises `ValueError` where a payload is no batch."""
+        self.name = name
+        self.state = State.REPAIRING
+        self.reason = "connecting"
+        self.problem = "joining"
+        self.kind: Kind | None = None
+        self.epoch: int | None = None
+        self.seq: int | None = None
+        self.newest = -1
+        self.is_doubted = False  # another publisher may have taken over
+        self.is_building = False  # an answer is coming in: not what it was, and not yet what it will be
+        self.is_exhausted = False  # the publisher no longer has what is missing
+        self.counters = Counters()
+        self.ts: float | None = None  # of the newest batch applied
+        self.applied_at: float | None = None
+        self.sums = RankSums()  # for reading; what changes them is below
+        self._last: bytes | None = None  # the last batch applied, where the publisher sends no marks
+        self._decode = decode
+        self._updates: list[Update] = [StateChanged(name, self.state, self.reason)]
+        self._has_delivered = False  # since the last reset
+        self._replayed: dict[int, int] = {}  # hashes of what may come again, live
+
+    # -- what is known -----------------------------------------------------------------------------
+
+    @property
+    def has_marks(self) -> bool:
+        """Whether the publisher marks its batches: it is one of ours."""
+        return self.kind is Kind.KVTIER
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the consumer has all that the publisher held at `seq`."""
+        return self.seq is not None and self.sums.are_whole(has_marks=self.kind is Kind.KVTIER)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the replica is what the publisher holds, as far as can be known."""
+        if self.seq is None or self.seq < self.newest or self.is_doubted or self.is_building:
+            return False
+        return self.sums.are_whole(has_marks=self.kind is Kind.KVTIER)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether there are batches that were not applied."""
+        return self.position < self.newest
+
+    @property
+    def position(self) -> int:
+        """The last batch applied; -1 before the first."""
+        return -1 if self.seq is None else self.seq
+
+    @property
+    def blocks(self) -> int | None:
+        """How many blocks the consumer holds, where that is known."""
+        return self.sums.blocks if self.has_marks and self.is_whole else None
+
+    @property
+    def proof(self) -> int | None:
+        """The hash of the last batch applied, where the publisher sends no marks; made on demand."""
+        return None if self._last is None else payload_hash(self._last)
+
+    # -- what the consumer is told -----------------------------------------------------------------
+
+    def take_updates(self) -> list[Update]:
+        """Take out what the consumer should do, in order."""
+        taken, self._updates = self._updates, []
+        return taken
+
+    def tell(self, state: State, reason: str) -> None:
+        """Say how good the replica is."""
+        if state is not self.state:
+            self._updates.append(StateChanged(self.name, state, reason))
+        self.state, self.reason = state, reason
+
+    def read(self, payload: bytes) -> B | None:
+        """Decode a batch; `None` where that cannot be done."""
+        try:
+            return self._decode(payload)
+        except ValueError as error:
+            self.counters.bad_frames += 1
+            self.problem = f"a batch cannot be read: {error}"
+            return None
+
+    def apply(self, seq: int, batch: B, payload: bytes, now: float, *, is_snapshot: bool = False) -> MarkResult | None:
+        """Give a batch to the consumer and count it; return what its mark, if any, says of the replica.
+
+        In a snapshot, all that the sums have came with it, whoever made it.
+        """
+        mark, sums = batch.mark, self.sums
+        is_other = mark is not None and self.epoch not in (None, mark.epoch)
+        if is_other:
+            self.counters.restarts += 1
+            if not is_snapshot:
+                sums.tear()  # another incarnation holds nothing of what this one held
+        sums.add(batch.data_parallel_rank, batch.change())
+        self.seq = seq
+        self._last = None if self.kind is Kind.KVTIER else payload
+        if self.is_exhausted and self.is_whole:
+            self.is_exhausted = False
+        self._has_delivered = True
+        self._updates.append(Received(self.name, seq, batch))
+        self.counters.batches += 1
+        self.ts, self.applied_at = batch.ts, now
+        if batch.skipped:
+            sums.tear()
+            self.counters.skipped_events += batch.skipped
+            self.problem = f"{batch.skipped} events of batch {seq} cannot be read"
+        if mark is None:
+            return None
+        result = self.judge(mark)
+        return MarkResult.REPLACED if is_other and result is not MarkResult.CONFIRMED else result
+
+    def remember(self, seq: int, payload: bytes) -> None:
+        """Remember a batch that a replay brought: when it comes live, it shows who sends that."""
+        self._replayed[seq] = payload_hash(payload)
+        if len(self._replayed) > _REMEMBERED:
+            del self._replayed[next(iter(self._replayed))]
+
+    def recall(self, seq: int) -> int | None:
+        """Return the hash of a batch that was applied, once; `None` where it is not known any more."""
+        return self._replayed.pop(seq, self.proof if seq == self.seq else None)
+
+    # -- what is proven, lost or begun anew --------------------------------------------------------
+
+    def judge(self, mark: Mark) -> MarkResult:
+        """Hold the sums against what the publisher says it holds at `seq`."""
+        self.kind, self.epoch, self.is_exhausted = Kind.KVTIER, mark.epoch, False
+        self.counters.digest_checks += 1
+        sums = self.sums
+        if sums.confirm(mark):
+            self.is_doubted = False
+            return MarkResult.CONFIRMED
+        if sums.is_open:
+            return MarkResult.OPEN
+        sums.tear()
+        if self.is_doubted:
+            return MarkResult.OPEN
+        self.counters.digest_mismatches += 1
+        self.problem = f"digest of batch {self.seq}: it has {mark.blocks} blocks, the stream adds up to {sums.blocks}"
+        return MarkResult.DISPROVED
+
+    def expect(self, seq: int) -> None:
+        """Note that batches up to `seq` exist."""
+        self.newest = max(self.newest, seq)
+
+    def expect_only(self, seq: int) -> None:
+        """Note that `seq` is the newest batch, whatever was thought before."""
+        self.newest = seq
+
+    def doubt(self) -> None:
+        """Note that another publisher may have taken over."""
+        self.is_doubted = True
+
+    def trust(self) -> None:
+        """Note that it is the same publisher."""
+        self.is_doubted = False
+
+    def begin_building(self) -> None:
+        """Note that an answer is coming in."""
+        self.is_building = True
+
+    def end_building(self) -> bool:
+        """Note that the answer has come to its end; say whether there was one."""
+        was_building, self.is_building = self.is_building, False
+        return was_building
+
+    def identify(self, kind: Kind, epoch: int | None = None) -> None:
+        """Note who publishes, as it says itself; nothing is known of what one of ours holds."""
+        self.kind, self.epoch = kind, epoch
+        if kind is Kind.KVTIER:
+            self.is_exhausted = False  # it has snapshots
+            self.sums.tear()
+
+    def tear(self) -> None:
+        """Note that the publisher cannot bring this replica up to date, or was not heard for a while."""
+        self.sums.tear()
+
+    def lose(self, upto: int) -> None:
+        """Go on at batch `upto` without those before it."""
+        self.counters.gaps += 1
+        self.counters.lost_batches += upto - self.position - 1
+        self.seq, self.newest = upto - 1, max(self.newest, upto - 1)
+        self._last = None
+        self.sums.tear()
+
+    def begin_at(self, seq: int) -> None:
+        """Build the replica from batch `seq` on: a whole one only where nothing precedes it."""
+        self.seq = seq - 1
+        self.sums = RankSums(is_open=seq > 0)
+
+    def rebuild_from(self, seq: int) -> None:
+        """Begin anew with the first batch that the publisher still has."""
+        self.forget()
+        self.begin_at(seq)
+        if seq:
+            self.counters.truncated_replays += 1
+            self.problem = f"the publisher's buffer begins at batch {seq}"
+            self.is_exhausted = self.kind is Kind.STOCK
+
+    def exhaust(self) -> None:
+        """Note that all was replayed: what is missing now cannot be had from this publisher."""
+        self.is_exhausted = not self.is_whole
+
+    def forget(self) -> None:
+        """Drop what was told; still know who publishes, and how far it is."""
+        if self._has_delivered:
+            self.counters.resets += 1
+            self._updates.append(Reset(self.name))
+        self._has_delivered = self.is_doubted = self.is_building = self.is_exhausted = False
+        self.seq = self._last = None
+        self.sums = RankSums()
+        self._replayed.clear()
+
+    def forget_publisher(self) -> None:
+        """Drop what was told, and who told it."""
+        self.forget()
+        self.kind = self.epoch = None
+        self.newest = -1
+
+    def check(self) -> None:
+        """Raise `IntegrityError` where the sums contradict each other."""
+        self.sums.check()

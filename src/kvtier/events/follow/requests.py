@@ -1,0 +1,113 @@
+"""What a follower may ask of a publisher, and when it may ask again.
+
+A request is a value of one question under way. `Backoff` spaces requests: after a failure comes a pause
+that grows with every further one, so that nothing can spin. Not for several threads at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvtier.events.frames import SNAPSHOT, STATUS, replay_request
+from kvtier.events.updates import Limits
+
+__all__ = ["Backoff", "RequestKind", "StreamRequest"]
+
+
+class RequestKind(StrEnum):
+    """What is asked of a publisher."""
+
+    STATUS = "status"  # who are you, and how far
+    SNAPSHOT = "snapshot"  # all you hold
+    REPLAY = "replay"  # batches from a number on, to close a gap
+    HISTORY = "history"  # batches from 0 on, to build the replica anew
+
+
+@dataclass(slots=True, eq=False)
+class StreamRequest:
+    """A request under way. `proof` is the hash of batch `start`, if the answer must begin with that one."""
+
+    kind: RequestKind
+    data: bytes
+    start: int = 0
+    proof: int | None = None
+    replies: int = 0
+    checks: int = 0  # how many marks had been compared when it was made
+    newest: int = -1  # the newest batch that was known to exist then
+
+    @classmethod
+    def status(cls) -> StreamRequest:
+        """Ask who publishes, and how far it is. A stock publisher answers with nothing."""
+        return cls(RequestKind.STATUS, STATUS)
+
+    @classmethod
+    def snapshot(cls) -> StreamRequest:
+        """Ask for all that is held."""
+        return cls(RequestKind.SNAPSHOT, SNAPSHOT)
+
+    @classmethod
+    def history(cls) -> StreamRequest:
+        """Ask for all that was ever published."""
+        return cls(RequestKind.HISTORY, replay_request(0))
+
+    @classmethod
+    def replay(cls, after: int, proof: int | None) -> StreamRequest:
+        """Ask for what follows a batch; with its hash as a `proof`, for that batch too."""
+        start = after + (proof is None)
+        return cls(RequestKind.REPLAY, replay_request(start), start, proof)
+
+
+class Backoff:
+    """The pause before the next request, if there must be one, and the failures that it follows from."""
+
+    def __init__(self, limits: Limits, now: float) -> None:
+        self.until: float | None = None
+        self._limits = limits
+        self._failures = 0
+        self._mismatches = 0
+        self._reset_at = now - limits.backoff
+
+    @property
+    def is_pausing(self) -> bool:
+        """Whether nothing may be asked now."""
+        return self.until is not None
+
+    @property
+    def other_way(self) -> bool:
+        """Whether another question than the last one should be asked: every second time that one fails."""
+        return self._failures % 2 == 1
+
+    def after_failure(self, now: float) -> bool:
+        """Begin the pause after a request that failed; say whether it failed too often."""
+        self._failures += 1
+        return self._begin(self._failures, now)
+
+    def after_mismatch(self, now: float) -> bool:
+        """Begin a pause if the replica was disproved too often in a row; say whether it was."""
+        self._mismatches += 1
+        return self._mismatches >= self._limits.tries and self._begin(self._mismatches, now)
+
+    def after_reset(self, now: float) -> None:
+        """Begin a pause if the last reset was just now, else none: one restart is to be told at once."""
+        is_flapping = now < self._reset_at + self._limits.backoff
+        self.until = now + self._limits.backoff if is_flapping else None
+        self._reset_at = now
+
+    def _begin(self, times: int, now: float) -> bool:
+        pause = self._limits.backoff * 2 ** min(times - 1, 16)
+        self.until = now + min(pause, self._limits.backoff_max)
+        return times >= self._limits.tries
+
+    def tick(self, now: float) -> None:
+        """End the pause if it is over."""
+        if self.until is not None and now >= self.until:
+            self.until = None
+
+    def end(self) -> None:
+        """End the pause and forget the failures."""
+        self._failures, self.until = 0, None
+
+    def forget_mismatches(self) -> None:
+        """Note that the replica was confirmed."""
+        self._mismatches = 0

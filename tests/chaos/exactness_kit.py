@@ -1,0 +1,460 @@
+"""A naive publisher of several ranks, links that lose what hurts most, and a consumer to hold to the truth.
+
+Everything is drawn from a seed. Blocks are few and come and go, so that losses often cancel in the sums; a
+`Nemesis` loses batches so that they do. Everything here has a clock of its own and no sockets.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from kvtier.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    DecodedBatch,
+    EventEncoder,
+    Follower,
+    Limits,
+    Mark,
+    Place,
+    Received,
+    Reset,
+    State,
+    StreamRequest,
+    Update,
+    decode_batch,
+    frame_batch,
+    place_of,
+    place_weight,
+    to_u64,
+)
+from kvtier.index import PrefixIndex
+
+KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
+Message = tuple[int, bytes]
+Blocks = frozenset[tuple[int, Place, int]]
+
+BLOCK_SIZE = 2
+PLACES: tuple[Place, ...] = (
+    ("GPU", 0, "", ""),
+    ("CPU", 0, "", ""),
+    ("GPU", 1, "", ""),
+    ("STORAGE", 0, "", ""),
+)
+HASHES = [block_hash | 1 << 61 for block_hash in Random(5).sample(range(1 << 61), 8)]
+UNREADABLE = b"\x92\xa7Unknown\x01"
+
+
+def stored(place: Place, hashes: list[int]) -> BlockStored:
+    """Return a store of blocks that stand alone; their tokens follow from their hashes."""
+    tokens = [block_hash + at & 0xFFFF for block_hash in hashes for at in range(BLOCK_SIZE)]
+    return BlockStored(
+        hashes,
+        None,
+        tokens,
+        BLOCK_SIZE,
+        None,
+        place[0],
+        None,
+        group_idx=place[1],
+        kv_cache_spec_kind="full_attention",
+    )
+
+
+def removed(place: Place, hashes: list[int]) -> BlockRemoved:
+    return BlockRemoved(hashes, place[0], group_idx=place[1])
+
+
+class Holdings:
+    """What is held of each rank; what a consumer that applies updates has."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[tuple[int, Place, int], None] = {}
+        self.state: State | None = None
+
+    def follow(self, updates: list[Update]) -> None:
+        for update in updates:
+            if isinstance(update, Received):
+                self.apply(update.batch.data_parallel_rank, update.batch.events)
+            elif isinstance(update, Reset):
+                self.blocks.clear()
+            else:
+                self.state = update.state
+
+    def apply(self, rank: int, events: list[KVEvent]) -> None:
+        for event in events:
+            if isinstance(event, AllBlocksCleared):
+                for key in [key for key in self.blocks if key[0] == rank]:
+                    del self.blocks[key]
+                continue
+            keys = [(rank, place_of(event), to_u64(block_hash)) for block_hash in event.block_hashes]
+            for key in keys:
+                if isinstance(event, BlockStored):
+                    self.blocks[key] = None
+                else:
+                    self.blocks.pop(key, None)
+
+    @property
+    def held(self) -> Blocks:
+        return frozenset(self.blocks)
+
+
+class RankedPublisher:
+    """The protocol in its simplest form, for several ranks; stock ones send no marks and no snapshots."""
+
+    def __init__(self, random: Random, *, ranks: int, ring: int, is_stock: bool, places: int, hashes: int) -> None:
+        self.random = random
+        self.ranks = ranks
+        self.is_stock = is_stock
+        self.newest = -1
+        self.runs = 0
+        self.truth = Holdings()
+        self.history: dict[tuple[int, int], Blocks] = {}  # by epoch and number: what was held then
+        self.sent_by: dict[bytes, int] = {}  # the epochs of live batches
+        self._encoder = EventEncoder(random.choice(("map", "array")))
+        self._ring: deque[Message] = deque(maxlen=ring)
+        self._places, self._hashes = PLACES[:places], HASHES[:hashes]
+        self._heard: set[int] = set()
+        self.begin()
+
+    def begin(self, *, keeps_sequence: bool = False) -> Message | None:
+        """Start, or start again: empty, under another epoch."""
+        self.runs += 1
+        self.epoch = self.runs << 32 | self.random.getrandbits(31)
+        self.truth, self._heard = Holdings(), {0}
+        self._ring.clear()
+        self.newest += self.random.choice((0, 0, 7)) if keeps_sequence else -self.newest - 1
+        return None if self.is_stock else self.send(0, [AllBlocksCleared()], is_marked=True)
+
+    def step(self) -> Message:
+        """Send what an engine might do."""
+        rank = self.random.randrange(self.ranks)
+        if self.random.random() < 0.03:
+            return self.send(rank, [AllBlocksCleared()])
+        return self.send(rank, [event for _ in range(self.random.choice((1, 1, 1, 2))) for event in self._events(rank)])
+
+    def _events(self, rank: int) -> list[KVEvent]:
+        """Remove blocks that are there, or else store them."""
+        place = self.random.choice(self._places)
+        hashes = self.random.sample(self._hashes, min(len(self._hashes), self.random.choice((1, 1, 1, 2))))
+        there = [block_hash for block_hash in hashes if (rank, place, block_hash) in self.truth.blocks]
+        events: list[KVEvent] = [removed(place, there)] if there else [stored(place, [held]) for held in hashes]
+        self.truth.apply(rank, events)
+        return events
+
+    def clear(self, rank: int) -> Message:
+        return self.send(rank, [AllBlocksCleared()])
+
+    def heartbeat(self) -> Message | None:
+        return None if self.is_stock else self.send(0, [], is_marked=True)
+
+    def overflow(self) -> None:
+        """Take a batch for which there is no room: its number is used up, and cannot be replayed."""
+        rank = self.random.randrange(self.ranks)
+        self._heard.add(rank)
+        self._events(rank)
+        self.newest += 1
+        self.history[self.epoch, self.newest] = self.truth.held
+        self._ring.clear()
+
+    def send(self, rank: int, events: list[KVEvent], *, is_marked: bool | None = None) -> Message:
+        self._heard.add(rank)
+        self.truth.apply(rank, [event for event in events if isinstance(event, AllBlocksCleared)])
+        self.newest += 1
+        marked = self.random.random() < 0.2 if is_marked is None else is_marked
+        message = self.newest, self._frame(rank, events, marked and not self.is_stock)
+        self._ring.append(message)
+        self.history[self.epoch, self.newest] = self.truth.held
+        self.sent_by[message[1]] = self.epoch
+        return message
+
+    def _frame(self, rank: int, events: list[KVEvent], is_marked: bool) -> bytes:
+        parts = [self._encoder.event(event) for event in events]
+        return frame_batch(
+            self.random.random(), [*parts, self._encoder.mark(self._mark())] if is_marked else parts, rank
+        )
+
+    def _mark(self) -> Mark:
+        digest = sum(block_hash * place_weight(place) for _, place, block_hash in self.truth.blocks)
+        return Mark(self.epoch, len(self.truth.blocks), digest % (1 << 64))
+
+    def answer(self, request: bytes) -> list[Message]:
+        """Return all batches of the answer, without the end marker."""
+        if not self.is_stock and request == b"kvtier:status":
+            return [(self.newest, self._frame(0, [], is_marked=True))]
+        if not self.is_stock and request == b"snapshot":
+            return [(self.newest + 1, part) for part in self._snapshot()]
+        start = int.from_bytes(request, "big")
+        if start > self.newest or self.is_stock or (self._ring and self._ring[0][0] <= start):
+            return [(seq, payload) for seq, payload in self._ring if seq >= start]
+        parts, numbers = self._snapshot(), range(start, self.newest + 1)
+        if len(parts) > len(numbers):
+            return []  # it has no numbers for the state: a snapshot must do
+        empty = self._frame(0, [], is_marked=False)
+        return [(seq, parts[at] if at < len(parts) else empty) for at, seq in enumerate(numbers)]
+
+    def _snapshot(self) -> list[bytes]:
+        parts: list[tuple[int, list[KVEvent]]] = []
+        for rank in sorted(self._heard):
+            parts.append((rank, [AllBlocksCleared()]))
+            parts += [(rank, [stored(place, [held])]) for of, place, held in self.truth.blocks if of == rank]
+        return [self._frame(*part, is_marked=part is parts[-1]) for part in parts]
+
+
+class Nemesis:
+    """Loses what hurts: first anything, then just the batches that make the lost ones cancel."""
+
+    def __init__(self, random: Random, loss: float) -> None:
+        self.random, self.loss, self.is_at_work = random, loss, loss > 0
+        self._lost: Counter[int] = Counter()
+
+    def loses(self, payload: bytes) -> bool:
+        """Say whether this batch is lost."""
+        if not self.is_at_work:
+            return False
+        change = _weights(payload)
+        debt = Counter({key: value for key, value in self._lost.items() if value})
+        cancels = bool(debt) and all(change.get(key, 0) == -value for key, value in debt.items()) and bool(change)
+        if self.random.random() < (0.9 if cancels else self.loss):
+            self._lost.update(change)
+            return True
+        return False
+
+
+def _weights(payload: bytes) -> dict[int, int]:
+    """Return what a batch does to the digest, block by block; as in the digest, the rank does not count."""
+    weights: Counter[int] = Counter()
+    for event in decode_batch(payload).events:
+        if not isinstance(event, AllBlocksCleared):
+            for block_hash in event.block_hashes:
+                sign = 1 if isinstance(event, BlockStored) else -1
+                weights[to_u64(block_hash) * place_weight(place_of(event))] += sign
+    return dict(weights)
+
+
+@dataclass
+class Case:
+    """One publisher, one follower, what lies between them, and a clock; all drawn from a seed."""
+
+    seed: int
+    random: Random = field(init=False)
+    publisher: RankedPublisher = field(init=False)
+    follower: Follower[DecodedBatch] = field(init=False)
+    consumer: Holdings = field(init=False, default_factory=Holdings)
+    updates: list[Update] = field(init=False, default_factory=list)
+    claims: int = field(init=False, default=0)
+    now: float = field(init=False, default=100.0)
+
+    def __post_init__(self) -> None:
+        self.random = random = Random(self.seed)
+        self.is_stock = random.random() < 0.15
+        self.can_ask = random.random() < 0.6
+        self.ring = random.choice((1, 4, 20, 100_000))
+        self.publisher = RankedPublisher(
+            random,
+            ranks=1 if self.is_stock else random.choice((1, 1, 2, 3)),
+            ring=self.ring,
+            is_stock=self.is_stock,
+            places=random.randint(1, len(PLACES)),
+            hashes=random.randint(1, 4),
+        )
+        tiny = Limits(pending_batches=3, pending_bytes=400, probe_interval=2.0, backoff=0.1, backoff_max=0.5)
+        roomy = Limits(probe_interval=2.0, backoff=0.1, backoff_max=0.5)
+        limits = random.choice((tiny, roomy))
+        self.follower = Follower("p", decode_batch, can_ask=self.can_ask, limits=limits, now=self.now)
+        self.nemesis = Nemesis(random, random.choice((0.0, 0.05, 0.2, 0.4)))
+        self.damage = random.choice((0.0, 0.0, 0.05))
+        self.trouble = random.choice((0.0, 0.3, 0.9, 1.0))  # how many answers go wrong
+        self.restarts = random.choice((0.0, 0.02, 0.1))
+        self._link: deque[Message] = deque()
+        self._replies: deque[Message] | None = None
+        self._asked: StreamRequest | None = None
+        self._ending = ""
+        self._heard = b""  # the last live batch
+        for _ in range(random.choice((0, 0, 1, 10))):
+            self.publisher.step()
+        self.follower.connected(self.now)
+
+    def run(self, steps: int = 120) -> None:
+        """Let much go wrong, and hold every claim to the truth; then nothing, and demand the truth."""
+        for _ in range(steps):
+            self.step()
+        self._calm_down()
+
+    def step(self) -> None:
+        """Let something happen, and hold what is claimed then to the truth."""
+        self._happen()
+        self._serve(self.random.randint(0, 3))
+        self.check_claim()
+
+    # -- what happens ------------------------------------------------------------------------------
+
+    def _happen(self) -> None:
+        random, publisher = self.random, self.publisher
+        self.now += random.random() * 0.2
+        dice = random.random()
+        if dice < self.restarts:
+            self._restart()
+        elif dice < 0.04:
+            self._reconnect()
+        elif dice < 0.06 and not self.is_stock:
+            publisher.overflow()
+        elif dice < 0.2:
+            self._send(publisher.heartbeat())
+        else:
+            self._send(publisher.step())
+
+    def _send(self, message: Message | None) -> None:
+        if message is None or self.nemesis.loses(message[1]):
+            return
+        if self.nemesis.is_at_work and self.random.random() < self.damage:
+            message = message[0], _damaged(message[1])
+        self._link.append(message)
+
+    def _restart(self) -> None:
+        is_seen = self.is_stock or self.random.random() < 0.5
+        hello = self.publisher.begin(keeps_sequence=not self.is_stock and self.random.random() < 0.6)
+        if self.random.random() < 0.4:  # it may come to where the old one was, unheard
+            while self.publisher.newest < self.follower.seq:
+                hello = self.publisher.step()
+            hello = None if self.publisher.newest == self.follower.seq else hello
+        if is_seen:
+            self._reconnect(is_cut=True)
+        self._send(hello)
+
+    def _reconnect(self, *, is_cut: bool = False) -> None:
+        if is_cut or self.random.random() < 0.7:
+            self._link.clear()
+        self.follower.disconnected(self.now)
+        self.follower.connected(self.now)
+
+    def _serve(self, budget: int) -> None:
+        """Let a part of what is under way arrive."""
+        for _ in range(min(budget, len(self._link))):
+            seq, self._heard = self._link.popleft()
+            self.follower.live(seq, self._heard, self.now)
+        self._converse(budget)
+        if self.now >= self.follower.deadline:
+            self.follower.tick(self.now)
+        updates = self.follower.take_updates()
+        self.updates += updates
+        self.consumer.follow(updates)
+        self.follower.check()
+
+    def _converse(self, budget: int) -> None:
+        if self.follower.request is not self._asked:
+            self._asked, self._replies = self.follower.request, None
+            return
+        if self._asked is None:
+            return
+        if self._replies is None:
+            self._replies, self._ending = self._answer(self._asked.data)
+        while budget and self._replies and self.follower.request is self._asked:
+            self.follower.reply(self._asked, *self._replies.popleft(), self.now)
+            budget -= 1
+        if self._ending != "silence" and not self._replies and self.follower.request is self._asked:
+            self.follower.end(self._asked, self.now, self._ending)
+
+    def _answer(self, request: bytes) -> tuple[deque[Message], str]:
+        """Return an answer and how it ends: well, refused, cut off, or with a part of it lost on the way."""
+        replies = deque(self.publisher.answer(request))
+        if not self.nemesis.is_at_work or self.random.random() >= self.trouble:
+            return replies, ""
+        dice = self.random.random()
+        if dice < 0.3:
+            return deque(), "error: refused"
+        if dice < 0.6:
+            return deque(list(replies)[: self.random.randint(0, len(replies))]), "silence"
+        if len(replies) > 1:  # who loses the last one does not hear the end: it comes behind it
+            del replies[self.random.randrange(len(replies) - 1)]
+        return replies, ""
+
+    # -- what must hold ----------------------------------------------------------------------------
+
+    def check_claim(self) -> None:
+        """Whoever says exact holds what the publisher held as of that batch."""
+        if self.follower.state is not State.EXACT or self._is_restart_hidden():
+            return
+        self.claims += 1
+        epoch = self.follower.epoch or self.publisher.epoch
+        truth = self.publisher.history.get((epoch, self.follower.seq), frozenset())
+        assert self.consumer.held == truth, (self.seed, self.follower.seq, "called exact and is not")
+
+    def _is_restart_hidden(self) -> bool:
+        """Say whether nothing that was heard could tell that the publisher is another one, or who it is."""
+        heard = self.publisher.sent_by.get(self._heard, -1)
+        if self.follower.epoch is None:  # no mark yet: it is taken for one of one rank
+            return self.publisher.runs > 1 or (not self.is_stock and self.publisher.ranks > 1)
+        return heard > self.follower.epoch
+
+    def _calm_down(self) -> None:
+        self.nemesis.is_at_work = False
+        until = self.now + 40.0
+        while not self._is_done():
+            assert self.now < until, (self.seed, self.follower.state, self.follower.reason)
+            if int(self.now) != int(self.now + 0.1):
+                self._send(self.publisher.heartbeat())
+            if int(self.now / 10) != int(self.now / 10 + 0.01) and (not self.can_ask or self.is_stock):
+                for rank in range(self.publisher.ranks):  # nothing else helps where nobody has what was lost
+                    self._send(self.publisher.clear(rank))
+            self.now += 0.1
+            self._serve(1000)
+            self.check_claim()
+        assert self.consumer.held == self.publisher.truth.held, self.seed
+        assert self.consumer.state is State.EXACT
+
+    def _is_done(self) -> bool:
+        is_of_it = self.is_stock or self.follower.epoch == self.publisher.epoch
+        return is_of_it and self.follower.state is State.EXACT and self.follower.seq == self.publisher.newest
+
+
+def _damaged(payload: bytes) -> bytes:
+    """Return a batch one of whose events cannot be read, or that cannot be read at all."""
+    batch = decode_batch(payload)
+    encoder = EventEncoder()
+    if not batch.events:
+        return payload[:-3]
+    parts = [UNREADABLE, *(encoder.event(event) for event in batch.events[1:])]
+    if batch.mark is not None:
+        parts.append(encoder.mark(batch.mark))
+    return frame_batch(batch.ts, parts, batch.data_parallel_rank)
+
+
+# -- indexes ---------------------------------------------------------------------------------------
+
+
+class FedIndex:
+    """An index that follows a source as the service does: a worker for each rank."""
+
+    def __init__(self, form: str, keys: Any) -> None:
+        self.index = PrefixIndex(form=form, keys=keys, block_size=BLOCK_SIZE, budget=1 << 20)
+        self._decode = self.index.decoder()
+        self._ranks: set[int] = set()
+        self._encoder = EventEncoder()
+
+    def follow(self, updates: list[Update]) -> None:
+        for update in updates:
+            if isinstance(update, Received):
+                batch = update.batch
+                parts = [self._encoder.event(event) for event in batch.events]
+                self._apply(batch.data_parallel_rank, parts)
+            elif isinstance(update, Reset):
+                for rank in self._ranks:
+                    self.index.clear(str(rank))
+
+    def fill(self, blocks: Blocks) -> None:
+        """Take in what a publisher holds, and nothing else."""
+        for rank, place, block_hash in sorted(blocks):
+            self._apply(rank, [self._encoder.event(stored(place, [block_hash]))])
+
+    def _apply(self, rank: int, parts: list[bytes]) -> None:
+        self._ranks.add(rank)
+        self.index.apply(str(rank), self._decode(frame_batch(0.0, parts, rank)))
+
+    def claims(self) -> list[Any]:
+        """Return all that it says it has."""
+        return sorted(self.index.entries())

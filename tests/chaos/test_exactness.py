@@ -1,0 +1,265 @@
+"""Exact means exact: whatever is called so is what the publisher and every index fed by it hold.
+
+Thousands of schedules from seeds, each with losses aimed at cancelling, several ranks, groups and media,
+answers that are refused, cut off or lost in part, restarts with and without kept numbers, tiny buffers.
+Each control takes one rule away, and the oracle must notice. `KVTIER_SEED` is the first seed,
+`KVTIER_SEEDS` how many.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from tests.chaos import exactness_kit
+from tests.chaos.exactness_kit import Blocks, Case, FedIndex, Holdings, Nemesis, RankedPublisher
+from tests.chaos.stream_kit import LossyLink
+
+from kvtier.events import (
+    AllBlocksCleared,
+    DecodedBatch,
+    KVEventBatch,
+    Limits,
+    Source,
+    SourceStatus,
+    State,
+    Subscriber,
+    decode_batch,
+)
+from kvtier.events.follow.replica import RankSums, Replica
+from kvtier.events.publisher import ZmqEventPublisher
+
+FIRST = int(os.environ.get("KVTIER_SEED", "0"))
+NUM_SEEDS = int(os.environ.get("KVTIER_SEEDS", "600"))
+PARTS = 12
+FORMS = [
+    ("python", "engine"),
+    ("python", "xxh3"),
+    *([("numba", "engine"), ("numba", "xxh3")] if find_spec("numba") else []),
+]
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_what_is_called_exact_is_what_the_publisher_holds(part: int) -> None:
+    claims = 0
+    for seed in range(FIRST + part, FIRST + NUM_SEEDS, PARTS):
+        case = Case(seed)
+        case.run()
+        claims += case.claims
+    assert claims
+
+
+@pytest.mark.parametrize(("form", "keys"), FORMS)
+def test_an_index_fed_by_it_holds_the_same(form: str, keys: str) -> None:
+    """The index of a schedule and one that was filled with nothing but the truth say the same."""
+    for seed in range(FIRST, FIRST + NUM_SEEDS, 40):
+        case = Case(seed)
+        case.run(60)
+        fed, true = FedIndex(form, keys), FedIndex(form, keys)
+        fed.follow(case.updates)
+        true.fill(case.publisher.truth.held)
+        assert fed.claims() == true.claims(), seed
+        assert not fed.index.incomplete()
+        fed.index.check()
+
+
+# -- real sockets ----------------------------------------------------------------------------------
+
+PATIENCE = 30.0
+QUICK = Limits(
+    reply_timeout=0.2,
+    probe_interval=0.5,
+    catch_up_delay=0.05,
+    backoff=0.02,
+    backoff_max=0.2,
+    pending_batches=20,
+)
+
+
+class AimedLink(LossyLink):
+    """Forwards a live stream but for what the nemesis takes."""
+
+    def __init__(self, random: Random, upstream: str) -> None:
+        super().__init__(random, upstream)
+        self.nemesis = Nemesis(random, 0.2)
+
+    def pump(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            while True:
+                frames = self._in.recv_multipart(zmq.NOBLOCK)
+                if not self.nemesis.loses(frames[-1]):
+                    self._out.send_multipart(frames)
+
+
+class Party:
+    """A subscriber behind the link, what it was told, and an index that is fed with the same."""
+
+    def __init__(self, endpoint: str, replay_endpoint: str | None) -> None:
+        self.subscriber: Subscriber[DecodedBatch] = Subscriber([Source("p", endpoint, replay_endpoint)], limits=QUICK)
+        self.told, self.index = Holdings(), FedIndex("python", "engine")
+
+    def serve(self) -> None:
+        updates = self.subscriber.poll(0.005)
+        self.told.follow(updates)
+        self.index.follow(updates)
+
+    @property
+    def status(self) -> SourceStatus:
+        return self.subscriber.status("p")
+
+    def has_truth(self, truth: Blocks) -> bool:
+        true = FedIndex("python", "engine")
+        true.fill(truth)
+        return self.told.held == truth and self.index.claims() == true.claims()
+
+
+@pytest.mark.parametrize("seed", [FIRST, FIRST + 1])
+def test_over_real_sockets_what_is_called_exact_is_what_the_publisher_holds(seed: int) -> None:
+    """Of three subscribers one can ask, one asks and is never answered, and one cannot ask."""
+    random = Random(seed)
+    model = RankedPublisher(random, ranks=1, ring=1, is_stock=False, places=3, hashes=3)
+    options = {"buffer_steps": 3, "buffer_bytes": 4096, "heartbeat_interval": 0.02}
+    with contextlib.ExitStack() as stack:
+        deaf = stack.enter_context(zmq.Context.instance().socket(zmq.ROUTER))
+        nobody = f"tcp://127.0.0.1:{deaf.bind_to_random_port('tcp://127.0.0.1')}"
+        publisher = ZmqEventPublisher(0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", **options)
+        stack.callback(publisher.shutdown)
+        link = stack.enter_context(contextlib.closing(AimedLink(random, publisher.endpoint)))
+        parties = [Party(link.endpoint, address) for address in (publisher.replay_endpoint, nobody, None)]
+        for party in parties:
+            stack.callback(party.subscriber.close)
+        for _ in range(8):
+            for _ in range(random.randint(1, 12)):
+                publisher.publish(KVEventBatch(time.time(), decode_batch(model.step()[1]).events))
+            goal = _sent_before(publisher)
+            _wait_until(link, parties, lambda party, goal=goal: party.status.seq >= goal)  # type: ignore[misc]
+            for party in parties:
+                assert party.status.state is not State.EXACT or party.has_truth(model.truth.held), party.status
+        link.nemesis.is_at_work = False
+        _wait_until(link, parties[:1], lambda party: party.status.state is State.EXACT)
+        publisher.publish(KVEventBatch(time.time(), [AllBlocksCleared()]))
+        model.clear(0)
+        _wait_until(link, parties, lambda party: party.has_truth(model.truth.held))
+        for party in parties:
+            party.subscriber.check()
+
+
+def _sent_before(publisher: ZmqEventPublisher) -> int:
+    """Return a number that nothing published so far comes behind; heartbeats do."""
+    until = time.monotonic() + PATIENCE
+    while (stats := publisher.stats()).queued:
+        assert time.monotonic() < until, stats
+    return stats.next_seq
+
+
+def _wait_until(link: AimedLink, parties: list[Party], is_done: Callable[[Party], bool]) -> None:
+    until = time.monotonic() + PATIENCE
+    while not all(map(is_done, parties)):
+        link.pump()
+        for party in parties:
+            party.serve()
+        assert time.monotonic() < until, [party.status for party in parties]
+
+
+# -- controls --------------------------------------------------------------------------------------
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def _mark_confirms_over_losses(patch: pytest.MonkeyPatch) -> None:
+    """Believe a mark that agrees, whatever was lost."""
+
+    def confirm(self: RankSums, mark: Any) -> bool:
+        if (mark.blocks, mark.digest) != (self.blocks, self.digest):
+            return False
+        self.is_open = False
+        self._torn.clear()
+        self._fresh.clear()
+        return True
+
+    patch.setattr(RankSums, "confirm", confirm)
+
+
+def _clear_mends_all_ranks(patch: pytest.MonkeyPatch) -> None:
+    add = RankSums.add
+
+    def added(self: RankSums, rank: int | None, change: Any) -> None:
+        add(self, rank, change)
+        if change[0]:
+            self._torn.clear()
+
+    patch.setattr(RankSums, "add", added)
+
+
+def _clear_empties_all_ranks(patch: pytest.MonkeyPatch) -> None:
+    add = RankSums.add
+    patch.setattr(RankSums, "add", lambda self, rank, change: add(self, 0, change))
+
+
+def _clear_alone_is_a_proof(patch: pytest.MonkeyPatch) -> None:
+    """Trust what was cleared, though ranks that were never heard of may hold something."""
+    are_whole = RankSums.are_whole
+    patch.setattr(RankSums, "are_whole", lambda self, *, has_marks: are_whole(self, has_marks=False))
+
+
+def _nothing_is_torn(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RankSums, "tear", lambda self: None)
+
+
+def _half_an_answer_counts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Replica, "is_building", property(lambda self: False, lambda self, value: None), raising=False)
+
+
+def _other_incarnations_are_the_same(patch: pytest.MonkeyPatch) -> None:
+    apply = Replica.apply
+
+    def applied(self: Replica[Any], seq: int, batch: Any, payload: bytes, now: float, **options: bool) -> Any:
+        self.epoch = batch.mark.epoch if batch.mark is not None else self.epoch
+        return apply(self, seq, batch, payload, now, **options)
+
+    patch.setattr(Replica, "apply", applied)
+
+
+def _unread_events_do_not_matter(patch: pytest.MonkeyPatch) -> None:
+    def decode(payload: bytes) -> DecodedBatch:
+        return msgspec.structs.replace(decode_batch(payload), skipped=0)
+
+    patch.setattr(exactness_kit, "decode_batch", decode)
+
+
+CONTROLS: dict[Patch, int] = {
+    _mark_confirms_over_losses: 0,
+    _clear_mends_all_ranks: 200,
+    _clear_empties_all_ranks: 0,
+    _clear_alone_is_a_proof: 0,
+    _nothing_is_torn: 0,
+    _half_an_answer_counts: 0,
+    _other_incarnations_are_the_same: 1200,
+    _unread_events_do_not_matter: 0,
+}
+"""What is taken away, and the seed before one that shows it."""
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_without_each_rule_something_is_called_exact_that_is_not(
+    control: Patch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control(monkeypatch)
+    with pytest.raises(AssertionError, match="called exact and is not"):
+        _make_claims(CONTROLS[control])
+
+
+def _make_claims(first: int) -> None:
+    """Run schedules as far as their claims go; that they come to a good end is not asked of a control."""
+    for seed in range(first, first + 20_000):
+        case = Case(seed)
+        for _ in range(120):
+            case.step()
