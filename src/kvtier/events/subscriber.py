@@ -242,7 +242,7 @@ class Subscriber(Generic[B]):
                 continue  # it was let go, or has an earlier alarm
             link.scheduled = float("inf")
             link.follower.tick(now)
-            if link.ask(now):
+            if link.send_request(now):
                 self._ready[link] = None
             self._collect(link)
 

@@ -92,7 +92,7 @@ class Link(Generic[B]):
         self.unwatch: Callable[[Socket], None] = lambda sock: None
         self._context = context
         self._options = options
-        self._asked: StreamRequest | None = None
+        self._sent: StreamRequest | None = None
         self._dealer: Socket | None = None
         self._sub: Socket = context.socket(zmq.SUB)
         self._monitor: Socket = self._sub.get_monitor_socket(_WATCHED)
@@ -120,14 +120,14 @@ class Link(Generic[B]):
         for frames in messages:
             self._take_live(frames, now)
         replies = self._serve_dealer(now, budget)
-        return self.ask(now) or len(messages) == budget or replies == budget
+        return self.send_request(now) or len(messages) == budget or replies == budget
 
-    def ask(self, now: float) -> bool:
+    def send_request(self, now: float) -> bool:
         """Send the request that the follower wants under way, if it is a new one; say whether it was."""
         wanted = self.follower.request
-        if wanted is not None and wanted is self._asked:
+        if wanted is not None and wanted is self._sent:
             return False
-        if wanted is None or self._asked is not None:
+        if wanted is None or self._sent is not None:
             self._hang_up()  # answers to what was asked before could be mistaken for others
         if wanted is None or self.source.replay_endpoint is None:
             return False
@@ -138,7 +138,7 @@ class Link(Generic[B]):
             self._hang_up()
             self.follower.end(wanted, now, f"cannot ask: {error}")
             return False
-        self._asked = wanted
+        self._sent = wanted
         return True
 
     def close(self) -> None:
@@ -162,26 +162,26 @@ class Link(Generic[B]):
         while (
             self._dealer is not None
             and count < budget
-            and self._asked is not None
-            and self.follower.request is self._asked
+            and self._sent is not None
+            and self.follower.request is self._sent
         ):
             replies = _receive(self._dealer, 1)
             if not replies:
                 break
-            self._take_reply(self._asked, replies[0], now)
+            self._take_reply(self._sent, replies[0], now)
             count += 1
         return count
 
-    def _take_reply(self, asked: StreamRequest, frames: list[bytes], now: float) -> None:
+    def _take_reply(self, sent: StreamRequest, frames: list[bytes], now: float) -> None:
         message = read_reply(frames)
         if message is None:
             self.follower.bad_frame()
         elif message.seq == END_SEQ:
-            self._asked = None  # answered to the end, so the connection can be used again
+            self._sent = None  # answered to the end, so the connection can be used again
             text = message.payload.decode(errors="replace")[:200]
-            self.follower.end(asked, now, text and f"the publisher answered: {text}")
+            self.follower.end(sent, now, text and f"the publisher answered: {text}")
         else:
-            self.follower.reply(asked, message.seq, message.payload, now)
+            self.follower.reply(sent, message.seq, message.payload, now)
 
     def _watch_connection(self, now: float) -> None:
         while reports := _receive(self._monitor, 64):
@@ -203,7 +203,7 @@ class Link(Generic[B]):
         if self._dealer is not None:
             self.unwatch(self._dealer)
             self._dealer.close(linger=0)
-        self._dealer = self._asked = None
+        self._dealer = self._sent = None
 
     def _open(self, sock: Socket, endpoint: str, *, bind: bool) -> None:
         self._options.apply(sock, self.source.curve)
