@@ -18,7 +18,6 @@ from tests.chaos.stream_kit import Picture, stored
 from kvtier.errors import InputError
 from kvtier.events import (
     AsyncSubscriber,
-    BlockStored,
     EventEncoder,
     Kind,
     KVEventBatch,
@@ -282,23 +281,6 @@ def test_a_dead_replay_endpoint_degrades_and_live_batches_still_come(publisher: 
         until(subscriber, lambda: subscriber.status("p").seq > before)
 
 
-def test_orphans_are_parked_on_request() -> None:
-    stock = StockPublisher()
-    child = BlockStored([2], 1, [], 0, None, "GPU", None)
-    stock.ring.append(frame_batch(0.0, [stock.encoder.event(child)], 0))
-    stock.publish(7)
-    with Subscriber([Source("s", stock.endpoint, stock.replay_endpoint)], limits=QUICK, orphans="park") as subscriber:
-        pictures: dict[str, Picture] = {}
-        until(subscriber, is_exact(subscriber, "s", 1), pictures)
-        assert {each for _, each in pictures["s"].held} == {7}
-        assert subscriber.status("s").counters.orphans == 1
-        stock.publish(1)
-        until(subscriber, is_exact(subscriber, "s", 2), pictures)
-        assert {each for _, each in pictures["s"].held} == {1, 2, 7}
-        subscriber.check()
-    stock.stop()
-
-
 def test_inproc_addresses_work() -> None:
     publisher = ZmqEventPublisher(0, "inproc://live-test", "inproc://replay-test", heartbeat_interval=0.1)
     publish(publisher, 1, 2, 3)
@@ -385,8 +367,6 @@ def test_misuse_is_told() -> None:
         assert list(subscriber.statuses()) == ["a"]
     with pytest.raises(InputError, match="closed"):
         subscriber.add(Source("d", "tcp://127.0.0.1:1"))
-    with pytest.raises(InputError, match="orphans"):
-        Subscriber(orphans="keep")  # type: ignore[arg-type]
 
 
 def test_what_is_removed_before_it_was_polled_leaves_nothing_behind() -> None:

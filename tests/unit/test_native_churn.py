@@ -391,7 +391,9 @@ def churn_names(churn: Churn, budget: int, operations: int) -> None:
             if (worker, key) in model:
                 assert names.get(worker, key) == model[worker, key]
     names.check()
-    parts = [zip(part.workers.tolist(), part.hashes.tolist(), part.keys.tolist(), strict=True) for part in names.parts()]
+    parts = [
+        zip(part.workers.tolist(), part.hashes.tolist(), part.keys.tolist(), strict=True) for part in names.parts()
+    ]
     told = {(worker, key): block for part in parts for worker, key, block in part}
     assert model.items() <= told.items()
 

@@ -8,7 +8,6 @@ from kvtier.events.curve import CurveClient, CurveServer, make_keys
 from kvtier.events.follow.asks import Ask, What
 from kvtier.events.follow.follower import Follower
 from kvtier.events.follow.link import SocketOptions, Source
-from kvtier.events.orphans import OrphanFilter, Orphans
 from kvtier.events.publisher import (
     EventPublisher,
     EventPublisherFactory,
@@ -85,8 +84,6 @@ __all__ = [
     "Mark",
     "NullEventPublisher",
     "OffloadingEventsTracker",
-    "OrphanFilter",
-    "Orphans",
     "Place",
     "PublisherStats",
     "Received",

@@ -25,15 +25,13 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any, Generic, Literal, Self, TypeVar, cast
+from typing import Any, Generic, Self, TypeVar, cast
 
-import msgspec
 import zmq
 
 from kvtier.errors import InputError
 from kvtier.events.follow.follower import Follower
 from kvtier.events.follow.link import Link, SocketOptions, Source
-from kvtier.events.orphans import OrphanFilter
 from kvtier.events.updates import (
     Counters,
     Kind,
@@ -45,7 +43,7 @@ from kvtier.events.updates import (
     StateChanged,
     Update,
 )
-from kvtier.events.wire import Batch, DecodedBatch, decode_batch
+from kvtier.events.wire import Batch, decode_batch
 
 __all__ = [
     "AsyncSubscriber",
@@ -79,8 +77,6 @@ class Subscriber(Generic[B]):
         sources: Iterable[Source] = (),
         *,
         decode: Callable[[bytes], B] = decode_batch,  # type: ignore[assignment]
-        orphans: Literal["deliver", "park"] = "deliver",
-        orphan_limit: int = 100_000,
         limits: Limits | None = None,
         sockets: SocketOptions | None = None,
         max_updates: int = 4096,
@@ -89,14 +85,10 @@ class Subscriber(Generic[B]):
     ) -> None:
         """Follow `sources`, and those added later.
 
-        `decode` turns a payload into a batch and raises `ValueError` where it is none. `orphans="park"` delivers a store
-        only once its parent was delivered (batches must be `DecodedBatch`). A poll returns when it has `max_updates`, or
-        a few more.
+        `decode` turns a payload into a batch and raises `ValueError` where it is none. A poll returns when it has
+        `max_updates`, or a few more.
         """
-        if orphans not in ("deliver", "park"):
-            raise InputError(f'orphans: expected "deliver" or "park", got {orphans!r}')
         self._decode = decode
-        self._orphan_limit = orphan_limit if orphans == "park" else None
         self._limits = limits or Limits()
         self._sockets = sockets or SocketOptions(keep_alive=self._limits.probe_interval)
         self._max_updates = max_updates
@@ -106,7 +98,6 @@ class Subscriber(Generic[B]):
         self._clock = clock
         self._wall = time.time() - time.monotonic()
         self._links: dict[str, Link[B]] = {}
-        self._orphans: dict[Link[B], OrphanFilter] = {}
         self._changes: deque[tuple[bool, Link[B]]] = deque()  # (whether it comes, link), from any thread
         self._updates: list[Update] = []
         self._ready: dict[Link[B], None] = {}
@@ -219,8 +210,6 @@ class Subscriber(Generic[B]):
         """Raise `IntegrityError` where a source's facts contradict each other."""
         for link in list(self._links.values()):
             link.follower.check()
-        for each in self._orphans.values():
-            each.check()
 
     def _turn(self) -> None:
         """Do what is to be done, a bounded part of it for every source."""
@@ -250,15 +239,12 @@ class Subscriber(Generic[B]):
         link.unwatch = self._unwatch
         for sock in link.sockets:
             link.watch(sock)
-        if self._orphan_limit is not None:
-            self._orphans[link] = OrphanFilter(self._orphan_limit)
         self._ready[link] = None
 
     def _let_go(self, link: Link[B]) -> None:
         link.close()
         link.scheduled = -1.0
         self._ready.pop(link, None)
-        self._orphans.pop(link, None)
         self._updates.append(Reset(link.source.name))
 
     def _ring(self, now: float) -> None:
@@ -275,29 +261,11 @@ class Subscriber(Generic[B]):
 
     def _collect(self, link: Link[B]) -> None:
         """Take over a follower's updates, and see to it that it is ticked when it wants to be."""
-        updates = link.follower.take_updates()
-        if updates and link in self._orphans:
-            updates = self._in_order(link, updates)
-        self._updates += updates
+        self._updates += link.follower.take_updates()
         deadline = link.follower.deadline
         if deadline < link.scheduled:
             link.scheduled = deadline
             heapq.heappush(self._alarms, (deadline, next(self._ticket), link))
-
-    def _in_order(self, link: Link[B], updates: list[Update]) -> list[Update]:
-        """Hold back stores whose parent is not there yet, and add those whose parent has come."""
-        orphans = self._orphans[link]
-        result: list[Update] = []
-        for update in updates:
-            if isinstance(update, Received):
-                batch = cast("DecodedBatch", update.batch)
-                update = update._replace(batch=msgspec.structs.replace(batch, events=orphans.admit(batch.events)))
-            elif isinstance(update, Reset):
-                orphans.clear()
-            result.append(update)
-        counters = link.follower.counters
-        counters.orphans, counters.orphans_dropped = orphans.parked, orphans.waiting.dropped
-        return result
 
     def _wait(self, timeout: float | None) -> None:
         for key, _ in self._selector.select(timeout):

@@ -98,8 +98,6 @@ class Counters:
     skipped_events: int = 0
     bad_frames: int = 0
     held_overflows: int = 0
-    orphans: int = 0
-    orphans_dropped: int = 0
 
     def as_dict(self) -> dict[str, int]:
         """Return the counters by name."""

@@ -125,7 +125,6 @@ class Service:
         self._groups: dict[GroupKey, Group] = {}
         self._sources: dict[str, Registration] = {}
         probe = self._new_group(1, budget=1 << 20).index
-        probe.warm_up()
         self._subscriber: Subscriber[Any] = Subscriber(decode=probe.decoder(), limits=self.settings.limits)
         self._thread = threading.Thread(target=self._follow, name="kvtier-index", daemon=True)
         self._thread.start()
@@ -168,7 +167,7 @@ class Service:
             keys=wanted.keys,
             block_size=block_size,
             budget=wanted.budget if budget is None else budget,
-            form=wanted.form,
+            form=wanted.form or "auto",
             seed=wanted.seed,
             counting=wanted.counting,
         )
