@@ -1,16 +1,20 @@
-"""From plain Python to compiled loops while questions are answered: nothing is lost, and nobody waits longer than for a slice.
+"""From plain Python to compiled loops while questions are answered: nothing is lost, and nobody waits for long.
 
-numba takes a minute to compile everything on a new machine. An index of form `auto` therefore starts as a plain one. A thread
-compiles, then copies: from the start of the copying every change is made in both forms, so that a block which is copied late
-is as good as one copied early; when all is copied the compiled form takes over. Where it cannot take all (a very small budget)
-the index stays plain.
+numba takes a minute or two to compile everything on a new machine. An index of form `auto` therefore starts as a
+plain one. A child process compiles, since the compiler would keep the interpreter to itself for long stretches, and
+leaves its work on disk; a thread loads that (or compiles, where nothing was left) and then copies. From the start of
+the copying every change is made in both forms, so a block that is copied late is as good as one copied early; when
+all is copied the compiled form takes over. Where it cannot take all (a very small budget) the index stays plain.
 
 The lock of the index is held for a slice of about a thousand blocks at a time.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -22,6 +26,7 @@ import numpy.typing as npt
 
 from kvtier.events.wire import Batch, decode_batch
 from kvtier.index.base import Columns, Hashes, Lane, Steps, Table, TableStats
+from kvtier.index.forms import Keys
 from kvtier.index.names import NamePart, Names, PlainNames
 from kvtier.index.plain import PlainTable
 
@@ -38,6 +43,7 @@ logger = logging.getLogger(__name__)
 _PAUSE = 0.001
 """Seconds between two slices, so that others get the lock."""
 _compiling = threading.Lock()
+_compiled: set[Keys] = set()
 
 
 class Plain(NamedTuple):
@@ -69,11 +75,25 @@ def _run(wanted: weakref.ref[PrefixIndex]) -> None:
             index = wanted()
             if index is None:
                 return
+            _compile_aside(index.keys)
             index.warm_up()
         for _ in index.go_over():
             time.sleep(_PAUSE)
     except Exception:  # the top of the thread: a machine that cannot compile can still answer
         logger.exception("the index could not be compiled and stays in plain Python")
+
+
+def _compile_aside(keys: Keys) -> None:
+    """Let a child process compile, once for each kind of keys. Whatever goes wrong with it shows when the index is warmed up."""
+    if keys in _compiled or not sys.executable:
+        return
+    _compiled.add(keys)
+    code = f"from kvtier.index import PrefixIndex; PrefixIndex(keys={keys!r}, form='numba', budget=1 << 20).warm_up()"
+    nothing = subprocess.DEVNULL
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=nothing, stdout=nothing, stderr=nothing)
+    atexit.register(child.kill)
+    child.wait()
+    atexit.unregister(child.kill)
 
 
 class Decoder:

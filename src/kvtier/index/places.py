@@ -87,7 +87,7 @@ class Groups:
     @property
     def first_counts(self) -> bool | None:
         """Whether the first group counts; `None` where nothing is known of any."""
-        return 0 in self.counted if self.counted or 0 in self._others else None
+        return 0 in self.counted or (False if self.counted or 0 in self._others else None)
 
     def admit(self, event: BlockStored) -> bool:
         """Tell whether an event's group counts, and learn from the event what the group is."""

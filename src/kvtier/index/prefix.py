@@ -254,10 +254,10 @@ class PrefixIndex:
             known = self._workers.get(worker) or self._add(worker, self.counting)
             if isinstance(batch, DecodedBatch):
                 self._apply_events(known, batch.events)
-            elif not self._is_plain(known, batch):
+            elif not self._is_plain(known, batch, steps := batch.steps):
                 self._apply_events(known, batch.events())
             elif known.translator is None:
-                self._run(known, batch.steps, batch.hashes)
+                self._run(known, steps, batch.hashes)
             else:
                 self._apply_scanned(known, known.translator, batch)
             if known.translator is not None and self._book is not None:
@@ -276,9 +276,8 @@ class PrefixIndex:
                 for batch in parts if is_decoded else parts[0].join(parts):
                     self.apply(worker, batch)
 
-    def _is_plain(self, worker: KnownWorker, batch: Any) -> bool:
+    def _is_plain(self, worker: KnownWorker, batch: Any, steps: Steps) -> bool:
         """Tell whether scanned events, which are of the first group, can be applied without a look at each of them."""
-        steps = batch.steps
         if worker.groups.first_counts is None and (steps[:, 0] == Op.STORED).any():
             worker.groups.counted.add(0)
             self._table.require(worker.slot, self._lanes.needed((0,)))
@@ -288,7 +287,7 @@ class PrefixIndex:
             return self.form == "numba"
         if worker.is_marred and (steps[:, 0] == Op.CLEARED).any():
             return False
-        return self.block_size is not None and bool(batch.has_size(self.block_size))
+        return self.block_size is not None and bool(batch.have_size(steps, self.block_size))
 
     def _apply_events(self, worker: KnownWorker, events: Iterable[Event]) -> None:
         """Apply events one by one."""

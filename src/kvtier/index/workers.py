@@ -44,8 +44,11 @@ class KnownWorker:
     @property
     def is_marred(self) -> bool:
         """Whether anything is amiss, what the table dropped not counted."""
-        copies = 0 if self.duplicates is None else self.duplicates.dropped
-        return bool(self.refused or self.orphans_dropped or copies or self.groups.unclear)
+        if self.of_other_size or self.no_lane or self.groups.unclear:
+            return True
+        if self.duplicates is not None and self.duplicates.dropped:
+            return True
+        return self.translator is not None and bool(self.translator.misfits or self.translator.waiting.dropped)
 
     def bytes(self) -> int:
         """Return what is taken of the allowance."""

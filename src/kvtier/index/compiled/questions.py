@@ -8,7 +8,7 @@ import numpy as np
 
 from kvtier.index.compiled.changes import WIDTH
 from kvtier.index.compiled.jit import jit, lowest_bit
-from kvtier.index.compiled.slots import find, mixed_of, segment_of
+from kvtier.index.compiled.slots import DEPTH, SECRET, find, mix, mixed_of, segment_at, segment_of
 
 __all__ = ["find_all", "holds", "holds_one", "match"]
 
@@ -35,8 +35,11 @@ def _holders_of(meta: Any, directory: Any, slots: Any, alias: Any, key: Any) -> 
 @jit
 def _look_up(meta: Any, directory: Any, slots: Any, alias: Any, hashes: Any, found: Any) -> Any:
     """Put each block's holder set into `found`, up to the first block that nobody holds; return how many there are."""
+    secret, depth = meta[SECRET], meta[DEPTH]  # read once: nobody may think that a write to `found` changes them
     for i in range(hashes.size):
-        found[i] = _holders_of(meta, directory, slots, alias, hashes[i])
+        mixed = mix(hashes[i], secret)
+        place = find(slots, WIDTH, segment_at(directory, depth, mixed), mixed, hashes[i], _NO_TAG)
+        found[i] = alias[slots[place + 2]] if place >= 0 else 0
         if found[i] == 0:
             return i
     return hashes.size
@@ -45,13 +48,6 @@ def _look_up(meta: Any, directory: Any, slots: Any, alias: Any, hashes: Any, fou
 @jit
 def _on_tiers(rows: Any, lanes: Any, needed: Any, words: Any, holders: Any, word: Any) -> Any:
     """Return which of 64 workers hold a block on each tier: those that hold it there in every group that they need."""
-    wants = needed[0, word]
-    if lanes.shape[0] == 3:  # one lane for each tier, and one group
-        return (
-            rows[holders, word] & wants,
-            rows[holders, words + word] & wants,
-            rows[holders, 2 * words + word] & wants,
-        )
     gpu = cpu = storage = ~_ZERO
     anything = _ZERO
     for group in range(needed.shape[0]):
@@ -80,12 +76,17 @@ def _race(
     everywhere = cpus = storages = walk_gpu = ~_ZERO
     walk_cpu = walk_storage = _ZERO
     last = np.uint32(0)
+    one_group, wants = lanes.shape[0] == 3, needed[0, word]
     for depth in range(count + 1):
         holders = found[depth] if depth < count else np.uint32(0)
         if holders == last and depth < count:
             continue
         last = holders
-        gpu, cpu, storage = _on_tiers(rows, lanes, needed, words, holders, word)
+        if one_group:  # and one lane for each tier, as nearly always
+            gpu, cpu, storage = rows[holders, word], rows[holders, words + word], rows[holders, 2 * words + word]
+            gpu, cpu, storage = gpu & wants, cpu & wants, storage & wants
+        else:
+            gpu, cpu, storage = _on_tiers(rows, lanes, needed, words, holders, word)
         held = gpu | cpu | storage
         if depth == 0:  # who does not hold the first block keeps the zeros that are there
             everywhere, cpus, storages = held, cpu, storage

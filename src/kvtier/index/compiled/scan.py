@@ -301,9 +301,10 @@ class Scanned:
         """The tokens of these events and of others."""
         return self._buffers.tokens
 
-    def has_size(self, block_size: int) -> bool:
+    @staticmethod
+    def have_size(steps: Steps, block_size: int) -> bool:
         """Tell whether all stores are of blocks of that size, or do not say."""
-        return bool(_all_of_size(self.steps, block_size))
+        return bool(_all_of_size(steps, block_size))
 
     def events(self) -> Iterator[Event]:
         """Yield the events as objects."""

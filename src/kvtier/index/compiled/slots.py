@@ -24,9 +24,10 @@ import numpy.typing as npt
 from kvtier.index.compiled.jit import jit, prefetch
 
 __all__ = [
-    "AGAIN", "CLOSED", "DEAD", "DEPTH", "DROPPED", "FILL", "FREE", "HAND", "HARD_LIMIT", "LIMIT", "MAX_SEGMENTS", "SEGMENTS",
-    "SLOTS", "UNKNOWN", "USED", "Slots", "erase", "expect", "fill", "find", "mix", "mixed_of", "put_word", "rehash", "segment_of",
-    "split", "word_at", "words_of",
+    "AGAIN", "CLOSED", "DEAD", "DEPTH", "DROPPED", "FILL", "FREE", "HAND", "HARD_LIMIT", "LIMIT",
+    "MAX_SEGMENTS", "SECRET", "SEGMENTS", "SLOTS", "UNKNOWN", "USED", "Slots", "erase", "expect", "fill",
+    "find", "mix", "mixed_of", "put_word", "rehash", "segment_at", "segment_of", "split", "word_at",
+    "words_of",
 ]  # fmt: skip
 
 SLOTS = 1024
@@ -62,8 +63,13 @@ def mixed_of(meta: Any, key: Any, tag: Any) -> Any:
 
 
 @jit
+def segment_at(directory: Any, depth: Any, mixed: Any) -> Any:
+    return np.int64(directory[mixed >> np.uint64(64 - depth)])
+
+
+@jit
 def segment_of(meta: Any, directory: Any, mixed: Any) -> Any:
-    return np.int64(directory[mixed >> np.uint64(64 - meta[DEPTH])])
+    return segment_at(directory, meta[DEPTH], mixed)
 
 
 @jit
