@@ -125,6 +125,8 @@ class Service:
         self._groups: dict[GroupKey, Group] = {}
         self._sources: dict[str, Registration] = {}
         probe = self._new_group(1, budget=1 << 20).index
+        if self.settings.form is not None:  # without a wish, indexes answer at once and are compiled meanwhile
+            probe.warm_up()
         self._subscriber: Subscriber[Any] = Subscriber(decode=probe.decoder(), limits=self.settings.limits)
         self._thread = threading.Thread(target=self._follow, name="kvtier-index", daemon=True)
         self._thread.start()
