@@ -229,32 +229,32 @@ def test_workers_come_and_go_without_end(form: str) -> None:
 
 
 def test_the_budget_is_never_exceeded(form: str) -> None:
-    index = PrefixIndex(form=form, budget=300 * KiB)
+    index = PrefixIndex(form=form, budget=310 * KiB)
     rng = random.Random(1)
     held: set[int] = set()
     for _ in range(400):
         part = [rng.getrandbits(64) for _ in range(100)]
         index.apply("a", batch(stored(part)))
         held |= set(part)
-        assert index.stats().bytes <= 300 * KiB
+        assert index.stats().bytes <= 310 * KiB
     stats = index.stats()
     assert stats.dropped == len(held) - stats.blocks > 0
-    assert stats.blocks > 300 * KiB // 150
+    assert stats.blocks > 310 * KiB // 150
     assert index.worker_stats("a").dropped == stats.dropped
-    assert index.incomplete() == {"a"}
+    assert index.incomplete() == {"a": f"{stats.dropped} blocks found no room: raise the index's budget"}
     index.check()
     assert {key for _, key, _ in index.entries()} <= held
     index.clear("a")
     index.apply("b", batch(stored([1, 2, 3])))
     assert index.match([1, 2, 3]).any.tolist() == [0, 3]
     assert index.worker_stats("a").dropped == 0
-    assert index.incomplete() == set()
+    assert index.incomplete() == {}
     index.check()
 
 
 def test_a_full_index_never_claims_what_was_removed(form: str) -> None:
     """With ever new combinations of holders the budget goes to holder sets, and those too may run out."""
-    rng, index, model = random.Random(2), PrefixIndex(form=form, budget=260 * KiB), Model("set")
+    rng, index, model = random.Random(2), PrefixIndex(form=form, budget=268 * KiB), Model("set")
     keys = [rng.getrandbits(64) for _ in range(3000)]
     for _ in range(600):
         worker, some = f"w{rng.randrange(60)}", rng.sample(keys, 40)
@@ -262,7 +262,7 @@ def test_a_full_index_never_claims_what_was_removed(form: str) -> None:
         index.apply(worker, batch(*events))
         model.apply(worker, events)
     assert index.stats().dropped > 0
-    assert index.stats().bytes <= 260 * KiB
+    assert index.stats().bytes <= 268 * KiB
     index.check()
     for name in model.workers:
         truth = {(each, tier_of(place[0])) for (place, each), count in model.workers[name].items() if count}
@@ -294,11 +294,12 @@ def test_groups_without_full_attention_are_left_out(form: str) -> None:
     assert index.stats().ignored == 3
 
 
-def test_places_beyond_the_last_lane_are_ignored(form: str) -> None:
+def test_places_beyond_the_last_lane_are_refused_and_told(form: str) -> None:
     index = PrefixIndex(form=form, budget=MiB)
     index.apply("a", batch(*(stored([n], "OBJ", ownership=f"tier{n}") for n in range(100))))
     assert index.stats().blocks == 13
-    assert index.stats().ignored == 87
+    assert index.stats().refused == 87
+    assert "87 blocks are in places beyond the 16" in index.incomplete()["a"]
     index.check()
 
 
@@ -333,7 +334,7 @@ def test_wrong_settings_say_what_was_expected(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(InputError, match="at least 1 token"):
         PrefixIndex(block_size=0)
     monkeypatch.setenv("KVTIER_INDEX", "rust")
-    with pytest.raises(InputError, match="numba, python"):
+    with pytest.raises(InputError, match="numba, python, auto"):
         PrefixIndex()
     monkeypatch.setenv("KVTIER_INDEX", "python")
     assert PrefixIndex().form == "python"

@@ -54,7 +54,7 @@ batches_st = st.builds(
 
 def told(read: Any) -> tuple[Any, ...]:
     """Return all that a batch says, in the same form for both kinds."""
-    events = [read.event(step) for step in range(len(read.steps))] if isinstance(read, ScannedBatch) else read.events
+    events = list(read.events()) if isinstance(read, ScannedBatch) else read.events
     said = [
         ("cleared",)
         if isinstance(each, AllBlocksCleared)
@@ -83,8 +83,7 @@ def test_scanning_is_decoding(payload: bytes, tokens: bool) -> None:
 def test_scanned_tokens_and_parents_are_those_sent(payload: bytes) -> None:
     scanned = SCANNERS[True](payload)
     if isinstance(scanned, ScannedBatch):
-        for step, event in enumerate(decode_batch(payload).events):
-            found = scanned.event(step)
+        for event, found in zip(decode_batch(payload).events, scanned.events(), strict=True):
             if isinstance(event, BlockStored) and isinstance(found, BlockStored):
                 parent = None if event.parent_block_hash is None else to_u64(event.parent_block_hash)
                 assert (found.parent_block_hash, found.token_ids) == (parent, event.token_ids)
@@ -165,7 +164,7 @@ def test_big_batches_make_the_arrays_grow() -> None:
         read = Scanner(tokens)(frame_batch(1.0, [ENCODERS[0].event(each) for each in events], 0))
         assert isinstance(read, ScannedBatch)
         assert read.hashes[:20_000].tolist() == hashes
-        assert read.event(0).token_ids == ([7] * 200_000 if tokens else [])
+        assert next(read.events()).token_ids == ([7] * 200_000 if tokens else [])
 
 
 def stores(number: int, tokens: int = 4) -> list[bytes]:
@@ -187,7 +186,7 @@ def test_neighbours_are_joined_and_say_the_same(tokens: bool) -> None:
     joined = list(batches[0].join(batches))  # type: ignore[union-attr, arg-type]
     assert 1 < len(joined) < 10
     for parts in (batches, joined):
-        events = [part.event(step) for part in parts for step in range(len(part.steps))]  # type: ignore[union-attr]
+        events = [event for part in parts for event in part.events()]  # type: ignore[union-attr]
         assert [each.token_ids for each in events] == [each.token_ids for each in expected]  # type: ignore[union-attr]
         assert [each.block_hashes for each in events] == [[to_u64(b) for b in each.block_hashes] for each in expected]  # type: ignore[union-attr]
 

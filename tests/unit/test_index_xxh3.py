@@ -17,7 +17,7 @@ from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored
 from kvtier.events.wire import EventEncoder, frame_batch
 from kvtier.index import PrefixIndex
 from kvtier.index.forms import FORMS
-from kvtier.index.xxh3 import chain_keys, image_hashes, local_hashes, salt_of, seed_of, token_array
+from kvtier.index.xxh3 import chain_keys, extra_hashes, local_hashes, lora_of, salt_of, seed_of, token_array
 
 MiB = 1 << 20
 IMAGE = "0123456789abcdef" * 4
@@ -56,15 +56,17 @@ def test_adapter_and_salt_change_the_seed() -> None:
 
 
 def test_images_and_salts_among_extra_keys() -> None:
-    assert image_hashes([None, [IMAGE, (IMAGE[::-1], 3), "lora", b"x", 5]]) == [
-        [],
-        [0x0123456789ABCDEF, 0xFEDCBA9876543210],
-    ]
+    assert extra_hashes([IMAGE, (IMAGE[::-1], 3)], None) == [0x0123456789ABCDEF, 0xFEDCBA9876543210]
+    assert extra_hashes(["lora", "tenant"], "lora", "tenant") == extra_hashes(None, None) == []
+    assert extra_hashes(["dynamo-cache-salt:tenant"], None, "tenant") == []
+    others = ["cat.png", ("cat.png", 0), ("cat.png", 1), ["dog.png", 0], b"cat.png", 5, "lora", 5.0, None]
+    assert len({*extra_hashes(others, None)}) == len(others)
+    assert [lora_of("x", 3), lora_of(None, 3), lora_of(None, 0), lora_of(None, None)] == ["x", "lora_id=3", None, None]
     assert salt_of([["lora", "tenant"]], "lora") == "tenant"
     assert salt_of([["dynamo-cache-salt:tenant"]], None) == "tenant"
     assert salt_of([["lora", IMAGE]], "lora") is None
     assert salt_of([None, ["tenant"]], None) is None
-    plain, image = local_hashes(tokens_of(1, 2), 2), local_hashes(tokens_of(1, 2), 2, images=[[5, 4]])
+    plain, image = local_hashes(tokens_of(1, 2), 2), local_hashes(tokens_of(1, 2), 2, extra=[[5, 4]])
     assert plain.tolist() != image.tolist()
     assert image.tolist() == [xxhash.xxh3_64_intdigest(struct.pack("<IIQQ", 1, 2, 4, 5), 1337)]
 
@@ -146,7 +148,7 @@ def test_orphans_wait_for_their_parent(form: str) -> None:
 
 
 def test_a_long_chain_of_orphans(form: str) -> None:
-    feed = Feed(form)
+    feed = Feed(form, budget=8 * MiB)
     for block in range(600, 0, -1):
         feed.send("a", stored([block], block - 1 or None, [block] * 4))
     assert feed.reach([token for block in range(1, 601) for token in [block] * 4]) == {"a": [600, 600, 600]}
@@ -167,7 +169,9 @@ def test_blocks_of_another_size_are_refused(form: str) -> None:
         "a", stored([1], None, T[:8], block_size=8), stored([2, 3], None, T[:4]), stored([4], None, [1 << 32] * 4)
     )
     assert feed.index.stats().blocks == 0
-    assert feed.index.stats().ignored == 4
+    assert feed.index.stats().refused == 4
+    assert "events have blocks of 8 tokens, the index has 4: register with block_size 8" in feed.index.incomplete()["a"]
+    assert "3 blocks came with tokens" in feed.index.incomplete()["a"]
 
 
 def test_adapters_salts_and_images_are_kept_apart(form: str) -> None:
@@ -220,12 +224,12 @@ def test_names_of_what_is_gone_are_forgotten(form: str) -> None:
 
 
 def test_the_budget_holds_for_names_too(form: str) -> None:
-    feed, rng = Feed(form, budget=700 << 10), random.Random(1)
+    feed, rng = Feed(form, budget=800 << 10), random.Random(1)
     for _ in range(300):
         hashes = [rng.getrandbits(64) for _ in range(64)]
         event = stored(hashes, None, [rng.getrandbits(32) for _ in range(256)])
         feed.index.apply("a", feed._decode(frame_batch(1.0, [feed._encoder.event(event)], 0)))
-        assert feed.index.stats().bytes <= 700 << 10
+        assert feed.index.stats().bytes <= 800 << 10
     assert feed.index.worker_stats("a").dropped > 0
     feed.index.check()
 

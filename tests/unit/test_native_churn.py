@@ -325,6 +325,8 @@ def churn_table(churn: Churn, budget: int, workers: int, operations: int) -> Non
     from kvtier.index.compiled.table import CompiledTable
 
     table = CompiledTable(budget)
+    for worker in range(workers):
+        table.require(worker, 1)
     model: dict[tuple[int, int, int], None] = {}
     most = max(1, len(churn.keys) * workers)
     while churn.operations < operations:
@@ -349,7 +351,10 @@ def churn_table(churn: Churn, budget: int, workers: int, operations: int) -> Non
             model = {entry: None for entry in model if entry[1] != worker}
         assert table.holdings() == len(model)
     table.check()
-    assert set(table.entries()) == set(model)
+    for hashes in table.hashes():
+        for key, held in zip(hashes.tolist(), table.usable(hashes), strict=True):
+            tiers = {each: sum(1 << lane for lane in range(3) if (key, each, lane) in model) for each in range(workers)}
+            assert held == {each: bits for each, bits in tiers.items() if bits}
 
 
 def churn_names(churn: Churn, budget: int, operations: int) -> None:
@@ -386,9 +391,11 @@ def churn_names(churn: Churn, budget: int, operations: int) -> None:
             if (worker, key) in model:
                 assert names.get(worker, key) == model[worker, key]
     names.check()
-    for worker in range(3):
-        ours = {key: block for (name, key), block in model.items() if name == worker}
-        assert ours.items() <= names.items(worker).items()
+    parts = [
+        zip(part.workers.tolist(), part.hashes.tolist(), part.keys.tolist(), strict=True) for part in names.parts()
+    ]
+    told = {(worker, key): block for part in parts for worker, key, block in part}
+    assert model.items() <= told.items()
 
 
 def index_tables(random: Random) -> int:

@@ -8,7 +8,6 @@ from kvtier.events.curve import CurveClient, CurveServer, make_keys
 from kvtier.events.follow.follower import Follower
 from kvtier.events.follow.link import SocketOptions, Source
 from kvtier.events.follow.requests import RequestKind, StreamRequest
-from kvtier.events.orphans import OrphanFilter, Orphans
 from kvtier.events.publisher import (
     EventPublisher,
     EventPublisherFactory,
@@ -83,8 +82,6 @@ __all__ = [
     "Mark",
     "NullEventPublisher",
     "OffloadingEventsTracker",
-    "OrphanFilter",
-    "Orphans",
     "Place",
     "PublisherStats",
     "Received",

@@ -1,7 +1,8 @@
 """What an index is made of: tiers, steps, matches, and the contract that both table forms fulfil.
 
 A table maps a block's hash (64 bits) to its *holders*: which workers hold it in which lane. A lane is a place in which a
-worker can hold blocks (GPU, CPU, STORAGE, and rarer ones made on demand); every lane belongs to one of three tiers.
+worker can hold blocks (GPU, CPU, STORAGE, and rarer ones made on demand); every lane belongs to one of three tiers and
+to one KV cache group. A worker holds a block *on a tier* if each group that it needs holds the block there.
 Blocks with equal holders share one *holder set*, so a block costs its hash and a number, and clearing a worker touches
 the sets, not the blocks.
 
@@ -10,7 +11,7 @@ A table is used by one thread at a time; `kvtier.index.prefix.PrefixIndex` sees 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
@@ -24,6 +25,7 @@ __all__ = [
     "TIERS",
     "Columns",
     "Hashes",
+    "Lane",
     "Match",
     "Op",
     "Steps",
@@ -31,6 +33,7 @@ __all__ = [
     "TableStats",
     "Tier",
     "columns_of",
+    "usable_tiers",
 ]
 
 Hashes = npt.NDArray[np.uint64]
@@ -43,6 +46,7 @@ TIERS = 3
 LANES = 3
 """Lanes that every table has from the start: one for each tier, with the tier's number."""
 MAX_LANES = 16
+"""How many lanes a table can have, and how many groups."""
 MAX_WORKERS = 4096
 
 
@@ -60,6 +64,13 @@ class Op(IntEnum):
     STORED = 1
     REMOVED = 2
     CLEARED = 3
+
+
+class Lane(NamedTuple):
+    """A place in which workers hold blocks: its tier, and the number of its group (the first group's is 0)."""
+
+    tier: Tier
+    group: int
 
 
 class Match(NamedTuple):
@@ -96,8 +107,11 @@ class Table(Protocol):
     def grow(self, workers: int) -> bool:
         """Make room for that many workers; `False` where the budget does not allow it."""
 
-    def add_lane(self, tier: Tier) -> int | None:
-        """Add a lane to a tier and return it, `None` when there can be no more."""
+    def add_lane(self, lane: Lane) -> int | None:
+        """Add a lane and return its number, `None` when there can be no more."""
+
+    def require(self, worker: int, groups: int) -> None:
+        """Say in which groups (a bit for each) a worker must hold a block, so that it counts as held."""
 
     def apply(self, worker: int, steps: Steps, hashes: Hashes, unique: bool = False) -> tuple[int, int] | None:
         """Apply events in their order. What finds no room is dropped and counted.
@@ -127,11 +141,14 @@ class Table(Protocol):
     def held(self, worker: int) -> list[int]:
         """Return how many blocks the worker holds in each lane."""
 
-    def dropped(self) -> list[int]:
-        """Return, per worker, how many of its blocks were refused since it was last cleared."""
+    def dropped(self, worker: int) -> int:
+        """Return how many of a worker's blocks were refused since it was last cleared."""
 
-    def entries(self) -> Iterator[tuple[int, int, int]]:
-        """Return `(hash, worker, lane)` of all that is held now; later changes do not show."""
+    def hashes(self) -> Iterator[Hashes]:
+        """Yield the blocks' hashes, some at a time. The table may change meanwhile: a block that stays comes once."""
+
+    def usable(self, hashes: Hashes) -> list[Mapping[int, int]]:
+        """Return for each block the workers that hold it, and on which tiers (a bit for each)."""
 
     def stats(self) -> TableStats: ...
 
@@ -142,3 +159,11 @@ class Table(Protocol):
 def columns_of(workers: tuple[str | None, ...], columns: Columns) -> Match:
     """Name the columns of a match."""
     return Match(workers, columns[..., 0], columns[..., 1:4], columns[..., 4:7])
+
+
+def usable_tiers(held: int, needed: int, lanes: Sequence[Lane]) -> int:
+    """Return on which tiers (a bit for each) a block in the lanes `held` is there for all groups `needed`."""
+    groups = [0] * TIERS
+    for number, (tier, group) in enumerate(lanes):
+        groups[tier] |= (held >> number & 1) << group
+    return sum(1 << tier for tier in range(TIERS) if needed and groups[tier] & needed == needed)

@@ -1,4 +1,8 @@
-"""The two forms of an index, compiled and plain, and which one is used."""
+"""The two forms of an index, compiled and plain, which one is used, and when the compiled loops are ready.
+
+`auto` is plain until numba has compiled everything in the background, and then compiled: see `kvtier.index.moving`.
+Any thread may call these.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,10 @@ from kvtier.index.base import Table
 from kvtier.index.names import Names, PlainNames
 from kvtier.index.plain import PlainTable
 
-__all__ = ["FORMS", "Keys", "choose_form", "make_form"]
+__all__ = ["AUTO", "FORMS", "Keys", "allowance_of", "choose_form", "make_form"]
 
 FORMS = ("numba", "python")
+AUTO = "auto"
 Keys = Literal["engine", "xxh3"]
 _MIN_TABLE = 256 << 10  # bytes that a compiled table cannot do without
 
@@ -21,24 +26,33 @@ _MIN_TABLE = 256 << 10  # bytes that a compiled table cannot do without
 def choose_form(form: str | None) -> str:
     """Return the form that is wanted: the parameter's, else that of `KVTIER_INDEX`, else the fastest there is."""
     form = form or os.environ.get("KVTIER_INDEX") or ("numba" if find_spec("numba") else "python")
-    if form not in FORMS:
-        raise InputError(f"index form: expected one of {', '.join(FORMS)}, got {form!r}")
+    if form not in (*FORMS, AUTO):
+        raise InputError(f"index form: expected one of {', '.join((*FORMS, AUTO))}, got {form!r}")
     if form == "numba" and not find_spec("numba"):
         raise InputError("index form: numba is wanted but not installed: pip install numba")
-    return form
+    return "python" if form == AUTO and not find_spec("numba") else form
+
+
+def allowance_of(keys: Keys, budget: int) -> int:
+    """Return how many bytes of a budget are for what is beside the table and the names.
+
+    Blocks that wait for their parent are large. Duplicates, which an index with the engine's keys remembers too, are few.
+    """
+    return budget // (8 if keys == "xxh3" else 64)
 
 
 def make_form(form: str, keys: Keys, budget: int) -> tuple[Table, Names | None]:
     """Make a table, and names if its keys need them. A name takes half as much again as a block."""
-    table_budget = budget if keys == "engine" else budget * 2 // 5
+    left = budget - allowance_of(keys, budget)
+    table_budget = left if keys == "engine" else left * 2 // 5
     if form == "numba" and table_budget < _MIN_TABLE:
-        least = _MIN_TABLE if keys == "engine" else _MIN_TABLE * 5 // 2
+        least = _MIN_TABLE * budget // table_budget + 1 if table_budget else _MIN_TABLE * 3
         raise InputError(f"budget: expected at least {least} bytes for a compiled index with {keys} keys, got {budget}")
     if form == "python":
         plain = PlainTable(table_budget)
-        return plain, PlainNames(plain, budget - table_budget) if keys == "xxh3" else None
+        return plain, PlainNames(plain, left - table_budget) if keys == "xxh3" else None
     from kvtier.index.compiled.names import CompiledNames
     from kvtier.index.compiled.table import CompiledTable
 
     table = CompiledTable(table_budget)
-    return table, CompiledNames(table, budget - table_budget) if keys == "xxh3" else None
+    return table, CompiledNames(table, left - table_budget) if keys == "xxh3" else None

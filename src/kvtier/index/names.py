@@ -7,18 +7,31 @@ bounded; what does not fit is refused. Not for several threads at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
+from kvtier.errors import IntegrityError
 from kvtier.index.base import Hashes, Table
 
-__all__ = ["SLACK", "Names", "PlainNames"]
+__all__ = ["SLACK", "NamePart", "Names", "PlainNames"]
 
 _NAME_BYTES = 192  # two ints and their place in a dict that has just doubled
 SLACK = 4096
 """How many names of blocks that are gone never matter."""
+
+
+_PART = 1024  # names told at a time
+
+
+class NamePart(NamedTuple):
+    """Some names: whose they are, what the engine calls the block, and its key."""
+
+    workers: npt.NDArray[np.uint32]
+    hashes: Hashes
+    keys: Hashes
 
 
 class Names(Protocol):
@@ -39,11 +52,14 @@ class Names(Protocol):
     def sweep(self) -> None:
         """Forget all names of blocks that are gone."""
 
-    def items(self, worker: int) -> dict[int, int]:
-        """Return a worker's names: engine hash to key."""
+    def parts(self) -> Iterator[NamePart]:
+        """Yield all names, some at a time. The book may change meanwhile: a name that stays comes once."""
 
     def bytes(self) -> int:
         """Return how many bytes the names take."""
+
+    def check(self) -> None:
+        """Raise `IntegrityError` where the book contradicts itself."""
 
 
 class PlainNames:
@@ -84,12 +100,23 @@ class PlainNames:
     def sweep(self) -> None:
         for worker, names in self._names.items():
             held = self._table.holds(worker, np.fromiter(names.values(), np.uint64, len(names)))
-            for engine_hash in [each for each, is_held in zip(names, held.tolist(), strict=True) if not is_held]:
-                del names[engine_hash]
+            for name in [name for name, is_held in zip(names, held.tolist(), strict=True) if not is_held]:
+                del names[name]
         self._count = sum(map(len, self._names.values()))
 
-    def items(self, worker: int) -> dict[int, int]:
-        return dict(self._names.get(worker, {}))
+    def parts(self) -> Iterator[NamePart]:
+        for worker in list(self._names):
+            hashes = list(self._names.get(worker, ()))
+            for start in range(0, len(hashes), _PART):
+                names = self._names.get(worker, {})
+                now = [(name, names[name]) for name in hashes[start : start + _PART] if name in names]
+                found = np.array(now, np.uint64).reshape(-1, 2)
+                yield NamePart(np.full(len(now), worker, np.uint32), found[:, 0].copy(), found[:, 1].copy())
 
     def bytes(self) -> int:
         return self._count * _NAME_BYTES
+
+    def check(self) -> None:
+        """Raise `IntegrityError` where the count is not that of the names."""
+        if self._count != sum(map(len, self._names.values())):
+            raise IntegrityError("index names: the count is not that of the names")

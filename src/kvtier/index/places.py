@@ -1,23 +1,33 @@
-"""Where a worker can hold blocks, and which tier that is.
+"""Where a worker can hold blocks, which tier that is, and which of its groups count.
 
 An event names a medium, and perhaps a group, an owner and a locality. Each combination is a lane of its own, so that a
-removal from one never takes a block from another. Only groups of full attention count: of a group with a sliding window a
-prefix match says nothing. Media that nobody has heard of count as storage.
+removal from one never takes a block from another. Media that nobody has heard of count as storage.
+
+Only groups of full attention count, and where a worker has several, a block counts on a tier if all of them hold it
+there. Of a group with a sliding window or a recurrent state a prefix match says nothing: an engine that has such groups too
+may be able to use less of a prefix than is said here, as with every other indexer of these events. A group whose events do not
+say what it is counts if it is the first, or was heard of before.
+
+Not for several threads at once.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+
 from kvtier.events.types import MEDIUM_CPU, MEDIUM_GPU, MEDIUM_STORAGE, BlockStored
 from kvtier.events.wire import Place
-from kvtier.index.base import Tier
+from kvtier.index.base import MAX_LANES, Lane, Table, Tier
 
-__all__ = ["FULL_ATTENTION", "PLACES", "counts", "tier_of"]
+__all__ = ["FULL_ATTENTION", "PLACES", "Groups", "Lanes", "tier_of"]
 
 PLACES: tuple[Place, ...] = tuple((medium, 0, "", "") for medium in (MEDIUM_GPU, MEDIUM_CPU, MEDIUM_STORAGE))
 """The places that every index knows from the start, in the order of their lanes."""
 
 FULL_ATTENTION = ("full_attention", "mla_attention", "sink_full_attention")
 
+_MOST = 64  # groups that are remembered; no engine has so many
 _TIERS = {
     Tier.GPU: ("GPU", "DEVICE", "G1"),
     Tier.CPU: ("CPU", "CPU_PINNED", "CPU_TIER1", "HOST", "HOST_PINNED", "G2"),
@@ -30,7 +40,75 @@ def tier_of(medium: str) -> Tier:
     return _TIER_OF.get(medium.upper(), Tier.STORAGE)
 
 
-def counts(event: BlockStored) -> bool:
-    """Tell whether a prefix match over the event's group means that the prefix can be used."""
-    kind = event.kv_cache_spec_kind
-    return kind in FULL_ATTENTION if kind is not None else not event.group_idx
+class Lanes:
+    """The lanes of an index: one for each place in which any worker holds blocks."""
+
+    def __init__(self) -> None:
+        self.lanes = [Lane(tier_of(place[0]), 0) for place in PLACES]
+        self._by_place = {place: number for number, place in enumerate(PLACES)}
+        self._groups = {0: 0}
+
+    def get(self, place: Place) -> int | None:
+        """Return the lane of a place."""
+        return self._by_place.get(place)
+
+    def needed(self, groups: Iterable[int]) -> int:
+        """Return a bit for each of these groups. All bits, which nobody can fulfil, where a group cannot be numbered."""
+        numbers = [self._group(group) for group in groups]
+        return (1 << MAX_LANES) - 1 if None in numbers else sum(1 << number for number in numbers if number is not None)
+
+    def _group(self, group: int) -> int | None:
+        """Return the number of a group, `None` where there can be no more of them."""
+        if group not in self._groups and len(self._groups) < MAX_LANES:
+            self._groups[group] = len(self._groups)
+        return self._groups.get(group)
+
+    def make(self, place: Place, table: Table) -> int | None:
+        """Return the lane of a place, and add it to the table if it is new; `None` where there can be no more."""
+        number = self._by_place.get(place)
+        group = self._group(place[1])
+        if number is None and group is not None:
+            lane = Lane(tier_of(place[0]), group)
+            number = table.add_lane(lane)
+            if number is not None:
+                self._by_place[place] = number
+                self.lanes.append(lane)
+        return number
+
+
+class Groups:
+    """Which of a worker's groups count, by their `group_idx`."""
+
+    def __init__(self) -> None:
+        self.counted: set[int] = set()
+        self.unclear: Counter[int] = Counter()  # blocks that were left out: what their group is was not known
+        self._others: set[int] = set()  # groups of another kind than full attention
+
+    @property
+    def first_counts(self) -> bool | None:
+        """Whether the first group counts; `None` where nothing is known of any."""
+        return 0 in self.counted or (False if self.counted or 0 in self._others else None)
+
+    def admit(self, event: BlockStored) -> bool:
+        """Tell whether an event's group counts, and learn from the event what the group is."""
+        group, kind = event.group_idx or 0, event.kv_cache_spec_kind
+        if kind is None and group not in self._others and (group == 0 or group in self.counted):
+            kind = FULL_ATTENTION[0]
+        if kind in FULL_ATTENTION:
+            if len(self.counted) < _MOST:
+                self.counted.add(group)
+            return True
+        if kind is not None:
+            self.counted.discard(group)
+            self.unclear.pop(group, None)
+            if len(self._others) < _MOST:
+                self._others.add(group)
+        elif group not in self._others and (group in self.unclear or len(self.unclear) < _MOST):
+            self.unclear[group] += len(event.block_hashes)
+        return False
+
+    def clear(self) -> None:
+        """Forget all that was learnt."""
+        self.counted.clear()
+        self.unclear.clear()
+        self._others.clear()

@@ -8,20 +8,35 @@ refused and counted. Not for several threads at once: `PrefixIndex` sees to that
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import IntegrityError
-from kvtier.index.base import LANES, MAX_LANES, MAX_WORKERS, TIERS, Columns, Hashes, Op, Steps, TableStats, Tier
+from kvtier.index.base import (
+    LANES,
+    MAX_LANES,
+    MAX_WORKERS,
+    TIERS,
+    Columns,
+    Hashes,
+    Lane,
+    Op,
+    Steps,
+    TableStats,
+    Tier,
+    usable_tiers,
+)
 
 __all__ = ["PlainTable"]
 
 _BLOCK_BYTES = 128
 _SET_BYTES = 512  # a set's object, its mask, and its places in two dicts
 _LANE_BITS = (1 << MAX_LANES) - 1
+_SLICE = 1024
+"""How many blocks are told at a time."""
 
 
 class _Holders:
@@ -45,24 +60,34 @@ class PlainTable:
         self._sets: dict[int, _Holders] = {}  # by mask
         self._all: dict[_Holders, None] = {}  # also those that became equal to another, or empty, by a clear
         self._dead = 0  # entries of `_blocks` that nobody holds
-        self._tiers = list(range(LANES))
+        self._lanes = [Lane(Tier(number), 0) for number in range(LANES)]
+        self._needed: list[int] = []
         self._held: list[list[int]] = []
         self._drops: list[int] = []
         self._dropped = self._unknown = 0
+
+    @property
+    def workers(self) -> int:
+        """How many workers there is room for."""
+        return len(self._held)
 
     def grow(self, workers: int) -> bool:
         if workers > MAX_WORKERS:
             return False
         while len(self._held) < workers:
             self._held.append([0] * MAX_LANES)
+            self._needed.append(0)
             self._drops.append(0)
         return True
 
-    def add_lane(self, tier: Tier) -> int | None:
-        if len(self._tiers) == MAX_LANES:
+    def add_lane(self, lane: Lane) -> int | None:
+        if len(self._lanes) == MAX_LANES:
             return None
-        self._tiers.append(int(tier))
-        return len(self._tiers) - 1
+        self._lanes.append(lane)
+        return len(self._lanes) - 1
+
+    def require(self, worker: int, groups: int) -> None:
+        self._needed[worker] = groups
 
     # -- changes -----------------------------------------------------------------------------------------------------------
 
@@ -108,6 +133,7 @@ class PlainTable:
                 self.refuse(worker, 1)
                 fresh.append(False)
                 continue
+            old = self._blocks.get(key)  # a sweep for room may have removed it, if nobody held it
             self._replace(key, old, new or self._new_set(bit if old is None else old.mask | bit))
             self._held[worker][lane] += 1
             fresh.append(True)
@@ -228,11 +254,12 @@ class PlainTable:
         return columns
 
     def _tiers_of(self, mask: int) -> dict[int, int]:
-        """Return for each worker of a set a bit per tier that it holds the block on."""
-        on: dict[int, int] = {}
+        """Return the workers that hold a block on any tier, and a bit per tier that each holds it on."""
+        held: dict[int, int] = {}
         for worker, lane in _holders(mask):
-            on[worker] = on.get(worker, 0) | 1 << self._tiers[lane]
-        return on
+            held[worker] = held.get(worker, 0) | 1 << lane
+        on = {worker: usable_tiers(lanes, self._needed[worker], self._lanes) for worker, lanes in held.items()}
+        return {worker: tiers for worker, tiers in on.items() if tiers}
 
     def holds(self, worker: int, hashes: Hashes) -> npt.NDArray[np.bool_]:
         bits = _LANE_BITS << (worker * MAX_LANES)
@@ -243,14 +270,32 @@ class PlainTable:
         return sum(map(sum, self._held))
 
     def held(self, worker: int) -> list[int]:
-        return self._held[worker][: len(self._tiers)]
+        return self._held[worker][: len(self._lanes)]
 
-    def dropped(self) -> list[int]:
-        return list(self._drops)
+    def dropped(self, worker: int) -> int:
+        return self._drops[worker]
 
-    def entries(self) -> Iterator[tuple[int, int, int]]:
-        now = [(key, holders.mask) for key, holders in self._blocks.items()]
-        return ((key, worker, lane) for key, mask in now for worker, lane in _holders(mask))
+    def hashes(self) -> Iterator[Hashes]:
+        keys = list(self._blocks)
+        for start in range(0, len(keys), _SLICE):
+            yield np.array([key for key in keys[start : start + _SLICE] if key in self._blocks], np.uint64)
+
+    def usable(self, hashes: Hashes) -> list[Mapping[int, int]]:
+        masks = [self._blocks[key].mask if key in self._blocks else 0 for key in hashes.tolist()]
+        on = {mask: self._tiers_of(mask) for mask in set(masks)}
+        return [on[mask] for mask in masks]
+
+    def holders(self, hashes: Hashes) -> dict[tuple[int, int], list[int]]:
+        """Return which of the blocks each worker holds in each lane: `(worker, lane)` to hashes."""
+        by_mask: dict[int, list[int]] = {}
+        for key in hashes.tolist():
+            if key in self._blocks:
+                by_mask.setdefault(self._blocks[key].mask, []).append(key)
+        found: dict[tuple[int, int], list[int]] = {}
+        for mask, keys in by_mask.items():
+            for place in _holders(mask):
+                found.setdefault(place, []).extend(keys)
+        return found
 
     def _bytes(self) -> int:
         return len(self._blocks) * _BLOCK_BYTES + len(self._all) * _SET_BYTES
@@ -260,7 +305,7 @@ class PlainTable:
         return TableStats(blocks, len(self._all), self._bytes(), self._budget, self._dropped, self._unknown)
 
     def check(self) -> None:
-        counted = Counter((worker, lane) for _, worker, lane in self.entries())
+        counted = Counter(place for holders in self._blocks.values() for place in _holders(holders.mask))
         held = {(w, lane): n for w, lanes in enumerate(self._held) for lane, n in enumerate(lanes) if n}
         wrong = {
             "blocks of a set": Counter(self._blocks.values()) != Counter({each: each.blocks for each in self._all}),

@@ -8,18 +8,21 @@
 
 Keys are the engine's own hashes, or (`keys="xxh3"`) hashes of the tokens, equal for all engines. Two table forms give the
 same answers: compiled by numba (the extra `index`), or plain Python. The environment variable `KVTIER_INDEX`, or the
-parameter `form`, picks one; otherwise numba is used where it is installed.
+parameter `form`, picks one; otherwise numba is used where it is installed. `form="auto"` answers in plain Python until
+numba has compiled in the background, and then goes over to the compiled form without losing anything.
 
-The table, and the names that keys by XXH3 need, never take more than the byte budget: a block that finds no room is refused
-and counted, and its worker counts as incomplete until it is next cleared. An index may know too little, never too much.
+The table, the names that keys by XXH3 need, blocks that wait for their parent and counts of duplicates together never take
+more than the byte budget. A block that finds no room is refused and counted, and so is one of another block size or in a
+place too many; its worker is then `incomplete()` until it is next cleared. An index may know too little, never too much.
 
 Any thread may call anything here; calls exclude each other, and a batch is applied as a whole.
 """
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from threading import RLock
@@ -28,23 +31,33 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.errors import InputError
+from kvtier.errors import InputError, IntegrityError
+from kvtier.events.shapes import Event
 from kvtier.events.types import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored
 from kvtier.events.updates import Received, Reset, Update
-from kvtier.events.wire import Batch, DecodedBatch, EventEncoder, Place, decode_batch, frame_batch, place_of, to_u64
-from kvtier.index.base import Hashes, Match, Op, Steps, Tier, columns_of
-from kvtier.index.copies import Copies
-from kvtier.index.forms import Keys, choose_form, make_form
-from kvtier.index.places import PLACES, counts, tier_of
+from kvtier.events.wire import Batch, DecodedBatch, EventEncoder, decode_batch, frame_batch, place_of, to_u64
+from kvtier.index import moving
+from kvtier.index.base import LANES, MAX_LANES, Hashes, Match, Op, Steps, Table, Tier, columns_of
+from kvtier.index.duplicates import Allowance, DuplicateCounts
+from kvtier.index.forms import AUTO, Keys, allowance_of, choose_form, make_form
+from kvtier.index.names import Names
+from kvtier.index.places import Lanes
 from kvtier.index.translate import Step, Translator
+from kvtier.index.workers import KnownWorker
 from kvtier.index.xxh3 import chain_keys, local_hashes, seed_of, token_array
 from kvtier.keys import extra_keys_of, hash_to_u64
 from kvtier.keys import hash_blocks as hash_as_engine
 
 __all__ = ["IndexStats", "PrefixIndex", "WorkerStats"]
 
+logger = logging.getLogger(__name__)
+
 Counting = Literal["set", "count"]
+Entry = tuple[str, int, Tier]
+"""A worker, what it holds, and on which tier."""
 _NO_HASHES = np.empty(0, np.uint64)
+_MAX_BLOCK_SIZE = 1 << 20
+_U64 = (1 << 64) - 1
 
 
 class WorkerStats(NamedTuple):
@@ -57,8 +70,10 @@ class WorkerStats(NamedTuple):
 
 
 class IndexStats(NamedTuple):
-    """An index's size. `bytes` is what the budget bounds; `unknown` counts removals of what was not held, `ignored`
-    blocks of groups that no prefix match can be made of, or whose tokens do not fit the block size."""
+    """An index's size. `bytes` is what the budget bounds. Counters, which only grow: `dropped`, blocks that found no room;
+    `unknown`, removals of what was not held; `ignored`, blocks of groups that no prefix match can be made of; `refused`, blocks
+    of another size, with tokens that are not those of whole blocks, or in a place too many; `orphans_dropped`, blocks that
+    found no room to wait for their parent. `waiting` blocks do so now."""
 
     form: str
     blocks: int
@@ -69,15 +84,9 @@ class IndexStats(NamedTuple):
     dropped: int
     unknown: int
     ignored: int
-
-
-@dataclass(slots=True)
-class _Worker:
-    """A worker's place in the table, and what must be remembered besides."""
-
-    slot: int
-    copies: Copies | None
-    translator: Translator | None
+    refused: int
+    waiting: int
+    orphans_dropped: int
 
 
 class PrefixIndex:
@@ -87,7 +96,7 @@ class PrefixIndex:
         self,
         *,
         keys: Keys = "engine",
-        block_size: int = 16,
+        block_size: int | None = 16,
         budget: int = 1 << 30,
         form: str | None = None,
         seed: str = "",
@@ -96,24 +105,33 @@ class PrefixIndex:
     ) -> None:
         """Start empty.
 
-        `block_size` is the number of tokens in a block, and `seed` the engine's hash seed: both are needed for questions about
-        tokens. `counting` is how workers announce blocks unless `add_worker` says otherwise: `set` once each, as kvtier does,
-        or `count` once for every copy, as vLLM and SGLang do. `orphan_limit` is how many blocks of a worker may wait for
-        their parent; that matters with keys by XXH3 only, and they are not part of the budget.
+        `block_size` is the number of tokens in a block; `None` takes that of the first store, and until then no prompt matches.
+        Stores of other sizes are refused, whatever the keys are: answers count blocks, and must mean the same of every worker.
+        `seed` is the engine's hash seed, which questions about tokens need. `counting` is how workers announce blocks
+        unless `add_worker` says otherwise: `set` once each, as kvtier does, or `count` once for every copy, as vLLM and SGLang
+        do. `orphan_limit` is how many blocks of a worker may wait for their parent; that matters with keys by XXH3 only.
         """
         if keys not in ("engine", "xxh3"):
             raise InputError(f"keys: expected engine or xxh3, got {keys!r}")
-        if block_size < 1:
+        if block_size is not None and block_size < 1:
             raise InputError(f"block_size: expected at least 1 token, got {block_size}")
         self.keys, self.block_size, self.seed, self.counting = keys, block_size, seed, counting
-        self.form = choose_form(form)
+        self._form = choose_form(form)
         self._budget, self._orphan_limit = budget, orphan_limit
-        self._table, self._book = make_form(self.form, keys, budget)
+        self._allowance = Allowance(allowance_of(keys, budget))
+        self._table, self._book = self._make_form("python" if self._form == AUTO else self._form)
         self._lock = RLock()
-        self._workers: dict[str, _Worker] = {}
+        self._workers: dict[str, KnownWorker] = {}
         self._names: tuple[str | None, ...] = ()
-        self._lanes: dict[Place, int] = {place: lane for lane, place in enumerate(PLACES)}
-        self._ignored = 0
+        self._lanes = Lanes()
+        self._ignored = self._past_refused = self._past_orphans = 0
+        if self._form == AUTO:
+            moving.start(self)
+
+    @property
+    def form(self) -> str:
+        """What the index is made of now: `numba` or `python`."""
+        return self._table.form
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -122,6 +140,8 @@ class PrefixIndex:
 
     def decoder(self) -> Callable[[bytes], Batch]:
         """Return what reads batches fastest for this index: give it to a subscriber. Each thread needs its own."""
+        if self._form == AUTO:
+            return moving.Decoder(self)
         if self.form == "numba":
             from kvtier.index.compiled.scan import Scanner
 
@@ -129,20 +149,50 @@ class PrefixIndex:
         return partial(decode_batch, tokens=self.keys == "xxh3")
 
     def warm_up(self) -> None:
-        """Compile what this kind of index needs, on one of its own: seconds once on a machine, then next to nothing."""
-        twin = PrefixIndex(keys=self.keys, block_size=1, budget=1 << 20, form=self.form, counting=self.counting)
+        """Compile what this kind of index needs, on one of its own: a minute once on a machine, then next to nothing."""
+        form = "numba" if self._form == AUTO else self._form
+        twin = PrefixIndex(keys=self.keys, block_size=1, budget=1 << 20, form=form, counting="count")
         decode, encoder = twin.decoder(), EventEncoder()
         tokens = list(range(1, 4))
         events = [
             BlockStored([1, 2], None, tokens[:2], 1, None, MEDIUM_GPU, None),
             BlockStored([3], 2, tokens[2:], 1, None, MEDIUM_GPU, None),
             BlockRemoved([3], MEDIUM_GPU),
+            BlockStored([1], None, tokens[:1], 1, None, MEDIUM_GPU, None),
         ]
         twin.apply("twin", decode(frame_batch(0.0, [encoder.event(event) for event in events], 0)))
         twin.match_tokens(tokens)
+        for _ in twin.dump():
+            pass
         twin.remove_worker("twin")
         if twin._book is not None:
             twin._book.sweep()
+
+    # -- form --------------------------------------------------------------------------------------------------------------
+
+    def _make_form(self, form: str) -> tuple[Table, Names | None]:
+        """Make a table and names. Plain ones leave room for the compiled ones that may be made beside them."""
+        is_first = self._form == AUTO and form == "python"
+        return make_form(form, self.keys, self._budget * 3 // 4 if is_first else self._budget)
+
+    def _use(self, table: Table, book: Names | None) -> None:
+        """Use this table and these names from now on."""
+        self._table, self._book = table, book
+        for worker in self._workers.values():
+            if worker.translator is not None and book is not None:
+                worker.translator.move(book, table)
+
+    def go_over(self) -> Iterator[None]:
+        """Go over from the plain form to the compiled one, a slice for each step: see `kvtier.index.moving`."""
+        with self._lock:
+            table, book = self._make_form("numba")
+            for lane in self._lanes.lanes[LANES:]:
+                table.add_lane(lane)
+            table.grow(max(1, len(self._names)))
+            for worker in self._workers.values():
+                table.require(worker.slot, self._lanes.needed(worker.groups.counted))
+            old, new = moving.Plain(self._table, self._book), moving.Compiled(table, book)  # type: ignore[arg-type]
+        yield from moving.move(self._lock, old, new, self._use)
 
     # -- workers -----------------------------------------------------------------------------------------------------------
 
@@ -152,37 +202,42 @@ class PrefixIndex:
             if worker not in self._workers:
                 self._add(worker, counting or self.counting)
 
-    def _add(self, worker: str, counting: Counting) -> _Worker:
+    def _add(self, name: str, counting: Counting) -> KnownWorker:
         slot = self._names.index(None) if None in self._names else len(self._names)
         if not self._table.grow(slot + 1):
-            raise InputError(f"worker {worker!r}: the index has no room for more than {slot} workers; raise its budget")
-        copies = Copies() if counting == "count" else None
-        translator = None
+            raise InputError(f"worker {name!r}: the index has no room for more than {slot} workers; raise its budget")
+        counts, translator = counting == "count", None
         if self._book is not None:
-            translator = Translator(slot, self.block_size, self._book, self._table, self._orphan_limit)
-        self._names = (*self._names[:slot], worker, *self._names[slot + 1 :])
-        self._workers[worker] = made = _Worker(slot, copies, translator)
+            translator = Translator(
+                slot, self._book, self._table, allowance=self._allowance, limit=self._orphan_limit, counts=counts
+            )
+        self._names = (*self._names[:slot], name, *self._names[slot + 1 :])
+        made = KnownWorker(name, slot, DuplicateCounts(self._allowance) if counts else None, translator)
+        self._workers[name] = made
         return made
 
     def remove_worker(self, worker: str) -> None:
         """Forget a worker and all that it holds. Unknown ones are ignored."""
         with self._lock:
-            if (gone := self._workers.pop(worker, None)) is not None:
-                self._clear(gone)
+            if (gone := self._workers.get(worker)) is not None:
+                self.clear(worker)
+                del self._workers[worker]
                 self._names = (*self._names[: gone.slot], None, *self._names[gone.slot + 1 :])
 
     def clear(self, worker: str) -> None:
-        """Forget all that a worker holds. Unknown ones are ignored."""
+        """Forget all that a worker holds, and which groups it has. Unknown ones are ignored."""
         with self._lock:
             if (known := self._workers.get(worker)) is not None:
-                self._clear(known)
+                self._wipe(known)
+                known.groups.clear()
+                self._table.require(known.slot, 0)
 
-    def _clear(self, worker: _Worker) -> None:
+    def _wipe(self, worker: KnownWorker) -> None:
+        """Forget all that a worker holds, and that anything of it was refused."""
+        self._past_refused += worker.refused
+        self._past_orphans += worker.orphans_dropped
         self._table.clear(worker.slot)
-        if worker.copies is not None:
-            worker.copies.clear()
-        if worker.translator is not None:
-            worker.translator.clear()
+        worker.clear()
 
     # -- changes -----------------------------------------------------------------------------------------------------------
 
@@ -197,12 +252,18 @@ class PrefixIndex:
         """Apply a batch of a worker's events: a decoded one, or what `decoder()` made of it."""
         with self._lock:
             known = self._workers.get(worker) or self._add(worker, self.counting)
-            if known.translator is not None:
-                self._apply_tokens(known, known.translator, batch)
-            elif isinstance(batch, DecodedBatch):
-                self._run(known, *self._steps_of(batch))
+            if isinstance(batch, DecodedBatch):
+                self._apply_events(known, batch.events)
+            elif not self._is_plain(known, batch, steps := batch.steps):
+                self._apply_events(known, batch.events())
+            elif known.translator is None:
+                self._run(known, steps, batch.hashes)
             else:
-                self._run(known, batch.steps, batch.hashes)
+                self._apply_scanned(known, known.translator, batch)
+            if known.translator is not None and self._book is not None:
+                known.translator.tidy()
+                self._book.tidy()
+            self._tell(known)
 
     def apply_all(self, worker: str, batches: Sequence[Any]) -> None:
         """Apply consecutive batches of a worker's events, which is faster than one by one."""
@@ -215,48 +276,74 @@ class PrefixIndex:
                 for batch in parts if is_decoded else parts[0].join(parts):
                     self.apply(worker, batch)
 
-    def _apply_tokens(self, worker: _Worker, translator: Translator, batch: Any) -> None:
-        """Apply events whose blocks must be named by their tokens."""
-        if isinstance(batch, DecodedBatch):
-            self._run(worker, *_pack(translator.translate(batch.events, self._lane)))
-        else:
-            self._apply_scanned(worker, translator, batch)
-        translator.tidy()
-        assert self._book is not None
-        self._book.tidy()
+    def _is_plain(self, worker: KnownWorker, batch: Any, steps: Steps) -> bool:
+        """Tell whether scanned events, which are of the first group, can be applied without a look at each of them."""
+        if worker.groups.first_counts is None and (steps[:, 0] == Op.STORED).any():
+            worker.groups.counted.add(0)
+            self._table.require(worker.slot, self._lanes.needed((0,)))
+        if worker.groups.first_counts is False:
+            return False
+        if worker.translator is not None:
+            return self.form == "numba"
+        if worker.is_marred and (steps[:, 0] == Op.CLEARED).any():
+            return False
+        return self.block_size is not None and bool(batch.have_size(steps, self.block_size))
 
-    def _apply_scanned(self, worker: _Worker, translator: Translator, batch: Any) -> None:
-        """Do so with compiled loops, but for the events they leave to us."""
+    def _apply_events(self, worker: KnownWorker, events: Iterable[Event]) -> None:
+        """Apply events one by one."""
+        for is_clear, part in groupby(events, lambda event: isinstance(event, AllBlocksCleared)):
+            if is_clear:
+                self._wipe(worker)
+            elif worker.translator is not None:
+                self._run(worker, *_pack(worker.translator.translate(part, partial(self._lane, worker))))  # type: ignore[arg-type]
+            else:
+                self._run(worker, *_pack(self._steps_of(worker, part)))  # type: ignore[arg-type]
+
+    def _steps_of(self, worker: KnownWorker, events: Iterable[BlockStored | BlockRemoved]) -> Iterator[Step]:
+        """Yield events as steps over the engine's hashes."""
+        for event in events:
+            if (lane := self._lane(worker, event)) is not None:
+                op = Op.STORED if isinstance(event, BlockStored) else Op.REMOVED
+                yield op, lane, [to_u64(block_hash) for block_hash in event.block_hashes]
+
+    def _apply_scanned(self, worker: KnownWorker, translator: Translator, batch: Any) -> None:
+        """Name blocks by their tokens with compiled loops, but for the events that those leave to us."""
         book: Any = self._book
         steps, hashes = batch.steps, batch.hashes
         keys = np.empty_like(hashes)
         step = first = 0
         while step < len(steps):
-            strict = not translator.is_plain
-            stop, end = book.translate(worker.slot, self.block_size, strict, batch, step, first, keys)
+            strict, block_size = not translator.is_plain, -1 if self.block_size is None else self.block_size
+            stop, end = book.translate(worker.slot, block_size, strict, batch, step, first, keys)
             self._run(worker, steps[step:stop], keys[first:end])
             if len(translator.waiting):
                 self._run(worker, *_pack(translator.release(hashes[first:end].tolist())))
             if stop < len(steps):
-                self._run(worker, *_pack(translator.translate([batch.event(stop)], self._lane)))
+                self._apply_events(worker, [batch.event(stop, end)])
                 end += int(steps[stop, 2])
             step, first = stop + 1, end
 
-    def _run(self, worker: _Worker, steps: Steps, hashes: Hashes) -> None:
+    def _run(self, worker: KnownWorker, steps: Steps, hashes: Hashes) -> None:
         """Apply steps over keys."""
         if not len(steps):
             return
-        if worker.copies is None:
+        if worker.duplicates is None:
             self._table.apply(worker.slot, steps, hashes)
-        elif len(worker.copies):
-            self._run_counting(worker, worker.copies, steps, hashes)
+        elif len(worker.duplicates):
+            self._run_counting(worker, worker.duplicates, steps, hashes)
         elif (stopped := self._table.apply(worker.slot, steps, hashes, unique=True)) is not None:
-            self._run_counting(worker, worker.copies, steps, hashes, *stopped)
+            self._run_counting(worker, worker.duplicates, steps, hashes, *stopped)
 
     def _run_counting(
-        self, worker: _Worker, copies: Copies, steps: Steps, hashes: Hashes, first: int = 0, done: int = 0
+        self,
+        worker: KnownWorker,
+        duplicates: DuplicateCounts,
+        steps: Steps,
+        hashes: Hashes,
+        first: int = 0,
+        done: int = 0,
     ) -> None:
-        """Apply steps of a worker that has copies of a block, one by one, since each depends on those before.
+        """Apply steps of a worker that has two copies of a block, one by one, since each depends on those before.
 
         Begins at step `first`, of which `done` hashes are done.
         """
@@ -266,40 +353,51 @@ class PrefixIndex:
             start, done = start + len(part), 0
             if op == Op.CLEARED:
                 self._table.clear(worker.slot)
-                copies.clear()
+                duplicates.clear()
             elif op == Op.STORED:
                 fresh = self._table.store(worker.slot, lane, part)
                 for again in part[~fresh].tolist():
-                    copies.add(lane, again)
+                    duplicates.add(lane, again)
             else:
-                last = [each for each in part.tolist() if not copies.take(lane, each)]
+                last = [key for key in part.tolist() if not duplicates.take(lane, key)]
                 self._table.apply(worker.slot, np.array([(op, lane, len(last))]), np.array(last, np.uint64))
 
-    def _steps_of(self, batch: DecodedBatch) -> tuple[Steps, Hashes]:
-        """Return the events of a decoded batch as steps over the engine's hashes."""
-        steps: list[Step] = []
-        for event in batch.events:
-            if isinstance(event, AllBlocksCleared):
-                steps.append((Op.CLEARED, 0, []))
-            elif (lane := self._lane(event)) is not None:
-                op = Op.STORED if isinstance(event, BlockStored) else Op.REMOVED
-                steps.append((op, lane, [to_u64(each) for each in event.block_hashes]))
-        return _pack(steps)
-
-    def _lane(self, event: BlockStored | BlockRemoved) -> int | None:
-        """Return the lane of an event's place, `None` for one that is of no interest. A store makes it if need be."""
-        place = place_of(event)
-        lane = self._lanes.get(place)
+    def _lane(self, worker: KnownWorker, event: BlockStored | BlockRemoved) -> int | None:
+        """Return the lane of an event's place, `None` for one that is of no interest or refused. A store makes it if need be."""
+        place, count = place_of(event), len(event.block_hashes)
         if isinstance(event, BlockRemoved):
-            return lane
-        if counts(event) and lane is None:
-            lane = self._table.add_lane(tier_of(place[0]))
-            if lane is not None:
-                self._lanes[place] = lane
-        if not counts(event) or lane is None:
-            self._ignored += len(event.block_hashes)
+            return self._lanes.get(place)
+        if not self._admit(worker, event):
+            self._ignored += count
             return None
+        if self.block_size is None and 0 < event.block_size <= _MAX_BLOCK_SIZE:
+            self.block_size = event.block_size
+        if event.block_size not in (0, self.block_size):
+            worker.other_size = event.block_size
+            worker.of_other_size += count
+            return None
+        lane = self._lanes.make(place, self._table)
+        if lane is None:
+            worker.no_lane += count
         return lane
+
+    def _admit(self, worker: KnownWorker, event: BlockStored) -> bool:
+        """Tell whether a store's group counts; a group that is new is needed from now on, whatever becomes of the store."""
+        counted = set(worker.groups.counted)
+        counts = worker.groups.admit(event)
+        if worker.groups.counted != counted:
+            self._table.require(worker.slot, self._lanes.needed(worker.groups.counted))
+        return counts
+
+    def _tell(self, worker: KnownWorker) -> None:
+        """Log, once until it is cleared, that less is known of a worker than was told."""
+        if not worker.is_told and (reason := self._reason(worker)):
+            worker.is_told = True
+            logger.warning("the index knows less of worker %r than it was told: %s", worker.name, reason)
+
+    def _reason(self, worker: KnownWorker) -> str:
+        dropped = self._table.dropped(worker.slot)
+        return worker.reason(dropped, self.block_size) if dropped or worker.is_marred else ""
 
     # -- questions ---------------------------------------------------------------------------------------------------------
 
@@ -312,8 +410,8 @@ class PrefixIndex:
 
     def match_many(self, queries: Sequence[npt.ArrayLike]) -> Match:
         """Answer many questions at once; the arrays of the answer have the question as their first dimension."""
-        arrays = [_as_hashes(each) for each in queries]
-        offsets = np.cumsum([0] + [len(each) for each in arrays])
+        arrays = [_as_hashes(query) for query in queries]
+        offsets = np.cumsum([0] + [len(array) for array in arrays])
         with self._lock:
             columns = self._table.match(np.concatenate(arrays) if arrays else _NO_HASHES, offsets)
             return columns_of(self._names, columns[:, : len(self._names)])
@@ -323,76 +421,142 @@ class PrefixIndex:
         return self.match(self.hash_tokens(tokens, lora=lora, salt=salt))
 
     def hash_tokens(self, tokens: Any, *, lora: str | None = None, salt: str | None = None) -> Hashes:
-        """Return the keys of a prompt's full blocks: hashed as kvtier's engine does, or by XXH3."""
+        """Return the keys of a prompt's full blocks: hashed as kvtier's engine does, or by XXH3.
+
+        There are none as long as the block size is not known.
+        """
+        if self.block_size is None:
+            return _NO_HASHES
         if self.keys == "xxh3":
-            return self._hash_xxh3(token_array(tokens), seed_of(lora, salt))
+            return self._hash_xxh3(token_array(tokens), self.block_size, seed_of(lora, salt))
         extra = extra_keys_of(len(tokens) // self.block_size, self.block_size, lora=lora, salt=salt)
         hashes = hash_as_engine(tokens, self.block_size, extra_keys=extra, seed=self.seed)
-        return np.array([hash_to_u64(each) for each in hashes], np.uint64)
+        return np.array([hash_to_u64(block_hash) for block_hash in hashes], np.uint64)
 
-    def _hash_xxh3(self, tokens: npt.NDArray[np.uint32], seed: int) -> Hashes:
+    def _hash_xxh3(self, tokens: npt.NDArray[np.uint32], block_size: int, seed: int) -> Hashes:
         if self.form == "python":
-            return chain_keys(local_hashes(tokens, self.block_size, seed))
+            return chain_keys(local_hashes(tokens, block_size, seed))
         from kvtier.index.compiled.hashing import chain, hash_blocks
 
-        keys: Hashes = chain(hash_blocks(tokens, self.block_size, np.uint64(seed)), np.uint64(0), False)
+        keys: Hashes = chain(hash_blocks(tokens, block_size, np.uint64(seed)), np.uint64(0), False)
         return keys
 
-    def entries(self) -> Iterator[tuple[str, int, Tier]]:
-        """Return all that is held now: worker, key, tier. Only taking the picture keeps others waiting, not reading it."""
+    def entries(self) -> list[Entry]:
+        """Return all that is held now: worker, key, tier. Others wait meanwhile; `dump` does not make them."""
         with self._lock:
-            names, tiers = self._names, [tier_of(place[0]) for place in self._lanes]
-            held = self._table.entries()
-        return ((name, key, tiers[lane]) for key, slot, lane in held if (name := names[slot]) is not None)
+            return [entry for keys in self._table.hashes() for entry in self._entries(keys, keys)]
+
+    def dump(self) -> Iterator[list[Entry]]:
+        """Yield what is held, about a thousand blocks at a time: worker, the engine's hash, tier.
+
+        Others wait for one such part at most. A block that stays comes once (by each hash that the engine has for it); one that
+        comes or goes meanwhile may come or not.
+        """
+        with self._lock:
+            book, blocks = self._book, self._table.hashes()
+            salted = [] if book is None else [worker.translator for worker in self._workers.values()]
+            names = None if book is None else book.parts()
+        while True:
+            with self._lock:
+                if names is None:
+                    keys = next(blocks, None)
+                    part = None if keys is None else self._entries(keys, keys)
+                elif (named := next(names, None)) is not None:
+                    part = self._entries(named.hashes, named.keys, named.workers)
+                else:
+                    part = self._salted_entries(salted.pop()) if salted else None
+            if part is None:
+                return
+            yield part
+
+    def _salted_entries(self, translator: Translator | None) -> list[Entry]:
+        names = {} if translator is None else translator.salted()
+        if translator is None or not names:
+            return []
+        hashes, keys = np.array(list(names), np.uint64), np.array(list(names.values()), np.uint64)
+        return self._entries(hashes, keys, np.full(len(names), translator.worker, np.uint32))
+
+    def _entries(self, hashes: Hashes, keys: Hashes, workers: npt.NDArray[np.uint32] | None = None) -> list[Entry]:
+        """Return who holds blocks on which tiers, under the names `hashes`; of each block one worker, if `workers` are given."""
+        wanted = [None] * len(keys) if workers is None else workers.tolist()
+        return [
+            (name, called, tier)
+            for called, only, held in zip(hashes.tolist(), wanted, self._table.usable(keys), strict=True)
+            for slot, tiers in (held.items() if only is None else ((only, held.get(only, 0)),))
+            if (name := self._names[slot]) is not None
+            for tier in Tier
+            if tiers >> tier & 1
+        ]
 
     def engine_hashes(self, worker: str) -> dict[int, int]:
-        """Return what the worker's engine calls each key, where that differs."""
+        """Return what the worker's engine calls each key, where that differs. Others wait for a part of it at a time."""
+        names: dict[int, int] = {}
         with self._lock:
             known = self._workers.get(worker)
-            translator = None if known is None else known.translator
-            return {} if translator is None else translator.engine_hashes()
+            if known is None or known.translator is None or self._book is None:
+                return names
+            names.update((key, engine_hash) for engine_hash, key in known.translator.salted().items())
+            parts = self._book.parts()
+        while True:
+            with self._lock:
+                part = next(parts, None)
+            if part is None:
+                return names
+            theirs = part.workers == known.slot
+            names.update(zip(part.keys[theirs].tolist(), part.hashes[theirs].tolist(), strict=True))
 
     def worker_stats(self, worker: str) -> WorkerStats:
-        """Return what one worker holds."""
+        """Return what one worker holds. Where it has several groups, a tier has as many blocks as the group with the fewest."""
         with self._lock:
             known = self._workers[worker]
-            blocks = dict.fromkeys(Tier, 0)
-            for place, count in zip(self._lanes, self._table.held(known.slot), strict=True):
-                blocks[tier_of(place[0])] += count
-            waiting = 0 if known.translator is None else len(known.translator.waiting)
-            return WorkerStats(blocks, waiting, self._table.dropped()[known.slot])
+            needed = self._lanes.needed(known.groups.counted)
+            held: dict[Tier, Counter[int]] = {tier: Counter() for tier in Tier}
+            for lane, count in zip(self._lanes.lanes, self._table.held(known.slot), strict=True):
+                held[lane.tier][lane.group] += count
+            groups = [group for group in range(MAX_LANES) if needed >> group & 1]
+            blocks = {tier: min((counts[group] for group in groups), default=0) for tier, counts in held.items()}
+            return WorkerStats(blocks, known.waiting, self._table.dropped(known.slot))
 
-    def incomplete(self) -> set[str]:
-        """Return the workers some of whose blocks found no room since they were last cleared."""
+    def incomplete(self) -> dict[str, str]:
+        """Return the workers of which less is known than was told, and why; a clear of a worker takes it out again."""
         with self._lock:
-            dropped = self._table.dropped()
-            return {name for name, known in self._workers.items() if dropped[known.slot]} if any(dropped) else set()
+            reasons = {name: self._reason(worker) for name, worker in self._workers.items()}
+            return {name: reason for name, reason in reasons.items() if reason}
 
     def stats(self) -> IndexStats:
         """Return the index's size."""
         with self._lock:
             size = self._table.stats()
-            refused = sum(each.translator.refused for each in self._workers.values() if each.translator is not None)
             names = 0 if self._book is None else self._book.bytes()
+            workers = self._workers.values()
             return IndexStats(
                 form=self.form,
                 blocks=size.blocks,
-                workers=len(self._workers),
+                workers=len(workers),
                 sets=size.sets,
-                bytes=size.bytes + names,
+                bytes=size.bytes + names + self._allowance.used,
                 budget=self._budget,
                 dropped=size.dropped,
                 unknown=size.unknown,
-                ignored=self._ignored + refused,
+                ignored=self._ignored,
+                refused=self._past_refused + sum(worker.refused for worker in workers),
+                waiting=sum(worker.waiting for worker in workers),
+                orphans_dropped=self._past_orphans + sum(worker.orphans_dropped for worker in workers),
             )
 
     def check(self) -> None:
         """Raise `IntegrityError` where the index contradicts itself."""
         with self._lock:
             self._table.check()
+            if self._book is not None:
+                self._book.check()
             for worker in self._workers.values():
                 if worker.translator is not None:
                     worker.translator.check()
+            if self._allowance.used != sum(worker.bytes() for worker in self._workers.values()):
+                raise IntegrityError(
+                    f"index: {self._allowance.used} bytes of the allowance are taken, but not by workers"
+                )
 
 
 def _as_hashes(hashes: npt.ArrayLike) -> Hashes:
@@ -400,7 +564,7 @@ def _as_hashes(hashes: npt.ArrayLike) -> Hashes:
     if isinstance(hashes, np.ndarray) and hashes.dtype == np.uint64 and hashes.ndim == 1 and hashes.flags.c_contiguous:
         return hashes
     try:
-        return np.array([int(each) & ((1 << 64) - 1) for each in hashes], np.uint64)  # type: ignore[union-attr, arg-type]
+        return np.array([int(number) & _U64 for number in hashes], np.uint64)  # type: ignore[union-attr, arg-type]
     except (TypeError, ValueError) as error:
         raise InputError(f"hashes: expected integers, got something else ({error})") from None
 
@@ -409,4 +573,4 @@ def _pack(steps: Iterable[Step]) -> tuple[Steps, Hashes]:
     """Return steps as arrays."""
     steps = list(steps)
     table = np.array([(op, lane, len(hashes)) for op, lane, hashes in steps], np.int64).reshape(-1, 3)
-    return table, np.array([each for _, _, hashes in steps for each in hashes], np.uint64)
+    return table, np.array([key for _, _, hashes in steps for key in hashes], np.uint64)

@@ -254,7 +254,7 @@ class Service:
             keys=wanted.keys,
             block_size=block_size,
             budget=wanted.budget if budget is None else budget,
-            form=wanted.form,
+            form=wanted.form or "auto",
             seed=wanted.seed,
             counting=wanted.counting,
         )

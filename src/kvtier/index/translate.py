@@ -1,7 +1,8 @@
 """From events, which name blocks by the engine's hashes, to the keys of an index that hashes tokens.
 
-A store whose parent is unknown waits for it (at most 100,000 blocks per worker, then the oldest goes). A store without
-tokens, as some engines send for lower tiers, waits until the same block comes with tokens.
+A store whose parent is unknown waits for it. A store without tokens, as some engines send for lower tiers, waits until
+the same block comes with tokens. What waits, and the names of blocks under a cache salt, take bytes of an allowance;
+what finds no room there is dropped and counted.
 
 Blocks under a cache salt: engines name the salt with the first block only, so it is remembered along the chain.
 Not for several threads at once.
@@ -14,20 +15,26 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvtier.events.orphans import Orphans
-from kvtier.events.shapes import Event
-from kvtier.events.types import BlockRemoved, BlockStored, blocks_of
+from kvtier.errors import IntegrityError
+from kvtier.events.types import BlockRemoved, BlockStored
 from kvtier.events.wire import to_u64
-from kvtier.index.base import Hashes, Op, Table
+from kvtier.index.base import Op, Table
+from kvtier.index.duplicates import Allowance
 from kvtier.index.names import SLACK, Names
-from kvtier.index.xxh3 import SEED, chain_keys, image_hashes, local_hashes, salt_of, seed_of
+from kvtier.index.orphans import Orphans
+from kvtier.index.xxh3 import chain_keys, extra_hashes, local_hashes, lora_of, salt_of, seed_of
 
 __all__ = ["Name", "Step", "Translator"]
+
+_ORPHAN_BYTES = (
+    1024  # of a block that waits, beside its tokens and extra keys; `tests/unit/test_index_bounds.py` weighs it
+)
+_SALTED_BYTES = 320  # of a name under a salt
 
 Step = tuple[Op, int, list[int]]
 """What an event does, in which lane, to which keys."""
 LaneOf = Callable[[BlockStored | BlockRemoved], int | None]
-"""Gives an event's lane; `None`: it is of no interest."""
+"""Gives an event's lane; `None`: it is of no interest, or refused."""
 
 
 class Name(NamedTuple):
@@ -37,15 +44,44 @@ class Name(NamedTuple):
     salt: str | None = None
 
 
+class _Run(NamedTuple):
+    """Consecutive blocks that were stored in a lane. `tokens` are u32, none where the event had none."""
+
+    lane: int
+    hashes: list[int]
+    parent: int | None
+    tokens: bytes
+    lora: str | None
+    salt: str | None
+    extra: list[list[int]]
+
+    def block(self, number: int, width: int) -> _Run:
+        """Return one of the blocks, which has a parent."""
+        return self._replace(
+            hashes=self.hashes[number : number + 1],
+            parent=self.hashes[number - 1] if number else self.parent,
+            tokens=self.tokens[number * width : (number + 1) * width],
+            extra=self.extra[number : number + 1],
+        )
+
+    @property
+    def size(self) -> int:
+        """How many bytes a single block takes while it waits."""
+        return _ORPHAN_BYTES + len(self.tokens) + sum(64 + 40 * len(hashes) for hashes in self.extra)
+
+
 class Translator:
     """Translates one worker's events."""
 
-    def __init__(self, worker: int, block_size: int, names: Names, table: Table, limit: int = 100_000) -> None:
-        """Translate events with blocks of `block_size` tokens; let at most `limit` blocks wait."""
-        self.worker, self.block_size = worker, block_size
-        self.waiting: Orphans[tuple[BlockStored, int]] = Orphans(limit)
-        self.refused = 0  # blocks whose tokens do not fit the block size
+    def __init__(
+        self, worker: int, names: Names, table: Table, *, allowance: Allowance, limit: int, counts: bool
+    ) -> None:
+        """Let at most `limit` blocks wait. `counts`: the engine announces every copy of a block."""
+        self.worker = worker
+        self.waiting: Orphans[_Run] = Orphans(limit, allowance)
+        self.misfits = 0  # blocks whose tokens or extra keys are not those of whole blocks, since the last clear
         self._names, self._table = names, table
+        self._allowance, self._counts = allowance, counts
         self._salted: dict[int, Name] = {}  # engine hash -> name of a block under a salt; the others are in `_names`
         self._untidy = SLACK
 
@@ -54,40 +90,52 @@ class Translator:
         """Whether a block without a name in the book is unknown here too."""
         return not self._salted and not len(self.waiting)
 
+    def bytes(self) -> int:
+        """Return what is taken of the allowance."""
+        return self.waiting.bytes() + _SALTED_BYTES * len(self._salted)
+
+    def move(self, names: Names, table: Table) -> None:
+        """Go on with another book and another table, which have the same in them."""
+        self._names, self._table = names, table
+
     def clear(self) -> None:
         """Forget all names and all that waits."""
         self._names.clear(self.worker)
+        self._allowance.give(_SALTED_BYTES * len(self._salted))
         self._salted.clear()
         self.waiting.clear()
+        self.misfits = 0
 
-    def translate(self, events: Iterable[Event], lane_of: LaneOf) -> list[Step]:
+    def translate(self, events: Iterable[BlockStored | BlockRemoved], lane_of: LaneOf) -> list[Step]:
         """Return what the events do to keys."""
         steps: list[Step] = []
         for event in events:
-            if not isinstance(event, (BlockStored, BlockRemoved)):
-                self.clear()
-                steps.append((Op.CLEARED, 0, []))
-            elif (lane := lane_of(event)) is None:
+            if (lane := lane_of(event)) is None:
                 continue
-            elif isinstance(event, BlockStored):
-                steps += self._store([(event, lane)])
-            else:
+            if isinstance(event, BlockRemoved):
                 steps.append((Op.REMOVED, lane, self._remove(event, lane)))
+            elif (run := _run_of(event, lane)) is not None:
+                steps += self._store([run])
+            else:
+                self.misfits += len(event.block_hashes)
         return steps
 
     def release(self, hashes: Iterable[int]) -> list[Step]:
         """Return the stores that waited for these blocks."""
-        return self._store([waited for each in hashes for waited in self.waiting.release(each)])
+        return self._store([waited for engine_hash in hashes for waited in self.waiting.release(engine_hash)])
 
     def tidy(self) -> None:
         """Forget names of salted blocks that are gone, if they are many."""
-        if len(self._salted) > self._untidy:
-            keys = np.fromiter((name.key for name in self._salted.values()), np.uint64, len(self._salted))
-            held = self._table.holds(self.worker, keys).tolist()
-            self._salted = {
-                each: name for (each, name), is_held in zip(self._salted.items(), held, strict=True) if is_held
-            }
-            self._untidy = 2 * len(self._salted) + SLACK
+        if len(self._salted) <= self._untidy:
+            return
+        before = self._salted
+        keys = np.fromiter((name.key for name in before.values()), np.uint64, len(before))
+        held = self._table.holds(self.worker, keys).tolist()
+        self._salted = {
+            engine_hash: name for (engine_hash, name), is_held in zip(before.items(), held, strict=True) if is_held
+        }
+        self._allowance.give(_SALTED_BYTES * (len(before) - len(self._salted)))
+        self._untidy = 2 * len(self._salted) + SLACK
 
     def _get(self, engine_hash: int) -> Name | None:
         key = self._names.get(self.worker, engine_hash)
@@ -96,82 +144,108 @@ class Translator:
     def _remove(self, event: BlockRemoved, lane: int) -> list[int]:
         """Return the keys of removed blocks, 0 for one that is unknown; those that wait cease to."""
         keys = []
-        for each in map(to_u64, event.block_hashes):
-            if not len(self.waiting) or not self.waiting.discard((lane, each)):
-                name = self._get(each)
+        for engine_hash in map(to_u64, event.block_hashes):
+            waited = len(self.waiting) > 0 and self.waiting.discard((lane, engine_hash))
+            if not (waited and self._counts):  # of an engine that counts, that was one copy of several
+                name = self._get(engine_hash)
                 keys.append(0 if name is None else name.key)
         return keys
 
-    def _store(self, ready: list[tuple[BlockStored, int]]) -> list[Step]:
-        """Name the events' blocks, then those that waited for them, and so on."""
+    def _store(self, ready: list[_Run]) -> list[Step]:
+        """Name the runs' blocks, then those that waited for them, and so on."""
         steps: list[Step] = []
         while ready:
-            event, lane = ready.pop()
-            hashes = [to_u64(each) for each in event.block_hashes]
-            keys = self._name(event, hashes, lane) if event.token_ids else self._keys_of_named(event, hashes, lane)
-            if keys:
-                steps.append((Op.STORED, lane, keys))
-                if event.token_ids and len(self.waiting):
-                    ready += [waited for each in hashes for waited in self.waiting.release(each)]
+            run = ready.pop()
+            if run.tokens:
+                hashes, keys = self._name(run)
+            else:
+                hashes, keys = self._named(run)
+            if not keys:
+                continue
+            steps.append((Op.STORED, run.lane, keys))
+            if len(self.waiting):
+                ready += [waited for engine_hash in hashes for waited in self.waiting.release(engine_hash)]
         return steps
 
-    def _name(self, event: BlockStored, hashes: list[int], lane: int) -> list[int]:
-        """Name the blocks of an event with tokens, all or none, and return their keys."""
-        if event.block_size != self.block_size or len(event.token_ids) != len(hashes) * event.block_size:
-            self.refused += len(hashes)
-            return []
-        parent: Name | None = None
-        if event.parent_block_hash is not None:
-            parent = self._get(to_u64(event.parent_block_hash))
+    def _name(self, run: _Run) -> tuple[list[int], list[int]]:
+        """Name blocks that came with tokens; return their hashes and keys. Those before the first that can be named wait."""
+        parent = Name(0) if run.parent is None else self._get(run.parent)
+        first = 0
+        while parent is None and first < len(run.hashes):
+            parent = self._get(run.hashes[first])
             if parent is None:
-                self._park(event, hashes, lane)
-                return []
-        salt = parent.salt if parent is not None else salt_of(event.extra_keys, event.lora_name)
-        local = self._local(event, salt)
-        if local is None:
-            self.refused += len(hashes)
-            return []
-        keys = chain_keys(local, None if parent is None else parent.key)
-        if salt is not None:
-            self._salted.update(zip(hashes, (Name(key, salt) for key in keys.tolist()), strict=True))
-        elif not self._names.put(self.worker, hashes, keys):
+                self._park(run, first)
+            first += 1
+        if parent is None:
+            return [], []
+        # `first` blocks are done: either none, or those that wait and one whose name was known already
+        width = len(run.tokens) // len(run.hashes)
+        salt = run.salt if run.parent is None else parent.salt
+        local = local_hashes(run.tokens[first * width :], width // 4, seed_of(run.lora, salt), run.extra[first:])
+        keys = chain_keys(local, None if run.parent is None else parent.key)
+        hashes = run.hashes[first:]
+        if not self._remember(hashes, keys.tolist(), salt):
             self._table.refuse(self.worker, len(hashes))
-            return []
-        numbers: list[int] = keys.tolist()
-        return numbers
+            hashes, keys = [], keys[:0]
+        known = [run.hashes[first - 1]] if first else []
+        return known + hashes, [parent.key] * len(known) + keys.tolist()
 
-    def _local(self, event: BlockStored, salt: str | None) -> Hashes | None:
-        """Return the blocks' local hashes, `None` where a token is no token."""
-        try:
-            tokens = np.array(event.token_ids, np.uint32)
-        except (OverflowError, TypeError, ValueError):
-            return None
-        seed = seed_of(event.lora_name, salt) if event.lora_name or salt else SEED
-        return local_hashes(tokens, self.block_size, seed, image_hashes(event.extra_keys))
+    def _remember(self, hashes: list[int], keys: list[int], salt: str | None) -> bool:
+        """Remember names; `False` where there is no room."""
+        if salt is None:
+            return self._names.put(self.worker, hashes, np.array(keys, np.uint64))
+        new = sum(engine_hash not in self._salted for engine_hash in set(hashes))
+        if not self._allowance.take(_SALTED_BYTES * new):
+            return False
+        self._salted.update(zip(hashes, (Name(key, salt) for key in keys), strict=True))
+        return True
 
-    def _keys_of_named(self, event: BlockStored, hashes: list[int], lane: int) -> list[int]:
-        """Return the keys of those blocks that have a name; the others wait for one."""
-        keys = []
-        for i, each in enumerate(hashes):
-            name = self._get(each)
-            if name is not None:
-                keys.append(name.key)
-            else:
-                self.waiting.park(each, (lane, each), (blocks_of(event, i, i + 1), lane))
-        return keys
+    def _named(self, run: _Run) -> tuple[list[int], list[int]]:
+        """Return those blocks of a run without tokens that have a name; the others wait for one."""
+        names = {engine_hash: self._get(engine_hash) for engine_hash in run.hashes}
+        for number, engine_hash in enumerate(run.hashes):
+            if names[engine_hash] is None:
+                self._wait(engine_hash, run.block(number, 0))
+        known = [(engine_hash, names[engine_hash]) for engine_hash in run.hashes]
+        found = [(engine_hash, name.key) for engine_hash, name in known if name is not None]
+        return [engine_hash for engine_hash, _ in found], [key for _, key in found]
 
-    def _park(self, event: BlockStored, hashes: list[int], lane: int) -> None:
-        """Park every block on its own, behind the one before it: any of them may be removed meanwhile."""
-        for i, each in enumerate(hashes):
-            block = blocks_of(event, i, i + 1)
-            assert block.parent_block_hash is not None
-            self.waiting.park(to_u64(block.parent_block_hash), (lane, each), (block, lane))
+    def _park(self, run: _Run, number: int) -> None:
+        """Park a block on its own, behind the one before it: any of them may be removed meanwhile."""
+        block = run.block(number, len(run.tokens) // len(run.hashes))
+        assert block.parent is not None
+        self._wait(block.parent, block)
 
-    def engine_hashes(self) -> dict[int, int]:
-        """Return what the engine calls each key."""
-        names = self._names.items(self.worker) | {each: name.key for each, name in self._salted.items()}
-        return {key: engine_hash for engine_hash, key in names.items()}
+    def _wait(self, parent: int, block: _Run) -> None:
+        key = block.lane, block.hashes[0]
+        if not self._counts:
+            self.waiting.discard(key)
+        self.waiting.park(parent, key, block, block.size)
+
+    def salted(self) -> dict[int, int]:
+        """Return the engine's hash and the key of each block under a salt."""
+        return {engine_hash: name.key for engine_hash, name in self._salted.items()}
 
     def check(self) -> None:
         """Raise `IntegrityError` where what waits is not in order."""
         self.waiting.check()
+        if not self._counts and len(self.waiting) != len(self.waiting.keys()):
+            raise IntegrityError("orphans: a block waits twice in a lane, of an engine that announces it once")
+
+
+def _run_of(event: BlockStored, lane: int) -> _Run | None:
+    """Return an event's blocks; `None` where its tokens or its extra keys are not those of whole blocks."""
+    hashes = [to_u64(block_hash) for block_hash in event.block_hashes]
+    parent = None if event.parent_block_hash is None else to_u64(event.parent_block_hash)
+    lora, extra_keys = event.lora_name, event.extra_keys or []
+    if not event.token_ids:
+        return _Run(lane, hashes, parent, b"", None, None, [])
+    if len(event.token_ids) != len(hashes) * event.block_size or len(extra_keys) not in (0, len(hashes)):
+        return None
+    salt = salt_of(extra_keys, lora) if parent is None else None
+    try:
+        tokens = np.array(event.token_ids, "<u4").tobytes()
+        extra = [extra_hashes(keys, lora, salt) for keys in extra_keys]
+    except (OverflowError, TypeError, ValueError, RecursionError):
+        return None
+    return _Run(lane, hashes, parent, tokens, lora_of(lora, event.lora_id), salt, extra)

@@ -4,20 +4,24 @@ The scheme is that of Dynamo and of Mooncake's RFC: a block's local hash is XXH3
 with a seed; its key chains the local hashes, and the first block's key is its local hash:
 
     seed  = 1337 + xxh3(lora, 0) + xxh3(salt, 1)         what is absent or empty adds nothing; modulo 2^64
-    local = xxh3(tokens [. hashes of images], seed)
+    local = xxh3(tokens [. hashes of extra keys], seed)
     key   = xxh3(parent's key . local, 1337)             both as 8 bytes, little-endian
 
-An image, sound or video counts by the first 64 bits of its identifier, of several in ascending order. Everything here is
-pure and may be called from any thread. The compiled table brings faster forms of the same functions.
+An image, sound or video whose identifier is 64 hex digits counts by its first 64 bits, as with Dynamo; any other extra
+key (an identifier of the user's, the digest of embeddings) by the hash of its msgpack bytes. Several are in ascending
+order. An adapter that has a number but no name is called `lora_id=<number>`.
+
+Everything here is pure and may be called from any thread. The compiled table brings faster forms of the same functions.
 """
 
 from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
@@ -25,7 +29,7 @@ import xxhash
 from kvtier.errors import InputError
 from kvtier.index.base import Hashes
 
-__all__ = ["SEED", "chain_keys", "image_hashes", "local_hashes", "salt_of", "seed_of", "token_array"]
+__all__ = ["SEED", "chain_keys", "extra_hashes", "local_hashes", "lora_of", "salt_of", "seed_of", "token_array"]
 
 SEED = 1337
 _U64 = (1 << 64) - 1
@@ -56,16 +60,19 @@ def token_array(tokens: Sequence[int] | npt.NDArray[np.integer[Any]]) -> npt.NDA
 
 
 def local_hashes(
-    tokens: npt.NDArray[np.uint32], block_size: int, seed: int = SEED, images: Sequence[Sequence[int]] = ()
+    tokens: npt.NDArray[np.uint32] | bytes, block_size: int, seed: int = SEED, extra: Sequence[Sequence[int]] = ()
 ) -> Hashes:
-    """Return the local hash of each full block; `images[i]` are the hashes of what else block `i` contains."""
-    data, width = tokens.astype("<u4", copy=False).tobytes(), block_size * 4
-    digest = xxhash.xxh3_64_intdigest
+    """Return the local hash of each full block; `extra[i]` are the hashes of what block `i` contains besides tokens.
+
+    Tokens are an array, or its bytes in little-endian order.
+    """
+    data = tokens if isinstance(tokens, bytes) else tokens.astype("<u4", copy=False).tobytes()
+    digest, width = xxhash.xxh3_64_intdigest, block_size * 4
     found = []
-    for i in range(len(tokens) // block_size):
+    for i in range(len(data) // width):
         block = data[i * width : (i + 1) * width]
-        if i < len(images) and images[i]:
-            block += b"".join(each.to_bytes(8, "little") for each in sorted(images[i]))
+        if i < len(extra) and extra[i]:
+            block += b"".join(number.to_bytes(8, "little") for number in sorted(extra[i]))
         found.append(digest(block, seed))
     return np.array(found, np.uint64)
 
@@ -73,10 +80,15 @@ def local_hashes(
 def chain_keys(local: Hashes, parent: int | None = None) -> Hashes:
     """Return the keys of consecutive blocks from their local hashes, the first one's parent's key given."""
     digest, keys = xxhash.xxh3_64_intdigest, []
-    for each in local.tolist():
-        parent = each if parent is None else digest(_pair(parent, each), SEED)
+    for number in local.tolist():
+        parent = number if parent is None else digest(_pair(parent, number), SEED)
         keys.append(parent)
     return np.array(keys, np.uint64)
+
+
+def lora_of(name: str | None, number: int | None) -> str | None:
+    """Return what an adapter is called: by its name, else by its number, of which engines give 0 or less to none."""
+    return name or (f"lora_id={number}" if number is not None and number > 0 else None)
 
 
 def salt_of(extra_keys: Sequence[Sequence[Any] | None] | None, lora: str | None) -> str | None:
@@ -88,15 +100,18 @@ def salt_of(extra_keys: Sequence[Sequence[Any] | None] | None, lora: str | None)
     return salts[0].removeprefix(_SALT_PREFIX) if salts else None
 
 
-def image_hashes(extra_keys: Iterable[Sequence[Any] | None] | None) -> list[list[int]]:
-    """Return per block the hashes of the images among its extra keys: texts of 64 hex digits, alone or with an offset."""
-    return [
-        [int(name[:16], 16) for name in map(_name_of, keys or ()) if _IDENTIFIER.fullmatch(name)]
-        for keys in extra_keys or ()
-    ]
+def extra_hashes(keys: Sequence[Any] | None, lora: str | None, salt: str | None = None) -> list[int]:
+    """Return the hashes of a block's extra keys, but for the adapter and the salt, which the seed has already.
+
+    A key that msgpack cannot write raises `TypeError`, `ValueError` or `OverflowError`.
+    """
+    seeded = () if not (lora or salt) else (lora, salt, f"{_SALT_PREFIX}{salt}")
+    return [_extra_hash(key) for key in keys or () if not (isinstance(key, str) and key in seeded)]
 
 
-def _name_of(key: Any) -> str:
-    if isinstance(key, (list, tuple)) and len(key) == 2:
-        key = key[0]
-    return key if isinstance(key, str) else ""
+def _extra_hash(key: Any) -> int:
+    """Return the hash of an extra key: a text, bytes, or a pair of an identifier and its place in the block."""
+    name = key[0] if isinstance(key, (list, tuple)) and len(key) == 2 else key
+    if isinstance(name, str) and _IDENTIFIER.fullmatch(name):
+        return int(name[:16], 16)
+    return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(key))

@@ -17,28 +17,68 @@ from kvtier.index.compiled.slots import (
     AGAIN,
     CLOSED,
     DEAD,
-    DEPTH,
     DROPPED,
     FILL,
+    HAND,
     HARD_LIMIT,
     LIMIT,
-    SECRET,
+    SEGMENTS,
+    SLOTS,
     UNKNOWN,
-    USED,
     erase,
     expect,
+    fill,
     find,
-    make_room,
-    mix,
-    put,
+    mixed_of,
+    rehash,
     segment_of,
-    sweep,
+    split,
 )
 
-__all__ = ["apply", "store"]
+__all__ = ["WIDTH", "apply", "store"]
 
+WIDTH = 3
+"""Words of a block's slot: its hash's halves, and the number of its holder set."""
 _STORED, _CLEARED = int(Op.STORED), int(Op.CLEARED)
-_ONE = np.uint64(1)
+_ONE, _NO_TAG = np.uint64(1), np.uint32(0)
+_AHEAD = 8  # as many loads as a core has under way without trouble
+_WORTH = SLOTS // 16  # a sweep that frees fewer slots than this does not spare the split
+
+
+@jit
+def _settle(meta: Any, directory: Any, slots: Any, segments: Any, refs: Any, alias: Any, segment: Any) -> None:
+    """Give a segment's blocks the numbers that their sets have now, and leave out those that nobody holds."""
+    base = segment * (SLOTS * WIDTH)
+    for place in range(base + 2, base + SLOTS * WIDTH, WIDTH):
+        number = slots[place]
+        if number != 0 and alias[number] != number:
+            holders = alias[number]
+            refs[number] -= 1
+            refs[holders] += holders != 0
+            meta[DEAD] -= holders == 0
+            slots[place] = holders
+    rehash(meta, directory, slots, segments, WIDTH, False, segment)
+
+
+@jit
+def _make_room(meta: Any, directory: Any, slots: Any, segments: Any, refs: Any, alias: Any, mixed: Any) -> Any:
+    """Sweep or split the segment that a mixed hash belongs to; `False` when neither can be done."""
+    if meta[DEAD] > 0:
+        segment = segment_of(meta, directory, mixed)
+        _settle(meta, directory, slots, segments, refs, alias, segment)
+        if segments[segment, FILL] <= LIMIT - _WORTH:
+            return True
+    return split(meta, directory, slots, segments, WIDTH, False, mixed)
+
+
+@jit
+def _sweep(meta: Any, directory: Any, slots: Any, segments: Any, refs: Any, alias: Any, budget: Any) -> None:
+    """Sweep some segments for blocks that nobody holds, going round."""
+    for _ in range(budget):
+        if meta[DEAD] == 0:
+            return
+        meta[HAND] = (meta[HAND] + 1) % meta[SEGMENTS]
+        _settle(meta, directory, slots, segments, refs, alias, meta[HAND])
 
 
 @jit
@@ -55,19 +95,20 @@ def store(
     drops = held.shape[1] - 1
     known, next_set = np.int64(-2), np.int64(0)
     for i in range(start, stop):
-        expect(meta, directory, slots, hashes, i, stop)
+        if i + _AHEAD < stop:
+            expect(meta, directory, slots, WIDTH, hashes[i + _AHEAD], _NO_TAG)
         key = hashes[i]
-        mixed = mix(key, meta[SECRET])
-        segment = segment_of(directory, meta[DEPTH], mixed)
-        place = find(slots, segment, mixed, key)
+        mixed = mixed_of(meta, key, _NO_TAG)
+        segment = segment_of(meta, directory, mixed)
+        place = find(slots, WIDTH, segment, mixed, key, _NO_TAG)
         if place < 0 and segments[segment, FILL] >= LIMIT:
-            room = make_room(meta, directory, slots, segments, refs, alias, mixed)
-            segment = segment_of(directory, meta[DEPTH], mixed)
+            room = _make_room(meta, directory, slots, segments, refs, alias, mixed)
+            segment = segment_of(meta, directory, mixed)
             if not room and segments[segment, FILL] >= HARD_LIMIT:
                 meta[DROPPED] += 1
                 held[worker, drops] += 1
                 continue
-            place = find(slots, segment, mixed, key)
+            place = find(slots, WIDTH, segment, mixed, key, _NO_TAG)
         number = np.int64(0) if place < 0 else np.int64(slots[place + 2])
         holders = np.int64(alias[number])
         if rows[holders, word] & bit:
@@ -86,13 +127,11 @@ def store(
                 continue
             known = holders
         if place < 0:
-            place = ~place
-            segments[segment, FILL] += 1
-            meta[USED] += 1
+            fill(meta, slots, segments, segment, ~place, key, next_set)
         else:
             refs[number] -= 1
             meta[DEAD] -= holders == 0
-        put(slots, place, key, next_set)
+            slots[place + 2] = next_set
         refs[next_set] += 1
         held[worker, lane] += 1
         if fresh.size:
@@ -112,11 +151,12 @@ def _remove(
     word, bit = lane * ((held.shape[0] + 63) >> 6) + (worker >> 6), _ONE << np.uint64(worker & 63)
     known, next_set = np.int64(-2), np.int64(0)
     for i in range(start, stop):
-        expect(meta, directory, slots, hashes, i, stop)
+        if i + _AHEAD < stop:
+            expect(meta, directory, slots, WIDTH, hashes[i + _AHEAD], _NO_TAG)
         key = hashes[i]
-        mixed = mix(key, meta[SECRET])
-        segment = segment_of(directory, meta[DEPTH], mixed)
-        place = find(slots, segment, mixed, key)
+        mixed = mixed_of(meta, key, _NO_TAG)
+        segment = segment_of(meta, directory, mixed)
+        place = find(slots, WIDTH, segment, mixed, key, _NO_TAG)
         number = np.int64(0) if place < 0 else np.int64(slots[place + 2])
         holders = np.int64(alias[number])
         if not rows[holders, word] & bit:
@@ -137,7 +177,7 @@ def _remove(
             slots[place + 2] = next_set
             refs[next_set] += 1
         else:
-            erase(meta, slots, segments, segment, place)
+            erase(meta, slots, segments, WIDTH, False, segment, place)
     return stop
 
 
@@ -181,5 +221,5 @@ def apply(
             return step, end - first
         first, done = stop, np.int64(0)
         step += 1
-    sweep(meta, directory, slots, segments, refs, alias, 1 + hashes.size // 64)
+    _sweep(meta, directory, slots, segments, refs, alias, 1 + hashes.size // 64)
     return step, np.int64(0)

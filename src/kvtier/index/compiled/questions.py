@@ -6,22 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from kvtier.index.compiled.changes import WIDTH
 from kvtier.index.compiled.jit import jit, lowest_bit
-from kvtier.index.compiled.slots import (
-    DEPTH,
-    SECRET,
-    SEGMENTS,
-    SLOT_WORDS,
-    SLOTS,
-    USED,
-    find,
-    key_at,
-    mix,
-    segment_of,
-)
+from kvtier.index.compiled.slots import DEPTH, SECRET, find, mix, mixed_of, segment_at, segment_of
 
-__all__ = ["export", "find_all", "holds", "holds_one", "match"]
+__all__ = ["find_all", "holds", "holds_one", "match"]
 
+_NO_TAG = np.uint32(0)
 _ONE, _ZERO = np.uint64(1), np.uint64(0)
 
 
@@ -34,12 +25,20 @@ def _record(out: Any, query: Any, column: Any, word: Any, bits: Any, depth: Any)
 
 
 @jit
+def _holders_of(meta: Any, directory: Any, slots: Any, alias: Any, key: Any) -> Any:
+    """Return a block's holder set, 0 where nobody holds it."""
+    mixed = mixed_of(meta, key, _NO_TAG)
+    place = find(slots, WIDTH, segment_of(meta, directory, mixed), mixed, key, _NO_TAG)
+    return alias[slots[place + 2]] if place >= 0 else np.uint32(0)
+
+
+@jit
 def _look_up(meta: Any, directory: Any, slots: Any, alias: Any, hashes: Any, found: Any) -> Any:
     """Put each block's holder set into `found`, up to the first block that nobody holds; return how many there are."""
-    secret, depth = meta[SECRET], meta[DEPTH]
+    secret, depth = meta[SECRET], meta[DEPTH]  # read once: nobody may think that a write to `found` changes them
     for i in range(hashes.size):
         mixed = mix(hashes[i], secret)
-        place = find(slots, segment_of(directory, depth, mixed), mixed, hashes[i])
+        place = find(slots, WIDTH, segment_at(directory, depth, mixed), mixed, hashes[i], _NO_TAG)
         found[i] = alias[slots[place + 2]] if place >= 0 else 0
         if found[i] == 0:
             return i
@@ -47,22 +46,47 @@ def _look_up(meta: Any, directory: Any, slots: Any, alias: Any, hashes: Any, fou
 
 
 @jit
-def _race(rows: Any, lane_tiers: Any, words: Any, found: Any, count: Any, query: Any, word: Any, out: Any) -> None:
+def _on_tiers(rows: Any, lanes: Any, needed: Any, words: Any, holders: Any, word: Any) -> Any:
+    """Return which of 64 workers hold a block on each tier: those that hold it there in every group that they need."""
+    gpu = cpu = storage = ~_ZERO
+    anything = _ZERO
+    for group in range(needed.shape[0]):
+        wants = needed[group, word]
+        if wants == 0:
+            continue
+        on_gpu = on_cpu = on_storage = _ZERO
+        for lane in range(lanes.shape[0]):
+            if lanes[lane, 1] == group:
+                bits = rows[holders, lane * words + word]
+                on_gpu |= bits if lanes[lane, 0] == 0 else _ZERO
+                on_cpu |= bits if lanes[lane, 0] == 1 else _ZERO
+                on_storage |= bits if lanes[lane, 0] == 2 else _ZERO
+        gpu &= on_gpu | ~wants
+        cpu &= on_cpu | ~wants
+        storage &= on_storage | ~wants
+        anything |= wants
+    return gpu & anything, cpu & anything, storage & anything
+
+
+@jit
+def _race(
+    rows: Any, lanes: Any, needed: Any, words: Any, found: Any, count: Any, query: Any, word: Any, out: Any
+) -> None:
     """Find how far each of 64 workers comes. A block with the same holders as the one before changes nothing."""
     everywhere = cpus = storages = walk_gpu = ~_ZERO
     walk_cpu = walk_storage = _ZERO
     last = np.uint32(0)
+    one_group, wants = lanes.shape[0] == 3, needed[0, word]
     for depth in range(count + 1):
         holders = found[depth] if depth < count else np.uint32(0)
         if holders == last and depth < count:
             continue
         last = holders
-        gpu, cpu, storage = rows[holders, word], rows[holders, words + word], rows[holders, 2 * words + word]
-        for lane in range(3, lane_tiers.size):
-            bits = rows[holders, lane * words + word]
-            gpu |= bits if lane_tiers[lane] == 0 else _ZERO
-            cpu |= bits if lane_tiers[lane] == 1 else _ZERO
-            storage |= bits if lane_tiers[lane] == 2 else _ZERO
+        if one_group:  # and one lane for each tier, as nearly always
+            gpu, cpu, storage = rows[holders, word], rows[holders, words + word], rows[holders, 2 * words + word]
+            gpu, cpu, storage = gpu & wants, cpu & wants, storage & wants
+        else:
+            gpu, cpu, storage = _on_tiers(rows, lanes, needed, words, holders, word)
         held = gpu | cpu | storage
         if depth == 0:  # who does not hold the first block keeps the zeros that are there
             everywhere, cpus, storages = held, cpu, storage
@@ -102,23 +126,21 @@ def _race(rows: Any, lane_tiers: Any, words: Any, found: Any, count: Any, query:
 
 @jit
 def match(
-    meta: Any, directory: Any, slots: Any, rows: Any, alias: Any, lane_tiers: Any, hashes: Any, offsets: Any, out: Any
-) -> None:
+    meta: Any, directory: Any, slots: Any, rows: Any, alias: Any, lanes: Any, needed: Any, hashes: Any, offsets: Any, out: Any,
+) -> None:  # fmt: skip
     """Answer each query: look its blocks up, then race 64 workers at a time along them."""
     words = out.shape[1] >> 6
     found = np.empty(hashes.size, np.uint32)
     for query in range(offsets.size - 1):
         count = _look_up(meta, directory, slots, alias, hashes[offsets[query] : offsets[query + 1]], found)
         for word in range(words):
-            _race(rows, lane_tiers, words, found, count, query, word, out)
+            _race(rows, lanes, needed, words, found, count, query, word, out)
 
 
 @jit
 def holds_one(meta: Any, directory: Any, slots: Any, rows: Any, alias: Any, words: Any, worker: Any, key: Any) -> Any:
     """Tell whether a worker holds a block in any lane."""
-    mixed = mix(key, meta[SECRET])
-    place = find(slots, segment_of(directory, meta[DEPTH], mixed), mixed, key)
-    holders = alias[slots[place + 2]] if place >= 0 else np.uint32(0)
+    holders = _holders_of(meta, directory, slots, alias, key)
     bits = _ZERO
     for at in range(worker >> 6, rows.shape[1], words):
         bits |= rows[holders, at]
@@ -139,20 +161,5 @@ def find_all(meta: Any, directory: Any, slots: Any, alias: Any, hashes: Any) -> 
     """Return each hash's holder set, 0 where nobody holds it."""
     found = np.zeros(hashes.size, np.uint32)
     for i in range(hashes.size):
-        mixed = mix(hashes[i], meta[SECRET])
-        place = find(slots, segment_of(directory, meta[DEPTH], mixed), mixed, hashes[i])
-        if place >= 0:
-            found[i] = alias[slots[place + 2]]
+        found[i] = _holders_of(meta, directory, slots, alias, hashes[i])
     return found
-
-
-@jit
-def export(meta: Any, slots: Any) -> Any:
-    """Return all entries, dead ones too: hashes and set numbers as they are in the slots."""
-    keys, numbers = np.empty(meta[USED], np.uint64), np.empty(meta[USED], np.uint32)
-    count = 0
-    for place in range(0, meta[SEGMENTS] * SLOTS * SLOT_WORDS, SLOT_WORDS):
-        if slots[place + 2] != 0:
-            keys[count], numbers[count] = key_at(slots, place), slots[place + 2]
-            count += 1
-    return keys[:count], numbers[:count]

@@ -31,7 +31,7 @@ __all__ = [
     "PARENT",
     "SCANNED_BLOCK_SIZE",
     "TOKEN_COUNT",
-    "Room",
+    "ScanBuffers",
     "Scanned",
     "ScannedBatch",
     "Scanner",
@@ -70,7 +70,7 @@ _NAMES, _NAME_ENDS = _dictionary([name for name, _ in _STORED_FIELDS])
 _FORMS = np.array([form for _, form in _STORED_FIELDS], np.int64)
 _REMOVED_AT = np.array([[name for name, _ in _STORED_FIELDS].index(name) for name, _ in _REMOVED_FIELDS], np.int64)
 _IN_REMOVED = sum(1 << int(field) for field in _REMOVED_AT)
-_LORA_NAME = [name for name, _ in _STORED_FIELDS].index("lora_name")
+_LORA_ID, _LORA_NAME = ([name for name, _ in _STORED_FIELDS].index(name) for name in ("lora_id", "lora_name"))
 _TAGS, _TAG_ENDS = _dictionary(["BlockStored", "BlockRemoved", "AllBlocksCleared"])
 _MEDIA, _MEDIUM_ENDS = _dictionary([place[0] for place in PLACES])
 _KINDS, _KIND_ENDS = _dictionary(["full_attention", "mla_attention", "sink_full_attention"])
@@ -195,7 +195,10 @@ def _event(data: Any, at: Any, hashes: Any, steps: Any, tokens: Any, totals: Any
                 return np.int64(_OTHER)
         else:
             # an adapter is part of what tokens are hashed with
-            at = _plain(data, at, _F_NIL if tokens.size and field == _LORA_NAME else _FORMS[field])
+            form = _FORMS[field]
+            if tokens.size and field in (_LORA_ID, _LORA_NAME):
+                form = _F_ZERO if field == _LORA_ID else _F_NIL
+            at = _plain(data, at, form)
             if at < 0:
                 return np.int64(_OTHER)
     if tag < 2 and not seen & 1:
@@ -249,10 +252,20 @@ def _scan(data: Any, hashes: Any, steps: Any, tokens: Any, totals: Any) -> Any:
     return 0 if at == data.size else _OTHER
 
 
-class Room:
+@jit
+def _all_of_size(steps: Any, block_size: Any) -> Any:
+    """Tell whether all stores are of blocks of that size, or do not say."""
+    for step in range(steps.shape[0]):
+        size = steps[step, SCANNED_BLOCK_SIZE]
+        if steps[step, _OP] == _STORED and size != block_size and size != 0:
+            return False
+    return True
+
+
+class ScanBuffers:
     """Arrays that consecutive batches are read into, one behind the other, so that no batch needs any of its own.
 
-    What is written stays; a room lives as long as any of its batches.
+    What is written stays; the arrays live as long as any of their batches.
     """
 
     __slots__ = ("hashes", "steps", "tokens")
@@ -267,33 +280,44 @@ class Room:
 class Scanned:
     """Events as arrays: their steps, the hashes of all of them one behind the other, and the tokens that steps point into."""
 
-    __slots__ = ("_begin", "_end", "_room")
+    __slots__ = ("_begin", "_buffers", "_end")
 
-    def __init__(self, room: Room, begin: Sequence[int], end: Sequence[int]) -> None:
-        """Take what lies in a room from `begin` to `end`, each the numbers of hashes and of steps before it."""
-        self._room, self._begin, self._end = room, begin, end
+    def __init__(self, buffers: ScanBuffers, begin: Sequence[int], end: Sequence[int]) -> None:
+        """Take what lies in the arrays from `begin` to `end`, each the numbers of hashes and of steps before it."""
+        self._buffers, self._begin, self._end = buffers, begin, end
 
     @property
     def steps(self) -> Steps:
         """One row for each event."""
-        return self._room.steps[self._begin[_STEPS] : self._end[_STEPS]]
+        return self._buffers.steps[self._begin[_STEPS] : self._end[_STEPS]]
 
     @property
     def hashes(self) -> Hashes:
         """The hashes of all events."""
-        return self._room.hashes[self._begin[_HASHES] : self._end[_HASHES]]
+        return self._buffers.hashes[self._begin[_HASHES] : self._end[_HASHES]]
 
     @property
     def tokens(self) -> npt.NDArray[np.uint32]:
         """The tokens of these events and of others."""
-        return self._room.tokens
+        return self._buffers.tokens
 
-    def event(self, step: int) -> Event:
-        """Return one of the events as an object."""
+    @staticmethod
+    def have_size(steps: Steps, block_size: int) -> bool:
+        """Tell whether all stores are of blocks of that size, or do not say."""
+        return bool(_all_of_size(steps, block_size))
+
+    def events(self) -> Iterator[Event]:
+        """Yield the events as objects."""
+        first = 0
+        for step, count in enumerate(self.steps[:, _COUNT].tolist()):
+            yield self.event(step, first)
+            first += count
+
+    def event(self, step: int, first: int) -> Event:
+        """Return one of the events as an object; `first` hashes come before its own."""
         op, lane, count, parent, has_parent, start, tokens, block_size = self.steps[step].tolist()
         if op == Op.CLEARED:
             return AllBlocksCleared()
-        first = int(self.steps[:step, _COUNT].sum())
         hashes, medium = self.hashes[first : first + count].tolist(), PLACES[lane][0]
         if op == Op.REMOVED:
             return BlockRemoved(hashes, medium)
@@ -302,14 +326,14 @@ class Scanned:
 
     @staticmethod
     def join(parts: Sequence[Scanned]) -> Iterator[Scanned]:
-        """Yield the events of several batches as few: neighbours in a room are one, without a copy."""
+        """Yield the events of several batches as few: neighbours in the arrays are one, without a copy."""
         first = last = parts[0]
         for part in parts[1:]:
-            if part._room is not last._room or part._begin is not last._end:
-                yield Scanned(first._room, first._begin, last._end)
+            if part._buffers is not last._buffers or part._begin is not last._end:
+                yield Scanned(first._buffers, first._begin, last._end)
                 first = part
             last = part
-        yield Scanned(first._room, first._begin, last._end)
+        yield Scanned(first._buffers, first._begin, last._end)
 
 
 class ScannedBatch(Scanned):
@@ -320,9 +344,9 @@ class ScannedBatch(Scanned):
     mark: Mark | None = None
     skipped = 0
 
-    def __init__(self, ts: float, room: Room, begin: Sequence[int], totals: Sequence[int]) -> None:
+    def __init__(self, ts: float, buffers: ScanBuffers, begin: Sequence[int], totals: Sequence[int]) -> None:
         """Take what a scan found."""
-        self._room, self._begin, self._end = room, begin, totals
+        self._buffers, self._begin, self._end = buffers, begin, totals
         self.ts = ts
         self.data_parallel_rank = totals[_RANK] if totals[_HAS_RANK] else None
 
@@ -337,7 +361,7 @@ class Scanner:
 
     def __init__(self, tokens: bool = False) -> None:
         """Start with room for some hundred events; it grows with what comes."""
-        self._room = Room(4096, 256, 1 << 15 if tokens else 0)
+        self._buffers = ScanBuffers(4096, 256, 1 << 15 if tokens else 0)
         self._begin = [0] * _TOTALS  # where the next batch goes
         self._totals = np.zeros(_TOTALS, np.int64)
         self.scanned = self.decoded = 0
@@ -345,22 +369,22 @@ class Scanner:
     def __call__(self, payload: bytes) -> ScannedBatch | DecodedBatch:
         """Read a batch in either encoding. Raises `ValueError` where the payload is not a batch at all."""
         data = np.frombuffer(payload, np.uint8)
-        while status := _scan(data, self._room.hashes, self._room.steps, self._room.tokens, self._totals):
+        while status := _scan(data, self._buffers.hashes, self._buffers.steps, self._buffers.tokens, self._totals):
             self._totals[:_RANK] = self._begin[:_RANK]
             if status == _OTHER:
                 self.decoded += 1
-                return decode_batch(payload, tokens=len(self._room.tokens) > 0)
+                return decode_batch(payload, tokens=len(self._buffers.tokens) > 0)
             self._move()
         self.scanned += 1
         begin, self._begin = self._begin, self._totals.tolist()
-        return ScannedBatch(_TS.unpack_from(payload, 2)[0], self._room, begin, self._begin)
+        return ScannedBatch(_TS.unpack_from(payload, 2)[0], self._buffers, begin, self._begin)
 
     def _move(self) -> None:
-        """Go to an empty room; a batch that did not fit into one is given twice as much.
+        """Go to empty arrays; a batch that did not fit into such is given twice as much.
 
         An element takes a byte of the batch at least, so the batch's size bounds this.
         """
-        room, times = self._room, 1 if any(self._begin[:_RANK]) else 2
-        self._room = Room(times * len(room.hashes), times * len(room.steps), times * len(room.tokens))
+        full, times = self._buffers, 1 if any(self._begin[:_RANK]) else 2
+        self._buffers = ScanBuffers(times * len(full.hashes), times * len(full.steps), times * len(full.tokens))
         self._begin = [0] * _TOTALS
         self._totals[:] = 0

@@ -1,45 +1,49 @@
-"""The compiled table's slots: extendible hashing over one flat array.
+"""The compiled hash table: extendible hashing over one flat array of 32-bit words. Blocks and names are both kept in one.
 
 The table grows by segments of 1,024 slots. A directory, indexed by the leading bits of the mixed hash, names the segment;
 within it, linear probing. A full segment is split in two, so growth never copies the table nor needs it twice. A slot is
-three words: the hash's halves and the number of the holder set, 0 for an empty slot. Removal shifts what follows back,
-so there are no tombstones. Slots whose set has died (see `sets`) are swept out when their segment fills up, and bit by bit
-with later batches.
+`width` words: the hash's halves, a word that is 0 in an empty slot only, and what the owner keeps besides. Removal shifts
+what follows back, so there are no tombstones.
 
-Hashes are mixed with a secret, so nobody can choose hashes that fall into one segment.
+    blocks (width 3)    hash, hash, number of the holder set
+    names  (width 5)    engine's hash, hash, the worker's tag, key, key
+
+Where the third word is a tag it is part of the hash; functions take 0 for the tag where it is not. Hashes are mixed with a
+secret, so nobody can choose hashes that fall into one segment. Not for several threads at once.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import secrets
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.index.compiled.jit import jit, prefetch
 
 __all__ = [
-    "AGAIN", "CLOSED", "DEAD", "DEPTH", "DROPPED", "FILL", "FREE", "HAND", "HARD_LIMIT", "LIMIT", "LOCAL", "MAX_DEPTH",
-    "MAX_SEGMENTS", "META", "SECRET", "SEGMENTS", "SLOTS", "SLOT_WORDS", "UNKNOWN", "USED", "erase", "expect", "find", "key_at",
-    "make_room", "mix", "put", "segment_of", "sweep",
+    "AGAIN", "CLOSED", "DEAD", "DEPTH", "DROPPED", "FILL", "FREE", "HAND", "HARD_LIMIT", "LIMIT",
+    "MAX_SEGMENTS", "SECRET", "SEGMENTS", "SLOTS", "UNKNOWN", "USED", "Slots", "erase", "expect", "fill",
+    "find", "mix", "mixed_of", "put_word", "rehash", "segment_at", "segment_of", "split", "word_at",
+    "words_of",
 ]  # fmt: skip
 
 SLOTS = 1024
-SLOT_WORDS = 3
 LIMIT = SLOTS * 4 // 5
 """A segment this full is split."""
 HARD_LIMIT = SLOTS * 15 // 16
 """A segment may become this full when the budget allows no more of them."""
-_AHEAD = 8  # as many loads as a core has under way without trouble
-_WORTH = SLOTS // 16  # a sweep that frees fewer slots than this does not spare the split
 
-# Fields of `meta`.
-USED, DEAD, SEGMENTS, MAX_SEGMENTS, DEPTH, MAX_DEPTH, FREE, DROPPED, UNKNOWN, HAND, SECRET, CLOSED, AGAIN, META = range(
-    14
-)
+# Fields of `meta`: those of every table, then those of the table of blocks.
+USED, SEGMENTS, MAX_SEGMENTS, DEPTH, MAX_DEPTH, SECRET = range(6)
+DEAD, FREE, DROPPED, UNKNOWN, HAND, CLOSED, AGAIN, _META = range(6, 14)
 # Columns of `segments`: slots in use, and by how many leading bits the segment is known.
-FILL, LOCAL = 0, 1
+FILL, _LOCAL = 0, 1
 
 _M1, _M2 = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)
 _ONE, _LOW = np.uint64(1), np.uint64(0xFFFFFFFF)
 _S29, _S32, _S33 = np.uint64(29), np.uint64(32), np.uint64(33)
 _MASK = np.uint64(SLOTS - 1)
@@ -54,90 +58,87 @@ def mix(key: Any, secret: Any) -> Any:
 
 
 @jit
-def segment_of(directory: Any, depth: Any, mixed: Any) -> Any:
+def mixed_of(meta: Any, key: Any, tag: Any) -> Any:
+    return mix(key ^ (np.uint64(tag) * _SPREAD), meta[SECRET])
+
+
+@jit
+def segment_at(directory: Any, depth: Any, mixed: Any) -> Any:
     return np.int64(directory[mixed >> np.uint64(64 - depth)])
 
 
 @jit
-def find(slots: Any, segment: Any, mixed: Any, key: Any) -> Any:
+def segment_of(meta: Any, directory: Any, mixed: Any) -> Any:
+    return segment_at(directory, meta[DEPTH], mixed)
+
+
+@jit
+def word_at(slots: Any, place: Any) -> Any:
+    """Return the 64 bits at a place: a slot's hash, or a key."""
+    return np.uint64(slots[place]) | (np.uint64(slots[place + 1]) << _S32)
+
+
+@jit
+def put_word(slots: Any, place: Any, word: Any) -> None:
+    slots[place], slots[place + 1] = np.uint32(word & _LOW), np.uint32(word >> _S32)
+
+
+@jit
+def find(slots: Any, width: Any, segment: Any, mixed: Any, key: Any, tag: Any) -> Any:
     """Return the place of a hash in its segment, or `~place` of the empty slot where it belongs."""
     low, high = np.uint32(key & _LOW), np.uint32(key >> _S32)
-    base = segment * (SLOTS * SLOT_WORDS)
-    at = mixed & _MASK
+    base, at = segment * (SLOTS * width), mixed & _MASK
     while True:
-        place = base + np.int64(at) * SLOT_WORDS
+        place = base + np.int64(at) * width
         if slots[place + 2] == 0:
             return ~place
-        if slots[place] == low and slots[place + 1] == high:
+        if slots[place] == low and slots[place + 1] == high and (tag == 0 or slots[place + 2] == tag):
             return place
         at = (at + _ONE) & _MASK
 
 
 @jit
-def expect(meta: Any, directory: Any, slots: Any, hashes: Any, at: Any, stop: Any) -> None:
-    """Begin to load the slot of a hash some places ahead: tables are larger than caches, and waiting is most of the work."""
-    if at + _AHEAD < stop:
-        mixed = mix(hashes[at + _AHEAD], meta[SECRET])
-        segment = segment_of(directory, meta[DEPTH], mixed)
-        prefetch(slots, (segment * SLOTS + np.int64(mixed & _MASK)) * SLOT_WORDS)
+def expect(meta: Any, directory: Any, slots: Any, width: Any, key: Any, tag: Any) -> None:
+    """Begin to load the slot of a hash wanted soon: tables are larger than caches, and waiting is most of the work."""
+    mixed = mixed_of(meta, key, tag)
+    prefetch(slots, (segment_of(meta, directory, mixed) * SLOTS + np.int64(mixed & _MASK)) * width)
 
 
 @jit
-def put(slots: Any, place: Any, key: Any, holders: Any) -> None:
-    slots[place] = np.uint32(key & _LOW)
-    slots[place + 1] = np.uint32(key >> _S32)
-    slots[place + 2] = np.uint32(holders)
+def fill(meta: Any, slots: Any, segments: Any, segment: Any, place: Any, key: Any, mark: Any) -> None:
+    """Put a hash and its third word into an empty slot."""
+    put_word(slots, place, key)
+    slots[place + 2] = np.uint32(mark)
+    segments[segment, FILL] += 1
+    meta[USED] += 1
 
 
 @jit
-def key_at(slots: Any, place: Any) -> Any:
-    return np.uint64(slots[place]) | (np.uint64(slots[place + 1]) << _S32)
-
-
-@jit
-def rehash(meta: Any, directory: Any, slots: Any, segments: Any, refs: Any, alias: Any, segment: Any) -> None:
-    """Put a segment's entries where the directory now sends them, and leave out those that nobody holds."""
-    base, size = segment * (SLOTS * SLOT_WORDS), SLOTS * SLOT_WORDS
+def rehash(meta: Any, directory: Any, slots: Any, segments: Any, width: Any, tagged: Any, segment: Any) -> None:
+    """Put a segment's entries where the directory now sends them. Slots whose third word was set to 0 are left out."""
+    base, size = segment * (SLOTS * width), SLOTS * width
     old = slots[base : base + size].copy()
     slots[base : base + size] = 0
+    meta[USED] -= segments[segment, FILL]
     segments[segment, FILL] = 0
-    for place in range(0, size, SLOT_WORDS):
-        number = old[place + 2]
-        if number == 0:
+    for place in range(0, size, width):
+        if old[place + 2] == 0:
             continue
-        holders = alias[number]
-        refs[number] -= 1
-        if holders == 0:
-            meta[USED] -= 1
-            meta[DEAD] -= 1
-            continue
-        refs[holders] += 1
-        key = key_at(old, place)
-        mixed = mix(key, meta[SECRET])
-        target = segment_of(directory, meta[DEPTH], mixed)
-        put(slots, ~find(slots, target, mixed, key), key, holders)
+        key, tag = word_at(old, place), old[place + 2] if tagged else np.uint32(0)
+        mixed = mixed_of(meta, key, tag)
+        target = segment_of(meta, directory, mixed)
+        to = ~find(slots, width, target, mixed, key, tag)
+        for word in range(width):
+            slots[to + word] = old[place + word]
         segments[target, FILL] += 1
+        meta[USED] += 1
 
 
 @jit
-def sweep(meta: Any, directory: Any, slots: Any, segments: Any, refs: Any, alias: Any, budget: Any) -> None:
-    """Sweep some segments for entries that nobody holds, going round."""
-    for _ in range(budget):
-        if meta[DEAD] == 0:
-            return
-        meta[HAND] = (meta[HAND] + 1) % meta[SEGMENTS]
-        rehash(meta, directory, slots, segments, refs, alias, meta[HAND])
-
-
-@jit
-def make_room(meta: Any, directory: Any, slots: Any, segments: Any, refs: Any, alias: Any, mixed: Any) -> Any:
-    """Sweep or split the segment that a mixed hash belongs to; `False` when neither can be done."""
-    segment = segment_of(directory, meta[DEPTH], mixed)
-    if meta[DEAD] > 0:
-        rehash(meta, directory, slots, segments, refs, alias, segment)
-        if segments[segment, FILL] <= LIMIT - _WORTH:
-            return True
-    local = segments[segment, LOCAL]
+def split(meta: Any, directory: Any, slots: Any, segments: Any, width: Any, tagged: Any, mixed: Any) -> Any:
+    """Split the segment that a mixed hash belongs to; `False` when there is no other."""
+    segment = segment_of(meta, directory, mixed)
+    local = segments[segment, _LOCAL]
     if meta[SEGMENTS] >= meta[MAX_SEGMENTS] or local >= meta[MAX_DEPTH]:
         return False
     if local == meta[DEPTH]:
@@ -146,32 +147,81 @@ def make_room(meta: Any, directory: Any, slots: Any, segments: Any, refs: Any, a
         meta[DEPTH] += 1
     new = meta[SEGMENTS]
     meta[SEGMENTS] += 1
-    segments[segment, LOCAL] = segments[new, LOCAL] = local + 1
+    segments[segment, _LOCAL] = segments[new, _LOCAL] = local + 1
     span = 1 << (meta[DEPTH] - local - 1)
     first = (np.int64(mixed >> np.uint64(64 - local)) * 2 + 1) * span
     for at in range(first, first + span):
         directory[at] = new
-    rehash(meta, directory, slots, segments, refs, alias, segment)
+    rehash(meta, directory, slots, segments, width, tagged, segment)
     return True
 
 
 @jit
-def erase(meta: Any, slots: Any, segments: Any, segment: Any, place: Any) -> None:
+def erase(meta: Any, slots: Any, segments: Any, width: Any, tagged: Any, segment: Any, place: Any) -> None:
     """Empty a slot and move later entries of its run back, so that probing never stops short."""
-    base = segment * (SLOTS * SLOT_WORDS)
-    hole = np.uint64((place - base) // SLOT_WORDS)
+    base = segment * (SLOTS * width)
+    hole = np.uint64((place - base) // width)
     at = hole
     while True:
         at = (at + _ONE) & _MASK
-        source = base + np.int64(at) * SLOT_WORDS
+        source = base + np.int64(at) * width
         if slots[source + 2] == 0:
             break
-        home = mix(key_at(slots, source), meta[SECRET]) & _MASK
+        home = mixed_of(meta, word_at(slots, source), slots[source + 2] if tagged else np.uint32(0)) & _MASK
         if ((at - home) & _MASK) >= ((at - hole) & _MASK):
-            target = base + np.int64(hole) * SLOT_WORDS
-            for word in range(SLOT_WORDS):
+            target = base + np.int64(hole) * width
+            for word in range(width):
                 slots[target + word] = slots[source + word]
             hole = at
-    slots[base + np.int64(hole) * SLOT_WORDS + 2] = 0
+    slots[base + np.int64(hole) * width + 2] = 0
     segments[segment, FILL] -= 1
     meta[USED] -= 1
+
+
+class Slots(NamedTuple):
+    """The arrays of a table."""
+
+    meta: npt.NDArray[np.int64]
+    directory: npt.NDArray[np.uint32]
+    slots: npt.NDArray[np.uint32]
+    segments: npt.NDArray[np.int32]
+
+    @staticmethod
+    def segment_bytes(width: int) -> int:
+        """Return what a segment takes: its slots, its row in `segments`, its eight entries in the directory at most."""
+        return SLOTS * width * 4 + 2 * 4 + 8 * 4
+
+    @classmethod
+    def reserve(cls, most: int, width: int) -> Slots:
+        """Reserve address space for so many segments, and begin with two of them."""
+        meta = np.zeros(_META, np.int64)
+        meta[[DEPTH, SEGMENTS, MAX_SEGMENTS]] = 1, 2, most
+        meta[[MAX_DEPTH, SECRET]] = most.bit_length() + 2, secrets.randbits(63)
+        directory, segments = np.zeros(1 << int(meta[MAX_DEPTH]), np.uint32), np.zeros((most, 2), np.int32)
+        directory[1] = 1
+        segments[:2, _LOCAL] = 1
+        return cls(meta, directory, np.zeros(most * SLOTS * width, np.uint32), segments)
+
+    def parts(self, width: int) -> Iterator[npt.NDArray[np.uint32]]:
+        """Yield the slots in use, `[slot, word]`, a segment at a time. The table may change meanwhile.
+
+        Segments come in the order of the directory: one that is split later is passed as two at the same place, so what stays
+        in the table comes once.
+        """
+        done = 0  # of the space of mixed hashes, 64 bits wide
+        while done < 1 << 64:
+            segment = int(self.directory[done >> (64 - int(self.meta[DEPTH]))])
+            done += 1 << (64 - int(self.segments[segment, _LOCAL]))
+            part = self.slots[segment * SLOTS * width : (segment + 1) * SLOTS * width].reshape(SLOTS, width)
+            yield part[part[:, 2] != 0]
+
+    def fills(self, width: int) -> bool:
+        """Tell whether the counts are those of the slots."""
+        used = self.slots[2::width][: int(self.meta[SEGMENTS]) * SLOTS].reshape(-1, SLOTS)
+        fills = np.count_nonzero(used, axis=1)
+        return bool(fills.sum() == self.meta[USED] and (fills == self.segments[: len(fills), FILL]).all())
+
+
+def words_of(part: npt.NDArray[np.uint32], at: int) -> npt.NDArray[np.uint64]:
+    """Return the 64 bits at word `at` of each slot."""
+    return part[:, at].astype(np.uint64) | (part[:, at + 1].astype(np.uint64) << _S32)

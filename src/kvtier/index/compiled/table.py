@@ -8,43 +8,50 @@ The smallest budget is 256 KiB. Not for several threads at once: `PrefixIndex` s
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import InputError, IntegrityError
-from kvtier.index.base import LANES, MAX_LANES, MAX_WORKERS, Columns, Hashes, Op, Steps, TableStats, Tier
+from kvtier.index.base import (
+    LANES,
+    MAX_LANES,
+    MAX_WORKERS,
+    Columns,
+    Hashes,
+    Lane,
+    Op,
+    Steps,
+    Table,
+    TableStats,
+    Tier,
+    usable_tiers,
+)
 from kvtier.index.compiled import changes, questions, sets
 from kvtier.index.compiled.slots import (
     AGAIN,
     CLOSED,
     DEAD,
-    DEPTH,
     DROPPED,
     FREE,
-    MAX_DEPTH,
     MAX_SEGMENTS,
-    META,
-    SECRET,
     SEGMENTS,
-    SLOT_WORDS,
-    SLOTS,
     UNKNOWN,
     USED,
+    Slots,
+    words_of,
 )
 
 __all__ = ["MIN_BUDGET", "CompiledTable"]
 
 MIN_BUDGET = 256 << 10
 _FIRST_SETS = 64
-# per segment: its slots, its row in `segments`, and its eight entries in the directory at most
-_SEGMENT_BYTES = SLOTS * SLOT_WORDS * 4 + 2 * 4 + 8 * 4
+_SEGMENT_BYTES = Slots.segment_bytes(changes.WIDTH)
 _SET_BYTES = (
     8 + 4 + 2 * 4 + 4
-)  # a set's reference count, alias, two seats, and place on the free list; its row comes on top
+)  # a set's reference count, alias, two seats, place on the free list; its row comes on top
 
 
 class CompiledTable:
@@ -57,16 +64,10 @@ class CompiledTable:
         if budget < MIN_BUDGET:
             raise InputError(f"budget: expected at least {MIN_BUDGET} bytes for a compiled table, got {budget}")
         self._budget = budget
-        most = budget // _SEGMENT_BYTES
-        self._meta = np.zeros(META, np.int64)
-        self._slots = np.zeros(most * SLOTS * SLOT_WORDS, np.uint32)
-        self._segments = np.zeros((most, 2), np.int32)
-        self._meta[MAX_DEPTH] = most.bit_length() + 2
-        self._directory = np.zeros(1 << int(self._meta[MAX_DEPTH]), np.uint32)
-        self._meta[[DEPTH, SEGMENTS, SECRET]] = 1, 2, secrets.randbits(63)
-        self._directory[1] = 1
-        self._segments[:2, 1] = 1
-        self._tiers = np.arange(LANES, dtype=np.int64)
+        self._slots = Slots.reserve(budget // _SEGMENT_BYTES, changes.WIDTH)
+        self._meta = self._slots.meta
+        self._lanes = np.array([(number, 0) for number in range(LANES)], np.int64)
+        self._needed = np.zeros((MAX_LANES, 1), np.uint64)
         self._held = np.zeros((64, MAX_LANES + 1), np.int64)
         self._words = 1
         self._refs = np.zeros(1, np.int64)
@@ -79,23 +80,32 @@ class CompiledTable:
         if workers <= have:
             return True
         wanted = max(-(-workers // 64) * 64, min(2 * have, MAX_WORKERS))
-        if workers > MAX_WORKERS or not self._fits(self._room, len(self._tiers), wanted // 64):
+        if workers > MAX_WORKERS or not self._fits(self._room, len(self._lanes), wanted // 64):
             return False
         held = np.zeros((wanted, MAX_LANES + 1), np.int64)
         held[:have] = self._held
+        needed = np.zeros((MAX_LANES, wanted // 64), np.uint64)
+        needed[:, : self._words] = self._needed
         rows = self._grid()
-        self._held, self._words = held, wanted // 64
+        self._held, self._needed, self._words = held, needed, wanted // 64
         self._make_sets(self._room, rows)
         return True
 
-    def add_lane(self, tier: Tier) -> int | None:
-        lane = len(self._tiers)
-        if lane == MAX_LANES or not self._fits(self._room, lane + 1, self._words):
+    def add_lane(self, lane: Lane) -> int | None:
+        number = len(self._lanes)
+        if number == MAX_LANES or not self._fits(self._room, number + 1, self._words):
             return None
         rows = self._grid()
-        self._tiers = np.append(self._tiers, np.int64(tier))
+        self._lanes = np.vstack((self._lanes, np.array([lane], np.int64)))
         self._make_sets(self._room, rows)
-        return lane
+        return number
+
+    def require(self, worker: int, groups: int) -> None:
+        word, bit = worker >> 6, np.uint64(1 << (worker & 63))
+        for group in range(MAX_LANES):
+            self._needed[group, word] &= ~bit
+            if groups >> group & 1:
+                self._needed[group, word] |= bit
 
     @property
     def _room(self) -> int:
@@ -104,10 +114,11 @@ class CompiledTable:
 
     def _grid(self) -> npt.NDArray[np.uint64]:
         """Return the sets' rows as `[set, lane, word]`."""
-        return self._rows[: self._room].reshape(self._room, len(self._tiers), self._words)
+        return self._rows[: self._room].reshape(self._room, len(self._lanes), self._words)
 
     def _sets_bytes(self, room: int, lanes: int, words: int) -> int:
-        return room * _SET_BYTES + (room + 1) * lanes * words * 8 + words * 64 * (MAX_LANES + 1) * 8
+        workers = words * (64 * (MAX_LANES + 1) * 8 + MAX_LANES * 8)
+        return room * _SET_BYTES + (room + 1) * lanes * words * 8 + workers
 
     def _fits(self, room: int, lanes: int, words: int) -> bool:
         """Tell whether sets of that shape can be made while the present ones are still there."""
@@ -115,7 +126,7 @@ class CompiledTable:
 
     def _make_sets(self, room: int, rows: npt.NDArray[np.uint64]) -> None:
         """Make room for sets in the present shape, and take over what there is."""
-        lanes, words = len(self._tiers), self._words
+        lanes, words = len(self._lanes), self._words
         have, old_lanes, old_words = rows.shape
         grid = np.zeros((room + 1, lanes, words), np.uint64)  # the last row is scratch
         grid[:have, :old_lanes, :old_words] = rows
@@ -135,7 +146,7 @@ class CompiledTable:
         self._intern_all()
         if self._meta[FREE] >= self._room // 4:
             return
-        if self._fits(2 * self._room, len(self._tiers), self._words):
+        if self._fits(2 * self._room, len(self._lanes), self._words):
             self._make_sets(2 * self._room, self._grid())
         elif not self._meta[FREE]:
             self._meta[CLOSED] = 1
@@ -144,7 +155,7 @@ class CompiledTable:
 
     @property
     def _state(self) -> tuple[npt.NDArray[Any], ...]:
-        return (self._meta, self._directory, self._slots, self._segments, self._rows, self._refs, self._alias, self._intern, self._free, self._held)  # fmt: skip  # noqa: E501
+        return (*self._slots, self._rows, self._refs, self._alias, self._intern, self._free, self._held)
 
     def apply(self, worker: int, steps: Steps, hashes: Hashes, unique: bool = False) -> tuple[int, int] | None:
         step, done = 0, 0
@@ -185,13 +196,13 @@ class CompiledTable:
 
     def match(self, hashes: Hashes, offsets: npt.NDArray[np.int64]) -> Columns:
         out = np.zeros((len(offsets) - 1, len(self._held), 7), np.int32)
-        questions.match(self._meta, self._directory, self._slots, self._rows, self._alias, self._tiers, hashes, offsets, out)  # fmt: skip  # noqa: E501
+        questions.match(*self._slots[:3], self._rows, self._alias, self._lanes, self._needed, hashes, offsets, out)
         return out
 
     @property
     def holders_state(self) -> tuple[Any, ...]:
         """What `questions.holds_one` needs to know of the table."""
-        return self._meta, self._directory, self._slots, self._rows, self._alias, self._words
+        return (*self._slots[:3], self._rows, self._alias, self._words)
 
     def holds(self, worker: int, hashes: Hashes) -> npt.NDArray[np.bool_]:
         found: npt.NDArray[np.bool_] = questions.holds(*self.holders_state, worker, hashes)
@@ -201,29 +212,46 @@ class CompiledTable:
         return int(self._held[:, :MAX_LANES].sum())
 
     def held(self, worker: int) -> list[int]:
-        counts: list[int] = self._held[worker, : len(self._tiers)].tolist()
+        counts: list[int] = self._held[worker, : len(self._lanes)].tolist()
         return counts
 
-    def dropped(self) -> list[int]:
-        counts: list[int] = self._held[:, MAX_LANES].tolist()
-        return counts
+    def dropped(self, worker: int) -> int:
+        return int(self._held[worker, MAX_LANES])
 
-    def entries(self) -> Iterator[tuple[int, int, int]]:
-        keys, numbers = questions.export(self._meta, self._slots)
-        numbers = self._alias[numbers]
-        holders = {int(number): self._holders(int(number)) for number in np.unique(numbers)}
-        return (
-            (key, worker, lane)
-            for key, number in zip(keys.tolist(), numbers.tolist(), strict=True)
-            for worker, lane in holders[number]
-        )
+    def adopt(self, other: Table, workers: int) -> None:
+        """Go on with the counters of a table with so many workers, whose blocks were copied into this one."""
+        stats = other.stats()
+        self._meta[[DROPPED, UNKNOWN]] = stats.dropped, stats.unknown
+        self._held[:workers, MAX_LANES] = [other.dropped(worker) for worker in range(workers)]
+
+    def hashes(self) -> Iterator[Hashes]:
+        for part in self._slots.parts(changes.WIDTH):
+            yield words_of(part, 0)
+
+    def usable(self, hashes: Hashes) -> list[Mapping[int, int]]:
+        numbers = questions.find_all(*self._slots[:3], self._alias, hashes).tolist()
+        on = {number: self._tiers_of(number) for number in set(numbers)}
+        return [on[number] for number in numbers]
+
+    def _tiers_of(self, number: int) -> dict[int, int]:
+        """Return the workers of a holder set that hold its blocks on any tier, and a bit for each such tier."""
+        lanes = [Lane(Tier(tier), group) for tier, group in self._lanes.tolist()]
+        held: dict[int, int] = {}
+        for worker, lane in self._holders(number):
+            held[worker] = held.get(worker, 0) | 1 << lane
+        on = {worker: usable_tiers(bits, self._needs(worker), lanes) for worker, bits in held.items()}
+        return {worker: tiers for worker, tiers in on.items() if tiers}
+
+    def _needs(self, worker: int) -> int:
+        bits = (self._needed[:, worker >> 6] >> np.uint64(worker & 63)) & np.uint64(1)
+        return sum(int(bit) << group for group, bit in enumerate(bits))
 
     def _holders(self, number: int) -> list[tuple[int, int]]:
         bits = np.unpackbits(self._grid()[number].view(np.uint8), axis=1, bitorder="little")
         return [(int(worker), int(lane)) for lane, worker in zip(*np.nonzero(bits), strict=True)]
 
     def _bytes(self) -> int:
-        return int(self._meta[SEGMENTS]) * _SEGMENT_BYTES + self._sets_bytes(self._room, len(self._tiers), self._words)
+        return int(self._meta[SEGMENTS]) * _SEGMENT_BYTES + self._sets_bytes(self._room, len(self._lanes), self._words)
 
     def stats(self) -> TableStats:
         meta = self._meta
@@ -233,10 +261,11 @@ class CompiledTable:
         )
 
     def check(self) -> None:
-        keys, numbers = questions.export(self._meta, self._slots)
+        parts = list(self._slots.parts(changes.WIDTH))
+        keys = np.concatenate([words_of(part, 0) for part in parts])
+        numbers = np.concatenate([part[:, 2] for part in parts])
         meta, alias = self._meta, self._alias
-        fills = np.count_nonzero(self._slots[2::SLOT_WORDS][: meta[SEGMENTS] * SLOTS].reshape(-1, SLOTS), axis=1)
-        found = questions.find_all(meta, self._directory, self._slots, alias, keys)
+        found = questions.find_all(*self._slots[:3], alias, keys)
         counted = np.zeros_like(self._held[:, :MAX_LANES])
         for number, count in zip(*np.unique(alias[numbers], return_counts=True), strict=True):
             for worker, lane in self._holders(int(number)):
@@ -245,7 +274,7 @@ class CompiledTable:
             "entries": len(keys) != meta[USED],
             "a hash twice": len(np.unique(keys)) != len(keys),
             "dead entries": np.count_nonzero(alias[numbers] == 0) != meta[DEAD],
-            "segment fills": (fills != self._segments[: meta[SEGMENTS], 0]).any(),
+            "segment fills": not self._slots.fills(changes.WIDTH),
             "a hash out of its place": (found != alias[numbers]).any(),
             "reference counts": (np.bincount(numbers, minlength=self._room) != self._refs).any(),
             "blocks per worker": (counted != self._held[:, :MAX_LANES]).any(),
