@@ -16,6 +16,7 @@ from kvtier.events import (
     BlockStored,
     CurveClient,
     KVEventBatch,
+    KVEventsConfig,
     Mark,
     Place,
     ZmqEventPublisher,
@@ -178,7 +179,7 @@ def consume(messages: Iterable[tuple[int, bytes]]) -> Consumer:
 def publisher(rank: int = 0, **changes: Any) -> Iterator[ZmqEventPublisher]:
     """Run a publisher on ports that the system gives; what is broken inside shows at the end."""
     options = {"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0", "heartbeat_interval": None}
-    made = ZmqEventPublisher(rank, **options | changes)
+    made = ZmqEventPublisher(rank, config=KVEventsConfig(**options | changes))
     try:
         yield made
         made.check()

@@ -30,7 +30,6 @@ from kvtier.events.types import (
     KVCacheEvent,
     KVEventBatch,
     Mark,
-    TierCleared,
     blocks_of,
 )
 from kvtier.events.updates import Counters, Kind, Limits, Received, Reset, SourceStatus, State, StateChanged, Update
@@ -97,7 +96,6 @@ __all__ = [
     "State",
     "StateChanged",
     "Subscriber",
-    "TierCleared",
     "Update",
     "What",
     "ZmqEventPublisher",
