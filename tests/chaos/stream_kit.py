@@ -25,7 +25,6 @@ from kvtier.events import (
     Reset,
     State,
     StateChanged,
-    TierCleared,
     Update,
     blocks_of,
     frame_batch,
@@ -34,7 +33,7 @@ from kvtier.events import (
     to_u64,
 )
 
-Event = BlockStored | BlockRemoved | AllBlocksCleared | TierCleared
+Event = BlockStored | BlockRemoved | AllBlocksCleared
 Message = tuple[int, bytes]
 
 BLOCK_SIZE = 2
@@ -73,9 +72,6 @@ class Picture:
         for event in events:
             if isinstance(event, AllBlocksCleared):
                 self.blocks.clear()
-            elif isinstance(event, TierCleared):
-                for key in [key for key in self.blocks if key[0][0] == event.medium]:
-                    del self.blocks[key]
             else:
                 self._fold_blocks(event)
 
@@ -97,7 +93,7 @@ class Picture:
 
 
 class Workload:
-    """Random events that an engine could emit: chains, overlapping stores, copies, removals, cleared tiers, resets."""
+    """Random events that an engine could emit: chains, overlapping stores, copies, removals, resets."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -123,8 +119,6 @@ class Workload:
         dice = rng.random()
         if dice < 0.004:
             return AllBlocksCleared()
-        if dice < 0.01:
-            return TierCleared(rng.choice(MEDIA))
         if held and (dice < 0.3 or len(held) > 300):
             return self._removal(held)
         if held and dice < 0.45:
@@ -213,7 +207,7 @@ class ModelPublisher:
         """Bring the state up to date; return the events that say how it changed."""
         sent: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
         for event in events:
-            sent += [event] if self.is_stock and not isinstance(event, TierCleared) else self._set_like(event)
+            sent += [event] if self.is_stock else self._set_like(event)
             self.truth.fold([event])
         return sent
 
@@ -221,23 +215,12 @@ class ModelPublisher:
         held = self.truth.blocks
         if isinstance(event, AllBlocksCleared):
             return [event]
-        if isinstance(event, TierCleared):
-            gone = Counter({each: n for (place, each), n in held.items() if place[0] == event.medium})
-            return (
-                [BlockRemoved([each], event.medium) for each in gone.elements()]
-                if self.is_stock
-                else self._gone(event.medium)
-            )
         place = place_of(event)
         if isinstance(event, BlockRemoved):
             gone_now = [each for each in event.block_hashes if held[place, to_u64(each)] == 1]
             return [BlockRemoved(gone_now, event.medium)] if gone_now else []
         new = [i for i, each in enumerate(event.block_hashes) if not held[place, to_u64(each)]]
         return [blocks_of(event, i, i + 1) for i in new]
-
-    def _gone(self, medium: str) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
-        gone = [each for place, each in self.truth.blocks if place[0] == medium]
-        return [BlockRemoved(gone, medium)] if gone else []
 
     def _send(self, events: list[BlockStored | BlockRemoved | AllBlocksCleared], *, marked: bool) -> Message:
         self.newest += 1

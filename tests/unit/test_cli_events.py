@@ -24,6 +24,7 @@ from kvtier.cli import main
 from kvtier.cli.event_check import Picture
 from kvtier.cli.event_lines import HumanLines, JSONLines
 from kvtier.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch, Mark
+from kvtier.events.config import KVEventsConfig
 from kvtier.events.curve import CurveServer, make_keys
 from kvtier.events.publisher import ZmqEventPublisher
 from kvtier.events.recording import Record, RecordingReader, RecordingWriter
@@ -44,7 +45,7 @@ def batch(*events: KVCacheEvent) -> KVEventBatch:
 @contextmanager
 def publisher(**settings: Any) -> Iterator[ZmqEventPublisher]:
     settings = {"heartbeat_interval": 0.05} | settings
-    one = ZmqEventPublisher(0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", **settings)
+    one = ZmqEventPublisher(0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", config=KVEventsConfig(**settings))
     try:
         yield one
     finally:

@@ -15,6 +15,7 @@ import pytest
 from kvtier.cli import main
 from kvtier.errors import InputError
 from kvtier.events import BlockStored, KVEventBatch
+from kvtier.events.config import KVEventsConfig
 from kvtier.events.publisher import ZmqEventPublisher
 from kvtier.index.server import IndexServer
 
@@ -28,7 +29,9 @@ def ask(url: str, body: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_it_answers_who_holds_a_prompt_until_it_is_told_to_end(number: signal.Signals) -> None:
-    publisher = ZmqEventPublisher(0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", heartbeat_interval=0.05)
+    publisher = ZmqEventPublisher(
+        0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", config=KVEventsConfig(heartbeat_interval=0.05)
+    )
     publisher.publish(KVEventBatch(1.0, [BlockStored([5, 6], None, TOKENS, 4, None, "GPU", None)], 0))
     follow = f"worker-7={publisher.endpoint},{publisher.replay_endpoint}"
     command = [sys.executable, "-m", "kvtier", "index", "serve", "--port", "0", "--block-size", "4", "--follow", follow]

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from kvtier.errors import OutsideError
+from kvtier.events.config import KVEventsConfig
 from kvtier.events.publisher import ZmqEventPublisher
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from kvtier.index.forms import FORMS
@@ -80,7 +81,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 @contextmanager
 def publishing(rank: int = 0, **options: Any) -> Iterator[ZmqEventPublisher]:
-    publisher = ZmqEventPublisher(rank, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", **options)
+    publisher = ZmqEventPublisher(rank, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", config=KVEventsConfig(**options))
     try:
         yield publisher
     finally:

@@ -22,14 +22,12 @@ import zmq
 from tests.chaos.stream_kit import Event, LossyLink, Picture, Workload, stored
 
 from kvtier.events import (
-    BlockRemoved,
     DecodedBatch,
     Limits,
     Source,
     SourceStatus,
     State,
     Subscriber,
-    TierCleared,
     Update,
 )
 
@@ -118,13 +116,9 @@ class Engine:
         self._publisher.publish(self.module.KVEventBatch(time.time(), events, rank))
 
     def _say(self, event: Event) -> list[Event]:
-        """Return what the engine says when that happens; it has no cleared tier, so every copy in it is removed."""
-        said = [event]
-        if isinstance(event, TierCleared):
-            held = ((each, copies) for (place, each), copies in self.truth.blocks.items() if place[0] == event.medium)
-            said = [BlockRemoved([each], event.medium) for each, copies in held for _ in range(copies)]
+        """Return what the engine says when that happens."""
         self.truth.fold([event])
-        return said
+        return [event]
 
     def restart(self) -> None:
         """Start the publisher anew at the same addresses."""

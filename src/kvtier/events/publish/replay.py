@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from operator import attrgetter
 
 import msgspec
 import zmq
@@ -60,6 +61,7 @@ class _Session:
         self.waiting: deque[Iterator[list[bytes] | None]] = deque()
         self.pending: list[bytes] | None = None
         self.sizes: deque[int] = deque(maxlen=CLIENT_QUEUE)  # of the last messages; all may be unread
+        self.served_at = 0.0
         self.read_at = now
         self.retry_at = now
         self.backoff = _FIRST_BACKOFF
@@ -99,12 +101,13 @@ class ReplayServer:
             return math.inf
         now = self._clock()
         deadline = now + _TURN_SECONDS
-        for session in [session for session in self._sessions.values() if session.retry_at <= now]:
-            del self._sessions[session.identity]
-            if self._advance(session, now, deadline):
-                self._sessions[session.identity] = session  # behind those that had no slice yet
-            elif session.queued > _SLICE_BYTES:
-                self._served[session.identity] = session
+        due = [session for session in self._sessions.values() if session.retry_at <= now]
+        for session in sorted(due, key=attrgetter("served_at")):
+            session.served_at = now
+            if not self._advance(session, now, deadline):
+                del self._sessions[session.identity]
+                if session.queued > _SLICE_BYTES:
+                    self._served[session.identity] = session
             if self._clock() >= deadline:
                 break
         return max(0.0, min((session.retry_at for session in self._sessions.values()), default=math.inf) - now)

@@ -39,9 +39,11 @@ _JOINED_BATCHES, _JOINED_BYTES = 32, 128 << 10  # ZeroMQ's cost is per message u
 _BLOCKS_A_NUMBER = 64
 _MORE = int(zmq.SNDMORE)
 _BLOCK_EVENTS = ("BlockStored", "BlockRemoved")
-_TEXTS = {"medium", "lora_name", "kv_cache_spec_kind", "locality", "ownership", "session_id"}
-_COUNTS = {"block_size", "lora_id", "group_idx", "kv_cache_spec_sliding_window"}
-_LISTS = {"token_ids", "extra_keys"}
+_TYPES: dict[str, type] = {
+    **dict.fromkeys(("medium", "lora_name", "kv_cache_spec_kind", "locality", "ownership", "session_id"), str),
+    **dict.fromkeys(("block_size", "lora_id", "group_idx", "kv_cache_spec_sliding_window"), int),
+    **dict.fromkeys(("token_ids", "extra_keys"), Sequence),
+}
 _hashes, _place = attrgetter("block_hashes"), attrgetter("medium", "group_idx", "locality", "ownership")
 
 
@@ -395,19 +397,18 @@ def _checked_rank(rank: Any) -> int:
 
 
 @cache
-def _getters(kind: Any) -> tuple[tuple[attrgetter[Any], ...], ...]:
-    """Return what reads a kind's texts, numbers and lists, one by one."""
-    names = kind.__struct_fields__
-    return tuple(tuple(attrgetter(name) for name in names if name in group) for group in (_TEXTS, _COUNTS, _LISTS))
+def _typed_fields(kind: Any) -> list[tuple[str, attrgetter[Any], type]]:
+    """Return the name of each field that a kind of event has, what reads it, and the type it must have."""
+    return [(name, attrgetter(name), _TYPES[name]) for name in kind.__struct_fields__ if name in _TYPES]
 
 
 def check_fields(event: Any) -> None:
     """Raise `TypeError` where a field of an event of blocks has a type that consumers cannot read."""
-    for getters, wanted in zip(_getters(type(event)), (str, int, (list, tuple)), strict=True):
-        for get in getters:
-            value = get(event)
-            if value is not None and not isinstance(value, wanted):  # type: ignore[arg-type]
-                raise TypeError(f"expected {wanted} or nothing, got {value!r}")
+    kind: Any = type(event)
+    for name, get, wanted in _typed_fields(kind):
+        value = get(event)
+        if value is not None and not isinstance(value, wanted):
+            raise TypeError(f"{name}: expected {wanted.__name__} or nothing, got {value!r}")
 
 
 def _with_u64(event: Any) -> Any:

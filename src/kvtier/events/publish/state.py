@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
@@ -137,6 +138,7 @@ class PublishedState:
         self.digest = 0
         self.ghosts: BlockTable[Record] = BlockTable()
         self.ghost_count = 0
+        self._forgetting = 0
         self._encoder = encoder
         self._counted = counting == "count"
         self._by_event: dict[tuple[object, ...], Holding] = {}
@@ -349,12 +351,13 @@ class PublishedState:
             self.ghost_count -= current is not None
 
     def _add_ghost(self, block: ExternalBlockHash, record: Record) -> None:
-        """Keep a removed block's record; with too many ghosts an old one is forgotten, and its children are orphans."""
+        """Keep a removed block's record; with too many ghosts old ones are forgotten, and their children are orphans."""
         self.ghosts.put(block, record)
         self.ghost_count += 1
-        if self.ghost_count > max(self.blocks, _LEAST_GHOSTS):
-            part = next(part for part in self.ghosts.parts[hash(block) & (_PARTS - 1) :] if part)
-            self._forget_ghost(next(iter(part)))
+        while self.ghost_count > max(self.blocks, _LEAST_GHOSTS):  # part by part the oldest
+            self._forgetting = (self._forgetting + 1) % _PARTS
+            for oldest in islice(self.ghosts.parts[self._forgetting], 1):
+                self._forget_ghost(oldest)
 
     def _forget_ghost(self, block: ExternalBlockHash) -> None:
         ghost = self.ghosts.pop(block)
