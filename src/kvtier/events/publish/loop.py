@@ -63,6 +63,7 @@ class PublisherLoop:
 
     def __init__(self, config: KVEventsConfig, rank: int) -> None:
         self.errors = 0
+        self.rest = time.sleep
         self.gate: Gate | None = None
         self.replay: ReplayServer | None = None
         self._config, self._rank = config, rank
@@ -147,7 +148,7 @@ class PublisherLoop:
         if self.sender.work(_WORK):
             wait = 0.0
         if wait == 0.0:
-            time.sleep(_REST)
+            self.rest(_REST)
         elif sent < _BATCHES_A_TURN:
             if sent or self.outbox.closed:
                 self._doze(min(wait, _DOZE))

@@ -11,10 +11,12 @@ import logging
 import math
 import secrets
 import time
+from array import array
 from collections.abc import Iterable, Sequence
-from functools import cache
+from functools import lru_cache
 from itertools import chain, groupby
 from operator import attrgetter, index
+from types import NoneType
 from typing import Any
 
 import msgspec
@@ -39,10 +41,10 @@ _JOINED_BATCHES, _JOINED_BYTES = 32, 128 << 10  # ZeroMQ's cost is per message u
 _BLOCKS_A_NUMBER = 64
 _MORE = int(zmq.SNDMORE)
 _BLOCK_EVENTS = ("BlockStored", "BlockRemoved")
-_TYPES: dict[str, type] = {
-    **dict.fromkeys(("medium", "lora_name", "kv_cache_spec_kind", "locality", "ownership", "session_id"), str),
-    **dict.fromkeys(("block_size", "lora_id", "group_idx", "kv_cache_spec_sliding_window"), int),
-    **dict.fromkeys(("token_ids", "extra_keys"), Sequence),
+_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("medium", "lora_name", "kv_cache_spec_kind", "locality", "ownership", "session_id"), (str,)),
+    **dict.fromkeys(("block_size", "lora_id", "group_idx", "kv_cache_spec_sliding_window"), (int,)),
+    **dict.fromkeys(("token_ids", "extra_keys"), (list, tuple)),
 }
 _hashes, _place = attrgetter("block_hashes"), attrgetter("medium", "group_idx", "locality", "ownership")
 
@@ -126,7 +128,7 @@ class Sender:
         self._states = {rank: self._make_state()}
         # The batches that are to leave together: their events, how many they are, their rank, the last one's time.
         self._events: list[bytes] = []
-        self._batches = 0
+        self._batches = self._bytes = 0
         self._batch_rank = rank
         self._ts = 0.0
         self._interval = config.heartbeat_interval
@@ -151,7 +153,7 @@ class Sender:
         """
         try:
             rank = self.rank if batch.data_parallel_rank is None else _checked_rank(batch.data_parallel_rank)
-            ts, events = float(batch.ts), batch.events
+            ts, events = float(batch.ts), list(batch.events)
             drafts = [self._draft(event) for event in self._prepared(events)]
         except _UNENCODABLE as error:
             self.counters["unencodable"] += 1
@@ -161,7 +163,7 @@ class Sender:
                 self.flush()
                 self._batch_rank = rank
             self._take_in(rank, ts, drafts)
-        if not more or self._batches >= _JOINED_BATCHES or sum(map(len, self._events)) >= _JOINED_BYTES:
+        if not more or self._batches >= _JOINED_BATCHES or self._bytes >= _JOINED_BYTES:
             self.flush()
 
     def _take_in(self, rank: int, ts: float, drafts: list[tuple[str, Any, bytes]]) -> None:
@@ -171,6 +173,7 @@ class Sender:
             self._apply(rank, kind, event, data)
         if len(self._events) > before or not drafts:
             self._batches += 1
+            self._bytes += sum(map(len, self._events[before:]))
             self._ts = ts
         else:
             self.counters["filtered"] += 1
@@ -184,7 +187,7 @@ class Sender:
         batches = self._batches or 1  # a batch that failed halfway, say without memory, has changed the state
         self.counters["joined"] += batches - 1
         ts = self._ts if self._batches else time.time()
-        events, self._events, self._batches = self._events, [], 0
+        events, self._events, self._batches, self._bytes = self._events, [], 0, 0
         self._emit(ts, events, self._batch_rank, batches)
 
     def absorb(self, overflow: Overflow) -> None:
@@ -265,7 +268,7 @@ class Sender:
 
     # -- events ---------------------------------------------------------------------------------------------------------
 
-    def _prepared(self, events: Iterable[Any]) -> list[Any]:
+    def _prepared(self, events: list[Any]) -> list[Any]:
         """Return a batch's events cut and joined as they are to travel."""
         if self._most_blocks is not None:
             events = [part for event in events for part in _cut_event(event, self._most_blocks)]
@@ -396,19 +399,17 @@ def _checked_rank(rank: Any) -> int:
     return number
 
 
-@cache
-def _typed_fields(kind: Any) -> list[tuple[str, attrgetter[Any], type]]:
-    """Return the name of each field that a kind of event has, what reads it, and the type it must have."""
-    return [(name, attrgetter(name), _TYPES[name]) for name in kind.__struct_fields__ if name in _TYPES]
-
-
 def check_fields(event: Any) -> None:
     """Raise `TypeError` where a field of an event of blocks has a type that consumers cannot read."""
-    kind: Any = type(event)
-    for name, get, wanted in _typed_fields(kind):
-        value = get(event)
-        if value is not None and not isinstance(value, wanted):
-            raise TypeError(f"{name}: expected {wanted.__name__} or nothing, got {value!r}")
+    _check_types(event.__struct_fields__, tuple(map(type, msgspec.structs.astuple(event))))
+
+
+@lru_cache(maxsize=1024)
+def _check_types(names: tuple[str, ...], types: tuple[type, ...]) -> None:
+    for name, kind in zip(names, types, strict=True):
+        wanted = _TYPES.get(name)
+        if wanted is not None and kind is not NoneType and not issubclass(kind, wanted):
+            raise TypeError(f"{name}: expected {wanted[0].__name__} or nothing, got {kind.__name__}")
 
 
 def _with_u64(event: Any) -> Any:
@@ -424,17 +425,27 @@ def _with_u64(event: Any) -> Any:
 
 def _are_u64(hashes: Sequence[Any]) -> bool:
     """Return whether all are unsigned 64-bit ints, as an engine's mostly are."""
-    return not hashes or (set(map(type, hashes)) == {int} and min(hashes) >= 0 and max(hashes) <= U64)
+    try:
+        array("Q", hashes)
+    except (OverflowError, TypeError):
+        return False
+    return True
 
 
-def _join_removals(events: Iterable[Any]) -> list[Any]:
+def _join_removals(events: list[Any]) -> list[Any]:
     """Return the events with each run of removals from one place as one; engines send them block by block."""
     joined: list[Any] = []
+    if len(events) == 1:
+        return events
     for kind, run in groupby(events, type):
-        if kind.__name__ == "BlockRemoved":
-            joined += chain.from_iterable(_join(place, list(removals)) for place, removals in groupby(run, _place))
-        else:
+        if kind.__name__ != "BlockRemoved":
             joined += run
+            continue
+        removals = list(run)
+        if len(set(map(_place, removals))) == 1:
+            joined += _join(_place(removals[0]), removals)
+        else:
+            joined += chain.from_iterable(_join(place, list(some)) for place, some in groupby(removals, _place))
     return joined
 
 

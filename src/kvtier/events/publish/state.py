@@ -29,7 +29,8 @@ __all__ = ["BlockTable", "Holding", "PublishedState", "Record", "runs"]
 Hashes = Sequence[ExternalBlockHash]
 V = TypeVar("V")
 
-_PARTS = 1024  # a power of two
+_PARTS = 256
+_MASK = _PARTS - 1
 _LEAST_GHOSTS = 10_000
 _UNCHANGED: Any = object()
 _where = attrgetter("medium", "group_idx", "ownership", "locality")
@@ -46,18 +47,18 @@ class BlockTable(Generic[V]):
 
     def get(self, block: ExternalBlockHash) -> V | None:
         """Return a block's value."""
-        return self.parts[hash(block) & (_PARTS - 1)].get(block)
+        return self.parts[hash(block) & _MASK].get(block)
 
     def put(self, block: ExternalBlockHash, value: V) -> None:
         """Give a block a value."""
-        part = self.parts[hash(block) & (_PARTS - 1)]
+        part = self.parts[hash(block) & _MASK]
         if self._before is not None:
             self._before.setdefault(block, part.get(block))
         part[block] = value
 
     def pop(self, block: ExternalBlockHash) -> V | None:
         """Take a block out; return its value."""
-        found = self.parts[hash(block) & (_PARTS - 1)].pop(block, None)
+        found = self.parts[hash(block) & _MASK].pop(block, None)
         if self._before is not None:
             self._before.setdefault(block, found)
         return found
@@ -65,7 +66,31 @@ class BlockTable(Generic[V]):
     def has_any(self, blocks: Hashes) -> bool:
         """Return whether one of the blocks has a value."""
         parts = self.parts
-        return True in [block in parts[hash(block) & (_PARTS - 1)] for block in blocks]
+        return True in [block in parts[hash(block) & _MASK] for block in blocks]
+
+    def add_all(self, blocks: Hashes, value: V) -> bool:
+        """Give blocks a value if none has one and each is named once, and return whether that is so."""
+        parts = self.parts
+        for place, block in enumerate(blocks):
+            part = parts[hash(block) & _MASK]
+            if block in part:
+                for added in blocks[:place]:
+                    del parts[hash(added) & _MASK][added]
+                return False
+            part[block] = value
+        if self._before is not None:
+            for block in blocks:
+                self._before.setdefault(block, None)
+        return True
+
+    def pop_all(self, blocks: Hashes) -> list[V | None]:
+        """Take blocks out; return their values."""
+        parts = self.parts
+        found = [parts[hash(block) & _MASK].pop(block, None) for block in blocks]
+        if self._before is not None:
+            for block, value in zip(blocks, found, strict=True):
+                self._before.setdefault(block, value)
+        return found
 
     def freeze(self) -> None:
         """Remember from now on what was there before each change."""
@@ -152,10 +177,8 @@ class PublishedState:
         hashes = tuple(event.block_hashes)
         if not hashes:
             return
-        total = sum_of(hashes)
         holding = self._holding(event)
-        if len(set(hashes)) == len(hashes) and not holding.blocks.has_any(hashes):
-            self._add(holding, hashes, total, event.parent_block_hash, data)
+        if self._add(holding, hashes, event.parent_block_hash, data):
             out.append(data)
         else:
             out += self._store_new(holding, event)
@@ -181,37 +204,39 @@ class PublishedState:
         parts = [blocks_of(event, start, stop) for start, stop in runs(wanted)]
         encoded = [self._encoder.event(part) for part in parts]
         for part, data in zip(parts, encoded, strict=True):
-            hashes = tuple(part.block_hashes)
-            self._add(holding, hashes, sum_of(hashes), part.parent_block_hash, data)
+            self._add(holding, tuple(part.block_hashes), part.parent_block_hash, data)
         return encoded
 
     def _add(
         self,
         holding: Holding,
         hashes: tuple[ExternalBlockHash, ...],
-        total: int,
         parent: ExternalBlockHash | None,
         data: bytes,
-    ) -> None:
-        """Make a record of blocks, all of them new."""
+    ) -> bool:
+        """Make a record of blocks if all of them are new; return whether they were."""
+        total = sum_of(hashes)
+        siblings = 0 if parent is None else self._children.get(parent) or 0
+        if not holding.blocks.add_all(hashes, Record(holding.place, hashes, parent, data, len(hashes))):
+            return False
         if parent is not None:
-            self._children.put(parent, (self._children.get(parent) or 0) + 1)
-        record = Record(holding.place, hashes, parent, data, len(hashes))
-        put = holding.blocks.put
-        for block in hashes:
-            put(block, record)
+            self._children.put(parent, siblings + 1)
         self.blocks += len(hashes)
         self.digest = (self.digest + total * holding.weight) & U64
         if self.ghost_count:
             for block in hashes:
                 self._forget_ghost(block)
+        return True
 
     def remove(self, event: BlockRemoved, data: bytes, out: list[bytes]) -> None:
         """Let blocks go; `data` is the whole event's bytes."""
         hashes = event.block_hashes
         total = sum_of(hashes)
         holding = self._holding(event)
-        gone = [block for block in hashes if self._drop(holding, block)]
+        if holding.counts or self._children.has_any(hashes):
+            gone = [block for block in hashes if self._drop(holding, block)]
+        else:
+            gone = self._drop_all(holding, hashes)
         if not gone:
             return
         if len(gone) != len(hashes):
@@ -219,6 +244,18 @@ class PublishedState:
         self.blocks -= len(gone)
         self.digest = (self.digest - total * holding.weight) & U64
         out.append(data)
+
+    def _drop_all(self, holding: Holding, hashes: list[ExternalBlockHash]) -> list[ExternalBlockHash]:
+        """Let go blocks that are counted once and have no children; return those that were held."""
+        records = holding.blocks.pop_all(hashes)
+        for record in records:
+            if record is not None:
+                record.uses -= 1
+                if not record.uses and record.parent is not None:
+                    self._let_go(record.parent)
+        if None in records:
+            return [block for block, record in zip(hashes, records, strict=True) if record is not None]
+        return hashes
 
     def _drop(self, holding: Holding, block: ExternalBlockHash) -> bool:
         """Take one from a block's count and return whether that was the last."""
@@ -335,20 +372,26 @@ class PublishedState:
         return holding
 
     def _unuse(self, record: Record) -> None:
-        """Take a use from a record; with its last use it lets its parent go, and so on up."""
-        current: Record | None = record
-        while current is not None:
-            current.uses -= 1
-            parent = current.parent
-            if current.uses or parent is None:
-                return
-            left = (self._children.get(parent) or 0) - 1
+        """Take a use from a record; with its last use it lets its parent go."""
+        record.uses -= 1
+        if not record.uses and record.parent is not None:
+            self._let_go(record.parent)
+
+    def _let_go(self, parent: ExternalBlockHash) -> None:
+        """Take a child from a block; with its last child a ghost goes, and may let go its own parent, and so on up."""
+        above: ExternalBlockHash | None = parent
+        while above is not None:
+            left = (self._children.get(above) or 0) - 1
             if left > 0:
-                self._children.put(parent, left)
+                self._children.put(above, left)
                 return
-            self._children.pop(parent)
-            current = self.ghosts.pop(parent)
-            self.ghost_count -= current is not None
+            self._children.pop(above)
+            ghost = self.ghosts.pop(above)
+            if ghost is None:
+                return
+            self.ghost_count -= 1
+            ghost.uses -= 1
+            above = None if ghost.uses else ghost.parent
 
     def _add_ghost(self, block: ExternalBlockHash, record: Record) -> None:
         """Keep a removed block's record; with too many ghosts old ones are forgotten, and their children are orphans."""
