@@ -177,7 +177,7 @@ def test_before_the_ring_comes_the_state(client: Client, start: int) -> None:
 
 
 def test_a_large_state_is_spread_and_padded(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.events.publish.snapshot.BATCH_BYTES", 500)
+    monkeypatch.setattr("kvtier.events.publish.snapshot._BATCH_BYTES", 500)
     with publisher(buffer_steps=1, **PLAIN) as made:
         publish(made, 50)
         got = replay(made, 0, client)

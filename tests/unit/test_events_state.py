@@ -28,7 +28,8 @@ from kvtier.events.publish.overflow import Overflow
 from kvtier.events.publish.sender import _with_u64
 from kvtier.events.publish.snapshot import Snapshot
 from kvtier.events.publish.state import PublishedState, runs, sum_of
-from kvtier.events.wire import U64, decode_batch
+from kvtier.events.shapes import OUTER
+from kvtier.events.wire import U64, batch_ends, decode_batch
 
 settings.register_profile("state", deadline=None)
 settings.load_profile("state")
@@ -112,8 +113,15 @@ def finish(snapshot: Snapshot) -> list[bytes]:
     """Return all events of a snapshot of one rank."""
     snapshot.advance(60.0)
     snapshot.check()
-    assert {rank for rank, _ in snapshot.batches} == {0}
-    return [event for _, events in snapshot.batches for event in events]
+    assert {batch.rank for batch in snapshot.batches} == {0}
+    payload = b"".join(
+        (
+            *batch_ends(0.0, sum(batch.number for batch in snapshot.batches), 0)[:1],
+            *(batch.events for batch in snapshot.batches),
+            b"\0",
+        )
+    )
+    return list(map(bytes, OUTER.decode(payload).events))
 
 
 def snapshot_of(state: PublishedState) -> list[bytes]:

@@ -27,7 +27,8 @@ from kvtier.errors import IntegrityError
 from kvtier.events.config import KVEventsConfig
 from kvtier.events.frames import SNAPSHOT, STATUS
 from kvtier.events.publish.sender import Sender
-from kvtier.events.publish.snapshot import Snapshot
+from kvtier.events.publish.snapshot import RankBatch, Snapshot
+from kvtier.events.wire import batch_ends
 
 __all__ = ["END_SEQ", "ReplayServer"]
 
@@ -49,7 +50,6 @@ _REQUESTS_AT_ONCE = 64
 _MAX_FRAMES = 8
 
 _Message = tuple[int, bytes]
-_RankBatch = tuple[int, list[bytes]]
 _read_batch = msgspec.msgpack.Decoder(tuple[float, list[msgspec.Raw], int | None]).decode
 
 
@@ -208,9 +208,9 @@ class ReplayServer:
             last = snapshot.as_of
             is_long = last - start >= _MAX_FILLERS
             for batch in _spread(_read(snapshot), last - start + 1, snapshot.ranks):
-                yield None if batch is None else (min(start, last), self._sender.frame(*batch))
+                yield None if batch is None else (min(start, last), _frame(batch))
                 start += batch is not None
-            filler = self._sender.frame(self._sender.rank, [])
+            filler = _frame(RankBatch(self._sender.rank, 0, b""))
             for seq in range(start, start if is_long else last + 1):
                 yield seq, filler
             start, newest = last + 1, max(newest, last)
@@ -220,13 +220,13 @@ class ReplayServer:
         while (snapshot := self._sender.take_snapshot()) is None:
             yield None
         for batch in _read(snapshot):
-            yield None if batch is None else (snapshot.as_of + 1, self._sender.frame(*batch))
+            yield None if batch is None else (snapshot.as_of + 1, _frame(batch))
 
     def _status(self) -> Iterator[_Message | None]:
         """Yield the mark under the newest number; before the first batch there is none."""
         sender = self._sender
         if sender.next_seq > sender.first_seq:
-            yield sender.next_seq - 1, sender.frame(sender.rank, [sender.encoder.mark(sender.mark())])
+            yield sender.next_seq - 1, _frame(RankBatch(sender.rank, 1, sender.encoder.mark(sender.mark())))
 
     def _merge(self, messages: Iterator[_Message | None]) -> Iterator[list[bytes] | None]:
         """Yield all messages as one, under the last one's number; an end marker if there are none or they do not fit."""
@@ -246,7 +246,7 @@ class ReplayServer:
             yield None
         rank = ranks.pop() if ranks else None
         rank = self._sender.rank if rank is None else rank
-        yield self._end() if last is None else self._reply(last, self._sender.frame(rank, events))
+        yield self._end() if last is None else self._reply(last, _frame(RankBatch(rank, len(events), b"".join(events))))
 
     # -- sending ----------------------------------------------------------------------------------------------------------
 
@@ -307,7 +307,13 @@ class ReplayServer:
         send(frames[-1])
 
 
-def _read(snapshot: Snapshot) -> Iterator[_RankBatch | None]:
+def _frame(batch: RankBatch) -> bytes:
+    """Return a batch of now."""
+    head, tail = batch_ends(time.time(), batch.number, batch.rank)
+    return b"".join((head, batch.events, tail))
+
+
+def _read(snapshot: Snapshot) -> Iterator[RankBatch | None]:
     """Yield a snapshot's batches as they are made; `None` where they are not yet."""
     snapshot.readers += 1
     try:
@@ -322,24 +328,24 @@ def _read(snapshot: Snapshot) -> Iterator[_RankBatch | None]:
         snapshot.readers -= 1
 
 
-def _spread(batches: Iterable[_RankBatch | None], numbers: int, ranks: int) -> Iterator[_RankBatch | None]:
+def _spread(batches: Iterable[RankBatch | None], numbers: int, ranks: int) -> Iterator[RankBatch | None]:
     """Yield batches so that there are no more than numbers: where those run short, a rank's last one has all the rest.
 
     With fewer numbers than ranks there are more, all the same. `None` comes where that takes time.
     """
-    waiting: _RankBatch | None = None
+    waiting: RankBatch | None = None
     for batch in batches:
         if batch is None:
             yield None
         elif waiting is None:
             waiting = batch
-        elif batch[0] != waiting[0] or numbers > ranks:
+        elif batch.rank != waiting.rank or numbers > ranks:
             yield waiting
             numbers -= 1
-            ranks -= batch[0] != waiting[0]
+            ranks -= batch.rank != waiting.rank
             waiting = batch
         else:
-            waiting = batch[0], [*waiting[1], *batch[1]]
+            waiting = RankBatch(batch.rank, waiting.number + batch.number, waiting.events + batch.events)
             yield None
     if waiting is not None:
         yield waiting

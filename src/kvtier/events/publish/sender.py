@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 _UNENCODABLE = (AttributeError, OverflowError, RecursionError, TypeError, ValueError)
 _SHARED_FOR = 0.25  # seconds that a snapshot serves newcomers
+_MOST_USED = 2  # older snapshots that slow clients still read, each as large as the state
 _JOINED_BATCHES, _JOINED_BYTES = 32, 128 << 10  # ZeroMQ's cost is per message up to about there
 _BLOCKS_A_NUMBER = 64
 _MORE = int(zmq.SNDMORE)
@@ -218,7 +219,7 @@ class Sender:
         wait = math.inf
         if self._snapshot is not None:
             wait = max(self._snapshot_at + _SHARED_FOR - now, 0.0)
-            if wait == 0.0 and self._snapshot.is_made:
+            if wait == 0.0 and self._snapshot.is_made and len(self._used) < _MOST_USED:
                 self._retire_snapshot()
                 wait = math.inf
         if self._interval is None:
@@ -251,10 +252,6 @@ class Sender:
         send(payload)
         self.counters["sent"] += 1
         self.counters["events"] += len(events)
-
-    def frame(self, rank: int, events: Sequence[bytes]) -> bytes:
-        """Return encoded events as a batch of now."""
-        return frame_batch(time.time(), events, rank)
 
     def take_mark(self) -> bytes:
         """Return the mark of the present state, encoded; none is due for a while."""
@@ -340,15 +337,14 @@ class Sender:
     def take_snapshot(self) -> Snapshot | None:
         """Return the state as of the newest message, or as of one shortly before that the ring still follows on.
 
-        `None` while another one that it does not follow on is being made: ask again.
+        `None` while another one is being made, or too many are being read: ask again.
         """
         found = self._snapshot
         if found is not None and found.as_of + 1 >= self.ring.head:
             return found
-        if found is not None:
-            if not found.is_made:
-                return None
-            self._retire_snapshot()
+        if len(self._used) >= _MOST_USED or (found is not None and not found.is_made):
+            return None
+        self._retire_snapshot()
         self.counters["snapshots"] += 1
         number = self.counters["snapshots"]
         self._snapshot = Snapshot(self._states, self.encoder, self.next_seq - 1, self.mark(), number)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import msgspec
 
@@ -19,17 +20,25 @@ from kvtier.events.publish.state import Holding, PublishedState, Record, runs
 from kvtier.events.types import AllBlocksCleared, BlockStored, ExternalBlockHash, Mark, blocks_of
 from kvtier.events.wire import Encoding, EventEncoder, Place
 
-__all__ = ["BATCH_BYTES", "Snapshot"]
+__all__ = ["RankBatch", "Snapshot"]
 
 logger = logging.getLogger(__name__)
 
-BATCH_BYTES = 32 << 10
+_BATCH_BYTES = 32 << 10
 _REMOVED_AT_ONCE = 4096
-_STEPS = 32  # between two looks at the clock
+_STEPS, _BLOCKS_A_STEP = 4, 32  # between two looks at the clock
 _NAMES = BlockStored.__struct_fields__
 
 _Need = tuple[int, Record, int]
 """Before which place of a record it is needed, another record, and how many of its blocks must have been sent."""
+
+
+class RankBatch(NamedTuple):
+    """Events of one rank, end to end: a million apart would be a burden for the garbage collector."""
+
+    rank: int
+    number: int
+    events: bytes
 
 
 class Snapshot:
@@ -42,7 +51,7 @@ class Snapshot:
         self.as_of = as_of
         self.mark = mark
         self.ranks = len(states)
-        self.batches: list[tuple[int, list[bytes]]] = []
+        self.batches: list[RankBatch] = []
         self.is_made = False
         self.left_out = 0
         self.readers = 0
@@ -77,15 +86,15 @@ class Snapshot:
                 if event is not None:
                     events.append(event)
                     size += len(event)
-                if size >= BATCH_BYTES:
-                    self.batches.append((walk.rank, events))
+                if size >= _BATCH_BYTES:
+                    self.batches.append(RankBatch(walk.rank, len(events), b"".join(events)))
                     events, size = [], 0
                 yield
             walk.state.thaw()
             self._walks.pop(0)
             if not self._walks:
                 events.append(self._encoder.mark(self.mark))
-            self.batches.append((walk.rank, events))
+            self.batches.append(RankBatch(walk.rank, len(events), b"".join(events)))
 
 
 class _Walk:
@@ -105,8 +114,8 @@ class _Walk:
         """Yield all events of the rank but the mark; `None` where it only took time."""
         yield self._encoder.event(AllBlocksCleared())
         for holding in self._holdings.values():
-            for record in self._records(holding):
-                if record is None or self._sent(record) == len(record.hashes):
+            for record in self._unsent(holding):
+                if record is None:
                     yield None
                 else:
                     yield from self._send(record)
@@ -116,15 +125,42 @@ class _Walk:
                 removal = self._holdings[place].removal(gone[start : start + _REMOVED_AT_ONCE])
                 yield self._encoder.event(removal)
 
-    def _records(self, holding: Holding) -> Iterator[Record | None]:
-        """Yield the records of all blocks that were held, many more than once; `None` for those that are new."""
-        was = holding.blocks.was
-        for block, record in holding.blocks.items():
-            yield record if record.snapshot == self._number else was(block)
+    def _unsent(self, holding: Holding) -> Iterator[Record | None]:
+        """Yield the records of blocks that were held and have not all been dealt with; `None` where it only took time."""
+        was, number = holding.blocks.was, self._number
+        for part in holding.blocks.parts:
+            for place, block in enumerate(list(part)):  # not the items: new tuples wake the garbage collector
+                if place % _BLOCKS_A_STEP == 0:
+                    yield None
+                record = was(block)
+                if record is not None and (record.snapshot != number or record.sent != len(record.hashes)):
+                    yield record
         yield from holding.blocks.changed()
 
     def _send(self, record: Record) -> Iterator[bytes | None]:
-        """Yield the events of a record, and before it those of the records that it hangs from."""
+        """Yield the events of a record, and before it those of the records that it hangs from.
+
+        Most records are whole and hang from whole ones: they go as they are. The others go in parts.
+        """
+        path, on_path = [record], {id(record)}
+        while path:
+            record = path[-1]
+            parent = None if record.parent is None else self._holder(record.place, record.parent)
+            is_plain = self._sent(record) == 0 and self._is_whole(record)
+            if is_plain and parent is not None and self._sent(parent) == 0 and id(parent) not in on_path:
+                path.append(parent)
+                on_path.add(id(parent))
+                yield None
+                continue
+            path.pop()
+            if is_plain and (record.parent is None or (parent and self._sent(parent) == len(parent.hashes))):
+                self._set_sent(record, len(record.hashes))
+                yield record.data
+            else:
+                yield from self._send_parts(record)
+
+    def _send_parts(self, record: Record) -> Iterator[bytes | None]:
+        """Yield the same where a record, or one that it hangs from, is not whole."""
         path = [(record, self._end(record))]
         on_path = {id(record)}  # hashes chain, so none hangs from itself; were one to, it is left hanging
         while path:

@@ -29,7 +29,7 @@ __all__ = ["BlockTable", "Holding", "PublishedState", "Record", "runs"]
 Hashes = Sequence[ExternalBlockHash]
 V = TypeVar("V")
 
-_PARTS = 256
+_PARTS = 1024
 _MASK = _PARTS - 1
 _LEAST_GHOSTS = 10_000
 _UNCHANGED: Any = object()
@@ -349,13 +349,11 @@ class PublishedState:
     def _check_records(
         self, held: dict[Place, dict[ExternalBlockHash, Record]], ghosts: dict[ExternalBlockHash, Record]
     ) -> None:
-        records: dict[int, Record] = {}
-        uses: Counter[int] = Counter()
-        for blocks in (*held.values(), ghosts):
-            for block, record in blocks.items():
-                _expect(block in record.hashes, True, f"block {block!r} in its record")
-                records[id(record)] = record
-                uses[id(record)] += 1
+        blocks = [(block, record) for by_block in (*held.values(), ghosts) for block, record in by_block.items()]
+        records = {id(record): record for _, record in blocks}
+        named = {key: set(record.hashes) for key, record in records.items()}
+        _expect([block for block, record in blocks if block not in named[id(record)]], [], "blocks of other records")
+        uses = Counter(id(record) for _, record in blocks)
         _expect(uses, {key: record.uses for key, record in records.items()}, "uses of records")
         children = Counter(record.parent for record in records.values() if record.parent is not None)
         _expect(dict(self._children.items()), dict(children), "children")
