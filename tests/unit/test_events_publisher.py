@@ -642,3 +642,130 @@ def test_a_collected_publisher_ends() -> None:
     del made
     thread.join(10)
     assert not thread.is_alive()
+
+
+# -- ranks --------------------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_have_states_of_their_own(client: Client) -> None:
+    """Two ranks' events through one publisher: the second store was filtered, and a clear was of both."""
+    with publisher(buffer_steps=1, **PLAIN) as made:
+        made.publish(EventBatch(1.0, [stored([1, 2])], 0))
+        made.publish(EventBatch(1.0, [stored([1, 2, 3])], 1))
+        made.check()
+        stats = made.stats()
+        digest = change_of([stored([1, 2]), stored([1, 2, 3])]).digest
+        assert (stats.filtered, stats.blocks, stats.digest) == (0, 5, digest)
+        assert of_ranks(replay(made, b"snapshot", client)) == {0: {1, 2}, 1: {1, 2, 3}}
+        assert of_ranks(replay(made, 0, client)) == {0: {1, 2}, 1: {1, 2, 3}}
+        made.publish(EventBatch(1.0, [AllBlocksCleared(), stored([4])], 0))
+        made.check()
+        made._loop.sender._retire_snapshot()
+        got = replay(made, b"snapshot", client)
+        assert of_ranks(got) == {0: {4}, 1: {1, 2, 3}}
+        mark = decode_batch(got[-1][1]).mark
+        assert mark is not None
+        assert (mark.blocks, mark.digest) == (4, change_of([stored([4]), stored([1, 2, 3])]).digest)
+
+
+def of_ranks(messages: list[tuple[int, bytes]]) -> dict[int | None, set[Any]]:
+    """Return the blocks of each rank; every rank begins with a clear of its own."""
+    found: dict[int | None, set[Any]] = {}
+    for _, payload in messages:
+        received = decode_batch(payload)
+        for event in received.events:
+            if isinstance(event, AllBlocksCleared):
+                found[received.data_parallel_rank] = set()
+            elif hasattr(event, "parent_block_hash"):
+                found[received.data_parallel_rank] |= set(event.block_hashes)
+            else:
+                found[received.data_parallel_rank] -= set(event.block_hashes)
+    return {rank: blocks for rank, blocks in found.items() if blocks}
+
+
+def test_an_overflow_leaves_numbers_for_a_state_of_several_ranks(client: Client) -> None:
+    with publisher(max_queue_size=1, **PLAIN) as made:
+        with Held(made):
+            for rank in (0, 1, 2, 3):
+                made.publish(EventBatch(1.0, [stored([rank + 1])], rank))
+        made.check()
+        got = replay(made, 1, client)
+        assert numbers(got) == list(range(1, made.stats().next_seq))
+        assert of_ranks(got) == {rank: {rank + 1} for rank in (0, 1, 2, 3)}
+
+
+def test_a_req_client_is_told_that_ranks_do_not_fit_one_message(client: Client) -> None:
+    with publisher(**PLAIN) as made:
+        for rank in (0, 1):
+            made.publish(EventBatch(1.0, [stored([1])], rank))
+        made.check()
+        req = client.open(zmq.REQ, made.replay_endpoint)
+        req.send(b"snapshot")
+        assert receive(req)[0].startswith(b"error: too much for one message")
+
+
+# -- fields of the wrong type -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("encoding", ["map", "array"])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"lora_name": 7}, {"block_size": "2"}, {"medium": 5}, {"extra_keys": 3}, {"token_ids": "x"}, {"group_idx": "0"}],
+)
+def test_an_ill_typed_event_is_refused_and_snapshots_go_on(
+    client: Client, caplog: pytest.LogCaptureFixture, wrong: dict[str, Any], encoding: str
+) -> None:
+    """A lora_name of 7 went out, and every snapshot after its first removal failed."""
+    with publisher(encoding=encoding, **PLAIN) as made:
+        made.publish(batch(stored([1, 2, 3]), stored([4, 5, 6], **wrong)))
+        made.publish(batch(removed([2, 5])))
+        made.check()
+        assert {block for _, block in consume(replay(made, b"snapshot", client)).held} == {1, 3}
+        assert made.stats().unencodable == 1
+        [name] = wrong
+    assert f"{name}: expected" in caplog.text
+
+
+def test_a_snapshot_leaves_out_what_it_cannot_encode(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing that is let in is such; should it be, one block must not keep all others from who joins."""
+    with publisher(**PLAIN) as made:
+        made.publish(batch(stored([1, 2, 3]), stored([4, 5])))
+        made.publish(batch(removed([2])))
+        made.check()
+        [holding] = made._loop.sender._states[0].holdings()
+        record = holding.blocks.get(1)
+        assert record is not None
+        record.data = b"\xc1"
+        held = {block for _, block in consume(replay(made, b"snapshot", client)).held}
+        assert ({4, 5} <= held, made.stats().left_out, made.stats().errors) == (True, 3, 0)
+    assert "left out of a snapshot" in caplog.text
+
+
+# -- where numbers begin --------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_file_numbers_begin_at_the_clock(client: Client) -> None:
+    """A restart began again at 0, which Dynamo takes for batches of before and drops for good."""
+    found = []
+    for _ in range(2):
+        made = ZmqEventPublisher(0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
+        made.publish(batch(stored([1])))
+        made.check()
+        found.append([seq for seq, _ in replay(made, made.stats().next_seq - 2, client)])
+        made.shutdown()
+    first, second = found
+    assert len(first) == 2
+    assert first[-1] < second[0] < 2**53
+    assert abs(second[0] / 1e6 - time.time()) < 600
+
+
+def test_who_asks_from_0_gets_the_state_and_what_came_since(client: Client) -> None:
+    with publisher(first=1_700_000_000_000_000, buffer_steps=5, **PLAIN) as made:
+        assert replay(made, b"kvtier:status", client) == []
+        for n in range(1, 21):
+            made.publish(batch(stored([n], n - 1 or None)))
+        got = replay(made, 0, client)
+        assert numbers(got)[0] == 0
+        assert len(got) < 10
+        assert {block for _, block in consume(got).held} == set(range(1, 21))
+        assert numbers(replay(made, b"kvtier:status", client)) == [1_700_000_000_000_019]

@@ -416,3 +416,58 @@ def test_a_ring_counts_the_batches_of_a_message() -> None:
     ring.batches = 7
     with pytest.raises(IntegrityError):
         ring.check()
+
+
+# -- bounds -------------------------------------------------------------------------------------------------------------------
+
+
+def test_clients_that_never_read_cost_little(client: Client) -> None:
+    """Each had 256 messages queued, 12.8 MiB of a large state."""
+    with publisher(**PLAIN) as made:
+        for n in range(1, 400):
+            made.publish(batch(stored([1000 * n + k for k in range(1000)])))
+        made.check()
+        for _ in range(8):
+            client.open(zmq.DEALER, made.replay_endpoint, rcvhwm=1, rcvbuf=4096).send_multipart([b"", b"snapshot"])
+        server = made._loop.replay
+        assert server is not None
+
+        def all_wait() -> bool:
+            sessions = list(server._sessions.values())
+            return len(sessions) == 8 and all(session.backoff > 0.01 for session in sessions)
+
+        wait_until(all_wait, "all queues to be full")
+        assert server.queued_bytes() <= 8 * replay_module.CLIENT_QUEUE * 40_000
+        assert made.stats().blocks == 399_000
+
+
+def test_clients_together_have_a_bound(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay_module, "MAX_QUEUED", 100_000)
+    with publisher(**PLAIN) as made:
+        made.publish(batch(stored(list(range(1, 20_001)))))
+        made.check()
+        first = client.open(zmq.DEALER, made.replay_endpoint)
+        assert len(list(ask(first, 0))) == 1
+        wait_until(lambda: made.stats().sessions == 0, "the answer")
+        second = client.open(zmq.DEALER, made.replay_endpoint)
+        second.send_multipart([b"", bytes(8)])
+        assert receive(second) == [b"", b"error: busy, try again later", END, b""]
+        made._loop.replay._clock = lambda: time.monotonic() + 31.0  # type: ignore[union-attr]
+        assert len(list(ask(second, 0))) == 1
+
+
+def test_snapshots_that_are_read_slowly_are_few(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.events.publish.sender._SHARED_FOR", 0.0)
+    with publisher(**PLAIN) as made:
+        for n in range(1, 400):
+            made.publish(batch(stored([1000 * n + k for k in range(1000)])))
+        made.check()
+        sender = made._loop.sender
+        for number in range(6):
+            client.open(zmq.DEALER, made.replay_endpoint, rcvhwm=1, rcvbuf=4096).send_multipart([b"", b"snapshot"])
+            wait_until(lambda number=number: made.stats().sessions == number + 1, "the session")
+            wait_until(lambda: not sender.is_making_snapshot, "a snapshot")
+            made.publish(batch(stored([number + 1])))
+        made.check()
+        assert len(sender._used) <= 2
+        assert made.stats().snapshots <= 4

@@ -35,10 +35,11 @@ logger = logging.getLogger(__name__)
 _BATCHES_A_TURN = 64
 _BEHIND = 64  # batches that wait: from there on they are joined
 _DOZE = 0.002  # seconds that a batch may wait right after another
+_LOOK = 0.05  # seconds between two looks whether the thread is still there
 _LINGER = 250  # milliseconds for what a subscriber has not taken yet when all is sent
 _AFTER_ERROR = 0.01  # seconds, lest a fault that stays fills the log at full speed
 _MAX_REQUEST = 64 << 10
-_WORK = 300e-6  # seconds of a turn for snapshots
+_WORK = 200e-6  # seconds of a turn for snapshots
 _REST = 50e-6  # seconds: too short a rest, and a thread that waits for the interpreter does not wake in time
 
 
@@ -103,12 +104,13 @@ class PublisherLoop:
     def check(self, timeout: float = 10.0) -> None:
         """Raise `IntegrityError` where anything of the publisher is broken; the thread looks between two turns."""
         task = _Task(self._check)
-        if self.thread.is_alive():
-            self.outbox.call(task)
-            if not task.done.wait(timeout):
+        self.outbox.call(task)
+        until = time.monotonic() + timeout
+        while not task.done.wait(_LOOK):
+            if not self.thread.is_alive():
+                task.run()
+            elif time.monotonic() >= until:
                 raise TimeoutError(f"the publisher's thread did not answer within {timeout} s")
-        else:
-            task.run()
         if task.error is not None:
             raise task.error
 

@@ -40,6 +40,7 @@ _SHARED_FOR = 0.25  # seconds that a snapshot serves newcomers
 _MOST_USED = 2  # older snapshots that slow clients still read, each as large as the state
 _JOINED_BATCHES, _JOINED_BYTES = 32, 128 << 10  # ZeroMQ's cost is per message up to about there
 _BLOCKS_A_NUMBER = 64
+_FREED_AT_ONCE = 64
 _MORE = int(zmq.SNDMORE)
 _BLOCK_EVENTS = ("BlockStored", "BlockRemoved")
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -139,7 +140,7 @@ class Sender:
         self._snapshot: Snapshot | None = None
         self._snapshot_at = 0.0
         self._used: list[Snapshot] = []  # that serve no newcomers any more
-        self._waste: list[Any] = []  # to be freed bit by bit
+        self._waste: list[dict[Any, Any]] = []  # to be freed bit by bit
 
     # -- out ----------------------------------------------------------------------------------------------------------
 
@@ -366,10 +367,15 @@ class Sender:
             return True
         for used in [used for used in self._used if not used.readers]:
             self._used.remove(used)
-            self._waste += used.batches
+            self._waste.append(dict(enumerate(used.batches)))
+            used.batches.clear()
         deadline = time.monotonic() + seconds
         while self._waste and time.monotonic() < deadline:
-            self._waste.pop()
+            piece = self._waste[-1]
+            for _ in range(min(len(piece), _FREED_AT_ONCE)):
+                piece.popitem()
+            if not piece:
+                self._waste.pop()
         return bool(self._waste)
 
     def _retire_snapshot(self) -> None:

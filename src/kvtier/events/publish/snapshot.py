@@ -209,6 +209,8 @@ class _Walk:
             yield from [self._encoder.event(blocks_of(event, first, end)) for first, end in runs(wanted)]
         except (OverflowError, TypeError, ValueError) as error:
             self._snapshot.left_out += len(wanted)
+            for place in wanted:
+                self._ancestors.get(record.place, {}).pop(record.hashes[place], None)
             logger.error("%d blocks cannot be encoded and are left out of a snapshot: %s", len(wanted), error)
 
     def _is_own(self, record: Record, block: ExternalBlockHash) -> bool:
