@@ -27,6 +27,7 @@ from kvtier.events import (
     Subscriber,
     decode_batch,
 )
+from kvtier.events.config import KVEventsConfig
 from kvtier.events.publisher import ZmqEventPublisher
 
 LIMITS = Limits(backoff=0.1, backoff_max=2.0, pending_batches=30, pending_bytes=20_000, probe_interval=3.0)
@@ -246,14 +247,14 @@ class Site:
     def __init__(self, seed: int, encoding: str, sequence_file: Path | None) -> None:
         self.rng = random.Random(seed)
         self.workload = Workload(self.rng)
-        self.options = {
-            "buffer_steps": 30,
-            "max_queue_size": 40,
-            "encoding": encoding,
-            "heartbeat_interval": HEARTBEAT,
-            "sequence_file": None if sequence_file is None else str(sequence_file),
-        }
-        self.publisher = ZmqEventPublisher(0, "tcp://*:0", "tcp://*:0", **self.options)
+        self.options = KVEventsConfig(
+            buffer_steps=30,
+            max_queue_size=40,
+            encoding=encoding,
+            heartbeat_interval=HEARTBEAT,
+            sequence_file=None if sequence_file is None else str(sequence_file),
+        )
+        self.publisher = ZmqEventPublisher(0, "tcp://*:0", "tcp://*:0", config=self.options)
         self.config = self.publisher.get_publisher_config()
         self.link = LossyLink(self.rng, self.publisher.endpoint)
         self.subscribers: list[tuple[Subscriber[DecodedBatch], Picture]] = []
@@ -302,7 +303,7 @@ class Site:
         while True:
             try:
                 config = self.config
-                self.publisher = ZmqEventPublisher(0, config.endpoint, config.replay_endpoint, **self.options)
+                self.publisher = ZmqEventPublisher(0, config.endpoint, config.replay_endpoint, config=self.options)
                 break
             except OutsideError:
                 assert time.monotonic() < until, "the address stays in use"

@@ -19,6 +19,7 @@ from tests.fuzz.mutate import corpus, mutate
 from tests.fuzz.test_fuzz_events import FRAMES, MAY_GROW, SEED, resident_bytes
 
 from kvtier.events import BlockStored, KVEventBatch
+from kvtier.events.config import KVEventsConfig
 from kvtier.events.publisher import ZmqEventPublisher
 from kvtier.events.subscriber import Limits, Received, Source, Subscriber
 from kvtier.events.wire import decode_batch
@@ -33,7 +34,8 @@ HELD = [2**62 + at for at in range(20)]
 
 @pytest.fixture
 def publisher() -> Iterator[ZmqEventPublisher]:
-    one = ZmqEventPublisher(0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", buffer_steps=4, heartbeat_interval=0.05)
+    config = KVEventsConfig(buffer_steps=4, heartbeat_interval=0.05)
+    one = ZmqEventPublisher(0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", config=config)
     for block in HELD:
         one.publish(KVEventBatch(1.0, [BlockStored([block], None, [1, 2], 2, None, "GPU", None)], 0))
     yield one

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import zmq
 
@@ -16,6 +17,7 @@ from kvtier.events import (
     BlockStored,
     CurveClient,
     KVEventBatch,
+    KVEventsConfig,
     Mark,
     Place,
     ZmqEventPublisher,
@@ -175,10 +177,11 @@ def consume(messages: Iterable[tuple[int, bytes]]) -> Consumer:
 
 
 @contextmanager
-def publisher(rank: int = 0, **changes: Any) -> Iterator[ZmqEventPublisher]:
-    """Run a publisher on ports that the system gives; what is broken inside shows at the end."""
+def publisher(rank: int = 0, first: int = 0, **changes: Any) -> Iterator[ZmqEventPublisher]:
+    """Run a publisher on ports that the system gives, by a clock that says `first`; what is broken shows at the end."""
     options = {"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0", "heartbeat_interval": None}
-    made = ZmqEventPublisher(rank, **options | changes)
+    with mock.patch("kvtier.events.publish.sender.number_from_clock", return_value=first):
+        made = ZmqEventPublisher(rank, config=KVEventsConfig(**options | changes))
     try:
         yield made
         made.check()

@@ -36,6 +36,7 @@ from kvtier.events import (
     State,
     StateChanged,
 )
+from kvtier.events.config import KVEventsConfig
 from kvtier.events.curve import CurveServer, make_keys
 from kvtier.events.publisher import ZmqEventPublisher
 from kvtier.events.recording import RecordedBatch, RecordingReader, RecordingWriter
@@ -56,7 +57,7 @@ def batch(*events: KVCacheEvent) -> KVEventBatch:
 @contextmanager
 def publisher(**settings: Any) -> Iterator[ZmqEventPublisher]:
     settings = {"heartbeat_interval": 0.05} | settings
-    one = ZmqEventPublisher(0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", **settings)
+    one = ZmqEventPublisher(0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", config=KVEventsConfig(**settings))
     try:
         yield one
     finally:

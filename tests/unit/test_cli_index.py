@@ -19,6 +19,7 @@ import pytest
 from kvtier.cli import main
 from kvtier.errors import InputError
 from kvtier.events import BlockStored, KVEventBatch
+from kvtier.events.config import KVEventsConfig
 from kvtier.events.publisher import ZmqEventPublisher
 from kvtier.index.server import IndexServer
 
@@ -63,7 +64,9 @@ def test_who_may_change_what_is_followed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_it_answers_who_holds_a_prompt_until_it_is_told_to_end(number: signal.Signals) -> None:
-    publisher = ZmqEventPublisher(0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", heartbeat_interval=0.05)
+    publisher = ZmqEventPublisher(
+        0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", config=KVEventsConfig(heartbeat_interval=0.05)
+    )
     publisher.publish(KVEventBatch(1.0, [BlockStored([5, 6], None, TOKENS, 4, None, "GPU", None)], 0))
     follow = f"worker-7={publisher.endpoint},{publisher.replay_endpoint}"
     command = [sys.executable, "-m", "kvtier", "index", "serve", "--port", "0", "--follow", follow]

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 import zmq
+import zmq.auth
+import zmq.utils.z85
 from tests.unit.event_kit import Client, batch, publisher, receive, stored, wait_until
 
 from kvtier.errors import ConfigError, InputError
 from kvtier.events import CurveClient, CurveServer, KVEventsConfig, make_keys
+from kvtier.events.curve import Gate
 
 pytestmark = pytest.mark.skipif(not zmq.has("curve"), reason="libzmq was built without CURVE")
 
@@ -92,3 +95,23 @@ def test_settings_that_cannot_be(keys: Path) -> None:
         pass
     made = KVEventsConfig.from_mapping({"curve": {"secret_key_file": "x"}})
     assert made.curve == CurveServer("x")
+
+
+def test_a_key_that_is_overwritten_is_revoked(client: Client, keys: Path) -> None:
+    """Only the folder's own time was looked at, which a file that is written again does not change."""
+    curve = CurveServer(str(keys / "server.key_secret"), str(keys / "clients"))
+    with publisher(curve=curve) as made:
+        assert answers(client.open(zmq.DEALER, made.replay_endpoint, friend(keys)), 10_000)
+        (keys / "clients" / "friend.key").write_text((keys / "strangers" / "stranger.key").read_text())
+        assert not answers(client.open(zmq.DEALER, made.replay_endpoint, friend(keys), linger=0), 300)
+        wait_until(lambda: made.stats().denied >= 1, "the refusal")
+
+
+def test_keys_that_stay_are_read_once(client: Client, keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.events.curve._SETTLED_NS", -1)
+    made = Gate(client.context, str(keys / "clients"))
+    key = zmq.utils.z85.decode(zmq.auth.load_certificate(keys / "clients" / "friend.key")[0])
+    assert made._knows(key)
+    monkeypatch.setattr(zmq.auth, "load_certificates", None)
+    assert made._knows(key)
+    made.close()

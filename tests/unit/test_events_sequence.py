@@ -84,8 +84,9 @@ def test_a_restart_continues(client: Client, tmp_path: Path) -> None:
 def test_after_a_crash_what_was_missed_is_the_new_state(client: Client, tmp_path: Path) -> None:
     code = f"""
         import os
-        from kvtier.events import KVEventBatch, ZmqEventPublisher
-        made = ZmqEventPublisher(0, "tcp://127.0.0.1:0", sequence_file={str(tmp_path / "seq")!r})
+        from kvtier.events import KVEventBatch, KVEventsConfig, ZmqEventPublisher
+        config = KVEventsConfig(sequence_file={str(tmp_path / "seq")!r})
+        made = ZmqEventPublisher(0, "tcp://127.0.0.1:0", config=config)
         made.publish(KVEventBatch(ts=1.0, events=[]))
         made.check()
         os._exit(0)

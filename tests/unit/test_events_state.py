@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 import pytest
@@ -16,22 +16,24 @@ from kvtier.errors import IntegrityError
 from kvtier.events import (
     AllBlocksCleared,
     BlockRemoved,
+    EventBatch,
     EventEncoder,
-    TierCleared,
+    Mark,
     blocks_of,
     change_of,
     frame_batch,
     place_of,
 )
-from kvtier.events.publish.fold import Fold
-from kvtier.events.publish.formats import HashFormat
-from kvtier.events.publish.hot import Blocks, PythonBlocks, sum_of
+from kvtier.events.publish.overflow import Overflow
+from kvtier.events.publish.sender import _with_u64
 from kvtier.events.publish.snapshot import Snapshot
-from kvtier.events.publish.state import PublishedState, runs
-from kvtier.events.wire import U64, decode_batch
+from kvtier.events.publish.state import PublishedState, runs, sum_of
+from kvtier.events.shapes import OUTER
+from kvtier.events.wire import U64, batch_ends, decode_batch
 
 settings.register_profile("state", deadline=None)
 settings.load_profile("state")
+GPU = ("GPU", 0, "", "")
 PARENT = {block: block // 2 or None for block in range(1, 40)}
 """A tree of blocks, as hashes of prefixes make one: what hangs from what never changes."""
 
@@ -59,7 +61,7 @@ odd_stores = st.builds(
 removals = st.builds(
     lambda hashes, medium, group: removed(hashes, medium, group_idx=group), st.lists(blocks), media, groups
 )
-clears = st.sampled_from([AllBlocksCleared(), TierCleared("CPU"), TierCleared("GPU")])
+clears = st.just(AllBlocksCleared())
 events = st.lists(st.one_of(stores, stores, removals, removals, clears), max_size=40)
 wild_events = st.lists(st.one_of(stores, odd_stores, removals, clears), max_size=40)
 
@@ -72,9 +74,8 @@ class Model:
         self.counting = counting
 
     def apply(self, event: Any) -> None:
-        if isinstance(event, (AllBlocksCleared, TierCleared)):
-            medium = getattr(event, "medium", None)
-            self.counts = Counter({k: n for k, n in self.counts.items() if medium is not None and k[0][0] != medium})
+        if isinstance(event, AllBlocksCleared):
+            self.counts.clear()
             return
         step = 1 if hasattr(event, "parent_block_hash") else -1
         for block in event.block_hashes:
@@ -86,26 +87,59 @@ class Model:
         return {key for key, count in self.counts.items() if count}
 
 
-def apply(state: PublishedState, encoder: EventEncoder, event: Any, out: list[bytes]) -> None:
-    if isinstance(event, AllBlocksCleared):
-        state.clear()
-        out.append(encoder.event(event))
-    elif isinstance(event, TierCleared):
-        state.clear_medium(event.medium, out)
-    else:
-        (state.store if hasattr(event, "parent_block_hash") else state.remove)(event, encoder.event(event), out)
+class Published:
+    """A state that is cleared as a publisher does it: by another one in its place."""
+
+    def __init__(self, counting: str = "count", encoding: str = "map") -> None:
+        self.encoder = EventEncoder(encoding)
+        self.counting = counting
+        self.state = PublishedState(self.encoder, counting)
+
+    def apply(self, event: Any, out: list[bytes]) -> None:
+        if isinstance(event, AllBlocksCleared):
+            self.state = PublishedState(self.encoder, self.counting)
+            out.append(self.encoder.event(event))
+        else:
+            state = self.state
+            (state.store if hasattr(event, "parent_block_hash") else state.remove)(
+                event, self.encoder.event(event), out
+            )
+
+    def snapshot(self, number: int = 1) -> Snapshot:
+        return Snapshot({0: self.state}, self.encoder, 3, Mark(9, self.state.blocks, self.state.digest), number)
+
+
+def finish(snapshot: Snapshot) -> list[bytes]:
+    """Return all events of a snapshot of one rank."""
+    snapshot.advance(60.0)
+    snapshot.check()
+    assert {batch.rank for batch in snapshot.batches} == {0}
+    payload = b"".join(
+        (
+            *batch_ends(0.0, sum(batch.number for batch in snapshot.batches), 0)[:1],
+            *(batch.events for batch in snapshot.batches),
+            b"\0",
+        )
+    )
+    return list(map(bytes, OUTER.decode(payload).events))
+
+
+def snapshot_of(state: PublishedState) -> list[bytes]:
+    return finish(Snapshot({0: state}, state._encoder, 3, Mark(9, state.blocks, state.digest), next(numbers)))
+
+
+numbers = count(2)
 
 
 def run(
-    events: Iterable[Any], counting: str = "count", encoding: str = "map", table: Any = Blocks
+    events: Iterable[Any], counting: str = "count", encoding: str = "map"
 ) -> tuple[PublishedState, Model, list[bytes]]:
-    encoder = EventEncoder(encoding)
-    state, model, out = PublishedState(encoder, counting, table), Model(counting), []
+    published, model, out = Published(counting, encoding), Model(counting), []
     for event in events:
-        apply(state, encoder, event, out)
+        published.apply(event, out)
         model.apply(event)
-    state.check()
-    return state, model, out
+    published.state.check()
+    return published.state, model, out
 
 
 def consume(events: list[bytes]) -> Consumer:
@@ -114,11 +148,10 @@ def consume(events: list[bytes]) -> Consumer:
     return consumer
 
 
-@pytest.mark.parametrize("table", [Blocks, PythonBlocks])
 @pytest.mark.parametrize("counting", ["count", "set"])
 @given(wild_events)
-def test_what_goes_out_is_set_like_and_adds_up(counting: str, table: Any, events: list[Any]) -> None:
-    state, model, out = run(events, counting, table=table)
+def test_what_goes_out_is_set_like_and_adds_up(counting: str, events: list[Any]) -> None:
+    state, model, out = run(events, counting)
     assert consume(out).held == model.held()
     change = change_of(decode_batch(frame_batch(0.0, out, 0)).events)
     assert (state.blocks, state.digest) == (change.blocks, change.digest)
@@ -128,9 +161,7 @@ def test_what_goes_out_is_set_like_and_adds_up(counting: str, table: Any, events
 @given(wild_events)
 def test_a_snapshot_is_the_state(encoding: str, events: list[Any]) -> None:
     state, model, _ = run(events, encoding=encoding)
-    snapshot = Snapshot(state, EventEncoder(encoding), as_of=3, epoch=9)
-    snapshot.check()
-    sent = list(snapshot)
+    sent = snapshot_of(state)
     consumer = consume(sent)
     assert consumer.held == model.held()
     assert (consumer.mark.epoch, consumer.mark.blocks, consumer.mark.digest) == (9, state.blocks, state.digest)
@@ -143,37 +174,46 @@ def test_a_snapshot_is_the_state(encoding: str, events: list[Any]) -> None:
 def test_a_snapshot_brings_parents_first(events: list[Any]) -> None:
     """Tree-building consumers drop orphans: a block that found its parent in the stream finds it in the snapshot."""
     state, model, out = run(events)
-    linked = consume(list(Snapshot(state, EventEncoder(), 0, 0))).linked
+    linked = consume(snapshot_of(state)).linked
     assert (consume(out).linked & model.held()) - linked == set()
 
 
-@given(events, events)
-def test_a_snapshot_stays_as_it_was(before: list[Any], after: list[Any]) -> None:
-    encoder = EventEncoder()
-    state, model, _ = run(before)
-    snapshot = Snapshot(state, encoder, 0, 0)
-    early = iter(snapshot)
-    next(early)
+@given(wild_events, wild_events, st.integers(0, 10))
+def test_a_snapshot_stays_as_it_was(before: list[Any], after: list[Any], steps: int) -> None:
+    """The state goes on changing while the events of its snapshot are made, some before and some after each change."""
+    published, model = Published(), Model("count")
+    for event in before:
+        published.apply(event, [])
+        model.apply(event)
+    snapshot = published.snapshot()
     for event in after:
-        apply(state, encoder, event, [])
-    assert consume(list(snapshot)).held == model.held()
-    assert [next(iter(snapshot)), *early] == list(snapshot)
+        for _ in range(steps):
+            next(snapshot._making, None)
+        published.apply(event, [])
+    assert consume(finish(snapshot)).held == model.held()
+    published.state.check()
+    later = consume(snapshot_of(published.state))
+    for event in after:
+        model.apply(event)
+    assert later.held == model.held()
 
 
 @pytest.mark.parametrize("counting", ["count", "set"])
 @given(events, st.lists(events, max_size=4))
-def test_a_fold_does_what_its_batches_would(counting: str, before: list[Any], batches: list[list[Any]]) -> None:
+def test_an_overflow_does_what_its_batches_would(counting: str, before: list[Any], batches: list[list[Any]]) -> None:
     state, model, _ = run(before, counting)
-    fold = Fold(counting)
-    for batch in batches:
-        fold.add(batch)
-        for event in batch:
+    overflow = Overflow(counting)
+    for some in batches:
+        overflow.add(ranked(some))
+        for event in some:
             model.apply(event)
-    fold.check()
-    assert fold.apply(state, HashFormat()) == 0
+    overflow.check()
+    if overflow.cleared:
+        state = PublishedState(EventEncoder(), counting)
+    assert overflow.apply(0, state, as_it_is) == 0
     state.check()
-    assert fold.batches == len(batches)
-    assert consume(list(Snapshot(state, EventEncoder(), 0, 0))).held == model.held()
+    assert overflow.batches == len(batches)
+    assert consume(snapshot_of(state)).held == model.held()
     last = [(key, count) for key, count in model.counts.items() if count]
     assert [(key, counts_of(state, key)) for key, _ in last] == last
 
@@ -184,30 +224,50 @@ def counts_of(state: PublishedState, key: tuple[Any, int]) -> int:
     return state.count_of(like, block)
 
 
-def test_a_fold_converts_hashes() -> None:
-    state = PublishedState(EventEncoder())
-    fold = Fold()
-    fold.add([stored([b"\xff" * 8, b"\x01" * 8])])
-    fold.apply(state, HashFormat("i64"))
-    assert [sorted(state.held(holding)) for holding in state.holdings()] == [[-1, 0x0101010101010101]]
+def ranked(events: list[Any], rank: int = 0) -> EventBatch:
+    return EventBatch(1.0, events, rank)
 
 
-def test_a_fold_survives_what_it_cannot_read() -> None:
+def as_it_is(event: Any) -> Any:
+    return event
+
+
+def test_an_overflow_is_of_ranks() -> None:
+    overflow = Overflow()
+    for events, rank in (([stored([1, 2])], 0), ([stored([1])], 1), ([AllBlocksCleared(), stored([3])], 0)):
+        overflow.add(ranked(events, rank))
+    assert (overflow.ranks(), overflow.cleared) == ({0, 1}, {0})
+    states = [PublishedState(EventEncoder()) for _ in range(2)]
+    for rank, state in enumerate(states):
+        assert overflow.apply(rank, state, as_it_is) == 0
+    assert [consume(snapshot_of(state)).held for state in states] == [{(GPU, 3)}, {(GPU, 1)}]
+
+
+def test_an_overflow_converts_hashes() -> None:
     state = PublishedState(EventEncoder())
-    fold = Fold()
-    fold.add([stored([1]), object(), stored([2], lora_name=object()), BlockRemoved(7, None)])  # type: ignore[arg-type]
-    assert fold.apply(state, HashFormat()) == 1
+    overflow = Overflow()
+    overflow.add(ranked([stored([b"\xff" * 8, b"\x01" * 8])]))
+    overflow.apply(0, state, _with_u64)
+    assert consume(snapshot_of(state)).held == {(GPU, U64), (GPU, 0x0101010101010101)}
+
+
+def test_an_overflow_survives_what_it_cannot_read() -> None:
+    state = PublishedState(EventEncoder())
+    overflow = Overflow()
+    overflow.add(ranked([stored([1]), object(), stored([2], lora_name=object()), BlockRemoved(7, None)]))  # type: ignore[arg-type]
+    overflow.add(ranked([stored([1])], rank=[]))  # type: ignore[arg-type]
+    assert overflow.apply(0, state, as_it_is) == 1
     assert state.blocks == 1
     state.check()
 
 
 @pytest.mark.parametrize("wrong", ["a", None, 1.5])
-def test_a_fold_survives_what_is_no_hash(wrong: Any) -> None:
-    """It ended the turn, and with it the whole fold, once hashes were converted."""
-    state = PublishedState(EventEncoder(), table=Blocks)
-    fold = Fold()
-    fold.add([stored([1]), stored([wrong], token_ids=[], block_size=0)])
-    assert fold.apply(state, HashFormat("u64")) == 1
+def test_an_overflow_survives_what_is_no_hash(wrong: Any) -> None:
+    """It ended the turn, and with it the whole overflow, once hashes were converted."""
+    state = PublishedState(EventEncoder())
+    overflow = Overflow()
+    overflow.add(ranked([stored([1]), stored([wrong], token_ids=[], block_size=0)]))
+    assert overflow.apply(0, state, _with_u64) == 1
     assert state.blocks == 1
     state.check()
 
@@ -221,43 +281,42 @@ def test_partly_known_events_go_out_in_parts() -> None:
 
 def test_ancestors_that_are_gone_come_and_go() -> None:
     state, _, _ = run([stored([1, 2]), stored([3], 2), stored([4], 3), removed([1, 2, 3])])
-    sent = decode_batch(frame_batch(0.0, list(Snapshot(state, EventEncoder(), 0, 0)), 0)).events
+    sent = decode_batch(frame_batch(0.0, snapshot_of(state), 0)).events
     assert sent == [AllBlocksCleared(), stored([1, 2]), stored([3], 2), stored([4], 3), removed([1, 2, 3])]
-    assert len(state.ghosts()) == 2
+    assert state.ghost_count == 2
 
 
 def test_ancestors_leave_with_their_last_child() -> None:
     state, _, _ = run([stored([1]), stored([2], 1), stored([3], 2), removed([1]), removed([2]), removed([3])])
-    assert (state.blocks, len(state.ghosts())) == (0, 0)
+    assert (state.blocks, state.ghost_count) == (0, 0)
 
 
 def test_a_dead_tail_is_left_out_of_a_snapshot() -> None:
     state, _, _ = run([stored([1, 2, 3, 4]), removed([4, 3])])
-    sent = decode_batch(frame_batch(0.0, list(Snapshot(state, EventEncoder(), 0, 0)), 0)).events
+    sent = decode_batch(frame_batch(0.0, snapshot_of(state), 0)).events
     assert sent == [AllBlocksCleared(), stored([1, 2])]
 
 
 def test_ghosts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier.events.publish.state._LEAST_GHOSTS", 5)
     state, _, _ = run([event for n in range(1, 50) for event in (stored([n], n - 1 or None), removed([n - 1]))])
-    assert len(state.ghosts()) == 5
+    assert state.ghost_count == 5
 
 
 def test_chains_of_any_length_are_freed() -> None:
     """Records that referred to each other crashed the interpreter when a long chain of them was freed."""
     encoder = EventEncoder()
-    state = PublishedState(encoder, table=Blocks)
+    state = PublishedState(encoder)
     for n in range(1, 100_000):
         state.store(stored([n], n - 1 or None), b"", [])
     for n in range(1, 100_000):
         state.remove(removed([n]), b"", [])
-    assert (state.blocks, state.ghosts()) == (0, {})
+    assert (state.blocks, state.ghost_count) == (0, 0)
 
 
-@pytest.mark.parametrize("table", [Blocks, PythonBlocks])
 @pytest.mark.parametrize("wrong", [None, ["a"], [1.5], [None], [1, "a"]])
-def test_what_is_no_hash_changes_nothing(wrong: Any, table: Any) -> None:
-    state, _, _ = run([stored([1, 2])], table=table)
+def test_what_is_no_hash_changes_nothing(wrong: Any) -> None:
+    state, _, _ = run([stored([1, 2])])
     for event in (stored([3]), removed([1])):
         bad = type(event)(**{f: getattr(event, f) for f in event.__struct_fields__} | {"block_hashes": wrong})
         with pytest.raises(TypeError):
@@ -286,10 +345,12 @@ def test_runs(places: set[int]) -> None:
 BREAKERS: list[Callable[[PublishedState], None]] = [
     lambda state: setattr(state, "blocks", 7),
     lambda state: setattr(state, "digest", 7),
-    lambda state: state.ghosts().update({5: state.records()[1]}),
-    lambda state: state.records().pop(1),
-    lambda state: next(iter(state.holdings())).blocks.pop(3),
-    lambda state: next(iter(state.holdings())).counts.update({99: 2}),
+    lambda state: state.ghosts.put(5, state.holdings()[0].blocks.get(1)),  # type: ignore[arg-type]
+    lambda state: setattr(state, "ghost_count", 1),
+    lambda state: setattr(state.holdings()[0].blocks.get(1), "uses", 1),
+    lambda state: state.holdings()[0].blocks.pop(3),
+    lambda state: state._children.pop(2),
+    lambda state: state.holdings()[0].counts.update({99: 2}),
 ]
 
 

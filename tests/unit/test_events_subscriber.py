@@ -30,6 +30,7 @@ from kvtier.events import (
     Update,
     frame_batch,
 )
+from kvtier.events.config import KVEventsConfig
 from kvtier.events.curve import CurveClient, CurveServer, make_keys
 from kvtier.events.frames import END_SEQ, NumberedPayload, read_live, read_reply
 from kvtier.events.publisher import ZmqEventPublisher
@@ -64,7 +65,7 @@ def is_exact(subscriber: Subscriber[Any], name: str, seq: int = -1) -> Callable[
 
 @pytest.fixture
 def publisher() -> Iterator[ZmqEventPublisher]:
-    made = ZmqEventPublisher(0, "tcp://*:0", "tcp://*:0", heartbeat_interval=0.1)
+    made = ZmqEventPublisher(0, "tcp://*:0", "tcp://*:0", config=KVEventsConfig(heartbeat_interval=0.1))
     yield made
     made.shutdown()
 
@@ -194,7 +195,9 @@ def test_who_is_there_first_waits_for_the_publisher(publisher: ZmqEventPublisher
     with Subscriber([source], limits=QUICK) as subscriber:
         until(subscriber, lambda: subscriber.status("p").state is State.DEGRADED)
         assert "no connection" in subscriber.status("p").reason
-        again = ZmqEventPublisher(0, config.endpoint, config.replay_endpoint, heartbeat_interval=0.1)
+        again = ZmqEventPublisher(
+            0, config.endpoint, config.replay_endpoint, config=KVEventsConfig(heartbeat_interval=0.1)
+        )
         until(subscriber, is_exact(subscriber, "p"))
         again.shutdown()
         until(subscriber, lambda: subscriber.status("p").state is State.DEGRADED)
@@ -280,7 +283,9 @@ def test_a_dead_replay_endpoint_degrades_and_live_batches_still_come(publisher: 
 
 
 def test_inproc_addresses_work() -> None:
-    publisher = ZmqEventPublisher(0, "inproc://live-test", "inproc://replay-test", heartbeat_interval=0.1)
+    publisher = ZmqEventPublisher(
+        0, "inproc://live-test", "inproc://replay-test", config=KVEventsConfig(heartbeat_interval=0.1)
+    )
     publish(publisher, 1, 2, 3)
     with Subscriber([Source("p", "inproc://live-test", "inproc://replay-test")], limits=QUICK) as subscriber:
         until(subscriber, is_exact(subscriber, "p", 1))
@@ -384,7 +389,9 @@ def test_with_keys_only_those_who_have_them_are_served(tmp_path: Path) -> None:
         make_keys(tmp_path, name)
     (tmp_path / "friend.key").rename(tmp_path / "clients" / "friend.key")
     server = CurveServer(str(tmp_path / "server.key_secret"), str(tmp_path / "clients"))
-    publisher = ZmqEventPublisher(0, "tcp://*:0", "tcp://*:0", curve=server, heartbeat_interval=0.1)
+    publisher = ZmqEventPublisher(
+        0, "tcp://*:0", "tcp://*:0", config=KVEventsConfig(curve=server, heartbeat_interval=0.1)
+    )
     publish(publisher, 1, 2, 3)
 
     def source(name: str) -> Source:

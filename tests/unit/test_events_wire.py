@@ -205,7 +205,7 @@ STORED = ["BlockStored", [1, 2], None, [5, 6], 1, None]
     "bad",
     [
         {"type": "BlockMoved", "block_hashes": [2]},
-        {"type": "TierCleared", "medium": "CPU"},
+        {"type": "OneBlockCleared", "medium": "CPU"},
         {"block_hashes": [2]},
         {"type": "BlockStored", "block_hashes": ["text"]},
         {"type": "BlockStored", "block_hashes": [1.5]},

@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "memory": {"config", "errors"},
     "rendezvous": {"errors"},
     "pool": BASE | {"memory", "rendezvous"},
-    "events": {"errors", "keys", "_events"},
+    "events": {"errors", "keys"},
     "index": {"errors", "events", "keys"},
     "transfer": BELOW_TRANSFER | {"native"},
     "tiers": BELOW_TRANSFER,

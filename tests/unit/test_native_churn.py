@@ -231,87 +231,6 @@ def scheduler_tables(run: Callable[[Churn, int, int], None], random: Random) -> 
     return total
 
 
-# -- the publisher's table -----------------------------------------------------------------------------------------------------
-
-
-def churn_blocks(churn: Churn, capacity: int, operations: int) -> None:
-    """Hold, drop, put, pop, get, count and copy, beside a dict from hash to number."""
-    from kvtier._events import Blocks
-
-    table, children = Blocks(), Blocks()
-    model: dict[int, int] = {}
-    while churn.operations < operations:
-        asked = churn.some()
-        assert [table.get(key) for key in asked] == [model.get(key, 0) for key in asked]
-        number = 1 + churn.operations % 7
-        assert table.count(asked, number) == sum(model.get(key) == number for key in asked)
-        if churn.adds(len(model) / capacity):
-            new = [key for key in dict.fromkeys(asked) if key not in model][: max(0, capacity - len(model))]
-            assert table.hold(new + new[:1], number) is None or not new
-            assert table.hold(new, number) == sum(new) & U64
-            model.update(dict.fromkeys(new, number))
-            if asked[0] in model:
-                assert table.hold([asked[0]], number) is None
-                table.put(asked[0], 9)
-                model[asked[0]] = 9
-        elif churn.random.random() < 0.5:
-            leaving = [key for key in dict.fromkeys(asked) if key in model]
-            total, gone, runs = table.drop(list(dict.fromkeys(asked)), children)
-            assert (total, list(gone)) == (sum(leaving) & U64, leaving)
-            assert [run[0] for run in runs for _ in range(run[1])] == [model.pop(key) for key in leaving]
-        else:
-            for key in churn.some_of(model):
-                assert table.pop(key) == model.pop(key)
-                assert table.pop(key) == 0
-        assert len(table) == len(model)
-        if churn.random.random() < 0.001:
-            table = table.copy()
-    assert [table.get(key) for key in churn.keys] == [model.get(key, 0) for key in churn.keys]
-
-
-def crowd_blocks(random: Random, part: int, places: int, rounds: int) -> int:
-    """Fill one place after the other, so that some go past it, and leave one of them there, beside a dict.
-
-    The counts of those who went past once were what ended a search: when no place was without one, none ended.
-    """
-    from kvtier._events import Blocks
-
-    table, model = Blocks(), dict[int, int]()
-    groups = [with_home(random, 9, part, (place + 0.5) / places) for place in range(places)]
-    for number in range(1, rounds + 1):
-        group = random.choice(groups)
-        for key in random.sample(group, 7):
-            if key not in model and len(model) < 13:
-                assert table.hold([key], number) == key
-                model[key] = number
-        assert [table.get(key) for key in group] == [model.get(key, 0) for key in group]
-        held = [key for key in group if key in model]
-        for key in random.sample(held, max(0, len(held) - 1)):
-            assert table.pop(key) == model.pop(key)
-        assert table.count(group, number) == sum(model.get(key) == number for key in group)
-        assert table.hold(held + held[:1], 1) is None or not held
-    return 30 * rounds
-
-
-def publishers_tables(random: Random) -> int:
-    """Churn tables in which one part, of 4 to 7 places, is all there is, and large ones."""
-    total = 0
-    for part in (0, 1, 127, 128, 255, 256, 384, 400, 511):
-        for places in (4, 5, 7, 8):
-            total += crowd_blocks(random, part, places, 500)
-        for capacity in (5, 9, 12, 13, 14, 17, 23, 50):
-            homes = [random.random() for _ in range(5)]
-            churn = Churn(random, [n for home in homes for n in with_home(random, capacity, part, home)], 3)
-            churn_blocks(churn, capacity, 6_000)
-            total += churn.operations
-    for capacity in (1, 7, 50, 20_000):
-        for keys in numbers(random, 2 * capacity + 3):
-            churn = Churn(random, keys, min(capacity, 200))
-            churn_blocks(churn, capacity, 5_000 if capacity < 100 else 200_000)
-            total += churn.operations
-    return total
-
-
 # -- the index's tables --------------------------------------------------------------------------------------------------------
 
 
@@ -429,11 +348,10 @@ TABLES: dict[str, Callable[[Random], int]] = {
     "book": lambda random: scheduler_tables(churn_book, random),
     "ghosts": lambda random: scheduler_tables(churn_ghosts, random),
     "recency": lambda random: scheduler_tables(churn_recency, random),
-    "blocks": publishers_tables,
     "table": index_tables,
     "names": index_names,
 }
-NEEDS = {"blocks": "kvtier._events", "table": "numba", "names": "numba"}
+NEEDS = {"table": "numba", "names": "numba"}
 
 
 @pytest.mark.timeout(600)

@@ -27,6 +27,7 @@ import pytest
 import zmq
 
 from kvtier.errors import InputError, OutsideError
+from kvtier.events.config import KVEventsConfig
 from kvtier.events.publisher import ZmqEventPublisher
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from kvtier.events.wire import EventEncoder, frame_batch
@@ -118,7 +119,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 @contextmanager
 def publishing(rank: int = 0, **options: Any) -> Iterator[ZmqEventPublisher]:
-    publisher = ZmqEventPublisher(rank, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", **options)
+    publisher = ZmqEventPublisher(rank, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", config=KVEventsConfig(**options))
     try:
         yield publisher
     finally:

@@ -30,7 +30,7 @@ from kvtier.rendezvous import default_directory, is_held, locked, named_files
 __all__ = ["VLLM_VERSIONS", "Check", "Status", "examine"]
 
 _CORE = ("msgspec", "numpy", "pyzmq", "rich", "typer", "xxhash")
-_COMPILED = ("kvtier._events", *(f"kvtier.native._{loop}" for loop in native.LOOPS))
+_COMPILED = tuple(f"kvtier.native._{loop}" for loop in native.LOOPS)
 VLLM_VERSIONS = ("0.32", "0.33")
 """The first version of vLLM that the connector knows, and the first that it does not."""
 _VLLM_RANGE = ">={},<{}".format(*VLLM_VERSIONS)

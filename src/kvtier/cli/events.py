@@ -192,9 +192,12 @@ def _publish_recording(
     topic: str,
     curve: CurveServer | None,
 ) -> None:
+    from kvtier.events.config import KVEventsConfig
     from kvtier.events.publisher import ZmqEventPublisher
 
-    publisher = ZmqEventPublisher(0, endpoint, replay, topic=topic, counting="set", curve=curve)
+    publisher = ZmqEventPublisher(
+        0, endpoint, replay, topic=topic, config=KVEventsConfig(counting="set", curve=curve, bind=True)
+    )
     try:
         remark(f"publishing on {publisher.endpoint}" + (f", replay on {publisher.replay_endpoint}" if replay else ""))
         published = 0

@@ -29,7 +29,6 @@ from kvtier.events.types import (
     KVCacheEvent,
     KVEventBatch,
     Mark,
-    TierCleared,
     blocks_of,
 )
 from kvtier.events.updates import Counters, Kind, Limits, Received, Reset, SourceStatus, State, StateChanged, Update
@@ -94,7 +93,6 @@ __all__ = [
     "StateChanged",
     "StreamRequest",
     "Subscriber",
-    "TierCleared",
     "Update",
     "ZmqEventPublisher",
     "array_fields",

@@ -15,13 +15,12 @@ from kvtier.errors import ConfigError, show_value
 from kvtier.events.curve import CurveServer
 from kvtier.events.wire import Encoding, array_fields
 
-__all__ = ["COUNTINGS", "HASH_FORMATS", "LONG_REPLAYS", "VLLM_FIELDS", "KVEventsConfig"]
+__all__ = ["COUNTINGS", "HASH_FORMATS", "VLLM_FIELDS", "KVEventsConfig"]
 
-HASH_FORMATS = ("as_is", "u64", "u63", "i64")
+HASH_FORMATS = ("as_is", "u64")
 COUNTINGS = ("count", "set")
-LONG_REPLAYS = ("jump", "end")
 VLLM_FIELDS = ("endpoint", "replay_endpoint", "buffer_steps", "hwm", "max_queue_size", "topic")
-"""What every registered publisher is given; the other fields only where they were set."""
+"""What every registered publisher is given by name; it is given the whole config where another field was set."""
 _MOST = (1 << 31) - 1
 """What a count may be: ZeroMQ takes ints of 32 bits, and nobody has memory for more batches."""
 _DAY = 24 * 3600
@@ -36,19 +35,21 @@ class KVEventsConfig:
     - `replay_endpoint`: ROUTER address for replay and snapshots, always bound; without one there is no replay.
     - `buffer_steps`, `buffer_bytes`: how many batches, and how many bytes of them, are kept for replay.
     - `hwm`: how many batches wait for a slow subscriber before it misses some.
-    - `max_queue_size`: how many batches wait for the publisher's thread before they are folded into the state unsent. Where
-      more than 64 wait, up to 32 travel as one batch, with all their events, the last one's time and one number.
+    - `max_queue_size`: how many batches wait for the publisher's thread before they overflow: only their effect on the
+      state is kept. Where more than 64 wait, up to 32 travel as one, with all their events, the last one's time and one
+      number.
     - `encoding`, `array_version`: events as `map` (vLLM 0.24 and later) or as `array`, with the fields of that version.
-    - `hash_format`: `u64` (the low 64 bits, as Dynamo wants them; vLLM's ints unchanged), `as_is` (bytes stay bytes),
-      `u63` (in [2^32, 2^63): the range every known consumer takes), `i64` (SGLang's).
+    - `hash_format`: `u64` (the low 64 bits, as Dynamo wants them; vLLM's ints unchanged) or `as_is` (bytes stay bytes).
     - `counting`: `count` if a block stored twice must be removed twice, `set` if one removal ends it.
-    - `heartbeat_interval`: seconds after which a silent publisher speaks, and the least time between two marks; `None`: never.
+    - `heartbeat_interval`: seconds after which a silent publisher speaks, and the least time between two marks; `None`:
+      never.
     - `clear_on_start`: tell consumers to forget what an earlier process published.
-    - `sequence_file`: where the sequence number outlives the process; ranks above 0 append `.dp{rank}`.
+    - `sequence_file`: where the sequence number outlives the process; ranks above 0 append `.dp{rank}`. Without one the
+      first number comes from the clock.
     - `replay_topic_frame`: whether replies carry the topic (vLLM 0.26, SGLang 0.5.22 and later) or not (before).
-    - `max_fillers`, `long_replay`: beyond so many empty batches a replay from far back jumps to the buffer, or just ends.
     - `max_blocks_per_event`: cut stored events into parts of at most so many blocks.
     - `curve`: encrypt and authenticate both sockets.
+    - `bind`: bind `endpoint` or connect to it, whatever it looks like; `None`: as said there.
     """
 
     enable_kv_cache_events: bool = False
@@ -67,11 +68,10 @@ class KVEventsConfig:
     clear_on_start: bool = True
     sequence_file: str | None = None
     replay_topic_frame: bool = True
-    max_fillers: int = 1_000_000
-    long_replay: str = "jump"
     max_blocks_per_event: int | None = None
     buffer_bytes: int = 256 << 20
     curve: CurveServer | None = None
+    bind: bool | None = None
 
     def __post_init__(self) -> None:
         """Check every field, and fill in what is derived."""
@@ -81,6 +81,7 @@ class KVEventsConfig:
             object.__setattr__(self, "curve", CurveServer.from_mapping(self.curve))
         for name in ("enable_kv_cache_events", "clear_on_start", "replay_topic_frame"):
             _check(name, getattr(self, name), isinstance(getattr(self, name), bool), "true or false")
+        _check("bind", self.bind, self.bind is None or isinstance(self.bind, bool), "true, false or nothing")
         for name in ("publisher", "endpoint", "topic", "array_version"):
             value = getattr(self, name)
             good = isinstance(value, str) and value.isprintable() and (value or name == "topic")
@@ -88,16 +89,15 @@ class KVEventsConfig:
         for name in ("replay_endpoint", "sequence_file"):
             value = getattr(self, name)
             _check(name, value, value is None or (isinstance(value, str) and value), "a string or nothing")
-        for name, least in (("buffer_steps", 1), ("hwm", 0), ("max_queue_size", 1), ("max_fillers", 0)):
+        for name, least in (("buffer_steps", 1), ("hwm", 0), ("max_queue_size", 1)):
             _check_count(name, getattr(self, name), least, _MOST)
         _check_count("buffer_bytes", self.buffer_bytes, 1, (1 << 63) - 1)
         self._check_choices()
 
     def _check_choices(self) -> None:
-        _check_one_of("encoding", self.encoding, [each.value for each in Encoding])
+        _check_one_of("encoding", self.encoding, [encoding.value for encoding in Encoding])
         _check_one_of("hash_format", self.hash_format, HASH_FORMATS)
         _check_one_of("counting", self.counting, COUNTINGS)
-        _check_one_of("long_replay", self.long_replay, LONG_REPLAYS)
         beat, most = self.heartbeat_interval, self.max_blocks_per_event
         good = beat is None or (isinstance(beat, (int, float)) and not isinstance(beat, bool) and 0 < beat <= _DAY)
         _check("heartbeat_interval", beat, good, f"seconds greater than 0 and up to a day ({_DAY}), or nothing")

@@ -8,6 +8,7 @@ one, whoever knows the server's key. Keys are ZeroMQ certificates: `NAME.key` (p
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -22,6 +23,7 @@ __all__ = ["CurveClient", "CurveServer", "Gate", "make_keys"]
 
 _ZAP = "inproc://zeromq.zap.01"
 _DOMAIN = b"kvtier"
+_SETTLED_NS = 1_000_000_000
 
 logger = logging.getLogger(__name__)
 
@@ -103,15 +105,15 @@ class CurveClient:
 class Gate:
     """Answers libzmq's question who may come, for one context (ZeroMQ RFC 27).
 
-    The folder is read again when it changed, so that a key can be added or taken away while the publisher runs; who is
-    connected stays.
+    The folder is read again when it or any file in it changed, so that a key can be added, replaced or taken away while the
+    publisher runs; who is connected stays.
     """
 
     def __init__(self, context: zmq.Context[Any], clients_dir: str) -> None:
         self._dir = Path(clients_dir)
         if not self._dir.is_dir():
             raise ConfigError("curve.clients_dir", f"expected a folder of public keys, got {clients_dir}")
-        self._read_at = -1
+        self._read: frozenset[tuple[str, int, int, int]] | None = None
         self._allowed: frozenset[bytes] = frozenset()
         self.denied = 0
         self.socket: zmq.Socket[bytes] = context.socket(zmq.REP)
@@ -136,11 +138,20 @@ class Gate:
 
     def _knows(self, key: bytes) -> bool:
         try:
-            changed = self._dir.stat().st_mtime_ns
-            if changed != self._read_at:
+            found = self._look()
+            if found != self._read:
                 self._allowed = frozenset(zmq.auth.load_certificates(self._dir))
-                self._read_at = changed
+                self._read = found if self._is_settled(found) else None
         except (OSError, ValueError) as error:
             logger.warning("cannot read the clients' keys in %s (%s): nobody new may come", self._dir, error)
             return False
         return zmq.utils.z85.encode(key) in self._allowed
+
+    def _look(self) -> frozenset[tuple[str, int, int, int]]:
+        """Return what tells one content of the folder from another."""
+        stats = [(file.name, file.stat()) for file in self._dir.iterdir()]
+        return frozenset((name, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats)
+
+    def _is_settled(self, found: frozenset[tuple[str, int, int, int]]) -> bool:
+        """Return whether the next change will be seen: two changes of one moment have the same time."""
+        return all(time.time_ns() - changed > _SETTLED_NS for *_, changed in found)

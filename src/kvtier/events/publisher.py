@@ -1,11 +1,11 @@
 """Publishers of KV events: the contract, the one that does nothing, the one over ZeroMQ, and the factory.
 
-`ZmqEventPublisher` guarantees: batches leave in the order of `publish()`, numbered without reuse, several under one number only
-where more than 64 wait; whatever a subscriber missed it
-gets by replay, batch by batch while the buffer has them and as state after that. `publish()` never waits: when the thread is
-far behind, batches are folded into the state and their numbers left out, a gap that everybody sees. `shutdown()` returns
-within `SHUTDOWN_TIMEOUT`. Any thread may call the methods; one thread owns the sockets and the state. A forked child has a
-closed publisher. One that is forgotten is shut down when it is collected, or at exit.
+`ZmqEventPublisher` guarantees: batches leave in the order of `publish()`, numbered without reuse, several under one number
+only where more than 64 wait; whatever a subscriber missed it gets by replay, batch by batch while the buffer has them and
+as state after that. `publish()` never waits: when the thread is far behind, batches overflow: their effect is in the state
+and their numbers are left out, a gap that everybody sees. `shutdown()` returns within `SHUTDOWN_TIMEOUT`. Any thread may
+call the methods; one thread owns the sockets and the states. A forked child has a closed publisher. One that is forgotten
+is shut down when it is collected, or at exit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 
 from kvtier.errors import InputError
 from kvtier.events.config import VLLM_FIELDS, KVEventsConfig
-from kvtier.events.curve import CurveServer
 from kvtier.events.publish.endpoints import client_endpoint, offset_endpoint
 from kvtier.events.publish.loop import PublisherLoop
 from kvtier.events.publish.replay import END_SEQ
@@ -74,8 +73,9 @@ class PublisherStats:
     events: int
     filtered: int
     unencodable: int
+    left_out: int
     heartbeats: int
-    folded: int
+    overflowed: int
     snapshots: int
     errors: int
     requests: int = 0
@@ -96,31 +96,26 @@ class ZmqEventPublisher(EventPublisher):
     def __init__(
         self,
         data_parallel_rank: int,
-        endpoint: str = "tcp://*:5557",
+        endpoint: str | None = None,
         replay_endpoint: str | None = None,
-        buffer_steps: int = 10_000,
-        hwm: int = 100_000,
-        max_queue_size: int = 100_000,
-        topic: str = "",
-        *,
-        encoding: str = "map",
-        array_version: str = "0.23",
-        hash_format: str = "u64",
-        counting: str = "count",
-        heartbeat_interval: float | None = 1.0,
-        clear_on_start: bool = True,
-        sequence_file: str | None = None,
-        replay_topic_frame: bool = True,
-        max_fillers: int = 1_000_000,
-        long_replay: str = "jump",
-        max_blocks_per_event: int | None = None,
-        buffer_bytes: int = 256 << 20,
-        curve: CurveServer | None = None,
+        buffer_steps: int | None = None,
+        hwm: int | None = None,
+        max_queue_size: int | None = None,
+        topic: str | None = None,
+        config: KVEventsConfig | None = None,
     ) -> None:
-        """Open the sockets and start; the arguments are the fields of `KVEventsConfig`, which says what they mean."""
+        """Open the sockets and start. `config` says all that is not said here, `KVEventsConfig` what the names mean."""
         super().__init__(data_parallel_rank)
-        settings = {name: value for name, value in locals().items() if name in _SETTINGS}
-        config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", **settings)
+        said: dict[str, Any] = {
+            "endpoint": endpoint,
+            "replay_endpoint": replay_endpoint,
+            "buffer_steps": buffer_steps,
+            "hwm": hwm,
+            "max_queue_size": max_queue_size,
+            "topic": topic,
+        }
+        given = {name: value for name, value in said.items() if value is not None}
+        config = replace(config or KVEventsConfig(), enable_kv_cache_events=True, publisher="zmq", **given)
         self._loop = loop = PublisherLoop(config, data_parallel_rank)
         self._config = replace(config, endpoint=loop.endpoint, replay_endpoint=loop.replay_endpoint)
         self.endpoint = client_endpoint(loop.endpoint)
@@ -150,13 +145,13 @@ class ZmqEventPublisher(EventPublisher):
         return PublisherStats(
             next_seq=sender.next_seq,
             epoch=sender.epoch,
-            blocks=sender.state.blocks,
-            digest=sender.state.digest,
+            blocks=sender.blocks,
+            digest=sender.digest,
             queued=len(loop.outbox),
             buffered=len(sender.ring),
             buffered_bytes=sender.ring.bytes,
-            ghosts=len(sender.state.ghosts()),
-            folded=loop.outbox.folded,
+            ghosts=sender.ghosts,
+            overflowed=loop.outbox.overflowed,
             errors=loop.errors,
             sessions=0 if replay is None else len(replay),
             denied=0 if loop.gate is None else loop.gate.denied,
@@ -174,7 +169,7 @@ class ZmqEventPublisher(EventPublisher):
         return offset_endpoint(endpoint, data_parallel_rank)
 
 
-_SETTINGS = {field.name for field in fields(KVEventsConfig)} - {"enable_kv_cache_events", "publisher"}
+_OURS = {field.name for field in fields(KVEventsConfig)} - {"enable_kv_cache_events", "publisher", *VLLM_FIELDS}
 
 
 class EventPublisherFactory:
@@ -196,8 +191,8 @@ class EventPublisherFactory:
     def create(cls, config: Any | None, data_parallel_rank: int = 0) -> EventPublisher:
         """Make the publisher that a config asks for; ours or an engine's own with the same fields.
 
-        The constructor is given the rank, the fields that vLLM's config has, and those of ours that are not at their
-        default, so that it need not know the latter.
+        The constructor is given the rank and the fields that vLLM's config has; and as `config` all of it, if a field
+        that is only ours is not at its default: it need not know those.
         """
         if config is None or not config.enable_kv_cache_events or config.publisher == "null":
             return NullEventPublisher()
@@ -206,7 +201,8 @@ class EventPublisherFactory:
             raise InputError(
                 f"unknown event publisher {config.publisher!r}: expected one of {', '.join(cls._registry)}"
             )
+        given = {name: getattr(config, name) for name in VLLM_FIELDS}
         defaults = KVEventsConfig()
-        settings = {name: getattr(config, name, getattr(defaults, name)) for name in _SETTINGS}
-        given = {name: v for name, v in settings.items() if name in VLLM_FIELDS or v != getattr(defaults, name)}
+        if isinstance(config, KVEventsConfig) and any(getattr(config, n) != getattr(defaults, n) for n in _OURS):
+            given["config"] = config
         return ctor(data_parallel_rank=data_parallel_rank, **given)

@@ -23,7 +23,6 @@ __all__ = [
     "KVCacheEvent",
     "KVEventBatch",
     "Mark",
-    "TierCleared",
     "blocks_of",
 ]
 
@@ -87,15 +86,6 @@ class BlockRemoved(KVCacheEvent, frozen=True):
 
 class AllBlocksCleared(KVCacheEvent, frozen=True):
     """The publisher's cache is empty."""
-
-
-class TierCleared(KVCacheEvent, frozen=True):
-    """One medium of the publisher's cache is empty; the others keep what they hold.
-
-    It never travels: old consumers do not know it. The publisher sends the removals that it stands for.
-    """
-
-    medium: str
 
 
 class Mark(msgspec.Struct, frozen=True, gc=False):

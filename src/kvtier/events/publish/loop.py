@@ -1,8 +1,9 @@
 """The thread behind a `ZmqEventPublisher`: its sockets, and the order in which it does things.
 
-Each turn sends a few waiting batches, a slice of every replay, and a heartbeat if one is due. When nothing is left to do the
-thread dozes a moment, then sleeps until a batch, a request or a deadline comes. It never ticks. What goes wrong in a turn is
-logged and counted, and the next turn begins. `PublisherLoop` may be made and stopped by any thread.
+Each turn sends a few waiting batches, a slice of the replays, a bit of a snapshot, and a heartbeat if one is due. With
+replays and snapshots to go on with, the thread rests between two turns so that others get the interpreter. When nothing is
+left to do it dozes a moment, then sleeps until a batch, a request or a deadline comes. It never ticks. What goes wrong in
+a turn is logged and counted, and the next turn begins. `PublisherLoop` may be made and stopped by any thread.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ import zmq
 from kvtier.events.config import KVEventsConfig
 from kvtier.events.curve import Gate
 from kvtier.events.publish.endpoints import attach, check_ports, is_bound, offset_endpoint
-from kvtier.events.publish.fold import Fold
 from kvtier.events.publish.outbox import Outbox
-from kvtier.events.publish.replay import ReplayServer
+from kvtier.events.publish.overflow import Overflow
+from kvtier.events.publish.replay import CLIENT_QUEUE, STALLED_AFTER, ReplayServer
 from kvtier.events.publish.sender import Sender
 from kvtier.events.publish.sequence import SequenceFile
 
@@ -34,10 +35,12 @@ logger = logging.getLogger(__name__)
 _BATCHES_A_TURN = 64
 _BEHIND = 64  # batches that wait: from there on they are joined
 _DOZE = 0.002  # seconds that a batch may wait right after another
+_LOOK = 0.05  # seconds between two looks whether the thread is still there
 _LINGER = 250  # milliseconds for what a subscriber has not taken yet when all is sent
 _AFTER_ERROR = 0.01  # seconds, lest a fault that stays fills the log at full speed
 _MAX_REQUEST = 64 << 10
-_CLIENT_QUEUE = 256  # messages; the rest of a replay waits as a generator, not as bytes
+_WORK = 200e-6  # seconds of a turn for snapshots
+_REST = 50e-6  # seconds: too short a rest, and a thread that waits for the interpreter does not wake in time
 
 
 class _Task:
@@ -61,6 +64,7 @@ class PublisherLoop:
 
     def __init__(self, config: KVEventsConfig, rank: int) -> None:
         self.errors = 0
+        self.rest = time.sleep
         self.gate: Gate | None = None
         self.replay: ReplayServer | None = None
         self._config, self._rank = config, rank
@@ -100,12 +104,13 @@ class PublisherLoop:
     def check(self, timeout: float = 10.0) -> None:
         """Raise `IntegrityError` where anything of the publisher is broken; the thread looks between two turns."""
         task = _Task(self._check)
-        if self.thread.is_alive():
-            self.outbox.call(task)
-            if not task.done.wait(timeout):
+        self.outbox.call(task)
+        until = time.monotonic() + timeout
+        while not task.done.wait(_LOOK):
+            if not self.thread.is_alive():
+                task.run()
+            elif time.monotonic() >= until:
                 raise TimeoutError(f"the publisher's thread did not answer within {timeout} s")
-        else:
-            task.run()
         if task.error is not None:
             raise task.error
 
@@ -142,7 +147,11 @@ class PublisherLoop:
         if self.gate is not None:
             self.gate.serve()
         wait = min(wait, self.sender.beat(time.monotonic()))
-        if sent < _BATCHES_A_TURN and wait > 0:
+        if self.sender.work(_WORK):
+            wait = 0.0
+        if wait == 0.0:
+            self.rest(_REST)
+        elif sent < _BATCHES_A_TURN:
             if sent or self.outbox.closed:
                 self._doze(min(wait, _DOZE))
             else:
@@ -154,14 +163,10 @@ class PublisherLoop:
         sent = 0
         try:
             while sent < _BATCHES_A_TURN:
-                plenty = len(outbox) - 1 - _BEHIND
-                if plenty > 0 and (joined := sender.send_joined(outbox.queue, plenty)):
-                    sent += joined
-                    continue
                 item = outbox.take()
                 if item is None:
                     break
-                if type(item) is Fold:
+                if type(item) is Overflow:
                     sender.absorb(item)
                 elif type(item) is _Task:
                     sender.flush()
@@ -201,14 +206,14 @@ class PublisherLoop:
         if config.sequence_file is not None:
             self._numbers = SequenceFile(config.sequence_file + (f".dp{rank}" if rank else ""))
         # Others in this process reach an inproc endpoint through the common context only; that one is not ours to end.
-        common = any(each is not None and each.startswith("inproc") for each in (endpoint, replay_endpoint))
+        common = any(address is not None and address.startswith("inproc") for address in (endpoint, replay_endpoint))
         self._context = zmq.Context.instance() if common else zmq.Context()
         self._owns_context = not common
         if config.curve is not None and config.curve.clients_dir is not None:
             self.gate = Gate(self._context, config.curve.clients_dir)
         pub = self._socket(zmq.PUB)
         pub.set_hwm(config.hwm)
-        self.endpoint = attach(pub, endpoint, rank, bind=is_bound(endpoint))
+        self.endpoint = attach(pub, endpoint, rank, bind=is_bound(endpoint) if config.bind is None else config.bind)
         self.sender = Sender(pub, config, rank, self._numbers)
         self.replay_endpoint: str | None = None
         if replay_endpoint is not None:
@@ -221,7 +226,8 @@ class PublisherLoop:
         router = self._socket(zmq.ROUTER)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         router.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST)
-        router.setsockopt(zmq.SNDHWM, _CLIENT_QUEUE)
+        router.setsockopt(zmq.SNDHWM, CLIENT_QUEUE)
+        router.setsockopt(zmq.TCP_MAXRT, int(1000 * STALLED_AFTER))  # cuts off who does not read
         self.replay_endpoint = attach(router, endpoint, self._rank, bind=True)
         self.replay = ReplayServer(router, self.sender, self._config)
 

@@ -1,10 +1,13 @@
 """Replay and snapshots for clients of a publisher's ROUTER socket, in slices between live batches.
 
-A request is one frame: up to 8 bytes are the sequence number to start at, `snapshot` asks for the state, `kvtier:status` for
-the mark. Each is answered with batches and an end marker, or with an end marker that says what was wrong. Nothing is lost to a
-slow client: a session waits while the client's queue is full, and ends when the client is gone or has not read for long. A
-start before the ring is answered from the state, spread over the sequence numbers in between. A REQ client can read one
-message only and gets everything merged into it. Sessions, requests and their sizes are bounded. One thread owns a server.
+A request is one frame: up to 8 bytes are the sequence number to start at, `snapshot` asks for the state, `kvtier:status`
+for the mark. Each is answered with batches and an end marker, or with an end marker that says what was wrong. Nothing is
+lost to a slow client: a session waits while the client's queue is full, and ends when the client is gone or has not read
+for long. A start before the ring is answered from the state, spread over the sequence numbers in between. A REQ client can
+read one message only and gets everything merged into it, if that is of one rank and not large.
+
+Bounds: sessions, requests of each, their sizes, the messages that ZeroMQ queues for a client, and the bytes that it may
+have queued for all of them. One thread owns a server.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from operator import attrgetter
 
 import msgspec
 import zmq
@@ -23,6 +27,8 @@ from kvtier.errors import IntegrityError
 from kvtier.events.config import KVEventsConfig
 from kvtier.events.frames import SNAPSHOT, STATUS
 from kvtier.events.publish.sender import Sender
+from kvtier.events.publish.snapshot import RankBatch, Snapshot
+from kvtier.events.wire import batch_ends
 
 __all__ = ["END_SEQ", "ReplayServer"]
 
@@ -33,14 +39,18 @@ END_SEQ = b"\xff" * 8
 MAX_SESSIONS = 256
 MAX_WAITING = 16  # further requests of one client while it is served
 STALLED_AFTER = 30.0  # seconds without the client reading
+CLIENT_QUEUE = 32  # messages, a mebibyte of a snapshot; the rest of a replay waits as a generator, not as bytes
+MAX_QUEUED = 64 << 20  # bytes that clients may not have read, all together
+_MAX_MERGED = 16 << 20
+_MAX_FILLERS = 1_000_000
+_TURN_SECONDS = 200e-6
 _SLICE_BYTES = 64 << 10
-_SLICE_SECONDS = 200e-6
-_FIRST_PAUSE, _LAST_PAUSE = 0.5e-3, 20e-3
+_FIRST_BACKOFF, _LAST_BACKOFF = 0.5e-3, 20e-3
 _REQUESTS_AT_ONCE = 64
 _MAX_FRAMES = 8
 
 _Message = tuple[int, bytes]
-_read_batch = msgspec.msgpack.Decoder(tuple[float, list[msgspec.Raw], msgspec.Raw]).decode
+_read_batch = msgspec.msgpack.Decoder(tuple[float, list[msgspec.Raw], int | None]).decode
 
 
 class _Session:
@@ -50,9 +60,16 @@ class _Session:
         self.identity = identity
         self.waiting: deque[Iterator[list[bytes] | None]] = deque()
         self.pending: list[bytes] | None = None
+        self.sizes: deque[int] = deque(maxlen=CLIENT_QUEUE)  # of the last messages; all may be unread
+        self.served_at = 0.0
         self.read_at = now
         self.retry_at = now
-        self.pause = _FIRST_PAUSE
+        self.backoff = _FIRST_BACKOFF
+
+    @property
+    def queued(self) -> int:
+        """Return the most bytes that the client may not have read."""
+        return sum(self.sizes)
 
 
 class ReplayServer:
@@ -70,28 +87,40 @@ class ReplayServer:
         self._router = router
         self._sender = sender
         self._topic = [sender.topic] if config.replay_topic_frame else []
-        self._max_fillers = config.max_fillers
-        self._ends_long = config.long_replay == "end"
         self._clock = clock
         self._sessions: dict[bytes, _Session] = {}
+        self._served: dict[bytes, _Session] = {}  # done, but much may be queued yet
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     def serve(self) -> float:
-        """Take requests and give each session a slice; return the seconds until it is of use again."""
+        """Take requests and give sessions a slice each, as time allows; return the seconds until it is of use again."""
         self._take_requests()
         if not self._sessions:
             return math.inf
         now = self._clock()
-        for session in list(self._sessions.values()):
-            if session.retry_at <= now and not self._advance(session, now):
+        deadline = now + _TURN_SECONDS
+        due = [session for session in self._sessions.values() if session.retry_at <= now]
+        for session in sorted(due, key=attrgetter("served_at")):
+            session.served_at = now
+            if not self._advance(session, now, deadline):
                 del self._sessions[session.identity]
-        return max(0.0, min((each.retry_at for each in self._sessions.values()), default=math.inf) - now)
+                if session.queued > _SLICE_BYTES:
+                    self._served[session.identity] = session
+            if self._clock() >= deadline:
+                break
+        return max(0.0, min((session.retry_at for session in self._sessions.values()), default=math.inf) - now)
+
+    def queued_bytes(self) -> int:
+        """Return the most bytes that clients may not have read. Who has not read for long is cut off by TCP."""
+        for session in [one for one in self._served.values() if self._clock() - one.read_at > STALLED_AFTER]:
+            del self._served[session.identity]
+        return sum(session.queued for session in (*self._sessions.values(), *self._served.values()))
 
     def check(self) -> None:
         """Raise `IntegrityError` where the bounds do not hold."""
-        crowded = [each.identity for each in self._sessions.values() if len(each.waiting) > MAX_WAITING + 1]
+        crowded = [one.identity for one in self._sessions.values() if len(one.waiting) > MAX_WAITING + 1]
         if len(self._sessions) > MAX_SESSIONS or crowded:
             raise IntegrityError(f"replay: {len(self._sessions)} sessions, too many requests of {crowded}")
 
@@ -118,14 +147,16 @@ class ReplayServer:
 
     def _open(self, identity: bytes, frames: list[zmq.Frame]) -> None:
         session = self._sessions.get(identity)
-        if session is None and len(self._sessions) >= MAX_SESSIONS:
+        if session is None and (len(self._sessions) >= MAX_SESSIONS or self.queued_bytes() >= MAX_QUEUED):
             self.counters["refused"] += 1
             with suppress(zmq.ZMQError):
                 self._send(identity, self._end("busy, try again later"))
         elif session is not None and len(session.waiting) > MAX_WAITING:
             self.counters["refused"] += 1  # a flood: it has answers enough to come
         else:
-            session = session or self._sessions.setdefault(identity, _Session(identity, self._clock()))
+            session = session or self._served.pop(identity, None) or _Session(identity, self._clock())
+            session.read_at = self._clock()
+            self._sessions[identity] = session
             session.waiting.append(self._answer(frames))
 
     def _answer(self, frames: list[zmq.Frame]) -> Iterator[list[bytes] | None]:
@@ -145,13 +176,15 @@ class ReplayServer:
             self.counters["malformed"] += 1
             yield self._end(f"expected a start sequence number of at most 8 bytes, got {len(what)}")
             return
-        single = _is_req(frames[2])
-        empty = True
-        for message in self._merge(messages) if single else messages:
-            empty = empty and message is None
-            yield None if message is None else [*self._topic, message[0].to_bytes(8, "big"), message[1]]
-        if empty or not single:
-            yield self._end()
+        if _is_req(frames[2]):
+            yield from self._merge(messages)
+            return
+        for message in messages:
+            yield None if message is None else self._reply(*message)
+        yield self._end()
+
+    def _reply(self, seq: int, payload: bytes) -> list[bytes]:
+        return [*self._topic, seq.to_bytes(8, "big"), payload]
 
     def _end(self, problem: str = "") -> list[bytes]:
         text = f"error: {problem}".encode() if problem else b""
@@ -169,46 +202,57 @@ class ReplayServer:
                 start += 1
                 continue
             snapshot = self._sender.take_snapshot()
+            if snapshot is None:
+                yield None
+                continue
             last = snapshot.as_of
-            is_long = last - start >= self._max_fillers
-            if is_long and self._ends_long:
-                return
-            for events in _batches(snapshot, last - start + 1):
-                yield None if events is None else (start, self._sender.frame(events))
-                start += events is not None
-            filler = self._sender.frame([])
+            is_long = last - start >= _MAX_FILLERS
+            for batch in _spread(_read(snapshot), last - start + 1, snapshot.ranks):
+                yield None if batch is None else (min(start, last), _frame(batch))
+                start += batch is not None
+            filler = _frame(RankBatch(self._sender.rank, 0, b""))
             for seq in range(start, start if is_long else last + 1):
                 yield seq, filler
             start, newest = last + 1, max(newest, last)
 
     def _state(self) -> Iterator[_Message | None]:
         """Yield the state as batches, all under the number that comes after it."""
-        snapshot = self._sender.take_snapshot()
-        for events in _batches(snapshot):
-            yield None if events is None else (snapshot.as_of + 1, self._sender.frame(events))
+        while (snapshot := self._sender.take_snapshot()) is None:
+            yield None
+        for batch in _read(snapshot):
+            yield None if batch is None else (snapshot.as_of + 1, _frame(batch))
 
     def _status(self) -> Iterator[_Message | None]:
         """Yield the mark under the newest number; before the first batch there is none."""
-        if self._sender.next_seq:
-            yield self._sender.next_seq - 1, self._sender.frame([self._sender.mark()])
+        sender = self._sender
+        if sender.next_seq > sender.first_seq:
+            yield sender.next_seq - 1, _frame(RankBatch(sender.rank, 1, sender.encoder.mark(sender.mark())))
 
-    def _merge(self, messages: Iterator[_Message | None]) -> Iterator[_Message | None]:
-        """Yield all messages as one, under the last one's number."""
+    def _merge(self, messages: Iterator[_Message | None]) -> Iterator[list[bytes] | None]:
+        """Yield all messages as one, under the last one's number; an end marker if there are none or they do not fit."""
         events: list[bytes] = []
-        seq = None
+        last, size = None, 0
+        ranks: set[int | None] = set()
         for message in messages:
             if message is not None:
-                seq = message[0]
-                events += map(bytes, _read_batch(message[1])[1])
+                last = message[0]
+                _, some, rank = _read_batch(message[1])
+                ranks |= {rank} if some else set()
+                size += len(message[1])
+                events += map(bytes, some)
+            if len(ranks) > 1 or size > _MAX_MERGED:
+                yield self._end("too much for one message: ask with a DEALER socket")
+                return
             yield None
-        if seq is not None:
-            yield seq, self._sender.frame(events)
+        rank = ranks.pop() if ranks else None
+        rank = self._sender.rank if rank is None else rank
+        yield self._end() if last is None else self._reply(last, _frame(RankBatch(rank, len(events), b"".join(events))))
 
     # -- sending ----------------------------------------------------------------------------------------------------------
 
-    def _advance(self, session: _Session, now: float) -> bool:
+    def _advance(self, session: _Session, now: float, deadline: float) -> bool:
         """Send a slice; return whether the session goes on."""
-        size, deadline = 0, now + _SLICE_SECONDS
+        size = 0
         while size < _SLICE_BYTES and self._clock() < deadline:
             if session.pending is None and not self._next_message(session):
                 if not session.waiting:
@@ -216,6 +260,8 @@ class ReplayServer:
                 continue
             message = session.pending
             if message is None:
+                if self._sender.is_making_snapshot:
+                    break  # there may be nothing to send before the next turn
                 continue
             try:
                 self._send(session.identity, message)
@@ -224,8 +270,10 @@ class ReplayServer:
             except zmq.ZMQError as error:
                 self.counters["gone"] += 1
                 logger.debug("a replay client left: %s", error)
+                session.sizes.clear()
                 return False
-            session.pending, session.read_at, session.pause = None, now, _FIRST_PAUSE
+            session.pending, session.read_at, session.backoff = None, now, _FIRST_BACKOFF
+            session.sizes.append(len(message[-1]))
             size += len(message[-1])
             self.counters["replayed"] += 1
         session.retry_at = now
@@ -245,8 +293,8 @@ class ReplayServer:
         if now - session.read_at > STALLED_AFTER:
             self.counters["stalled"] += 1
             return False
-        session.retry_at = now + session.pause
-        session.pause = min(2 * session.pause, _LAST_PAUSE)
+        session.retry_at = now + session.backoff
+        session.backoff = min(2 * session.backoff, _LAST_BACKOFF)
         return True
 
     def _send(self, identity: bytes, frames: list[bytes]) -> None:
@@ -259,25 +307,48 @@ class ReplayServer:
         send(frames[-1])
 
 
-def _batches(events: Iterable[bytes], most: int | None = None) -> Iterator[list[bytes] | None]:
-    """Yield events in batches of a slice's size; if only so many batches may be made, the last has all the rest.
+def _frame(batch: RankBatch) -> bytes:
+    """Return a batch of now."""
+    head, tail = batch_ends(time.time(), batch.number, batch.rank)
+    return b"".join((head, batch.events, tail))
 
-    `None` comes where that takes time.
-    """
-    some: list[bytes] = []
-    size = made = 0
-    for event in events:
-        some.append(event)
-        size += len(event)
-        if size >= _SLICE_BYTES:
-            size = 0
-            if most is None or made + 1 < most:
-                yield some
-                some, made = [], made + 1
+
+def _read(snapshot: Snapshot) -> Iterator[RankBatch | None]:
+    """Yield a snapshot's batches as they are made; `None` where they are not yet."""
+    snapshot.readers += 1
+    try:
+        place = 0
+        while place < len(snapshot.batches) or not snapshot.is_made:
+            if place < len(snapshot.batches):
+                yield snapshot.batches[place]
+                place += 1
             else:
                 yield None
-    if some:
-        yield some
+    finally:
+        snapshot.readers -= 1
+
+
+def _spread(batches: Iterable[RankBatch | None], numbers: int, ranks: int) -> Iterator[RankBatch | None]:
+    """Yield batches so that there are no more than numbers: where those run short, a rank's last one has all the rest.
+
+    With fewer numbers than ranks there are more, all the same. `None` comes where that takes time.
+    """
+    waiting: RankBatch | None = None
+    for batch in batches:
+        if batch is None:
+            yield None
+        elif waiting is None:
+            waiting = batch
+        elif batch.rank != waiting.rank or numbers > ranks:
+            yield waiting
+            numbers -= 1
+            ranks -= batch.rank != waiting.rank
+            waiting = batch
+        else:
+            waiting = RankBatch(batch.rank, waiting.number + batch.number, waiting.events + batch.events)
+            yield None
+    if waiting is not None:
+        yield waiting
 
 
 def _is_req(frame: zmq.Frame) -> bool:

@@ -1,8 +1,8 @@
-"""The sending half of a publisher: batches in, numbered messages out, and the state that they add up to.
+"""The sending half of a publisher: batches in, numbered messages out, and the states that they add up to.
 
-Every batch that leaves is in the ring before it is on the wire, and the state is exactly what all of them together say. An
-event is encoded once, into the message that it leaves with, and the state refers to it there. Where many batches wait, several
-travel as one: their events in order, under one number. One thread owns a sender.
+Every message is in the ring before it is on the wire, and the states, one for each rank, are exactly what all messages
+together say. Where many batches wait, several of one rank travel as one: their events in order, under one number. One
+thread owns a sender.
 """
 
 from __future__ import annotations
@@ -11,223 +11,240 @@ import logging
 import math
 import secrets
 import time
-from collections import deque
+from array import array
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import chain, groupby
 from operator import attrgetter, index
+from types import NoneType
 from typing import Any
 
+import msgspec
 import zmq
 
+from kvtier.errors import IntegrityError
 from kvtier.events.config import KVEventsConfig
-from kvtier.events.publish.fold import Fold
-from kvtier.events.publish.formats import HashFormat
-from kvtier.events.publish.hot import (
-    Blocks,
-    Draft,
-    Express,
-    Message,
-    PythonBlocks,
-    PythonExpress,
-    PythonMessage,
-    make_message,
-)
-from kvtier.events.publish.ring import Ring
-from kvtier.events.publish.sequence import SequenceFile
+from kvtier.events.publish.overflow import Overflow
+from kvtier.events.publish.sequence import SequenceFile, number_from_clock
 from kvtier.events.publish.snapshot import Snapshot
 from kvtier.events.publish.state import PublishedState
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, Mark, blocks_of
-from kvtier.events.wire import EventEncoder, batch_ends, frame_batch
+from kvtier.events.wire import U64, EventEncoder, batch_ends, frame_batch, to_u64
 
-__all__ = ["Sender"]
+__all__ = ["Ring", "Sender"]
 
 logger = logging.getLogger(__name__)
 
 _UNENCODABLE = (AttributeError, OverflowError, RecursionError, TypeError, ValueError)
 _SHARED_FOR = 0.25  # seconds that a snapshot serves newcomers
+_MOST_USED = 2  # older snapshots that slow clients still read, each as large as the state
 _JOINED_BATCHES, _JOINED_BYTES = 32, 128 << 10  # ZeroMQ's cost is per message up to about there
+_BLOCKS_A_NUMBER = 64
+_FREED_AT_ONCE = 64
 _MORE = int(zmq.SNDMORE)
+_BLOCK_EVENTS = ("BlockStored", "BlockRemoved")
+_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("medium", "lora_name", "kv_cache_spec_kind", "locality", "ownership", "session_id"), (str,)),
+    **dict.fromkeys(("block_size", "lora_id", "group_idx", "kv_cache_spec_sliding_window"), (int,)),
+    **dict.fromkeys(("token_ids", "extra_keys"), (list, tuple)),
+}
 _hashes, _place = attrgetter("block_hashes"), attrgetter("medium", "group_idx", "locality", "ownership")
 
 
+class Ring:
+    """The last messages, of consecutive sequence numbers `[head, next)`, within a count of batches and of bytes.
+
+    Batches that travelled together count one by one, so that what is kept reaches back equally far however they went.
+    """
+
+    def __init__(self, capacity: int, max_bytes: int, start: int) -> None:
+        """Hold nothing yet; the first message will have number `start`. `capacity` counts batches."""
+        self.head = self.next = start
+        self.batches = self.bytes = 0
+        self._capacity = capacity
+        self._max_bytes = max_bytes
+        self._messages: dict[int, tuple[int, bytes]] = {}
+
+    def append(self, payload: bytes, batches: int = 1) -> None:
+        """Keep the message of number `next`, which carries so many batches; the newest stays however many they are."""
+        while self.head < self.next and self.batches + batches > self._capacity:
+            self._forget_oldest()
+        self._messages[self.next] = batches, payload
+        self.next += 1
+        self.batches += batches
+        self.bytes += len(payload)
+        while self.bytes > self._max_bytes:
+            self._forget_oldest()
+
+    def __getitem__(self, seq: int) -> bytes:
+        """Return the message of a number in `[head, next)`."""
+        return self._messages[seq][1]
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def restart(self, start: int) -> None:
+        """Forget everything; the next message has number `start`."""
+        self._messages.clear()
+        self.batches = self.bytes = 0
+        self.head = self.next = start
+
+    def check(self) -> None:
+        """Raise `IntegrityError` where the bounds do not hold or the bytes do not add up."""
+        held = sum(len(payload) for _, payload in self._messages.values())
+        batches = sum(batches for batches, _ in self._messages.values())
+        is_full = batches > self._capacity and len(self) > 1
+        numbers = list(self._messages) == list(range(self.head, self.next))
+        if (held, batches) != (self.bytes, self.batches) or is_full or held > self._max_bytes or not numbers:
+            raise IntegrityError(
+                f"ring [{self.head}, {self.next}) of {self._capacity}: {batches} batches and {held} bytes, "
+                f"kept {self.batches} and {self.bytes}"
+            )
+
+    def _forget_oldest(self) -> None:
+        batches, payload = self._messages.pop(self.head)
+        self.batches -= batches
+        self.bytes -= len(payload)
+        self.head += 1
+
+
 class Sender:
-    """Encodes, filters, numbers and sends; `next_seq` is the number of the next batch."""
+    """Encodes, filters, numbers and sends; `next_seq` is the number of the next message."""
 
     def __init__(self, pub: zmq.Socket[bytes], config: KVEventsConfig, rank: int, numbers: SequenceFile | None) -> None:
         self.topic = config.topic.encode()
         self.epoch = secrets.randbits(63)
         self.rank = rank
         self.encoder = EventEncoder(config.encoding, config.array_version)
-        is_u64 = config.hash_format in ("u64", "u63")
-        self.state = PublishedState(self.encoder, config.counting, Blocks if is_u64 else PythonBlocks)
-        self.next_seq = numbers.start if numbers is not None else 0
+        self.first_seq = self.next_seq = numbers.start if numbers is not None else number_from_clock()
         self.ring = Ring(config.buffer_steps, config.buffer_bytes, self.next_seq)
         self.counters = dict.fromkeys(
-            ("sent", "joined", "events", "filtered", "unencodable", "heartbeats", "snapshots"), 0
+            ("sent", "joined", "events", "filtered", "unencodable", "left_out", "heartbeats", "snapshots"), 0
         )
         self._pub = pub
         self._numbers = numbers
-        self._reserved: float = numbers.start if numbers is not None else float("inf")
-        self._formats = HashFormat(config.hash_format)
-        is_plain = config.encoding == "map" and config.hash_format in ("as_is", "u64")
-        self._short = (Express if is_plain else PythonExpress)(self.state)
-        self._make_message = make_message if is_plain else PythonMessage
+        self._reserved: float = numbers.start if numbers is not None else math.inf
+        self._counting = config.counting
+        self._as_u64 = config.hash_format == "u64"
         self._most_blocks = config.max_blocks_per_event
-        self._waiting: Message = self._make_message()  # the events of batches that are to leave together
-        self._waiting_rank = rank
+        self._states = {rank: self._make_state()}
+        # The batches that are to leave together: their events, how many they are, their rank, the last one's time.
+        self._events: list[bytes] = []
+        self._batches = self._bytes = 0
+        self._batch_rank = rank
+        self._ts = 0.0
         self._interval = config.heartbeat_interval
         self._mark_due = False
         self._spoke_at = self._marked_at = time.monotonic()
         self._spoken = False
         self._snapshot: Snapshot | None = None
         self._snapshot_at = 0.0
+        self._used: list[Snapshot] = []  # that serve no newcomers any more
+        self._waste: list[dict[Any, Any]] = []  # to be freed bit by bit
 
     # -- out ----------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Send the first batch: whatever an earlier process said is void."""
-        self._say(self.encoder.event(AllBlocksCleared()), self._mark())
+        self._say(self.encoder.event(AllBlocksCleared()), self.take_mark())
 
     def send(self, batch: Any, more: bool = False) -> None:
         """Send what of a batch is news. One that cannot be encoded is logged; it changes nothing and takes no number.
 
         If there is `more` to come it may wait for the next one, or for `flush`, to travel with it.
         """
-        given = batch.data_parallel_rank
         try:
-            rank = self.rank if given is None else self._encodable(given)
+            rank = self.rank if batch.data_parallel_rank is None else _checked_rank(batch.data_parallel_rank)
+            ts, events = float(batch.ts), list(batch.events)
+            drafts = [self._draft(event) for event in self._prepared(events)]
         except _UNENCODABLE as error:
-            self._refuse(error)
+            self.counters["unencodable"] += 1
+            logger.error("a batch of events cannot be encoded and is dropped whole: %s", error)
         else:
-            if rank != self._waiting_rank:
+            if rank != self._batch_rank:
                 self.flush()
-                self._waiting_rank = rank
-            self._take_in(batch)
-        if not more or self._is_full(self._waiting):
+                self._batch_rank = rank
+            self._take_in(rank, ts, drafts)
+        if not more or self._batches >= _JOINED_BATCHES or self._bytes >= _JOINED_BYTES:
             self.flush()
 
-    def send_joined(self, queue: deque[Any], most: int) -> int:
-        """Send up to `most` batches from the front of a queue as one message, which may wait; return how many.
-
-        The first that cannot go the short way at all stays in the queue.
-        """
-        if self._most_blocks is not None:
-            return 0
-        waiting = self._waiting
-        before = waiting.batches
-        room = min(most, _JOINED_BATCHES - before)
-        begun = self._short.join(queue, room, _JOINED_BYTES, self._waiting_rank, waiting)
-        sent = waiting.batches - before
-        if begun is not None:
-            self._finish(*begun)
-            sent += 1
-        if self._is_full(waiting):
-            self.flush()
-        return sent
-
-    def flush(self) -> None:
-        """Send the batches that wait for others, as one; nothing if there are none."""
-        message = self._waiting
-        if not message.batches:
-            if not message.events:
-                return
-            message.batches, message.ts = (
-                1,
-                time.time(),
-            )  # one that failed halfway, say without memory, has changed the state
-        self.counters["joined"] += message.batches - 1
-        self._waiting = self._make_message()
-        if self._mark_due:
-            message.append(self._mark())
-        self._emit(message, self._waiting_rank)
-
-    def _is_full(self, message: Message) -> bool:
-        return message.batches >= _JOINED_BATCHES or len(message) >= _JOINED_BYTES
-
-    def _encodable(self, given: Any) -> int:
-        """Return a rank as the int that it is, or fail."""
-        rank = index(given)
-        if rank != self._waiting_rank:
-            batch_ends(0.0, 0, rank)
-        return rank
-
-    def _take_in(self, batch: Any) -> None:
-        """Bring a batch into the state, and what of it is news to the message that waits."""
-        waiting = self._waiting
-        before = waiting.events
-        try:
-            ts, events = float(batch.ts), batch.events
-            if self._most_blocks is not None:
-                events = [part for event in events for part in _cut_event(event, self._most_blocks)]
-            drafts = self._short.take(events, waiting)
-            if drafts is None:
-                drafts = [self._draft(event) for event in _join_removals(events)]
-        except _UNENCODABLE as error:
-            self._refuse(error)
-        else:
-            self._finish(ts, before, drafts, is_empty=not events)
-
-    def _refuse(self, error: Exception) -> None:
-        self.counters["unencodable"] += 1
-        logger.error("a batch of events cannot be encoded and is dropped whole: %s", error)
-
-    def _finish(self, ts: float, before: int, drafts: list[Draft], is_empty: bool = False) -> None:
-        """Do what is left of a batch, and count it in the message that waits if there is news in it, or nothing at all."""
-        waiting = self._waiting
-        for draft in drafts:
-            self._apply(draft, waiting)
-        if waiting.events > before or is_empty:
-            waiting.batches += 1
-            waiting.ts = ts
+    def _take_in(self, rank: int, ts: float, drafts: list[tuple[str, Any, bytes]]) -> None:
+        """Bring a batch into the state, and what of it is news to the events that wait."""
+        before = len(self._events)
+        for kind, event, data in drafts:
+            self._apply(rank, kind, event, data)
+        if len(self._events) > before or not drafts:
+            self._batches += 1
+            self._bytes += sum(map(len, self._events[before:]))
+            self._ts = ts
         else:
             self.counters["filtered"] += 1
 
-    def absorb(self, fold: Fold) -> None:
+    def flush(self) -> None:
+        """Send the batches that wait for others, as one; nothing if there are none."""
+        if not self._batches and not self._events:
+            return
+        if self._mark_due:
+            self._events.append(self.take_mark())
+        batches = self._batches or 1  # a batch that failed halfway, say without memory, has changed the state
+        self.counters["joined"] += batches - 1
+        ts = self._ts if self._batches else time.time()
+        events, self._events, self._batches, self._bytes = self._events, [], 0, 0
+        self._emit(ts, events, self._batch_rank, batches)
+
+    def absorb(self, overflow: Overflow) -> None:
         """Take over what batches did that found no room. Their numbers stay unused, so that everybody sees a gap."""
         self.flush()
-        lost = fold.apply(self.state, self._formats)
-        logger.warning("%d batches found no room and were not sent; replay gives their effect", fold.batches)
+        lost = 0
+        for rank in overflow.ranks():
+            try:
+                rank = _checked_rank(rank)
+            except _UNENCODABLE as error:
+                logger.error("batches that found no room have a rank that cannot be encoded: %s", error)
+                continue
+            if rank in overflow.cleared:
+                self._clear(rank)
+            lost += overflow.apply(rank, self._state(rank), self._prepare)
+        logger.warning("%d batches found no room and were not sent; replay gives their effect", overflow.batches)
         if lost:
+            self.counters["unencodable"] += 1
             logger.error("%d blocks of batches that found no room cannot be encoded and are dropped", lost)
-        self.next_seq += fold.batches
+        # Enough numbers for a replay of the state in messages of moderate size, and of one rank each.
+        self.next_seq += max(overflow.batches, len(self._states), self.blocks // _BLOCKS_A_NUMBER)
         self.ring.restart(self.next_seq)
         if self._interval is not None:
-            self._say(self._mark())
+            self._say(self.take_mark())
 
     def beat(self, now: float) -> float:
-        """Do what time alone makes due: a heartbeat, a mark, an old snapshot; return the seconds until there may be more."""
+        """Do what time alone makes due: a heartbeat, a mark, an old snapshot; return the seconds until there is more."""
         wait = math.inf
         if self._snapshot is not None:
-            wait = self._snapshot_at + _SHARED_FOR - now
-            if wait <= 0:
-                self._snapshot, wait = None, math.inf
+            wait = max(self._snapshot_at + _SHARED_FOR - now, 0.0)
+            if wait == 0.0 and self._snapshot.is_made and len(self._used) < _MOST_USED:
+                self._retire_snapshot()
+                wait = math.inf
         if self._interval is None:
             return wait
         if self._spoken:
             self._spoken, self._spoke_at = False, now
         if now - self._spoke_at >= self._interval:
             self.counters["heartbeats"] += 1
-            self._say(self._mark())
+            self._say(self.take_mark())
             self._spoken, self._spoke_at = False, now
         self._mark_due = now - self._marked_at >= self._interval
         return min(wait, self._spoke_at + self._interval - now)
 
     def _say(self, *events: bytes) -> None:
         """Send a batch of now."""
-        message = self._make_message()
-        for event in events:
-            message.append(event)
-        message.batches, message.ts = 1, time.time()
-        self._emit(message, self.rank)
+        self._emit(time.time(), events, self.rank, 1)
 
-    def _emit(self, message: Message, rank: int) -> None:
+    def _emit(self, ts: float, events: Sequence[bytes], rank: int, batches: int) -> None:
         """Number a message, keep it, send it."""
-        message.seal(*batch_ends(message.ts, message.events, rank))
-        payload = message.payload()  # a small ring forgets the message at once
+        payload = frame_batch(ts, events, rank)
         seq = self.next_seq
         if seq >= self._reserved:
             self._reserve(seq)
-        self.ring.append(message, message.batches)
+        self.ring.append(payload, batches)
         self.next_seq = seq + 1
         self._spoken = True
         send = self._pub.send
@@ -235,11 +252,12 @@ class Sender:
         send(seq.to_bytes(8, "big"), _MORE)
         send(payload)
         self.counters["sent"] += 1
-        self.counters["events"] += message.events
+        self.counters["events"] += len(events)
 
-    def _mark(self) -> bytes:
+    def take_mark(self) -> bytes:
+        """Return the mark of the present state, encoded; none is due for a while."""
         self._mark_due, self._marked_at = False, time.monotonic()
-        return self.encoder.mark(Mark(self.epoch, self.state.blocks, self.state.digest))
+        return self.encoder.mark(self.mark())
 
     def _reserve(self, seq: int) -> None:
         if self._numbers is not None:
@@ -248,61 +266,188 @@ class Sender:
 
     # -- events ---------------------------------------------------------------------------------------------------------
 
-    def _draft(self, event: Any) -> Draft:
+    def _prepared(self, events: list[Any]) -> list[Any]:
+        """Return a batch's events cut and joined as they are to travel."""
+        if self._most_blocks is not None:
+            events = [part for event in events for part in _cut_event(event, self._most_blocks)]
+        return _join_removals(events)
+
+    def _draft(self, event: Any) -> tuple[str, Any, bytes]:
+        """Return an event on its way out: the name of its kind, the event, its bytes."""
         kind = type(event).__name__  # not the class: an engine's own events are as good as ours
-        if kind in ("BlockStored", "BlockRemoved"):
-            event = self._formats.event(event)
+        if self._as_u64 and kind in _BLOCK_EVENTS:
+            event = _with_u64(event)
         return kind, event, self.encoder.event(event)
 
-    def _apply(self, draft: Draft, out: Message) -> None:
-        kind, event, data = draft
+    def _prepare(self, event: Any) -> Any:
+        """Return an event of blocks in the form in which it is published; raise `TypeError` for fields of wrong types."""
+        check_fields(event)
+        return _with_u64(event) if self._as_u64 else event
+
+    def _apply(self, rank: int, kind: str, event: Any, data: bytes) -> None:
         try:
-            if kind == "BlockStored":
-                self.state.store(event, data, out)
-            elif kind == "BlockRemoved":
-                self.state.remove(event, data, out)
-            elif kind == "TierCleared":
-                self.state.clear_medium(event.medium, out)
-            else:
-                if kind == "AllBlocksCleared":
-                    self.state.clear()
-                out.append(data)
+            if kind in _BLOCK_EVENTS:
+                check_fields(event)
+                state = self._states.get(rank) or self._state(rank)
+                (state.store if kind == "BlockStored" else state.remove)(event, data, self._events)
+                return
         except _UNENCODABLE as error:
             self.counters["unencodable"] += 1
             logger.error("a %s has fields of the wrong type and is dropped: %s", kind, error)
+            return
+        if kind == "AllBlocksCleared":
+            self._clear(rank)
+        self._events.append(data)
 
-    # -- replay's sources -------------------------------------------------------------------------------------------------
+    # -- states -----------------------------------------------------------------------------------------------------------
 
-    def frame(self, events: Sequence[bytes]) -> bytes:
-        """Return encoded events as a batch of now."""
-        return frame_batch(time.time(), events, self.rank)
+    def _make_state(self) -> PublishedState:
+        return PublishedState(self.encoder, self._counting)
 
-    def mark(self) -> bytes:
-        """Return the mark of the present state, encoded."""
-        return self.encoder.mark(Mark(self.epoch, self.state.blocks, self.state.digest))
+    def _state(self, rank: int) -> PublishedState:
+        return self._states.get(rank) or self._states.setdefault(rank, self._make_state())
 
-    def take_snapshot(self) -> Snapshot:
-        """Return the state as of the newest batch, or as of one shortly before that the ring still follows on."""
-        if self._snapshot is None or self._snapshot.as_of + 1 < self.ring.head:
-            self._snapshot = Snapshot(self.state, self.encoder, self.next_seq - 1, self.epoch)
-            self._snapshot_at = time.monotonic()
-            self.counters["snapshots"] += 1
+    def _clear(self, rank: int) -> None:
+        """Let a rank hold nothing; an unfinished snapshot goes on with what it held."""
+        old = self._states.get(rank)
+        self._states[rank] = self._make_state()
+        if old is not None:
+            self._waste += old.take_apart()
+
+    @property
+    def blocks(self) -> int:
+        """Return how many blocks all ranks hold."""
+        return sum(state.blocks for state in self._states.values())
+
+    @property
+    def digest(self) -> int:
+        """Return the digest of what all ranks hold."""
+        return sum(state.digest for state in self._states.values()) & U64
+
+    @property
+    def ghosts(self) -> int:
+        """Return how many removed blocks are kept for those that hang from them."""
+        return sum(state.ghost_count for state in self._states.values())
+
+    def mark(self) -> Mark:
+        """Return who speaks and what is held, over all ranks."""
+        return Mark(self.epoch, self.blocks, self.digest)
+
+    # -- snapshots --------------------------------------------------------------------------------------------------------
+
+    def take_snapshot(self) -> Snapshot | None:
+        """Return the state as of the newest message, or as of one shortly before that the ring still follows on.
+
+        `None` while another one is being made, or too many are being read: ask again.
+        """
+        found = self._snapshot
+        if found is not None and found.as_of + 1 >= self.ring.head:
+            return found
+        if len(self._used) >= _MOST_USED or (found is not None and not found.is_made):
+            return None
+        self._retire_snapshot()
+        self.counters["snapshots"] += 1
+        number = self.counters["snapshots"]
+        self._snapshot = Snapshot(self._states, self.encoder, self.next_seq - 1, self.mark(), number)
+        self._snapshot_at = time.monotonic()
         return self._snapshot
 
+    @property
+    def is_making_snapshot(self) -> bool:
+        """Return whether events of a snapshot are still to come."""
+        return self._snapshot is not None and not self._snapshot.is_made
+
+    def work(self, seconds: float) -> bool:
+        """Make snapshots and free what is not needed any more, for about so long; return whether more is to be done."""
+        snapshot = self._snapshot
+        if snapshot is not None and not snapshot.is_made:
+            snapshot.advance(seconds)
+            if snapshot.is_made:
+                self.counters["left_out"] += snapshot.left_out
+            return True
+        for used in [used for used in self._used if not used.readers]:
+            self._used.remove(used)
+            self._waste.append(dict(enumerate(used.batches)))
+            used.batches.clear()
+        deadline = time.monotonic() + seconds
+        while self._waste and time.monotonic() < deadline:
+            piece = self._waste[-1]
+            for _ in range(min(len(piece), _FREED_AT_ONCE)):
+                piece.popitem()
+            if not piece:
+                self._waste.pop()
+        return bool(self._waste)
+
+    def _retire_snapshot(self) -> None:
+        if self._snapshot is not None:
+            self._used.append(self._snapshot)
+            self._snapshot = None
+
     def check(self) -> None:
-        """Raise `IntegrityError` where state, ring or numbers are broken."""
-        self.state.check()
+        """Raise `IntegrityError` where states, snapshots, ring or numbers are broken."""
+        for state in self._states.values():
+            state.check()
+        for snapshot in (*self._used, *([self._snapshot] if self._snapshot else ())):
+            snapshot.check()
         self.ring.check()
+        if self.ring.next != self.next_seq:
+            raise IntegrityError(f"the ring ends at {self.ring.next}, the next number is {self.next_seq}")
 
 
-def _join_removals(events: Iterable[Any]) -> list[Any]:
+def _checked_rank(rank: Any) -> int:
+    """Return a rank as the int that it is, or fail."""
+    number: int = index(rank)
+    batch_ends(0.0, 0, number)
+    return number
+
+
+def check_fields(event: Any) -> None:
+    """Raise `TypeError` where a field of an event of blocks has a type that consumers cannot read."""
+    _check_types(event.__struct_fields__, tuple(map(type, msgspec.structs.astuple(event))))
+
+
+@lru_cache(maxsize=1024)
+def _check_types(names: tuple[str, ...], types: tuple[type, ...]) -> None:
+    for name, kind in zip(names, types, strict=True):
+        wanted = _TYPES.get(name)
+        if wanted is not None and kind is not NoneType and not issubclass(kind, wanted):
+            raise TypeError(f"{name}: expected {wanted[0].__name__} or nothing, got {kind.__name__}")
+
+
+def _with_u64(event: Any) -> Any:
+    """Return an event with its hashes, the parent's included, as their low 64 bits."""
+    hashes, parent = event.block_hashes, getattr(event, "parent_block_hash", None)
+    if _are_u64(hashes) and (parent is None or _are_u64((parent,))):
+        return event
+    hashes = [to_u64(block) for block in hashes]
+    if parent is None:
+        return msgspec.structs.replace(event, block_hashes=hashes)
+    return msgspec.structs.replace(event, block_hashes=hashes, parent_block_hash=to_u64(parent))
+
+
+def _are_u64(hashes: Sequence[Any]) -> bool:
+    """Return whether all are unsigned 64-bit ints, as an engine's mostly are."""
+    try:
+        array("Q", hashes)
+    except (OverflowError, TypeError):
+        return False
+    return True
+
+
+def _join_removals(events: list[Any]) -> list[Any]:
     """Return the events with each run of removals from one place as one; engines send them block by block."""
     joined: list[Any] = []
+    if len(events) == 1:
+        return events
     for kind, run in groupby(events, type):
-        if kind.__name__ == "BlockRemoved":
-            joined += chain.from_iterable(_join(place, list(removals)) for place, removals in groupby(run, _place))
-        else:
+        if kind.__name__ != "BlockRemoved":
             joined += run
+            continue
+        removals = list(run)
+        if len(set(map(_place, removals))) == 1:
+            joined += _join(_place(removals[0]), removals)
+        else:
+            joined += chain.from_iterable(_join(place, list(some)) for place, some in groupby(removals, _place))
     return joined
 
 

@@ -1,8 +1,12 @@
-"""A sequence number that outlives the process.
+"""Where a publisher's sequence numbers begin, so that a restart never goes back: at the clock, or where a file says.
 
-The file holds one number: no batch was ever sent under it or a higher one. It is moved ahead in steps before numbers are
-used, so a process that dies leaves a gap, never a number used twice; a clean end writes the exact number. One process at
-a time may have the file open. One thread owns it.
+The clock gives microseconds since 1970: no publisher sends a million messages a second, so a process begins above all
+numbers of the one before it unless the clock was set back. The numbers stay below 2^53 until the year 2255, so consumers
+with signed 64-bit ints and with doubles take them too.
+
+A sequence file holds one number: no message was ever sent under it or a higher one. It is moved ahead in steps before
+numbers are used, so a process that dies leaves a gap, never a number used twice; a clean end writes the exact number. One
+process at a time may have the file open. One thread owns it.
 """
 
 from __future__ import annotations
@@ -10,13 +14,19 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import time
 from pathlib import Path
 
 from kvtier.errors import InputError, IntegrityError, OutsideError
 
-__all__ = ["SequenceFile"]
+__all__ = ["SequenceFile", "number_from_clock"]
 
 logger = logging.getLogger(__name__)
+
+
+def number_from_clock() -> int:
+    """Return a number above all that earlier processes used."""
+    return time.time_ns() // 1000
 
 
 class SequenceFile:

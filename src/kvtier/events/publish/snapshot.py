@@ -1,139 +1,224 @@
-"""A publisher's state at one moment, as encoded events: parents before children, removed ancestors first stored, then removed.
+"""A publisher's state at one moment, as encoded events: parents before children, removed ancestors stored, then removed.
 
-Taking a snapshot copies a few tables and is quick; its events are made as they are asked for, once for all who ask, while
-the state goes on changing. The first is `AllBlocksCleared`, the last carries the mark; applied in order they give exactly
-the state as it was. One thread owns it.
+Taking a snapshot copies nothing: the states are frozen and go on changing, and `advance` makes the events bit by bit, once
+for all who read them. Of every rank the first event is `AllBlocksCleared`; the last event of all carries the mark.
+Applied in order they give exactly the state as it was. A record that cannot be encoded again is left out, counted and
+logged. One thread owns a snapshot; a state can be in one unfinished snapshot at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import msgspec
 
 from kvtier.errors import IntegrityError
-from kvtier.events.publish.state import PublishedState, Record, runs
+from kvtier.events.publish.state import Holding, PublishedState, Record, runs
 from kvtier.events.types import AllBlocksCleared, BlockStored, ExternalBlockHash, Mark, blocks_of
 from kvtier.events.wire import Encoding, EventEncoder, Place
 
-__all__ = ["Snapshot"]
+__all__ = ["RankBatch", "Snapshot"]
 
-_FIELDS = len(BlockStored.__struct_fields__)
+logger = logging.getLogger(__name__)
+
+_BATCH_BYTES = 32 << 10
 _REMOVED_AT_ONCE = 4096
-_decode_map = msgspec.msgpack.Decoder(BlockStored).decode
+_STEPS, _BLOCKS_A_STEP = 4, 32  # between two looks at the clock
+_NAMES = BlockStored.__struct_fields__
 
 _Need = tuple[int, Record, int]
 """Before which place of a record it is needed, another record, and how many of its blocks must have been sent."""
 
 
-class Snapshot:
-    """The events that lead from anything to the state as of sequence number `as_of`."""
+class RankBatch(NamedTuple):
+    """Events of one rank, end to end: a million apart would be a burden for the garbage collector."""
 
-    def __init__(self, state: PublishedState, encoder: EventEncoder, as_of: int, epoch: int) -> None:
-        """Take the state as it is now; `epoch` is the publisher's."""
+    rank: int
+    number: int
+    events: bytes
+
+
+class Snapshot:
+    """The events that lead from anything to the state as of sequence number `as_of`, in batches of one rank each."""
+
+    def __init__(
+        self, states: Mapping[int, PublishedState], encoder: EventEncoder, as_of: int, mark: Mark, number: int = 1
+    ) -> None:
+        """Freeze the states as they are now. `number` tells this snapshot from all others of the states."""
         self.as_of = as_of
-        self.mark = Mark(epoch, state.blocks, state.digest)
+        self.mark = mark
+        self.ranks = len(states)
+        self.batches: list[RankBatch] = []
+        self.is_made = False
+        self.left_out = 0
+        self.readers = 0
         self._encoder = encoder
-        self._holdings = {holding.place: holding for holding in state.holdings()}
-        self._held = {place: holding.blocks.copy() for place, holding in self._holdings.items()}
-        self._records = state.records().copy()
-        self._ghosts = state.ghosts().copy()
-        self._sent: dict[int, int] = {}  # by number of a record: how many of its blocks were dealt with
-        self._ancestors: dict[Place, dict[ExternalBlockHash, None]] = {}  # sent though not held
-        self._made: list[bytes] = []
+        self._number = number
+        self._walks = [_Walk(self, rank, state) for rank, state in states.items()]
         self._making = self._make()
 
-    def __iter__(self) -> Iterator[bytes]:
-        """Yield all events; any number of readers may be at different places."""
-        place = 0
-        while True:
-            if place == len(self._made):
-                event = next(self._making, None)
-                if event is None:
-                    return
-                self._made.append(event)
-            yield self._made[place]
-            place += 1
+    def advance(self, seconds: float) -> None:
+        """Make some of the events, for about so long."""
+        deadline = time.monotonic() + seconds
+        while not self.is_made and time.monotonic() < deadline:
+            for _ in range(_STEPS):
+                if next(self._making, self) is self:
+                    self.is_made = True
+                    break
 
     def check(self) -> None:
-        """Raise `IntegrityError` where what is held is not what the mark says."""
-        held = sum(map(len, self._held.values()))
-        if held != self.mark.blocks:
-            raise IntegrityError(f"snapshot as of {self.as_of} holds {held} blocks, its mark says {self.mark.blocks}")
+        """Raise `IntegrityError` where a finished snapshot does not say what it was taken to say."""
+        if self.is_made and (not self.batches or self._walks):
+            raise IntegrityError(
+                f"snapshot as of {self.as_of}: {len(self.batches)} batches, {len(self._walks)} unfinished"
+            )
 
-    def _make(self) -> Iterator[bytes]:
+    def _make(self) -> Iterator[None]:
+        """Fill `batches`; yield where the clock may be looked at."""
+        while self._walks:
+            walk = self._walks[0]
+            events: list[bytes] = []
+            size = 0
+            for event in walk.events():
+                if event is not None:
+                    events.append(event)
+                    size += len(event)
+                if size >= _BATCH_BYTES:
+                    self.batches.append(RankBatch(walk.rank, len(events), b"".join(events)))
+                    events, size = [], 0
+                yield
+            walk.state.thaw()
+            self._walks.pop(0)
+            if not self._walks:
+                events.append(self._encoder.mark(self.mark))
+            self.batches.append(RankBatch(walk.rank, len(events), b"".join(events)))
+
+
+class _Walk:
+    """Goes through the state of one rank."""
+
+    def __init__(self, snapshot: Snapshot, rank: int, state: PublishedState) -> None:
+        self.rank = rank
+        self.state = state
+        self._snapshot = snapshot
+        self._number = snapshot._number
+        self._encoder = snapshot._encoder
+        self._holdings = {holding.place: holding for holding in state.holdings()}
+        self._ancestors: dict[Place, dict[ExternalBlockHash, None]] = {}  # sent though not held
+        state.freeze()
+
+    def events(self) -> Iterator[bytes | None]:
+        """Yield all events of the rank but the mark; `None` where it only took time."""
         yield self._encoder.event(AllBlocksCleared())
-        for record in self._records.values():
-            if self._can_go(record):
-                self._sent[record.number] = record.size
-                yield record.data
-            else:
-                yield from self._send(record)
+        for holding in self._holdings.values():
+            for record in self._unsent(holding):
+                if record is None:
+                    yield None
+                else:
+                    yield from self._send(record)
         for place, hashes in self._ancestors.items():
             gone = list(hashes)
             for start in range(0, len(gone), _REMOVED_AT_ONCE):
-                yield self._encoder.event(self._holdings[place].removal(gone[start : start + _REMOVED_AT_ONCE]))
-        yield self._encoder.mark(self.mark)
+                removal = self._holdings[place].removal(gone[start : start + _REMOVED_AT_ONCE])
+                yield self._encoder.event(removal)
 
-    def _can_go(self, record: Record) -> bool:
-        """Return whether the record is whole, was not sent, and hangs from nothing or from what was sent: so most are."""
-        if record.number in self._sent or not self._is_whole(record):
-            return False
-        parent = None if record.parent is None else self._holder(record.place, record.parent)
-        return record.parent is None or (parent is not None and self._sent.get(parent.number) == parent.size)
+    def _unsent(self, holding: Holding) -> Iterator[Record | None]:
+        """Yield the records of blocks that were held and have not all been dealt with; `None` where it only took time."""
+        was, number = holding.blocks.was, self._number
+        for part in holding.blocks.parts:
+            for place, block in enumerate(list(part)):  # not the items: new tuples wake the garbage collector
+                if place % _BLOCKS_A_STEP == 0:
+                    yield None
+                record = was(block)
+                if record is not None and (record.snapshot != number or record.sent != len(record.hashes)):
+                    yield record
+        yield from holding.blocks.changed()
 
-    def _send(self, record: Record) -> Iterator[bytes]:
-        """Yield the events of a record, and before it those of the records that it hangs from."""
+    def _send(self, record: Record) -> Iterator[bytes | None]:
+        """Yield the events of a record, and before it those of the records that it hangs from.
+
+        Most records are whole and hang from whole ones: they go as they are. The others go in parts.
+        """
+        path, on_path = [record], {id(record)}
+        while path:
+            record = path[-1]
+            parent = None if record.parent is None else self._holder(record.place, record.parent)
+            is_plain = self._sent(record) == 0 and self._is_whole(record)
+            if is_plain and parent is not None and self._sent(parent) == 0 and id(parent) not in on_path:
+                path.append(parent)
+                on_path.add(id(parent))
+                yield None
+                continue
+            path.pop()
+            if is_plain and (record.parent is None or (parent and self._sent(parent) == len(parent.hashes))):
+                self._set_sent(record, len(record.hashes))
+                yield record.data
+            else:
+                yield from self._send_parts(record)
+
+    def _send_parts(self, record: Record) -> Iterator[bytes | None]:
+        """Yield the same where a record, or one that it hangs from, is not whole."""
         path = [(record, self._end(record))]
-        on_path = {record.number}  # hashes chain, so none hangs from itself; were one to, it is left hanging
+        on_path = {id(record)}  # hashes chain, so none hangs from itself; were one to, it is left hanging
         while path:
             record, stop = path[-1]
-            need = next((each for each in self._needs(record, stop) if each[1].number not in on_path), None)
+            need = next((need for need in self._needs(record, stop) if id(need[1]) not in on_path), None)
             if need is not None:
                 place, owner, owner_stop = need
                 yield from self._events(record, place)  # the owner's blocks may hang from these
                 path.append((owner, owner_stop))
-                on_path.add(owner.number)
+                on_path.add(id(owner))
+                yield None
                 continue
             path.pop()
-            on_path.discard(record.number)
+            on_path.discard(id(record))
             yield from self._events(record, stop)
+            if stop == self._end(record):
+                self._set_sent(record, len(record.hashes))
 
     def _needs(self, record: Record, stop: int) -> Iterator[_Need]:
-        """Yield what must be sent before this record's blocks up to `stop`, each with the place before which it must."""
-        start = self._sent.get(record.number, 0)
+        """Yield what must be sent before this record's blocks up to `stop`, with the place before which it must."""
+        start = self._sent(record)
         if start >= stop:
             return
-        named = record.hashes()[start:stop] if not self._is_whole(record) else ()
+        named = record.hashes[start:stop] if not self._is_whole(record) else ()
         above = [] if start or record.parent is None else [(0, record.parent)]
         for place, block in [*above, *enumerate(named, start)]:
             owner = self._owner(record.place, block)
             if owner is not None and owner is not record:
-                position = owner.hashes().index(block) + 1
-                if self._sent.get(owner.number, 0) < position:
-                    yield place, owner, owner.size if self._is_whole(owner) else position
+                position = owner.hashes.index(block) + 1
+                if self._sent(owner) < position:
+                    yield place, owner, len(owner.hashes) if self._is_whole(owner) else position
 
     def _events(self, record: Record, stop: int) -> Iterator[bytes]:
         """Yield events for the record's blocks up to `stop` that are its own to send and have not been."""
-        start = self._sent.get(record.number, 0)
+        start = self._sent(record)
         if start >= stop:
             return
-        self._sent[record.number] = stop
+        self._set_sent(record, stop)
         if start == 0 and self._is_whole(record):
             yield record.data
             return
-        named = record.hashes()[start:stop]
+        named = record.hashes[start:stop]
         wanted = [place for place, block in enumerate(named, start) if self._is_own(record, block)]
-        event = self._decode(record.data)
-        for first, end in runs(wanted):
-            yield self._encoder.event(blocks_of(event, first, end))
+        try:
+            event = self._decode(record.data)
+            yield from [self._encoder.event(blocks_of(event, first, end)) for first, end in runs(wanted)]
+        except (OverflowError, TypeError, ValueError) as error:
+            self._snapshot.left_out += len(wanted)
+            for place in wanted:
+                self._ancestors.get(record.place, {}).pop(record.hashes[place], None)
+            logger.error("%d blocks cannot be encoded and are left out of a snapshot: %s", len(wanted), error)
 
     def _is_own(self, record: Record, block: ExternalBlockHash) -> bool:
         """Return whether the block goes out with this record; note it if it must be removed again."""
         owner = self._owner(record.place, block)
         if owner is not None and owner is not record:
             return False
-        if self._held[record.place].get(block) == record.number:
+        if self._holder(record.place, block) is record:
             return True
         ancestors = self._ancestors.setdefault(record.place, {})
         new = block not in ancestors
@@ -144,25 +229,33 @@ class Snapshot:
         """Return the record that sends a block: the one that holds it there, else elsewhere, else its ghost."""
         found = self._holder(place, block)
         if found is None:
-            elsewhere = (self._holder(other, block) for other in self._held)
-            found = next((record for record in elsewhere if record is not None), None) or self._ghosts.get(block)
+            elsewhere = (self._holder(other, block) for other in self._holdings)
+            found = next((record for record in elsewhere if record is not None), None) or self.state.ghosts.was(block)
         return found
 
     def _holder(self, place: Place, block: ExternalBlockHash) -> Record | None:
-        """Return the record that holds a block in a place."""
-        return self._records.get(self._held[place].get(block))
+        """Return the record that held a block in a place."""
+        return self._holdings[place].blocks.was(block)
 
     def _is_whole(self, record: Record) -> bool:
-        """Return whether the record holds all its blocks."""
-        return self._held[record.place].count(record.hashes(), record.number) == record.size
+        """Return whether the record held all its blocks."""
+        was = self._holdings[record.place].blocks.was
+        return all(was(block) is record for block in record.hashes)
 
     def _end(self, record: Record) -> int:
-        """Return the place behind the last block that the record holds."""
-        held, hashes = self._held[record.place], record.hashes()
-        return next((n for n in range(len(hashes), 0, -1) if held.get(hashes[n - 1]) == record.number), 0)
+        """Return the place behind the last block that the record held."""
+        was, hashes = self._holdings[record.place].blocks.was, record.hashes
+        return next((n for n in range(len(hashes), 0, -1) if was(hashes[n - 1]) is record), 0)
+
+    def _sent(self, record: Record) -> int:
+        return record.sent if record.snapshot == self._number else 0
+
+    def _set_sent(self, record: Record, sent: int) -> None:
+        record.snapshot, record.sent = self._number, sent
 
     def _decode(self, data: bytes) -> BlockStored:
+        """Read a record's event, whatever type its fields have."""
+        fields = msgspec.msgpack.decode(data)
         if self._encoder.encoding is Encoding.MAP:
-            return _decode_map(data)
-        fields = msgspec.msgpack.decode(data)[1:]
-        return BlockStored(*fields, *[None] * (_FIELDS - len(fields)))
+            return BlockStored(*(fields.get(name) for name in _NAMES))
+        return BlockStored(*fields[1:], *[None] * (len(_NAMES) - len(fields) + 1))

@@ -1,116 +1,178 @@
-"""What a publisher has published: which blocks consumers hold now, and the events that told them so.
+"""What one rank of a publisher has published: which blocks consumers hold now, and the events that told them so.
 
 The stream is set-like: per place (medium, group, ownership, locality) a block goes out as stored when its count leaves 0
-and as removed when it returns there. An event that is known in part goes out in parts. The state keeps one record per event
-that went out, under a number: its bytes, and its parent's hash. A snapshot is those bytes again, parent before child. Each
-place has a table of the numbers of its blocks.
+and as removed when it returns there. An event that is known in part goes out in parts. The state keeps one record per
+event that went out: its bytes, its hashes and its parent's hash. A snapshot is those bytes again, parents first.
 
-A removed block that others still hang from is a *ghost*: its record stays, so that a snapshot can give tree-building consumers
-the way to its children. Ghosts are counted, bounded, and leave with their last child. `blocks` and `digest` always equal the
-sum of `change_of` over all that went out. Records refer to each other by hash only: chains of any length are freed flat, and
-nothing here costs the garbage collector a visit. One thread owns a state.
+A removed block that others still hang from is a *ghost*: its record stays, so that a snapshot can give tree-building
+consumers the way to its children. Ghosts are counted, bounded, and leave with their last child. `blocks` and `digest`
+always equal the sum of `change_of` over all that went out. Between `freeze` and `thaw` the tables can also be read as
+they were at `freeze`. One thread owns a state.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from operator import attrgetter
-from typing import Protocol
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from kvtier.errors import IntegrityError
-from kvtier.events.publish.hot import BlockTable, PythonBlocks, python_read_stored, read_stored, sum_of
 from kvtier.events.types import BlockRemoved, BlockStored, ExternalBlockHash, blocks_of
 from kvtier.events.wire import U64, EventEncoder, Place, hash_sum, place_of, place_weight
 
-__all__ = ["Holding", "PublishedState", "Record"]
+__all__ = ["BlockTable", "Holding", "PublishedState", "Record", "runs"]
 
-_REMOVED_AT_ONCE = 4096
-_where = attrgetter("medium", "group_idx", "ownership", "locality")
+Hashes = Sequence[ExternalBlockHash]
+V = TypeVar("V")
+
+_PARTS = 1024
+_MASK = _PARTS - 1
 _LEAST_GHOSTS = 10_000
+_UNCHANGED: Any = object()
+_where = attrgetter("medium", "group_idx", "ownership", "locality")
 
 
-class Out(Protocol):
-    """Where events go that are news: a message, or a list."""
+class BlockTable(Generic[V]):
+    """Values by block hash, in many small dicts: growing, one dict of a million would stop all threads for 60 ms."""
 
-    def append(self, data: bytes, /) -> None:
-        """Add an event."""
+    __slots__ = ("_before", "parts")
+
+    def __init__(self) -> None:
+        self.parts: list[dict[ExternalBlockHash, V]] = [{} for _ in range(_PARTS)]
+        self._before: dict[ExternalBlockHash, V | None] | None = None
+
+    def get(self, block: ExternalBlockHash) -> V | None:
+        """Return a block's value."""
+        return self.parts[hash(block) & _MASK].get(block)
+
+    def put(self, block: ExternalBlockHash, value: V) -> None:
+        """Give a block a value."""
+        part = self.parts[hash(block) & _MASK]
+        if self._before is not None:
+            self._before.setdefault(block, part.get(block))
+        part[block] = value
+
+    def pop(self, block: ExternalBlockHash) -> V | None:
+        """Take a block out; return its value."""
+        found = self.parts[hash(block) & _MASK].pop(block, None)
+        if self._before is not None:
+            self._before.setdefault(block, found)
+        return found
+
+    def has_any(self, blocks: Hashes) -> bool:
+        """Return whether one of the blocks has a value."""
+        parts = self.parts
+        return True in [block in parts[hash(block) & _MASK] for block in blocks]
+
+    def add_all(self, blocks: Hashes, value: V) -> bool:
+        """Give blocks a value if none has one and each is named once, and return whether that is so."""
+        parts = self.parts
+        for place, block in enumerate(blocks):
+            part = parts[hash(block) & _MASK]
+            if block in part:
+                for added in blocks[:place]:
+                    del parts[hash(added) & _MASK][added]
+                return False
+            part[block] = value
+        if self._before is not None:
+            for block in blocks:
+                self._before.setdefault(block, None)
+        return True
+
+    def pop_all(self, blocks: Hashes) -> list[V | None]:
+        """Take blocks out; return their values."""
+        parts = self.parts
+        found = [parts[hash(block) & _MASK].pop(block, None) for block in blocks]
+        if self._before is not None:
+            for block, value in zip(blocks, found, strict=True):
+                self._before.setdefault(block, value)
+        return found
+
+    def freeze(self) -> None:
+        """Remember from now on what was there before each change."""
+        self._before = {}
+
+    def thaw(self) -> None:
+        """Forget what was there before."""
+        self._before = None
+
+    def was(self, block: ExternalBlockHash) -> V | None:
+        """Return the value that a block had at `freeze`; of a table that is not frozen, the value it has."""
+        found = _UNCHANGED if self._before is None else self._before.get(block, _UNCHANGED)
+        return self.get(block) if found is _UNCHANGED else found
+
+    def changed(self) -> list[V]:
+        """Return the values since `freeze` replaced or taken out."""
+        return [value for value in (self._before or {}).values() if value is not None]
+
+    def items(self) -> Iterator[tuple[ExternalBlockHash, V]]:
+        """Yield all blocks with their values; the table may change meanwhile, part by part it is read at one moment."""
+        for part in self.parts:
+            yield from list(part.items())
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
 
 
 class Record(msgspec.Struct, gc=False, eq=False):
-    """An event of `size` blocks that went out as stored, with its bytes, or a piece of a message that has them.
+    """An event that went out as stored. `uses` counts the blocks that are held or ghosts.
 
-    `uses` counts the blocks that are held or ghosts.
+    `snapshot` and `sent` belong to the snapshot that is being made: its number, and how many blocks it has dealt with.
     """
 
-    number: int
     place: Place
-    data: bytes
+    hashes: tuple[ExternalBlockHash, ...]
     parent: ExternalBlockHash | None
-    size: int
+    data: bytes
     uses: int
-
-    def hashes(self) -> list[ExternalBlockHash]:
-        """Read the hashes of all its blocks, held or not; they are nowhere else."""
-        found = read_stored(self.data)
-        return python_read_stored(self.data) if found is None else found
+    snapshot: int = 0
+    sent: int = 0
 
 
 class Holding:
-    """The blocks of one place: each with its record's number, and with its count where that is more than 1."""
+    """The blocks of one place: each with its record, and with its count where that is more than 1."""
 
     __slots__ = ("blocks", "counts", "like", "place", "weight")
 
-    def __init__(self, event: BlockStored | BlockRemoved, blocks: BlockTable) -> None:
+    def __init__(self, event: BlockStored | BlockRemoved) -> None:
         self.place = place_of(event)
         self.weight = place_weight(self.place)
         self.like = BlockRemoved([], event.medium, event.group_idx, event.locality, event.ownership)
-        self.blocks = blocks
+        self.blocks: BlockTable[Record] = BlockTable()
         self.counts: dict[ExternalBlockHash, int] = {}
 
-    def removal(self, hashes: Sequence[ExternalBlockHash]) -> BlockRemoved:
+    def removal(self, hashes: Hashes) -> BlockRemoved:
         """Return the event that removes blocks from here."""
         return msgspec.structs.replace(self.like, block_hashes=list(hashes))
-
-    def held(self, record: Record) -> Sequence[ExternalBlockHash]:
-        """Return the blocks that a record holds here."""
-        hashes, number = record.hashes(), record.number
-        if self.blocks.count(hashes, number) == len(hashes):
-            return hashes
-        return [block for block in hashes if self.blocks.get(block) == number]
 
 
 class PublishedState:
     """The set of published blocks, as a filter that events pass on their way out.
 
-    `store`, `remove` and `clear_medium` take an event (with its bytes, where it has some) and append to `out` what of it is
-    news. They raise before they change anything. `hot.Express` does the same for what is plain.
+    `store` and `remove` take an event with its bytes and append to `out` what of it is news. They raise before they
+    change anything.
     """
 
-    make_record = Record
-
-    def __init__(
-        self, encoder: EventEncoder, counting: str = "count", table: Callable[[], BlockTable] = PythonBlocks
-    ) -> None:
-        """Hold nothing. `counting` is `count` or `set`, see `KVEventsConfig`; a `table` must take all hashes that come."""
+    def __init__(self, encoder: EventEncoder, counting: str = "count") -> None:
+        """Hold nothing. `counting` is `count` or `set`, see `KVEventsConfig`."""
         self.blocks = 0
         self.digest = 0
+        self.ghosts: BlockTable[Record] = BlockTable()
+        self.ghost_count = 0
+        self._forgetting = 0
         self._encoder = encoder
         self._counted = counting == "count"
-        self._table = table
-        self._records: dict[int, Record] = {}  # oldest first
-        self._free: list[int] = []  # numbers that were given back
         self._by_event: dict[tuple[object, ...], Holding] = {}
         self._holdings: dict[Place, Holding] = {}
-        self._children = table()  # how many records hang from a block
-        self._ghosts: dict[ExternalBlockHash, Record] = {}
+        self._children: BlockTable[int] = BlockTable()  # how many records hang from a block
 
     # -- events ------------------------------------------------------------------------------------------------------
 
-    def store(self, event: BlockStored, data: bytes, out: Out) -> None:
+    def store(self, event: BlockStored, data: bytes, out: list[bytes]) -> None:
         """Take blocks in; `data` is the whole event's bytes."""
         hashes = tuple(event.block_hashes)
         if not hashes:
@@ -118,32 +180,32 @@ class PublishedState:
         holding = self._holding(event)
         if self._add(holding, hashes, event.parent_block_hash, data):
             out.append(data)
-        else:  # some are held, or named twice
-            for part in self._store_new(holding, event):
-                out.append(part)
+        else:
+            out += self._store_new(holding, event)
 
     def _store_new(self, holding: Holding, event: BlockStored) -> list[bytes]:
         """Take in the blocks of an event that are new, each once; count the others."""
         new, again = [], []
         met: set[ExternalBlockHash] = set()
-        for place, each in enumerate(event.block_hashes):
-            if each in met or holding.blocks.get(each):
-                again.append(each)
+        for place, block in enumerate(event.block_hashes):
+            if block in met or holding.blocks.get(block) is not None:
+                again.append(block)
             else:
-                met.add(each)
+                met.add(block)
                 new.append(place)
-        parts = self._parts(event, new)
-        for part, data in parts:
-            self._add(holding, tuple(part.block_hashes), part.parent_block_hash, data)
+        sent = self._add_parts(holding, event, new)
         if self._counted:
-            for each in again:
-                holding.counts[each] = holding.counts.get(each, 1) + 1
-        return [data for _, data in parts]
+            for block in again:
+                holding.counts[block] = holding.counts.get(block, 1) + 1
+        return sent
 
-    def _parts(self, event: BlockStored, wanted: list[int]) -> list[tuple[BlockStored, bytes]]:
-        """Return the event's blocks at the wanted places as events of their own, one for each run, with their bytes."""
+    def _add_parts(self, holding: Holding, event: BlockStored, wanted: list[int]) -> list[bytes]:
+        """Take in the blocks at the wanted places, one part for each run of them; return the parts' bytes."""
         parts = [blocks_of(event, start, stop) for start, stop in runs(wanted)]
-        return [(part, self._encoder.event(part)) for part in parts]
+        encoded = [self._encoder.event(part) for part in parts]
+        for part, data in zip(parts, encoded, strict=True):
+            self._add(holding, tuple(part.block_hashes), part.parent_block_hash, data)
+        return encoded
 
     def _add(
         self,
@@ -153,46 +215,47 @@ class PublishedState:
         data: bytes,
     ) -> bool:
         """Make a record of blocks if all of them are new; return whether they were."""
-        number = self._free[-1] if self._free else len(self._records) + 1
-        siblings = 0 if parent is None else self._children.get(parent)
-        total = holding.blocks.hold(hashes, number)
-        if total is None:
+        total = sum_of(hashes)
+        siblings = 0 if parent is None else self._children.get(parent) or 0
+        if not holding.blocks.add_all(hashes, Record(holding.place, hashes, parent, data, len(hashes))):
             return False
-        if self._free:
-            self._free.pop()
-        self._records[number] = Record(number, holding.place, data, parent, len(hashes), len(hashes))
-        self.blocks += len(hashes)
-        self.digest = (self.digest + total * holding.weight) & U64
         if parent is not None:
             self._children.put(parent, siblings + 1)
-        if self._ghosts and not self._ghosts.keys().isdisjoint(hashes):
-            for each in hashes:
-                ghost = self._ghosts.pop(each, None)
-                if ghost is not None:
-                    self._unuse(ghost)
+        self.blocks += len(hashes)
+        self.digest = (self.digest + total * holding.weight) & U64
+        if self.ghost_count:
+            for block in hashes:
+                self._forget_ghost(block)
         return True
 
-    def remove(self, event: BlockRemoved, data: bytes, out: Out) -> None:
+    def remove(self, event: BlockRemoved, data: bytes, out: list[bytes]) -> None:
         """Let blocks go; `data` is the whole event's bytes."""
+        hashes = event.block_hashes
+        total = sum_of(hashes)
         holding = self._holding(event)
-        hashes = event.block_hashes if type(event.block_hashes) is list else list(event.block_hashes)
-        counted = holding.counts and not holding.counts.keys().isdisjoint(hashes)
-        found = None if counted else holding.blocks.drop(hashes, self._children)
-        if found is None:
-            sum_of(hashes)  # raises for what is none before anything changes
+        if holding.counts or self._children.has_any(hashes):
             gone = [block for block in hashes if self._drop(holding, block)]
-            total = sum_of(gone)
         else:
-            total, gone, runs_of_numbers = found
-            for number, times in runs_of_numbers:
-                self._unuse(self._records[number], times)
+            gone = self._drop_all(holding, hashes)
         if not gone:
             return
         if len(gone) != len(hashes):
-            data = self._encoder.event(msgspec.structs.replace(event, block_hashes=gone))
+            data, total = self._encoder.event(msgspec.structs.replace(event, block_hashes=gone)), sum_of(gone)
         self.blocks -= len(gone)
         self.digest = (self.digest - total * holding.weight) & U64
         out.append(data)
+
+    def _drop_all(self, holding: Holding, hashes: list[ExternalBlockHash]) -> list[ExternalBlockHash]:
+        """Let go blocks that are counted once and have no children; return those that were held."""
+        records = holding.blocks.pop_all(hashes)
+        for record in records:
+            if record is not None:
+                record.uses -= 1
+                if not record.uses and record.parent is not None:
+                    self._let_go(record.parent)
+        if None in records:
+            return [block for block, record in zip(hashes, records, strict=True) if record is not None]
+        return hashes
 
     def _drop(self, holding: Holding, block: ExternalBlockHash) -> bool:
         """Take one from a block's count and return whether that was the last."""
@@ -201,46 +264,25 @@ class PublishedState:
             if left > 1:
                 holding.counts[block] = left
             return False
-        number = holding.blocks.pop(block)
-        if not number:
+        record = holding.blocks.pop(block)
+        if record is None:
             return False
-        record = self._records[number]
         if self._children.get(block) and not self._is_elsewhere(block):
-            self._ghosts[block] = record
-            self._bound_ghosts()
+            self._add_ghost(block, record)
         else:
             self._unuse(record)
         return True
 
     def _is_elsewhere(self, block: ExternalBlockHash) -> bool:
         """Return whether some place holds a block that was just let go in another."""
-        return len(self._holdings) > 1 and any(each.blocks.get(block) for each in self._holdings.values())
-
-    def clear(self) -> None:
-        """Hold nothing."""
-        for holding in self._holdings.values():
-            holding.blocks, holding.counts = self._table(), {}
-        self._children = self._table()
-        for kept in (self._ghosts, self._records, self._free):  # `Express` knows them
-            kept.clear()
-        self.blocks = self.digest = 0
-
-    def clear_medium(self, medium: str, out: Out) -> None:
-        """Let go all that a medium holds, as removals."""
-        for holding in self._holdings.values():
-            if holding.place[0] == medium:
-                holding.counts.clear()
-                names = iter(self.held(holding))
-                while some := list(islice(names, _REMOVED_AT_ONCE)):
-                    event = holding.removal(some)
-                    self.remove(event, self._encoder.event(event), out)
+        return any(holding.blocks.get(block) is not None for holding in self._holdings.values())
 
     # -- what consumers were not told -----------------------------------------------------------------------------------
 
     def count_of(self, event: BlockStored | BlockRemoved, block: ExternalBlockHash) -> int:
         """Return how often a block is held where the event is."""
         holding = self._holding(event)
-        return holding.counts.get(block, 1) if holding.blocks.get(block) else 0
+        return 0 if holding.blocks.get(block) is None else holding.counts.get(block, 1)
 
     def set_count(self, event: BlockStored | BlockRemoved, block: ExternalBlockHash, count: int) -> None:
         """Set the count of a held block, 0 to let it go. Nothing goes out."""
@@ -254,54 +296,68 @@ class PublishedState:
     def adopt(self, event: BlockStored, wanted: set[ExternalBlockHash]) -> None:
         """Take in those blocks of the event that are wanted and not held. Nothing goes out."""
         holding = self._holding(event)
-        places, met = [], {block for block in wanted if holding.blocks.get(block)}
-        for place, each in enumerate(event.block_hashes):
-            if each in wanted and each not in met:
-                met.add(each)
+        met = {block for block in wanted if holding.blocks.get(block) is not None}
+        places = []
+        for place, block in enumerate(event.block_hashes):
+            if block in wanted and block not in met:
+                met.add(block)
                 places.append(place)
-        for part, data in self._parts(event, places):
-            self._add(holding, tuple(part.block_hashes), part.parent_block_hash, data)
+        self._add_parts(holding, event, places)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
-    def holdings(self) -> Iterable[Holding]:
+    def holdings(self) -> list[Holding]:
         """Return what each place holds."""
-        return self._holdings.values()
+        return list(self._holdings.values())
 
-    def held(self, holding: Holding) -> list[ExternalBlockHash]:
-        """Return all blocks of a place, those that were stored first mostly first."""
-        records = [record for record in self._records.values() if record.place == holding.place]
-        return [block for record in records for block in holding.held(record)]
+    def freeze(self) -> None:
+        """Keep what is there readable, as `BlockTable.was`, while it changes."""
+        for table in self._frozen():
+            table.freeze()
 
-    def records(self) -> dict[int, Record]:
-        """Return all records by number, the oldest first."""
-        return self._records
+    def thaw(self) -> None:
+        """Stop keeping what was there."""
+        for table in self._frozen():
+            table.thaw()
 
-    def ghosts(self) -> dict[ExternalBlockHash, Record]:
-        """Return the records of removed blocks that others hang from."""
-        return self._ghosts
+    def _frozen(self) -> list[BlockTable[Record]]:
+        return [self.ghosts, *(holding.blocks for holding in self._holdings.values())]
+
+    def take_apart(self) -> list[dict[Any, Any]]:
+        """Return all that the state consists of, for others to free bit by bit: at once, it takes half a second."""
+        pieces: list[dict[Any, Any]] = [*self._children.parts, *self.ghosts.parts]
+        for holding in self._holdings.values():
+            pieces += [*holding.blocks.parts, holding.counts]
+        return pieces
 
     def check(self) -> None:
         """Raise `IntegrityError` where counts, digest, records and ghosts do not agree."""
-        held = {holding.place: self.held(holding) for holding in self._holdings.values()}
+        held = {holding.place: dict(holding.blocks.items()) for holding in self._holdings.values()}
         _expect(sum(map(len, held.values())), self.blocks, "blocks held")
-        for each in self._holdings.values():
-            _expect(len(held[each.place]), len(each.blocks), f"blocks in {each.place}")
-            _expect(each.counts.keys() - set(held[each.place]), set(), f"counts of absent blocks in {each.place}")
-            _expect([n for n in each.counts.values() if n < 2], [], f"counts below 2 in {each.place}")
-        _expect(sum(hash_sum(names) * place_weight(p) for p, names in held.items()) & U64, self.digest, "digest")
-        uses = {n: len(self._holdings[record.place].held(record)) for n, record in self._records.items()}
-        for ghost in self._ghosts.values():
-            uses[ghost.number] = uses.get(ghost.number, 0) + 1
-        _expect(uses, {n: record.uses for n, record in self._records.items()}, "uses of records")
-        _expect(sorted([*uses, *self._free]), list(range(1, len(uses) + len(self._free) + 1)), "numbers")
-        children = Counter(record.parent for record in self._records.values() if record.parent is not None)
-        _expect({each: self._children.get(each) for each in children}, children, "children")
-        _expect(len(self._children), len(children), "parents")
-        _expect(self._ghosts.keys() - children.keys(), set(), "ghosts without children")
-        _expect(
-            self._ghosts.keys() & {block for names in held.values() for block in names}, set(), "ghosts that are held"
-        )
+        for holding in self._holdings.values():
+            place = holding.place
+            _expect(holding.counts.keys() - held[place].keys(), set(), f"counts of absent blocks in {place}")
+            _expect([n for n in holding.counts.values() if n < 2], [], f"counts below 2 in {place}")
+        digest = sum(hash_sum(list(blocks)) * place_weight(place) for place, blocks in held.items())
+        _expect(digest & U64, self.digest, "digest")
+        ghosts = dict(self.ghosts.items())
+        _expect(len(ghosts), self.ghost_count, "ghosts")
+        self._check_records(held, ghosts)
+        is_held = {block for blocks in held.values() for block in blocks}
+        _expect(ghosts.keys() & is_held, set(), "ghosts that are held")
+
+    def _check_records(
+        self, held: dict[Place, dict[ExternalBlockHash, Record]], ghosts: dict[ExternalBlockHash, Record]
+    ) -> None:
+        blocks = [(block, record) for by_block in (*held.values(), ghosts) for block, record in by_block.items()]
+        records = {id(record): record for _, record in blocks}
+        named = {key: set(record.hashes) for key, record in records.items()}
+        _expect([block for block, record in blocks if block not in named[id(record)]], [], "blocks of other records")
+        uses = Counter(id(record) for _, record in blocks)
+        _expect(uses, {key: record.uses for key, record in records.items()}, "uses of records")
+        children = Counter(record.parent for record in records.values() if record.parent is not None)
+        _expect(dict(self._children.items()), dict(children), "children")
+        _expect(ghosts.keys() - children.keys(), set(), "ghosts without children")
 
     # -- inside ---------------------------------------------------------------------------------------------------------
 
@@ -309,34 +365,54 @@ class PublishedState:
         key = _where(event)
         holding = self._by_event.get(key)
         if holding is None:
-            holding = self._holdings.setdefault(place_of(event), Holding(event, self._table()))
+            holding = self._holdings.setdefault(place_of(event), Holding(event))
             self._by_event[key] = holding
         return holding
 
-    def _unuse(self, record: Record, times: int = 1) -> None:
-        """Take uses from a record; with its last use it lets its parent go, and so on up."""
-        current: Record | None = record
-        while current is not None:
-            current.uses -= times
-            times = 1
-            if current.uses:
-                return
-            del self._records[current.number]
-            self._free.append(current.number)
-            parent = current.parent
-            if parent is None:
-                return
-            left = self._children.get(parent) - 1
-            if left > 0:
-                self._children.put(parent, left)
-                return
-            self._children.pop(parent)
-            current = self._ghosts.pop(parent, None)
+    def _unuse(self, record: Record) -> None:
+        """Take a use from a record; with its last use it lets its parent go."""
+        record.uses -= 1
+        if not record.uses and record.parent is not None:
+            self._let_go(record.parent)
 
-    def _bound_ghosts(self) -> None:
-        """Forget the oldest ghosts where there are more than blocks; their children are then orphans in a snapshot."""
-        while len(self._ghosts) > max(self.blocks, _LEAST_GHOSTS):
-            self._unuse(self._ghosts.pop(next(iter(self._ghosts))))
+    def _let_go(self, parent: ExternalBlockHash) -> None:
+        """Take a child from a block; with its last child a ghost goes, and may let go its own parent, and so on up."""
+        above: ExternalBlockHash | None = parent
+        while above is not None:
+            left = (self._children.get(above) or 0) - 1
+            if left > 0:
+                self._children.put(above, left)
+                return
+            self._children.pop(above)
+            ghost = self.ghosts.pop(above)
+            if ghost is None:
+                return
+            self.ghost_count -= 1
+            ghost.uses -= 1
+            above = None if ghost.uses else ghost.parent
+
+    def _add_ghost(self, block: ExternalBlockHash, record: Record) -> None:
+        """Keep a removed block's record; with too many ghosts old ones are forgotten, and their children are orphans."""
+        self.ghosts.put(block, record)
+        self.ghost_count += 1
+        while self.ghost_count > max(self.blocks, _LEAST_GHOSTS):  # part by part the oldest
+            self._forgetting = (self._forgetting + 1) % _PARTS
+            for oldest in islice(self.ghosts.parts[self._forgetting], 1):
+                self._forget_ghost(oldest)
+
+    def _forget_ghost(self, block: ExternalBlockHash) -> None:
+        ghost = self.ghosts.pop(block)
+        if ghost is not None:
+            self.ghost_count -= 1
+            self._unuse(ghost)
+
+
+def sum_of(hashes: Hashes) -> int:
+    """Return what `hash_sum` returns; raise `TypeError` for what is no hash."""
+    total = hash_sum(hashes)
+    if type(total) is not int:
+        raise TypeError(f"a block hash is an int or bytes, got {hashes!r}")
+    return total
 
 
 def runs(places: Iterable[int]) -> Iterator[tuple[int, int]]:
