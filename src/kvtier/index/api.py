@@ -43,7 +43,6 @@ from kvtier.index.service import (
     Worker,
     worst,
 )
-from kvtier.index.shim import slices_of
 from kvtier.index.xxh3 import chain_keys
 
 __all__ = ["Api"]
@@ -309,7 +308,7 @@ class Api:
                 name, size = msgspec.json.encode(":".join(key)), msgspec.json.encode(group.block_size)
                 yield b'%b%b:{"block_size":%b,"events":[' % (opening, name, size)
                 first, number = b"", 0
-                slices = slices_of(group.index)
+                slices = group.index.dump()
                 # the first step may look at the whole, the others are short
                 part = await asyncio.to_thread(next, slices, None)
                 while part is not None:

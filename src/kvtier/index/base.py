@@ -25,7 +25,7 @@ __all__ = [
     "TIERS",
     "Columns",
     "Hashes",
-    "Lane",
+    "IndexLane",
     "Match",
     "Op",
     "Steps",
@@ -66,7 +66,7 @@ class Op(IntEnum):
     CLEARED = 3
 
 
-class Lane(NamedTuple):
+class IndexLane(NamedTuple):
     """A place in which workers hold blocks: its tier, and the number of its group (the first group's is 0)."""
 
     tier: Tier
@@ -107,7 +107,7 @@ class Table(Protocol):
     def grow(self, workers: int) -> bool:
         """Make room for that many workers; `False` where the budget does not allow it."""
 
-    def add_lane(self, lane: Lane) -> int | None:
+    def add_lane(self, lane: IndexLane) -> int | None:
         """Add a lane and return its number, `None` when there can be no more."""
 
     def require(self, worker: int, groups: int) -> None:
@@ -161,7 +161,7 @@ def columns_of(workers: tuple[str | None, ...], columns: Columns) -> Match:
     return Match(workers, columns[..., 0], columns[..., 1:4], columns[..., 4:7])
 
 
-def usable_tiers(held: int, needed: int, lanes: Sequence[Lane]) -> int:
+def usable_tiers(held: int, needed: int, lanes: Sequence[IndexLane]) -> int:
     """Return on which tiers (a bit for each) a block in the lanes `held` is there for all groups `needed`."""
     groups = [0] * TIERS
     for number, (tier, group) in enumerate(lanes):

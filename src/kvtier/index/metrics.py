@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from kvtier.events.updates import State
 from kvtier.index.service import Followed, Service, Worker, worst
-from kvtier.index.shim import counts_of
 
 __all__ = ["metrics_of"]
 
@@ -40,7 +39,7 @@ def _of_indexes(service: Service) -> Iterator[str]:
         ({"model": key.model, "routing_group": key.routing_group}, group.index)
         for key, group in service.groups().items()
     ]
-    counts = [(labels, counts_of(index)) for labels, index in groups]
+    counts = [(labels, index.stats()._asdict()) for labels, index in groups]
     for field, kind, text in (
         ("blocks", "gauge", "Blocks that somebody holds."),
         ("workers", "gauge", "Workers that were heard of."),

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.events.wire import Batch, decode_batch
-from kvtier.index.base import Columns, Hashes, Lane, Steps, Table, TableStats
+from kvtier.index.base import Columns, Hashes, IndexLane, Steps, Table, TableStats
 from kvtier.index.forms import Keys
 from kvtier.index.names import NamePart, Names, PlainNames
 from kvtier.index.plain import PlainTable
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from kvtier.index.compiled.table import CompiledTable
     from kvtier.index.prefix import PrefixIndex
 
-__all__ = ["Compiled", "Decoder", "Plain", "move", "start"]
+__all__ = ["CompiledParts", "PlainParts", "SwitchingDecoder", "move", "start"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,14 +46,14 @@ _compiling = threading.Lock()
 _compiled: set[Keys] = set()
 
 
-class Plain(NamedTuple):
+class PlainParts(NamedTuple):
     """The plain form of an index."""
 
     table: PlainTable
     names: PlainNames | None
 
 
-class Compiled(NamedTuple):
+class CompiledParts(NamedTuple):
     """The compiled form, which is empty and has the same workers and lanes."""
 
     table: CompiledTable
@@ -96,7 +96,7 @@ def _compile_aside(keys: Keys) -> None:
     atexit.unregister(child.kill)
 
 
-class Decoder:
+class SwitchingDecoder:
     """Decodes batches for an index of form `auto`, with compiled loops once there are any. Not for several threads at once."""
 
     def __init__(self, index: PrefixIndex) -> None:
@@ -112,7 +112,7 @@ class Decoder:
         return self._scanner(payload) if self._scanner is not None else decode_batch(payload, tokens=self._tokens)
 
 
-def move(lock: threading.RLock, old: Plain, new: Compiled, use: Use) -> Iterator[None]:
+def move(lock: threading.RLock, old: PlainParts, new: CompiledParts, use: Use) -> Iterator[None]:
     """Copy what there is, one slice for each step, and then use the new form. Nobody else holds the lock between steps."""
     both = MovingTable(old.table, new.table)
     names = None
@@ -170,7 +170,7 @@ class MovingTable:
     def grow(self, workers: int) -> bool:
         return self._new.grow(workers) and self._old.grow(workers)
 
-    def add_lane(self, lane: Lane) -> int | None:
+    def add_lane(self, lane: IndexLane) -> int | None:
         number = self._new.add_lane(lane)
         return None if number is None else self._old.add_lane(lane)
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 
 from kvtier.events.types import MEDIUM_CPU, MEDIUM_GPU, MEDIUM_STORAGE, BlockStored
 from kvtier.events.wire import Place
-from kvtier.index.base import MAX_LANES, Lane, Table, Tier
+from kvtier.index.base import MAX_LANES, IndexLane, Table, Tier
 
 __all__ = ["FULL_ATTENTION", "PLACES", "Groups", "Lanes", "tier_of"]
 
@@ -44,7 +44,7 @@ class Lanes:
     """The lanes of an index: one for each place in which any worker holds blocks."""
 
     def __init__(self) -> None:
-        self.lanes = [Lane(tier_of(place[0]), 0) for place in PLACES]
+        self.lanes = [IndexLane(tier_of(place[0]), 0) for place in PLACES]
         self._by_place = {place: number for number, place in enumerate(PLACES)}
         self._groups = {0: 0}
 
@@ -68,7 +68,7 @@ class Lanes:
         number = self._by_place.get(place)
         group = self._group(place[1])
         if number is None and group is not None:
-            lane = Lane(tier_of(place[0]), group)
+            lane = IndexLane(tier_of(place[0]), group)
             number = table.add_lane(lane)
             if number is not None:
                 self._by_place[place] = number

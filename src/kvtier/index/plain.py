@@ -22,7 +22,7 @@ from kvtier.index.base import (
     TIERS,
     Columns,
     Hashes,
-    Lane,
+    IndexLane,
     Op,
     Steps,
     TableStats,
@@ -60,7 +60,7 @@ class PlainTable:
         self._sets: dict[int, _Holders] = {}  # by mask
         self._all: dict[_Holders, None] = {}  # also those that became equal to another, or empty, by a clear
         self._dead = 0  # entries of `_blocks` that nobody holds
-        self._lanes = [Lane(Tier(number), 0) for number in range(LANES)]
+        self._lanes = [IndexLane(Tier(number), 0) for number in range(LANES)]
         self._needed: list[int] = []
         self._held: list[list[int]] = []
         self._drops: list[int] = []
@@ -80,7 +80,7 @@ class PlainTable:
             self._drops.append(0)
         return True
 
-    def add_lane(self, lane: Lane) -> int | None:
+    def add_lane(self, lane: IndexLane) -> int | None:
         if len(self._lanes) == MAX_LANES:
             return None
         self._lanes.append(lane)

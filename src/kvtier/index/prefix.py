@@ -141,7 +141,7 @@ class PrefixIndex:
     def decoder(self) -> Callable[[bytes], Batch]:
         """Return what reads batches fastest for this index: give it to a subscriber. Each thread needs its own."""
         if self._form == AUTO:
-            return moving.Decoder(self)
+            return moving.SwitchingDecoder(self)
         if self.form == "numba":
             from kvtier.index.compiled.scan import Scanner
 
@@ -191,7 +191,7 @@ class PrefixIndex:
             table.grow(max(1, len(self._names)))
             for worker in self._workers.values():
                 table.require(worker.slot, self._lanes.needed(worker.groups.counted))
-            old, new = moving.Plain(self._table, self._book), moving.Compiled(table, book)  # type: ignore[arg-type]
+            old, new = moving.PlainParts(self._table, self._book), moving.CompiledParts(table, book)  # type: ignore[arg-type]
         yield from moving.move(self._lock, old, new, self._use)
 
     # -- workers -----------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ logged once, and is counted.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from dataclasses import dataclass, field
 from itertools import count, groupby
@@ -28,7 +29,6 @@ from kvtier.events.subscriber import Limits, Subscriber
 from kvtier.events.updates import Received, Reset, SourceStatus, State, StateChanged, Update
 from kvtier.index.base import Hashes, Match
 from kvtier.index.prefix import PrefixIndex
-from kvtier.index.shim import new_index, reasons_of
 
 __all__ = [
     "Conflict",
@@ -250,11 +250,11 @@ class Service:
 
     def _new_index(self, block_size: int | None, budget: int | None = None) -> PrefixIndex:
         wanted = self.settings
-        return new_index(
+        return PrefixIndex(
             keys=wanted.keys,
             block_size=block_size,
             budget=wanted.budget if budget is None else budget,
-            form=wanted.form or "auto",
+            form=wanted.form or os.environ.get("KVTIER_INDEX") or "auto",
             seed=wanted.seed,
             counting=wanted.counting,
         )
@@ -398,7 +398,7 @@ class Service:
 
     def _trusts(self, group: Group) -> dict[Worker, Trust]:
         """Return how far what is said of workers can be trusted: as their stream, if nothing was refused."""
-        incomplete = reasons_of(group.index)
+        incomplete = group.index.incomplete()
         dead = f"the index follows nobody any more: {self.failure}" if self.failure is not None else ""
         trusts: dict[Worker, Trust] = {}
         for followed in group.members.values():

@@ -24,7 +24,7 @@ from kvtier.errors import IntegrityError
 from kvtier.events.types import BlockRemoved, BlockStored, ExternalBlockHash, blocks_of
 from kvtier.events.wire import U64, EventEncoder, Place, hash_sum, place_of, place_weight
 
-__all__ = ["BlockTable", "Holding", "PublishedState", "Record", "runs"]
+__all__ = ["BlockMap", "Holding", "PublishedState", "Record", "runs"]
 
 Hashes = Sequence[ExternalBlockHash]
 V = TypeVar("V")
@@ -36,7 +36,7 @@ _UNCHANGED: Any = object()
 _where = attrgetter("medium", "group_idx", "ownership", "locality")
 
 
-class BlockTable(Generic[V]):
+class BlockMap(Generic[V]):
     """Values by block hash, in many small dicts: growing, one dict of a million would stop all threads for 60 ms."""
 
     __slots__ = ("_before", "parts")
@@ -142,7 +142,7 @@ class Holding:
         self.place = place_of(event)
         self.weight = place_weight(self.place)
         self.like = BlockRemoved([], event.medium, event.group_idx, event.locality, event.ownership)
-        self.blocks: BlockTable[Record] = BlockTable()
+        self.blocks: BlockMap[Record] = BlockMap()
         self.counts: dict[ExternalBlockHash, int] = {}
 
     def removal(self, hashes: Hashes) -> BlockRemoved:
@@ -161,14 +161,14 @@ class PublishedState:
         """Hold nothing. `counting` is `count` or `set`, see `KVEventsConfig`."""
         self.blocks = 0
         self.digest = 0
-        self.ghosts: BlockTable[Record] = BlockTable()
+        self.ghosts: BlockMap[Record] = BlockMap()
         self.ghost_count = 0
         self._forgetting = 0
         self._encoder = encoder
         self._counted = counting == "count"
         self._by_event: dict[tuple[object, ...], Holding] = {}
         self._holdings: dict[Place, Holding] = {}
-        self._children: BlockTable[int] = BlockTable()  # how many records hang from a block
+        self._children: BlockMap[int] = BlockMap()  # how many records hang from a block
 
     # -- events ------------------------------------------------------------------------------------------------------
 
@@ -311,7 +311,7 @@ class PublishedState:
         return list(self._holdings.values())
 
     def freeze(self) -> None:
-        """Keep what is there readable, as `BlockTable.was`, while it changes."""
+        """Keep what is there readable, as `BlockMap.was`, while it changes."""
         for table in self._frozen():
             table.freeze()
 
@@ -320,7 +320,7 @@ class PublishedState:
         for table in self._frozen():
             table.thaw()
 
-    def _frozen(self) -> list[BlockTable[Record]]:
+    def _frozen(self) -> list[BlockMap[Record]]:
         return [self.ghosts, *(holding.blocks for holding in self._holdings.values())]
 
     def take_apart(self) -> list[dict[Any, Any]]:

@@ -21,7 +21,7 @@ from kvtier.index.base import (
     MAX_WORKERS,
     Columns,
     Hashes,
-    Lane,
+    IndexLane,
     Op,
     Steps,
     Table,
@@ -91,7 +91,7 @@ class CompiledTable:
         self._make_sets(self._room, rows)
         return True
 
-    def add_lane(self, lane: Lane) -> int | None:
+    def add_lane(self, lane: IndexLane) -> int | None:
         number = len(self._lanes)
         if number == MAX_LANES or not self._fits(self._room, number + 1, self._words):
             return None
@@ -235,7 +235,7 @@ class CompiledTable:
 
     def _tiers_of(self, number: int) -> dict[int, int]:
         """Return the workers of a holder set that hold its blocks on any tier, and a bit for each such tier."""
-        lanes = [Lane(Tier(tier), group) for tier, group in self._lanes.tolist()]
+        lanes = [IndexLane(Tier(tier), group) for tier, group in self._lanes.tolist()]
         held: dict[int, int] = {}
         for worker, lane in self._holders(number):
             held[worker] = held.get(worker, 0) | 1 << lane
