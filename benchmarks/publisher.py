@@ -255,7 +255,7 @@ def measure_rest(module: Any) -> dict[str, float]:
         made.publish(batches[:RING])
         found = made.publish_slowly(batches[RING:])
         found["idle_round_trip_ms"] = made.run(b"idle", str(ROUND_TRIPS).encode()) * 1e3
-        found["replay_batches_per_s"] = made.run(b"replay")
+        found["replay_messages_per_s"] = made.run(b"replay")
     return found
 
 

@@ -303,7 +303,7 @@ def test_a_published_recording_is_a_stream_like_any_other(tmp_path: Path) -> Non
         writer.write(RecordedBatch(2.0, 0, b""))
     write_recording_more = [batch(stored(21, count=3))]
     write_recording(file, *write_recording_more)
-    live, replay = (f"tcp://*:{port}" for port in ports)
+    live, replay = (f"tcp://127.0.0.1:{port}" for port in ports)  # the first was connected to, not bound
     with running("replay", str(file), "--endpoint", live, "--replay", replay, "--speed", "max", "--keep") as process:
         assert process.stderr is not None
         next(line for line in process.stderr if "4 batches published" in line)

@@ -138,12 +138,13 @@ def test_a_publisher_survives_random_replacement() -> None:
         source, held = random.Random(10), []
         made = ZmqEventPublisher(0, "tcp://127.0.0.1:0")
         for number in range(20_000):
-            new, events = source.getrandbits(64), []
+            events = []
             if len(held) == 4_000:
                 place = source.randrange(4_000)
                 events.append(BlockRemoved([held[place]], "GPU"))
-                held[place] = new
+                held[place] = new = source.getrandbits(64)
             else:
+                new = source.getrandbits(64)
                 held.append(new)
             events.append(BlockStored([new], None, [1], 1, None, "GPU", None))
             made.publish(KVEventBatch(ts=1.0, events=events))

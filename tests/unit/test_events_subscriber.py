@@ -63,6 +63,11 @@ def is_exact(subscriber: Subscriber[Any], name: str, seq: int = -1) -> Callable[
     return lambda: subscriber.status(name).state is State.EXACT and subscriber.status(name).seq >= seq
 
 
+def holds(subscriber: Subscriber[Any], name: str, blocks: int) -> Callable[[], bool]:
+    """Ask for a replica that is exact and has so many blocks; numbers of batches come from the clock."""
+    return lambda: subscriber.status(name).state is State.EXACT and subscriber.status(name).blocks == blocks
+
+
 @pytest.fixture
 def publisher() -> Iterator[ZmqEventPublisher]:
     made = ZmqEventPublisher(0, "tcp://*:0", "tcp://*:0", config=KVEventsConfig(heartbeat_interval=0.1))
@@ -176,9 +181,9 @@ def test_a_late_joiner_gets_all_and_follows(publisher: ZmqEventPublisher) -> Non
         publish(publisher, 1 << 40 | i)
     with Subscriber([source_of(publisher)]) as subscriber:
         pictures: dict[str, Picture] = {}
-        until(subscriber, is_exact(subscriber, "p", 100), pictures)
+        until(subscriber, holds(subscriber, "p", 100), pictures)
         publish(publisher, 5 << 40)
-        until(subscriber, is_exact(subscriber, "p", 101), pictures)
+        until(subscriber, holds(subscriber, "p", 101), pictures)
         assert len(pictures["p"].held) == 101
         status = subscriber.status("p")
         assert (status.kind, status.blocks, status.connected) == (Kind.KVTIER, 101, True)
@@ -288,7 +293,7 @@ def test_inproc_addresses_work() -> None:
     )
     publish(publisher, 1, 2, 3)
     with Subscriber([Source("p", "inproc://live-test", "inproc://replay-test")], limits=QUICK) as subscriber:
-        until(subscriber, is_exact(subscriber, "p", 1))
+        until(subscriber, holds(subscriber, "p", 3))
         assert subscriber.status("p").blocks == 3
     publisher.shutdown()
 
@@ -400,7 +405,7 @@ def test_with_keys_only_those_who_have_them_are_served(tmp_path: Path) -> None:
 
     plain = Source("plain", publisher.endpoint, publisher.replay_endpoint)
     with Subscriber([source("friend"), source("stranger"), plain], limits=QUICK) as subscriber:
-        until(subscriber, is_exact(subscriber, "friend", 1))
+        until(subscriber, holds(subscriber, "friend", 3))
         until(subscriber, lambda: all(subscriber.status(x).state is State.DEGRADED for x in ("stranger", "plain")))
         assert subscriber.status("friend").blocks == 3
         assert "does not accept our key" in subscriber.status("stranger").reason

@@ -29,7 +29,7 @@ __all__ = ["BlockMap", "Holding", "PublishedState", "Record", "runs"]
 Hashes = Sequence[ExternalBlockHash]
 V = TypeVar("V")
 
-_PARTS = 1024
+_PARTS = 256
 _MASK = _PARTS - 1
 _LEAST_GHOSTS = 10_000
 _UNCHANGED: Any = object()
