@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.vllm.conftest import Reference, tokens_of
+from tests.vllm.device import on_gpu
 from tests.vllm.engines import BLOCK, make_prompt, vllm_engine
 
 from kvtier.testing.faults import corrupt_pool
@@ -130,12 +131,13 @@ def test_without_vllms_own_prefix_cache(llama: Path, reference: Reference) -> No
 
 def test_the_far_end_of_a_window_is_there(hybrid: Path) -> None:
     """If all of a prompt were loaded, its last token would look at a block that is gone: too little to change a token."""
+    tolerance = 1e-3 if on_gpu() else 2e-6  # Triton multiplies float32 in tf32
     with vllm_engine(hybrid, {}) as engine:
         for seed in range(3):
             prompt = make_prompt(seed, 4 * BLOCK)
             computed = engine.logprobs(prompt)
             engine.forget()
-            assert engine.logprobs(prompt) == pytest.approx(computed, abs=2e-6)
+            assert engine.logprobs(prompt) == pytest.approx(computed, abs=tolerance)
         assert engine.stats.loads == 3
 
 

@@ -14,6 +14,7 @@ from urllib.request import urlopen
 
 import pytest
 from tests.vllm.conftest import Reference
+from tests.vllm.device import engine_options
 from tests.vllm.engines import Prompt, make_prompt
 from tests.vllm.test_processes import mapped_files, running, unlink_shared
 
@@ -46,6 +47,7 @@ def serving(model: Path) -> Iterator[Any]:
         "served-model-name": "tiny",
         "kv-transfer-config": json.dumps(TRANSFER),
     }
+    options |= {name.replace("_", "-"): value for name, value in engine_options().items() if value is not False}
     flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     # What `vllm serve` runs. The command itself looks for a package named vllm, and the CPU build has another name.
     module = "vllm.entrypoints.openai.api_server"
