@@ -159,7 +159,8 @@ def measure_first(arms: Sequence[Arm], sizes: Sizes, turns: int, repetitions: in
         speeds = []
         for turn in range(-1, turns):
             for arm in in_turn(arms, turn):
-                got = arm.ask("first_tokens", length=length, seed=turn, repetitions=repetitions if turn >= 0 else 1)
+                times_each = repetitions if turn >= 0 and arm is not arms[0] else 1  # off computes again each time
+                got = arm.ask("first_tokens", length=length, seed=turn, repetitions=times_each)
                 for key, values in got.items() if turn >= 0 else ():
                     times[arm.name].setdefault(key, []).extend(values)
             speeds.append(arms[0].ask("bus", size=min(1 << 30, length * token_bytes), repetitions=5)["load"])
@@ -330,6 +331,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3, help="of first tokens, each with a prompt of its own")
     parser.add_argument("--repetitions", type=int, default=3, help="of first tokens in a turn")
     parser.add_argument("--rounds", type=int, default=3, help="of chats in a closed loop")
+    parser.add_argument("--rates", type=float, nargs="+", help="requests a second of chats in an open loop")
     parser.add_argument("--open-rounds", type=int, default=1, help="of chats at each rate")
     parser.add_argument("--unique-rounds", type=int, default=12)
     parser.add_argument("--small", action="store_true", help="a tiny model on the CPU")
@@ -337,6 +339,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     sizes = CPU if options.small else GPU
+    sizes = sizes._replace(rates=sizes.rates if options.rates is None else options.rates)
     if options.arms[0] != "off":
         raise SystemExit("--arms: expected off first, which the others are compared with")
     results: Results = {"arms": {}}

@@ -83,10 +83,10 @@ class CostModel:
         """Estimate how long it takes to compute tokens; `None`: not known yet."""
         return None if self._seconds_per_token is None else num_tokens * self._seconds_per_token
 
-    def worth_loading(self, num_bytes: int, num_tokens: int) -> bool:
-        """Say whether loading bytes is expected to beat computing the tokens they hold."""
+    def worth_loading(self, num_bytes: int, num_tokens: int, wait: float = 0.0) -> bool:
+        """Say whether loading bytes after a wait of so many seconds is expected to beat computing so many tokens."""
         load, compute = self.load_seconds(num_bytes), self.compute_seconds(num_tokens)
-        if load is None or compute is None or load <= compute:
+        if load is None or compute is None or wait + load <= compute:
             return True
         self._refusals += 1
         return self._refusals % self._retry_after == 0

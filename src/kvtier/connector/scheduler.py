@@ -40,6 +40,7 @@ from kvtier.connector.metadata import (
     TransferReport,
     yield_req_data,
 )
+from kvtier.connector.prefill import PrefillQueue
 from kvtier.connector.running import RunningJobs
 from kvtier.connector.state import Geometry, GroupState, RequestState
 from kvtier.connector.stats import ConnectorStats
@@ -74,7 +75,8 @@ class OffloadingConnectorScheduler:
         self._clock = clock
         self._requests: dict[ReqId, RequestState] = {}
         self._jobs = RunningJobs()
-        self._choice = Choice(self._settings, self._geometry, self.cost, self._jobs, clock)
+        self._prefill = PrefillQueue()
+        self._choice = Choice(self._settings, self._geometry, self.cost, self._jobs, self._prefill, clock)
         self._strikes = Strikes()
         self._step = 0
         self._epoch = 0  # resets so far
@@ -117,6 +119,7 @@ class OffloadingConnectorScheduler:
         self.stats.not_worth += not is_worth
         end = match.end if is_worth else state.local
         self._explainer.note_match(state, match, end)
+        self._prefill.put(request.request_id, max(1, request.num_tokens - end))  # the last token is always computed
         return end - state.local, end > state.local
 
     # -- loading -----------------------------------------------------------------------------------------------------------
@@ -155,6 +158,7 @@ class OffloadingConnectorScheduler:
     def build_connector_meta(self, step: StepView) -> OffloadingConnectorMetadata:
         """Give the workers this step's loads and stores, and what must be over before it runs."""
         self._step += 1
+        self._prefill.take_step(step.num_scheduled_tokens)
         self._update_blocks(step)
         meta, self._planned = self._planned, OffloadingConnectorMetadata()
         meta.jobs_to_flush = self._jobs.stores_reading(self._allocated)
@@ -397,6 +401,7 @@ class OffloadingConnectorScheduler:
         if state is None:
             return False, None
         state.finished = True
+        self._prefill.discard(request.request_id)
         state.extend_keys()
         self.manager.touch(state.all_keys(), state.context)
         self.manager.on_request_finished(state.context)
@@ -449,6 +454,7 @@ class OffloadingConnectorScheduler:
         self.manager.check()
         self._tracker.check()
         self._jobs.check()
+        self._prefill.check()
         loads = {job.job_id for job in self._jobs.loads()}
         for state in self._requests.values():
             if state.load_job is not None and state.load_job not in loads:
