@@ -114,6 +114,14 @@ class Engine:
         self.settle()
         assert self.llm.reset_prefix_cache(reset_connector=tiers_too)
 
+    def falsify_pool(self) -> None:
+        """Change all that the pool holds, behind everybody's back: the sign of each number in it, float32 or bfloat16.
+
+        What is loaded stays finite. A GPU's process would end at the first token that it samples from no number.
+        """
+        for row in self.worker._connector.connector_worker.spec.open_pool().rows:
+            row[1::2] ^= 0x80
+
     @property
     def free_blocks(self) -> int:
         """Blocks that no request holds."""

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 from tests.vllm.conftest import Reference, tokens_of
 from tests.vllm.device import on_gpu
 from tests.vllm.engines import BLOCK, make_prompt, vllm_engine
-
-from kvtier.testing.faults import corrupt_pool
 
 LENGTHS = (20, 31, 33, 100, 128, 250)
 
@@ -147,7 +144,7 @@ def test_wrong_bytes_would_be_noticed(model: Path, reference: Reference) -> None
     with vllm_engine(model, {}) as engine:
         engine.generate([prompt])
         engine.forget()
-        corrupt_pool(engine.worker._connector.connector_worker.spec, np.random.default_rng(0))
+        engine.falsify_pool()
         output = engine.generate([prompt])[0]
     assert output.cached == 192
     assert output.tokens != reference(model, [prompt])[0]

@@ -38,6 +38,7 @@ from kvtier.connector import (
 from kvtier.integrations.summary import Summary
 from kvtier.integrations.vllm.describe import describe_engine, summarize
 from kvtier.integrations.vllm.holders import Holders
+from kvtier.integrations.vllm.layout import wanted_layout
 from kvtier.integrations.vllm.metrics import Counts, KVTierMetrics, KVTierStats
 from kvtier.integrations.vllm.translate import describe_blocks, step_view, translate_event
 from kvtier.offload import OffloadingSpec, OffloadingSpecFactory
@@ -117,8 +118,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Ask for nothing: in all of vLLM's layouts a layer's page of a block is dense."""
-        return None
+        """Ask for blocks that are one run of memory, where that wins. In all of vLLM's layouts a layer's page is dense."""
+        return wanted_layout(vllm_config)
 
     # The scheduler's side.
 
