@@ -11,7 +11,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -193,9 +193,9 @@ def bus(engine: VllmEngine, size: int, repetitions: int) -> dict[str, Any]:
     seconds = []
     for _ in range(repetitions):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()  # type: ignore[no-untyped-call]
+        begin.record()
         device.copy_(host, non_blocking=True)
-        end.record()  # type: ignore[no-untyped-call]
+        end.record()
         end.synchronize()
         seconds.append(begin.elapsed_time(end) / 1000)
     del device
@@ -203,5 +203,10 @@ def bus(engine: VllmEngine, size: int, repetitions: int) -> dict[str, Any]:
     return {"load": size / statistics.median(seconds)}
 
 
-TASKS = {"bus": bus, "chats": chats, "first_tokens": first_tokens, "unique": unique}
+TASKS: dict[str, Callable[..., dict[str, Any]]] = {
+    "bus": bus,
+    "chats": chats,
+    "first_tokens": first_tokens,
+    "unique": unique,
+}
 """What a parent may ask for."""

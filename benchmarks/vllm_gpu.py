@@ -23,7 +23,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from math import ceil
 from pathlib import Path
@@ -310,11 +310,11 @@ def show(results: Results) -> None:
         for name in results["arms"]:
             if name in chats:
                 got = chats[name]
-                times = [
+                shown = [
                     got[key][q] for key in ("ttft_ms", "later_ttft_ms", "between_tokens_ms") for q in ("p50", "p99")
                 ]
                 speeds = " ".join(f"{speed:.2f}" for speed in got["requests_per_second"])
-                print(f"  {name:14} {speeds:24}", *(f"{value:10.1f}" for value in times))
+                print(f"  {name:14} {speeds:24}", *(f"{value:10.1f}" for value in shown))
     if "unique" in results:
         print("\nnothing to reuse     tokens/s   of off")
         for name, got in results["unique"].items():
@@ -348,17 +348,17 @@ def main() -> None:
         (model / "config.json").write_text(json.dumps(dict(sizes.model)))
         arms = [stack.enter_context(closing(Arm(plan_arm(name, sizes, model)))) for name in options.arms]
         results["arms"] = {arm.name: arm.wait_ready() for arm in arms}
-        parts = {
+        parts: dict[str, Callable[[], Any]] = {
             "unique": lambda: measure_unique(arms, sizes, options.unique_rounds),
             "first": lambda: measure_first(arms, sizes, options.turns, options.repetitions),
             "closed": lambda: measure_chats(arms, sizes, options.rounds, None),
             "open": lambda: [measure_chats(arms, sizes, options.open_rounds, rate) for rate in sizes.rates],
         }
-        for name, measure in parts.items():
+        for part, measure in parts.items():
             begin = time.perf_counter()
-            results[name] = measure()
+            results[part] = measure()
             results["verdicts"] = judge(results)
-            print(f"{name}: {time.perf_counter() - begin:.0f} s", flush=True)
+            print(f"{part}: {time.perf_counter() - begin:.0f} s", flush=True)
             if options.json:
                 options.json.write_text(json.dumps(results, indent=1))
     show(results)

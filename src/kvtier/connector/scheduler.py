@@ -45,6 +45,7 @@ from kvtier.connector.running import RunningJobs
 from kvtier.connector.state import Geometry, GroupState, RequestState
 from kvtier.connector.stats import ConnectorStats
 from kvtier.connector.strikes import Strikes
+from kvtier.connector.times import TransferTimes
 from kvtier.errors import InputError, IntegrityError
 from kvtier.events.tracker import Describe, OffloadingEventsTracker
 from kvtier.events.types import KVCacheEvent
@@ -69,6 +70,7 @@ class OffloadingConnectorScheduler:
         self.spec = spec
         self.manager = spec.get_manager()
         self.stats = ConnectorStats()
+        self.times = TransferTimes()
         self.cost = CostModel()
         self._settings = spec.config.settings
         self._geometry = Geometry(spec.config)
@@ -348,16 +350,18 @@ class OffloadingConnectorScheduler:
     def _end_load(self, job: LoadJob) -> None:
         """Tell of a load that is over, and let its request go on."""
         self.stats.count_load(job)
+        now = self._clock()
+        self.times.note(job, now)
         self._over.finished_recving.add(job.req_id)
         self._over.invalid_block_ids |= job.invalid_block_ids()
-        was_ended = job.void or job.started + job.patience < min(self._clock(), job.started + job.deadline)
+        was_ended = job.void or job.started + job.patience < min(now, job.started + job.deadline)
         if not was_ended and (guilty := self._strikes.blame(job)):  # else the bus was slow, or nobody wanted it
             self.manager.discard(guilty, MissReason.FAILED)
         state = job.request
         state.load_job = None
         if state.finished:
             return
-        self.stats.count_tokens(self._explainer.note_load(state, job, self._recompute))
+        self.stats.count_tokens(self._explainer.note_load(state, job, self._recompute, now - job.started))
         if job.failed:
             state.may_load, state.next_offer = False, 0
             for group in state.groups:
@@ -378,6 +382,7 @@ class OffloadingConnectorScheduler:
     def _end_store(self, job: StoreJob) -> None:
         """Tell of a store that is over. A request that has finished needs its blocks only as long as one of its stores runs."""
         self.stats.count_store(job)
+        self.times.note(job, self._clock())
         state = job.request
         if job.job_id in state.store_jobs:
             state.store_jobs.remove(job.job_id)

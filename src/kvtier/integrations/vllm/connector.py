@@ -37,6 +37,7 @@ from kvtier.connector import (
 )
 from kvtier.integrations.summary import Summary
 from kvtier.integrations.vllm.describe import describe_engine, summarize
+from kvtier.integrations.vllm.explain import RequestLog, answer_params
 from kvtier.integrations.vllm.holders import Holders
 from kvtier.integrations.vllm.layout import wanted_layout
 from kvtier.integrations.vllm.metrics import Counts, KVTierMetrics, KVTierStats
@@ -100,6 +101,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._shown: set[str] = set()  # requests that the core was told of
         self._updated = False  # whether this step's output was taken in
         self._holders = Holders(config.groups)
+        self._request_log = RequestLog(_say, config.settings.load_deadline)
         self._connector = OffloadingConnector(config, ours, self.make_spec(config), describe_blocks)
         if self._connector.connector_scheduler is not None:
             _ask_for_recompute(vllm_config)
@@ -172,7 +174,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._holders.discard([request.request_id])
         self._shown.discard(request.request_id)
         self._connector.request_finished(request, block_ids)
-        return False, None
+        explanation = self._connector.explain(request.request_id)
+        self._request_log.note(request.request_id, explanation)
+        return False, answer_params(request, explanation)
 
     def has_pending_push_work(self) -> bool:
         """Say whether the engine must keep stepping for transfers although it has no requests."""
@@ -206,7 +210,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if not self._updated:  # vLLM does not pass on that a step has ended with nothing to tell
             self._connector.update_connector_output(KVConnectorOutput())
         self._updated = False
-        return self._counts.take_changes(self._connector.connector_scheduler.stats)
+        return self._counts.take_changes(self._connector.connector_scheduler)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVTierStats:
@@ -217,7 +221,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_prom_metrics(
         cls, vllm_config: VllmConfig, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
     ) -> KVTierMetrics:
-        """Make the counters of vLLM's /metrics."""
+        """Make what vLLM's /metrics show."""
         return KVTierMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # The worker's side.
