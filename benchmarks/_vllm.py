@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +158,11 @@ class VllmEngine:
         while not self._engine.reset_prefix_cache(reset_connector=tiers_too):
             self.step()  # with steps scheduled ahead, blocks are freed a step later
         self.drain()
+
+    def counts(self) -> dict[str, int]:
+        """Return what kvtier has counted; nothing with another connector."""
+        connector = getattr(self._scheduler.connector, "_connector", None)
+        return {} if connector is None else asdict(connector.connector_scheduler.stats)
 
     def facts(self) -> dict[str, Any]:
         """Return what results depend on and vLLM has chosen."""

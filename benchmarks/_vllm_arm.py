@@ -136,6 +136,7 @@ def chats(engine: VllmEngine, kind: Chats, seed: int, rate: float | None = None)
     said: list[list[int]] = [[] for _ in messages]
     running: dict[str, tuple[int, int]] = {}
     answers: list[tuple[int, Answer]] = []  # with the turn
+    before = engine.counts()
     start = due = time.perf_counter()
     while waiting or running:
         while waiting and _may_start(waiting[0][0], running, kind, rate, due):
@@ -160,6 +161,7 @@ def chats(engine: VllmEngine, kind: Chats, seed: int, rate: float | None = None)
         "gaps": [gap for _, answer in answers for gap in answer.gaps],
         "prompt_tokens": sum(answer.prompt_tokens for _, answer in answers),
         "cached_tokens": sum(answer.cached for _, answer in answers),
+        "counts": {name: total - before[name] for name, total in engine.counts().items()},
     }
 
 

@@ -4,12 +4,12 @@
 
 Engines of vLLM 0.32 with an 8B-shaped Llama (random weights, bf16, CUDA graphs), each in a process of its own, take turns on
 one GPU: vLLM alone (off), vLLM's own `OffloadingConnector` (own) and kvtier, both with the same host memory; a name that ends
-in a layout, as in kvtier-BLNHC, is an engine with that layout of its cache, any other has what it asks for itself.
+in a layout, as in kvtier-LBNHC, is an engine with that layout of its cache, any other has what it asks for itself.
 
 First token   a prompt that nobody has seen; after vLLM has evicted it; and once more, when vLLM has it (hit). The least that
               a load can take without overlap is that hit and the prompt's bytes at the speed of one large pinned copy,
               which is measured in every turn.
-Chats         turns of conversations of which vLLM's cache holds a fifth: so many requests at once (closed loop), and so
+Chats         turns of conversations of which vLLM's cache holds a quarter: so many requests at once (closed loop), and so
               many a second (open loop). Requests a second, time to the first token and from one token to the next.
 Nothing to    prompts that all differ: a connector looks up in vain, stores, and evicts again. Ratios to off, turn by turn.
 reuse
@@ -84,7 +84,7 @@ GPU = Sizes(
         "max_model_len": 33024,
         "max_num_seqs": 32,
         "max_num_batched_tokens": 8192,
-        "kv_cache_memory_bytes": 5 << 30,
+        "kv_cache_memory_bytes": 6 << 30,
         "gpu_memory_utilization": 0.15,
         "enforce_eager": False,
         "compilation_config": {
@@ -93,13 +93,13 @@ GPU = Sizes(
             "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32],
         },
     },
-    pool=20 << 30,
+    pool=26 << 30,
     lengths=[1024, 2048, 4096, 8192, 16384, 32768],
-    chats=Chats(chats=24, turns=4, first=2048, more=1024, answer=64, at_once=16),
+    chats=Chats(chats=32, turns=4, first=2048, more=1280, answer=64, at_once=24),
     rates=[6, 9, 12],
     unique=[2048, 3072, 4096, 1024, 2048, 4096],
 )
-"""The cache holds 40,960 tokens, the chats have 129,000 in the end, and the pool holds 163,840."""
+"""The cache holds 49,152 tokens, the chats have 196,608 in the end, and the pool holds 212,992."""
 CPU = Sizes(
     model=SMALL,
     options={
@@ -203,6 +203,7 @@ def summarize(runs: list[Result]) -> Result:
         "between_tokens_ms": quantiles([value for run in runs for value in run["gaps"]]),
         "prompt_tokens": sum(run["prompt_tokens"] for run in runs),
         "cached_tokens": sum(run["cached_tokens"] for run in runs),
+        "counts": [run["counts"] for run in runs],
     }
 
 
@@ -304,9 +305,8 @@ def show(results: Results) -> None:
                 print(f"  {name:50} {times} {got['of_least']:12.2f} {got['cached']:8,}")
     for chats in filter(None, [results.get("closed"), *results.get("open", [])]):
         rate = "closed loop" if chats["rate"] is None else f"{chats['rate']:g} a second"
-        print(
-            f"\nchats, {rate:14} requests/s            first token p50, p99   later turns p50, p99   between p50, p99"
-        )
+        columns = "first token p50, p99   later turns p50, p99   between p50, p99   cached tokens"
+        print(f"\nchats, {rate:14} requests/s            {columns}")
         for name in results["arms"]:
             if name in chats:
                 got = chats[name]
@@ -314,7 +314,7 @@ def show(results: Results) -> None:
                     got[key][q] for key in ("ttft_ms", "later_ttft_ms", "between_tokens_ms") for q in ("p50", "p99")
                 ]
                 speeds = " ".join(f"{speed:.2f}" for speed in got["requests_per_second"])
-                print(f"  {name:14} {speeds:24}", *(f"{value:10.1f}" for value in shown))
+                print(f"  {name:14} {speeds:24}", *(f"{value:10.1f}" for value in shown), f"{got['cached_tokens']:11,}")
     if "unique" in results:
         print("\nnothing to reuse     tokens/s   of off")
         for name, got in results["unique"].items():
@@ -327,7 +327,7 @@ def show(results: Results) -> None:
 def main() -> None:
     """Measure, print, and write what was asked for. Results are written after each part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arms", nargs="+", default=["off", "own", "kvtier", "kvtier-BLNHC"], help="off comes first")
+    parser.add_argument("--arms", nargs="+", default=["off", "own", "kvtier", "kvtier-LBNHC"], help="off comes first")
     parser.add_argument("--turns", type=int, default=3, help="of first tokens, each with a prompt of its own")
     parser.add_argument("--repetitions", type=int, default=3, help="of first tokens in a turn")
     parser.add_argument("--rounds", type=int, default=3, help="of chats in a closed loop")
