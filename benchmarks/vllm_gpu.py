@@ -120,6 +120,7 @@ CPU = Sizes(
 UNIQUE_ANSWER = 32
 LAYOUTS = ("LBNHC", "LBHNC", "BLNHC", "BLHNC")
 BARS = {"of_least": 1.1, "sooner_than_own": 1.3, "chats_own": 1.0, "chats_off": 1.5, "unique": 0.98}
+PARTS = ("unique", "first", "closed", "open")
 LONG = 4096
 """From so many tokens on the bars of the first token count."""
 
@@ -328,6 +329,7 @@ def main() -> None:
     """Measure, print, and write what was asked for. Results are written after each part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", nargs="+", default=["off", "own", "kvtier", "kvtier-LBNHC"], help="off comes first")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--turns", type=int, default=3, help="of first tokens, each with a prompt of its own")
     parser.add_argument("--repetitions", type=int, default=3, help="of first tokens in a turn")
     parser.add_argument("--rounds", type=int, default=3, help="of chats in a closed loop")
@@ -354,15 +356,15 @@ def main() -> None:
             "closed": lambda: measure_chats(arms, sizes, options.rounds, None),
             "open": lambda: [measure_chats(arms, sizes, options.open_rounds, rate) for rate in sizes.rates],
         }
-        for part, measure in parts.items():
+        for part in options.parts:
             begin = time.perf_counter()
-            results[part] = measure()
+            results[part] = parts[part]()
             results["verdicts"] = judge(results)
             print(f"{part}: {time.perf_counter() - begin:.0f} s", flush=True)
             if options.json:
                 options.json.write_text(json.dumps(results, indent=1))
     show(results)
-    if options.plot:
+    if options.plot and "first" in results:
         best = min(results["verdicts"], key=lambda name: results["first"][-1][name]["evicted_ms"])
         options.plot.write_text(plot_first(results, best))
 

@@ -522,5 +522,18 @@ def test_prompts_that_wait_to_be_computed_speak_for_a_load() -> None:
     host.scheduler.check()
 
 
+def test_long_steps_do_not_make_a_load_look_slow() -> None:
+    """A load begins when the step before it is over, and is seen at the end of the next. It was given up instead."""
+    clock = Clock()
+    host = make_host(clock=clock)
+    host.cache(Request("a", PROMPT))
+    host.scheduler.cost.note_step(8192, 0.25)
+    job, _ = load(host, Request("b", PROMPT))
+    clock.now += 0.7
+    assert host.idle().jobs_to_end == {}
+    clock.now += 0.1
+    assert job in host.idle().jobs_to_end
+
+
 def _load_bytes(host: Host, tokens: int) -> int:
     return host.scheduler._geometry.load_bytes(0, tokens)

@@ -23,6 +23,7 @@ if _has_vllm():
     os.environ |= {
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
+        "TRITON_F32_DEFAULT": "ieee",  # else tf32, whose rounding chooses between tokens that are nearly as likely
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),

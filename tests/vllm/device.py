@@ -5,7 +5,9 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-__all__ = ["engine_options", "on_gpu"]
+import pytest
+
+__all__ = ["engine_options", "lora_options", "on_gpu", "skip_without_devices"]
 
 
 @cache
@@ -23,4 +25,17 @@ def engine_options() -> dict[str, Any]:
     """
     if not on_gpu():
         return {}
-    return {"attention_backend": "TRITON_ATTN", "async_scheduling": False, "gpu_memory_utilization": 0.3}
+    return {"attention_backend": "TRITON_ATTN", "async_scheduling": False, "gpu_memory_utilization": 0.1}
+
+
+def lora_options() -> dict[str, Any]:
+    """Return vLLM's options for LoRA that depend on the device: its kernels for GPUs do not take float32."""
+    return {"dtype": "bfloat16"} if on_gpu() else {}
+
+
+def skip_without_devices(ranks: int) -> None:
+    """Skip where ranks need a GPU each and there are too few. On a CPU they share it."""
+    import torch
+
+    if on_gpu() and torch.cuda.device_count() < ranks:
+        pytest.skip(f"{ranks} ranks need as many CUDA devices")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tests.vllm.conftest import tokens_of
-from tests.vllm.device import on_gpu
+from tests.vllm.device import lora_options
 from tests.vllm.engines import make_prompt, vllm_engine
 from tests.vllm.models import save_adapter
 
@@ -27,7 +27,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 def test_adapters_and_the_base_never_share_kv(llama: Path, adapters: list[Any]) -> None:
-    options = LORA | ({"dtype": "bfloat16"} if on_gpu() else {})  # vLLM's LoRA kernels do not take float32
+    options = LORA | lora_options()
     with vllm_engine(llama, num_blocks=64, **options) as plain:
         expected = [tokens_of(plain.generate([PROMPT], lora_request=adapter)) for adapter in adapters]
     assert len({str(tokens) for tokens in expected}) == 3, "the adapters make a difference"

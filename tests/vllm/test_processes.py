@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from tests.vllm.device import on_gpu
+from tests.vllm.device import skip_without_devices
 
 TURNS = Path(__file__).with_name("turns.py")
 RANKS = Path(__file__).with_name("ranks.py")
@@ -50,14 +50,6 @@ def unlink_shared(mapped: set[tuple[str, str]]) -> None:
     for _, name in mapped:
         if name.startswith("/dev/shm/"):
             Path(name).unlink(missing_ok=True)
-
-
-def skip_without_devices(ranks: int) -> None:
-    """Skip where ranks need a GPU each and there are too few. On a CPU they share it."""
-    import torch
-
-    if on_gpu() and torch.cuda.device_count() < ranks:
-        pytest.skip(f"{ranks} ranks need as many CUDA devices")
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -53,7 +54,9 @@ def serving(model: Path) -> Iterator[Any]:
     module = "vllm.entrypoints.openai.api_server"
     with running("-m", module, "--model", str(model), "--enforce-eager", *flags) as process:
         assert process.stdout is not None
-        assert any("Application startup complete" in line for line in process.stdout), "the server did not start"
+        said = deque(maxlen=20)
+        started = any(said.append(line) or "Application startup complete" in line for line in process.stdout)
+        assert started, "the server did not start:\n" + "".join(said)
         yield OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
         mapped = mapped_files(process.pid)
     assert not any("kvtier" in name and name.startswith("/dev/shm/") for _, name in mapped)

@@ -18,7 +18,8 @@ from kvtier.connector.state import Geometry, RequestState
 __all__ = ["Choice"]
 
 _UNKNOWN_PATIENCE = 0.05  # how long to wait for a chunk while the price of computing it is not known
-_LEAST_PATIENCE = 0.05  # a load may have to wait for a step to end before its result is seen
+_LEAST_PATIENCE = 0.05
+_STEPS = 3  # a load may begin when the step that runs and the one it is ordered in are over, and is seen after a third
 _PATIENCE = 4  # times what computing takes: a load that was expected to be faster and is not, has gone wrong
 
 
@@ -73,7 +74,8 @@ class Choice:
         deadline, compute = self._settings.load_deadline, self._cost.compute_seconds(end - state.local)
         if compute is None or not self._settings.load_if_faster:
             return deadline
-        return min(deadline, max(_LEAST_PATIENCE, self._bus_wait() + _PATIENCE * compute))
+        waits = self._bus_wait() + _STEPS * self._cost.slowest_step
+        return min(deadline, max(_LEAST_PATIENCE, waits + _PATIENCE * compute))
 
     def is_worth_loading(self, state: RequestState, match: Match) -> bool:
         """Say whether a load, behind those that run, is expected to beat computing behind the prompts ahead of it."""
