@@ -33,6 +33,7 @@ def serving(model: Path) -> Iterator[Any]:
     """Serve a model and yield a client. In the end the server is killed, whatever it is doing."""
     from openai import OpenAI
 
+    pytest.importorskip("watchfiles", reason="vLLM's server needs it")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

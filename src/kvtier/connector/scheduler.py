@@ -27,6 +27,7 @@ from kvtier.connector.choice import Choice
 from kvtier.connector.cost import CostModel, StepTimer
 from kvtier.connector.explain import Explainer, Explanation
 from kvtier.connector.jobs import LoadJob, StoreJob, plan_load, plan_store, reordered
+from kvtier.connector.limits import read_token_limit
 from kvtier.connector.lookup import match_prefix
 from kvtier.connector.metadata import (
     BlockIds,
@@ -231,6 +232,8 @@ class OffloadingConnectorScheduler:
         """Return for each group the chunks complete within `limit` tokens that were not offered before: key and position."""
         if self._settings.prompt_only:
             limit = min(limit, state.view.num_prompt_tokens)
+        if state.store_limit is not None:
+            limit = min(limit, state.store_limit)
         wanted = []
         for group in state.groups:
             start, stop = group.next_store, group.num_complete(limit)
@@ -480,5 +483,6 @@ class OffloadingConnectorScheduler:
             context = ReqContext(request.kv_transfer_params, request.request_id)
             groups = tuple(GroupState(geometry) for geometry in self._geometry.groups)
             state = self._requests[request.request_id] = RequestState(request, context, groups, self._epoch)
+            state.store_limit = read_token_limit(request.kv_transfer_params, "max_offload_tokens")
         state.extend_keys()
         return state

@@ -34,6 +34,7 @@ from kvtier.connector import (
     OffloadingConnector,
     OffloadingConnectorMetadata,
     TransferReport,
+    read_token_limit,
 )
 from kvtier.integrations.summary import Summary
 from kvtier.integrations.vllm.describe import describe_engine, summarize
@@ -140,9 +141,15 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Return how many tokens vLLM can be offered for a request; `None`: any number."""
         if request in self._holders:
             return 0  # its load failed, be it ours or a sibling's: vLLM 0.32 waits for ever to begin another
+        if request.skip_reading_prefix_cache:
+            return 0  # as with prompt logprobs: vLLM computes all of it, whatever it is offered
+        wanted = read_token_limit(request.kv_transfer_params, "max_load_tokens")
+        if not self._windowed:
+            return wanted
         # With a whole prompt loaded vLLM computes its last token again, but has by then freed the block that this token
         # sees at the far end of its window.
-        return request.num_tokens - 1 - num_computed_tokens if self._windowed else None
+        most: int = request.num_tokens - 1 - num_computed_tokens
+        return most if wanted is None else min(most, wanted)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Tell which blocks a request got; with external tokens, plan their load."""
@@ -231,7 +238,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         num_blocks = self._kv_cache_config.num_blocks
         names = {name for group in self._groups for name in group.layer_names}
         self._connector.register_kv_caches(
-            {name: group_kernel_blocks(kv_caches[name], num_blocks) for name in kv_caches if name in names}
+            {name: group_kernel_blocks(kv_caches[name], num_blocks) for name in kv_caches if name in names},
+            blocks_first=True,
         )
 
     def handle_preemptions(self, kv_connector_metadata: KVTierMetadata) -> None:
