@@ -1,7 +1,9 @@
-"""One arm of a comparison: a vLLM engine in a process of its own, which serves what it is told to, and answers with times.
+"""One arm of a comparison: a vLLM engine in a process of its own, which serves what it is told to, and
+answers with times.
 
-Arms are started together and run one at a time. An idle one waits for a message and leaves the GPU alone. `Arm` is the
-parent's side and imports neither torch nor vLLM; `_serve` is the child's. What may be asked for are the functions of `TASKS`.
+Arms are started together and run one at a time. An idle one waits for a message and leaves the GPU alone.
+`Arm` is the parent's side and imports neither torch nor vLLM; `_serve` is the child's. What may be asked
+for are the functions of `TASKS`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ __all__ = ["Arm", "ArmPlan", "Chats"]
 
 
 class Chats(NamedTuple):
-    """Conversations: how many, turns of each, tokens of the first message, of each later one and of an answer."""
+    """Conversations: how many, turns of each, tokens of the first message, of later ones, of an answer."""
 
     chats: int
     turns: int
@@ -38,7 +40,7 @@ class Chats(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ArmPlan:
-    """What an arm is: its connector, if any, its options, and the environment that its process has besides."""
+    """What an arm is: its connector, if any, its options, and what its environment has besides."""
 
     name: str
     model: Path
@@ -97,7 +99,7 @@ def _serve(plan: ArmPlan, pipe: Connection) -> None:
 
 
 def first_tokens(engine: VllmEngine, length: int, seed: int, repetitions: int) -> dict[str, Any]:
-    """Time the first token of a prompt that nobody has seen, then when vLLM has evicted it, then when vLLM has it."""
+    """Time the first token of a new prompt, then when vLLM has evicted it, then when vLLM has it."""
     prompt = random.Random(f"first {seed} {length}").choices(range(1, 8192), k=length + 1)
     engine.forget()
     times: dict[str, list[float]] = {"computed": [_run(engine, prompt).ttft], "evicted": [], "hit": []}
@@ -122,10 +124,11 @@ def _run(engine: VllmEngine, prompt: list[int]) -> Answer:
 
 
 def chats(engine: VllmEngine, kind: Chats, seed: int, rate: float | None = None) -> dict[str, Any]:
-    """Hold conversations, turn by turn, from empty caches: so many requests at once or, with a rate, so many a second.
+    """Hold conversations, turn by turn, from empty caches: so many requests at once or, with a rate, so
+    many a second.
 
-    A turn says all that was said. Where turns come at a rate, at random times, one whose chat is still being answered
-    comes when that is over; its time begins then.
+    A turn says all that was said. Where turns come at a rate, at random times, one whose chat is still
+    being answered comes when that is over; its time begins then.
     """
     engine.forget(tiers_too=True)
     source = random.Random(f"chats {seed}")

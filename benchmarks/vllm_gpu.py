@@ -1,20 +1,24 @@
-"""Claim: in vLLM on a GPU an evicted prompt's first token comes as soon as the bus allows, and sooner than with vLLM's own.
+"""Claim: in vLLM on a GPU an evicted prompt's first token comes as soon as the bus allows, and sooner than
+with vLLM's own.
 
     python benchmarks/vllm_gpu.py [--json FILE] [--plot FILE.svg]
 
-Engines of vLLM 0.32 with an 8B-shaped Llama (random weights, bf16, CUDA graphs), each in a process of its own, take turns on
-one GPU: vLLM alone (off), vLLM's own `OffloadingConnector` (own) and kvtier, both with the same host memory; a name that ends
-in a layout, as in kvtier-LBNHC, is an engine with that layout of its cache, any other has what it asks for itself.
+Engines of vLLM 0.32 with an 8B-shaped Llama (random weights, bf16, CUDA graphs), each in a process of its
+own, take turns on one GPU: vLLM alone (off), vLLM's own `OffloadingConnector` (own) and kvtier, both with
+the same host memory; a name that ends in a layout, as in kvtier-LBNHC, is an engine with that layout of its
+cache, any other has what it asks for itself.
 
-First token   a prompt that nobody has seen; after vLLM has evicted it; and once more, when vLLM has it (hit). The least that
-              a load can take without overlap is that hit and the prompt's bytes at the speed of one large pinned copy,
-              which is measured in every turn.
-Chats         turns of conversations of which vLLM's cache holds a quarter: so many requests at once (closed loop), and so
-              many a second (open loop). Requests a second, time to the first token and from one token to the next.
-Nothing to    prompts that all differ: a connector looks up in vain, stores, and evicts again. Ratios to off, turn by turn.
-reuse
+First token       a prompt that nobody has seen; after vLLM has evicted it; once more, when vLLM has it (hit).
+                  The least that a load can take without overlap is that hit and the prompt's bytes at the
+                  speed of one large pinned copy, which is measured in every turn.
+Chats             turns of conversations of which vLLM's cache holds a quarter: so many requests at once
+                  (closed loop), and so many a second (open loop). Requests a second, time to the first
+                  token, and from one token to the next.
+Nothing to reuse  prompts that all differ: a connector looks up in vain, stores, and evicts again. Ratios to
+                  off, turn by turn.
 
-Needs vLLM 0.32 for this machine and kvtier. Without a GPU, `--small` tries the program out on vLLM's CPU build.
+Needs vLLM 0.32 for this machine and kvtier. Without a GPU, `--small` tries the program out on vLLM's CPU
+build.
 """
 
 from __future__ import annotations
@@ -160,7 +164,7 @@ def measure_first(arms: Sequence[Arm], sizes: Sizes, turns: int, repetitions: in
         speeds = []
         for turn in range(-1, turns):
             for arm in in_turn(arms, turn):
-                times_each = repetitions if turn >= 0 and arm is not arms[0] else 1  # off computes again each time
+                times_each = repetitions if turn >= 0 and arm is not arms[0] else 1  # off computes each time
                 got = arm.ask("first_tokens", length=length, seed=turn, repetitions=times_each)
                 for key, values in got.items() if turn >= 0 else ():
                     times[arm.name].setdefault(key, []).extend(values)

@@ -1,4 +1,4 @@
-"""Where the tests' engines run: on a CUDA device where there is one, else on the CPU. Called after vLLM's environment is set."""
+"""Where the tests' engines run: on a CUDA device where there is one, else on the CPU."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ __all__ = ["engine_options", "lora_options", "on_gpu", "skip_without_devices"]
 
 @cache
 def on_gpu() -> bool:
-    """Say whether engines run on a CUDA device. torch reads the environment when it is imported, hence not before."""
+    """Say whether engines run on a CUDA device. Imports torch, which reads the environment then."""
     import torch
 
     return torch.cuda.is_available()
 
 
 def engine_options() -> dict[str, Any]:
-    """Return vLLM's options that depend on the device: attention that takes float32, and as on the CPU one step at a time.
+    """Return vLLM's options that depend on the device: attention that takes float32, and as on the CPU one
+    step at a time.
 
-    Steps that are scheduled ahead are the subject of `test_cuda`; the other tests look at an engine between two steps.
+    Steps that are scheduled ahead are the subject of `test_cuda`; the other tests look at an engine between
+    two steps.
     """
     if not on_gpu():
         return {}

@@ -1,7 +1,8 @@
 """On a GPU: every way in which vLLM runs a model there gives the tokens that it gives without kvtier.
 
-In float32 all tokens are compared. In bfloat16 a few of vLLM's own differ between a cold and a warm cache, so that most
-must be the same, and none of those loaded from a falsified pool, which is the negative control of either.
+In float32 all tokens are compared. In bfloat16 a few of vLLM's own differ between a cold and a warm cache,
+so that most must be the same, and none of those loaded from a falsified pool, which is the negative control
+of either.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def test_same_tokens_under_preemption(model: Path, setup: str) -> None:
     options = SETUPS[setup]
     with vllm_engine(model, num_blocks=256, **options) as plain:
         expected = tokens_of(plain.generate(STRESS, 48))
-    num_blocks = 20 if "llama" in model.name else 28  # with two groups and steps ahead, the least for one prompt
+    num_blocks = 20 if "llama" in model.name else 28  # the least for one prompt
     with vllm_engine(model, {}, num_blocks=num_blocks, **options) as engine:
         rounds = [tokens_of(engine.generate(STRESS, 48)) for _ in range(2)]
         engine.settle()

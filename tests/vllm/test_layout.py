@@ -1,4 +1,4 @@
-"""The layout that kvtier asks for: where it was seen to win, and never where it could keep an engine from starting."""
+"""The layout that kvtier asks for: where it wins, and never where an engine might not start."""
 
 from __future__ import annotations
 

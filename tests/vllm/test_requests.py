@@ -1,4 +1,4 @@
-"""What a single request may ask for, in the words of vLLM and of its own connector; and the least cache there is."""
+"""What one request may ask for, in the words of vLLM and its own connector; and the least cache there is."""
 
 from __future__ import annotations
 

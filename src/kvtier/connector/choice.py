@@ -19,7 +19,7 @@ __all__ = ["Choice"]
 
 _UNKNOWN_PATIENCE = 0.05  # how long to wait for a chunk while the price of computing it is not known
 _LEAST_PATIENCE = 0.05
-_STEPS = 3  # a load may begin when the step that runs and the one it is ordered in are over, and is seen after a third
+_STEPS = 3  # a load begins after the step that runs and that of its order, and is seen after a third
 _PATIENCE = 4  # times what computing takes: a load that was expected to be faster and is not, has gone wrong
 
 
@@ -78,7 +78,7 @@ class Choice:
         return min(deadline, max(_LEAST_PATIENCE, waits + _PATIENCE * compute))
 
     def is_worth_loading(self, state: RequestState, match: Match) -> bool:
-        """Say whether a load, behind those that run, is expected to beat computing behind the prompts ahead of it."""
+        """Say whether a load behind those that run should beat computing behind the prompts ahead."""
         if not self._settings.load_if_faster or match.end == state.local:
             return True
         num_bytes = self._geometry.load_bytes(state.local, match.end)
@@ -86,7 +86,7 @@ class Choice:
         return self._cost.worth_loading(num_bytes, tokens, self._bus_wait())
 
     def _bus_wait(self) -> float:
-        """Estimate for how long running loads keep the bus busy. One that should be in by now is only not reported yet."""
+        """Estimate how long loads keep the bus busy. One that should be in by now is only not reported yet."""
         free_at = 0.0
         for job in self._running.loads():
             free_at = max(free_at, job.started) + (self._cost.load_seconds(job.num_bytes) or 0.0)

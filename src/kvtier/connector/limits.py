@@ -1,4 +1,4 @@
-"""Limits that a request sets for itself, under the names that vLLM's own connector takes. Pure; any thread."""
+"""Limits that a request sets for itself, named as vLLM's own connector names them. Pure; any thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_token_limit(params: Mapping[str, Any] | None, name: str) -> int | None:
-    """Return a number of tokens that a request names; `None` without one. What is no such number is left alone."""
+    """Return a number of tokens that a request names; `None` without one, or if it is no such number."""
     limit = None if params is None else params.get(name)
     if limit is None or (type(limit) is int and limit >= 0):
         return limit

@@ -1,7 +1,8 @@
 """The prompt tokens that requests have still to compute, in the order in which the engine asked about them.
 
-Computing a prompt instead of loading it takes its turn behind these. An entry begins with the answer to a question and ends
-when the engine has scheduled its last prompt token, or with its request. Scheduler thread only; nothing here waits.
+Computing a prompt instead of loading it takes its turn behind these. An entry begins with the answer to a
+question and ends when the engine has scheduled its last prompt token, or with its request. Scheduler thread
+only; nothing here waits.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class PrefillQueue:
         self._left: dict[ReqId, int] = {}
 
     def put(self, req_id: ReqId, tokens: int) -> None:
-        """Note that a request has so many tokens to compute. One that is asked about again keeps its place."""
+        """Note what a request has to compute. One that is asked about again keeps its place."""
         self._left[req_id] = tokens
 
     def discard(self, req_id: ReqId) -> None:

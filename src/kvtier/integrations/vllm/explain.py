@@ -1,7 +1,9 @@
-"""Why a request was not served from a cache: in its answer if it asks for that, and now and then in vLLM's log.
+"""Why a request was not served from a cache: in its answer if it asks for that, and now and then in vLLM's
+log.
 
-A request asks with `kv_transfer_params: {"kvtier": {"explain": true}}`, and the answer's `kv_transfer_params` then say where its
-prompt came from. Whatever else somebody sends there is left alone. Belongs to the scheduler thread.
+A request asks with `kv_transfer_params: {"kvtier": {"explain": true}}`, and the answer's
+`kv_transfer_params` then say where its prompt came from. Whatever else somebody sends there is left alone.
+Belongs to the scheduler thread.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ _ADVICE = {
 def answer_params(request: Request, explanation: Explanation | None) -> dict[str, Any] | None:
     """Return what the answer to a request carries, if the request asks for it and has run.
 
-    The question is taken out: a `MultiConnector` may have another child like this one, and does not take two answers.
+    The question is taken out: a `MultiConnector` may have another child like this one, and does not take
+    two answers.
     """
     asked = (request.kv_transfer_params or {}).get("kvtier")
     if explanation is None or not isinstance(asked, dict) or asked.get("explain") is not True:

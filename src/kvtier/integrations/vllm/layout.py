@@ -1,12 +1,13 @@
 """The layout of its cache that kvtier asks vLLM for: blocks outermost, so that a block is one run of memory.
 
-In vLLM's default layout a block is one page for each layer, which a kernel gathers and scatters beside the engine's own. With
-blocks outermost the copy engine moves it as it is: on an H200 an engine with nothing to reuse kept 0.999 of its speed instead
-of 0.984 (docs/vllm.md). vLLM drops the wish with a warning where a backend cannot do it.
+In vLLM's default layout a block is one page for each layer, which a kernel gathers and scatters beside the
+engine's own. With blocks outermost the copy engine moves it as it is: on an H200 an engine with nothing to
+reuse kept 0.999 of its speed instead of 0.984 (docs/vllm.md). vLLM drops the wish with a warning where a
+backend cannot do it.
 
-The wish is left out where it was not seen to win, or could keep an engine from starting: vLLM cannot cut blocks that are not
-dense by layer into the smaller ones of some kernels, and children of a `MultiConnector` must all want the same.
-`VLLM_KV_CACHE_LAYOUT` goes before any wish. Pure; any thread.
+The wish is left out where it was not seen to win, or could keep an engine from starting: vLLM cannot cut
+blocks that are not dense by layer into the smaller ones of some kernels, and children of a `MultiConnector`
+must all want the same. `VLLM_KV_CACHE_LAYOUT` goes before any wish. Pure; any thread.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def wanted_layout(vllm_config: VllmConfig) -> str | None:
 
 
 def _is_in_company() -> bool:
-    """Say whether a `MultiConnector` asks: it gives its children copies of its config that do not lead back to it."""
+    """Say whether a `MultiConnector` asks. The configs that it gives its children do not lead back to it."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back

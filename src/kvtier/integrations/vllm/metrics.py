@@ -1,6 +1,7 @@
 """What kvtier counts, in vLLM's log and at its /metrics.
 
-Counted on the scheduler's side and carried by vLLM to the process that shows it. Not for several threads at once.
+Counted on the scheduler's side and carried by vLLM to the process that shows it. Not for several threads at
+once.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class Counts:
         return KVTierStats(data) if data else None
 
     def _is_time_to_look(self, scheduler: OffloadingConnectorScheduler, changed: bool) -> bool:
-        """Say yes once a second and, since an idle engine makes no more steps, when the last transfer is over."""
+        """Say yes once a second and, as an idle engine makes no steps, when the last transfer is over."""
         now = self._clock()
         if self._levels and not (changed and (now >= self._next_look or not scheduler.has_pending_push_work())):
             return False
