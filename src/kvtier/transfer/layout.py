@@ -117,7 +117,8 @@ def _infer_num_blocks(kv_caches: Mapping[str, torch.Tensor], layouts: Sequence[K
     common = [count for count in set.intersection(*readings) if count is not None]
     if not common:
         shapes = sorted({str(tuple(tensor.shape)) for tensor in kv_caches.values()})
-        raise LayoutError(f"expected one number of blocks in all layers, got shapes {_few(shapes)}")
+        reading = f" as {layouts[0].name}" if len(layouts) == 1 else ""
+        raise LayoutError(f"expected one number of blocks in all layers{reading}, got shapes {_few(shapes)}")
     return max(common, key=lambda count: (count != 2, count))
 
 
