@@ -1,4 +1,4 @@
-"""Several vLLM engines in one process, on the CPU, of which one runs at a time: what is compared shares every disturbance.
+"""vLLM engines for benchmarks, each in the process that made it: on the CPU several may share one, of which one runs at a time.
 
 vLLM keeps a process's worker-side connector in a global variable; `VllmEngine` puts its own there before it runs. Seeded random
 weights are saved to a folder first, since each engine loads them: nothing is downloaded.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,9 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     cached: int = 0
     """Prompt tokens that were not computed."""
+    gaps: list[float] = field(default_factory=list)
+    """Seconds between one step that gave it tokens and the next."""
+    last: float = 0.0
 
 
 class VllmEngine:
@@ -123,8 +126,12 @@ class VllmEngine:
         for output in outputs:
             answer = self._answers[output.request_id]
             answer.tokens = list(output.outputs[0].token_ids)
-            if answer.tokens and not answer.ttft:
-                answer.ttft = time.perf_counter() - answer.submitted
+            now = time.perf_counter()
+            if answer.ttft:
+                answer.gaps.append(now - answer.last)
+            elif answer.tokens:
+                answer.ttft = now - answer.submitted
+            answer.last = now
             if output.finished:
                 answer.cached = output.num_cached_tokens
                 complete[output.request_id] = self._answers.pop(output.request_id)
@@ -135,10 +142,38 @@ class VllmEngine:
         taken, self._scheduler_seconds = self._scheduler_seconds, []
         return taken
 
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to step for: requests, or transfers."""
+        return bool(self._scheduler.has_requests())
+
     def drain(self) -> None:
         """Step until the last store is over."""
-        while self._scheduler.has_requests():
+        while self.busy:
             self.step()
+
+    def forget(self, *, tiers_too: bool = False) -> None:
+        """Empty vLLM's own cache, and if asked the connector's tiers."""
+        self.drain()
+        while not self._engine.reset_prefix_cache(reset_connector=tiers_too):
+            self.step()  # with steps scheduled ahead, blocks are freed a step later
+        self.drain()
+
+    def counts(self) -> dict[str, int]:
+        """Return what kvtier has counted; nothing with another connector."""
+        connector = getattr(self._scheduler.connector, "_connector", None)
+        return {} if connector is None else asdict(connector.connector_scheduler.stats)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what results depend on and vLLM has chosen."""
+        config = self._engine.vllm_config
+        return {
+            "layout": config.cache_config.kv_cache_layout,
+            "block_size": config.cache_config.block_size,
+            "num_blocks": config.cache_config.num_gpu_blocks,
+            "async_scheduling": bool(config.scheduler_config.async_scheduling),
+            "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
+        }
 
     def close(self) -> None:
         """End the engine."""

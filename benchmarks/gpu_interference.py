@@ -1,6 +1,6 @@
 """How much a GPU's own work slows down beside continuous transfers: ours, large copies alone, and a copy kernel.
 
-    python benchmarks/gpu_interference.py [--json FILE]
+    python benchmarks/gpu_interference.py [--layout blocks] [--json FILE]
 
 The work is a prefill with eight layers of the 8B-shaped Llama of `gpu_ttft.py` (bf16, 4,096 tokens), loops of bf16 matrix
 products that take about 1.4 and 0.18 ms each, and a loop of copies within HBM, which has nothing to spare for anybody.
@@ -38,7 +38,9 @@ from triton.language.extra.cuda import globaltimer, smid
 
 from kvtier.engine.model import ForwardBatch, SequenceSlice
 
-PAGE, REFS, JOB = 32 << 10, 64, 256 << 20
+JOB = 256 << 20
+LAYOUTS = {"layers": (32 << 10, 64), "blocks": (2 << 20, 1)}
+"""Bytes and number of a block's pages: apart by layer, K and V apart too, or all of it in one run of memory."""
 SETTLE, WINDOW, COPY_WINDOW = 0.1, 0.2, 0.5
 PATIENCE = 1.0
 AHEAD = 3
@@ -340,10 +342,11 @@ def main() -> None:
     }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--layout", choices=list(LAYOUTS), default="layers", help="of the cache that is copied")
     parser.add_argument("--work", nargs="+", choices=list(works), default=list(works))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    rig = Rig(PAGE, REFS, JOB)
+    rig = Rig(*LAYOUTS[options.layout], JOB)
     rows: list[dict[str, Any]] = []
     for ways in (("store",), ("load",), WAYS):
         rows += bench_copies(rig, ways)

@@ -110,14 +110,14 @@ def test_a_load_that_takes_longer_than_computing_is_ended_and_not_tried_again_at
     clock = Clock()
     host = make_host(clock=clock)
     host.cache(Request("a", PROMPT))
-    host.scheduler.cost.note_step(1000, 1.0)
+    host.scheduler.cost.note_step(40, 0.04)
     job, _ = load(host, Request("b", PROMPT))
-    clock.now += 0.09
+    clock.now += 0.21  # four times what computing takes, and three steps
     assert host.idle().jobs_to_end == {}
     clock.now += 0.01
     order = host.idle().jobs_to_end[job]
     assert not order.void, "what has arrived is good"
-    host.report(job, success=False, failed_blocks=(4, 5), seconds=0.1)
+    host.report(job, success=False, failed_blocks=(4, 5), seconds=0.22)
     assert host.scheduler.explain("b").from_tiers == {"cpu": 16}  # type: ignore[union-attr]
     later = Request("c", PROMPT)
     assert host.scheduler.get_num_new_matched_tokens(later, 0) == (0, False)

@@ -486,3 +486,54 @@ def test_explanations_name_eviction() -> None:
     explanation = host.scheduler.explain("b")
     assert explanation is not None
     assert (explanation.first_miss, explanation.first_missing_token) == (MissReason.EVICTED, 0)
+
+
+def test_a_load_that_should_be_in_does_not_hold_up_the_next() -> None:
+    """Results come with a step's end: what is on the bus by the books has often left it long ago."""
+    clock = Clock()
+    host = make_host(clock=clock)
+    first, second = list(range(1, 26)), list(range(101, 126))
+    for index, prompt in enumerate((first, second)):
+        host.cache(Request(f"cached {index}", prompt))
+    host.scheduler.cost.note_step(100, 4.0)  # a prompt takes a second to compute, and 0.6 to load
+    host.scheduler.cost.note_load(_load_bytes(host, 24), 0.6)
+    load(host, Request("b", first))
+    assert host.scheduler.get_num_new_matched_tokens(Request("c", second), 0) == (0, False), "1.2 s with the wait"
+    clock.now += 0.6
+    assert host.scheduler.get_num_new_matched_tokens(Request("d", second), 0) == (24, True)
+
+
+def test_prompts_that_wait_to_be_computed_speak_for_a_load() -> None:
+    """Of many at once, those that the bus has no time for are computed one after the other, not all at the same time."""
+    host = make_host(clock=Clock())
+    prompts = [list(range(100 * index, 100 * index + 25)) for index in range(8)]
+    for index, prompt in enumerate(prompts):
+        host.cache(Request(f"cached {index}", prompt))
+    host.scheduler.cost.note_step(100, 4.0)
+    host.scheduler.cost.note_load(_load_bytes(host, 24), 0.4)
+    loaded = []
+    for index, prompt in enumerate(prompts):
+        request = Request(f"again {index}", prompt)
+        tokens, _ = host.scheduler.get_num_new_matched_tokens(request, 0)
+        if tokens:
+            host.scheduler.update_state_after_alloc(request, host.blocks(7), tokens)
+        loaded.append(bool(tokens))
+    assert loaded == [True, True, False, True, True, True, False, True]
+    host.scheduler.check()
+
+
+def test_long_steps_do_not_make_a_load_look_slow() -> None:
+    """A load begins when the step before it is over, and is seen at the end of the next. It was given up instead."""
+    clock = Clock()
+    host = make_host(clock=clock)
+    host.cache(Request("a", PROMPT))
+    host.scheduler.cost.note_step(8192, 0.25)
+    job, _ = load(host, Request("b", PROMPT))
+    clock.now += 0.7
+    assert host.idle().jobs_to_end == {}
+    clock.now += 0.1
+    assert job in host.idle().jobs_to_end
+
+
+def _load_bytes(host: Host, tokens: int) -> int:
+    return host.scheduler._geometry.load_bytes(0, tokens)

@@ -125,6 +125,8 @@ def test_pages_may_be_dense_in_any_order() -> None:
         ((2, 2, 8), 2, KVLayout.KV_FIRST, 2),
         ((1, 8), None, None, 1),
         ((2, 1, 8), None, None, 2),
+        ((2, 5, 8), None, KVLayout.BLOCKS_FIRST, 1),
+        ((2, 5, 8), None, KVLayout.KV_FIRST, 2),
     ],
 )
 def test_which_dimension_counts_blocks(

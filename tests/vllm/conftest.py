@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.vllm.device import on_gpu
 from tests.vllm.engines import Engine, Output, Prompt, vllm_engine
 from tests.vllm.models import save_hybrid, save_llama
 
@@ -22,6 +23,7 @@ if _has_vllm():
     os.environ |= {
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
+        "TRITON_F32_DEFAULT": "ieee",  # else tf32, whose rounding chooses between tokens that are nearly as likely
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
@@ -30,13 +32,15 @@ if _has_vllm():
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip without vLLM, and let vLLM warn: only our own warnings are errors."""
+    """Skip without vLLM or a device that a test needs, and let vLLM warn: only our own warnings are errors."""
     skip = None if _has_vllm() else pytest.mark.skip(reason="vLLM is not installed here; `make test-vllm` installs it")
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.filterwarnings("ignore"))
             if skip is not None:
                 item.add_marker(skip)
+            elif item.get_closest_marker("gpu") and not on_gpu():
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
 @pytest.fixture(scope="session")

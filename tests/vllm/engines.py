@@ -1,4 +1,4 @@
-"""vLLM engines for tests: in this process, on the CPU, small enough to overflow at once.
+"""vLLM engines for tests: in this process, on the CPU or a GPU (`device`), small enough to overflow at once.
 
 vLLM is imported when an engine is made, not before: without vLLM the tests are skipped and not broken.
 """
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.vllm.device import engine_options
 from tests.vllm.models import VOCAB
 
 BLOCK = 32
@@ -113,6 +114,14 @@ class Engine:
         self.settle()
         assert self.llm.reset_prefix_cache(reset_connector=tiers_too)
 
+    def falsify_pool(self) -> None:
+        """Change all that the pool holds, behind everybody's back: the sign of each number in it, float32 or bfloat16.
+
+        What is loaded stays finite. A GPU's process would end at the first token that it samples from no number.
+        """
+        for row in self.worker._connector.connector_worker.spec.open_pool().rows:
+            row[1::2] ^= 0x80
+
     @property
     def free_blocks(self) -> int:
         """Blocks that no request holds."""
@@ -188,7 +197,7 @@ def vllm_engine(
         "disable_log_stats": False,
         "seed": 0,
     }
-    llm = LLM(model=str(model), num_gpu_blocks_override=num_blocks, **(defaults | options))
+    llm = LLM(model=str(model), num_gpu_blocks_override=num_blocks, **(defaults | engine_options() | options))
     engine = Engine(llm)
     try:
         yield engine

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 
+from tests.vllm.device import engine_options
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 
@@ -18,6 +19,7 @@ ROUNDS = 8
 
 def main() -> None:
     llm = LLM(
+        **engine_options(),
         model=sys.argv[1],
         dtype="float32",
         max_model_len=352,

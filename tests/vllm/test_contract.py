@@ -11,6 +11,7 @@ from queue import Queue
 from typing import Any
 
 import pytest
+from tests.vllm.device import skip_without_devices
 from tests.vllm.engines import BLOCK, Engine, make_prompt, vllm_engine
 
 from kvtier.connector import ConnectorStats
@@ -259,6 +260,7 @@ def test_ways_to_divide_a_model_that_are_refused(llama: Path, cache_config: Any,
 
 def test_ranks_on_several_machines_are_refused(llama: Path, cache_config: Any) -> None:
     """They were accepted, and every transfer failed: ranks share host memory."""
+    skip_without_devices(2)
     from kvtier.integrations.vllm import describe_engine
 
     config = engine_config(llama, tensor_parallel_size=2)
@@ -276,6 +278,7 @@ def test_ranks_on_several_machines_are_refused(llama: Path, cache_config: Any) -
 
 
 def test_ranks_with_schedulers_of_their_own_are_refused(llama: Path, cache_config: Any) -> None:
+    skip_without_devices(2)
     from kvtier.integrations.vllm import describe_engine
 
     config = engine_config(llama, tensor_parallel_size=2)
@@ -291,6 +294,7 @@ def test_ranks_that_ray_has_spread_are_refused(
     llama: Path, cache_config: Any, monkeypatch: pytest.MonkeyPatch, together: list[bool]
 ) -> None:
     """Only the workers can tell where Ray has put them. vLLM's own question to them is tested by vLLM."""
+    skip_without_devices(2)
     from types import SimpleNamespace
 
     from kvtier.connector import ConnectorRole
@@ -336,6 +340,7 @@ def test_recurrent_models_are_refused(llama: Path, cache_config: Any) -> None:
 
 
 def test_the_namespace_tells_models_and_settings_apart(llama: Path, hybrid: Path, cache_config: Any) -> None:
+    skip_without_devices(2)
     from kvtier.integrations.vllm import describe_engine
 
     def namespace(model: Path = llama, **options: Any) -> str:

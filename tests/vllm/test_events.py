@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.vllm.device import lora_options
 from tests.vllm.engines import BLOCK, Engine, make_prompt, vllm_engine
 from tests.vllm.models import save_adapter
 
@@ -107,7 +108,8 @@ def test_blocks_are_described_as_vllm_describes_its_own(
 
     lora = LoRARequest("adapter", 1, str(save_adapter(tmp_path, 1)))
     settings = {"blocks_per_chunk": per_chunk, "prompt_only": True}
-    with vllm_engine(llama, settings, num_blocks=64, enable_lora=True, max_lora_rank=8, **events_on()) as engine:
+    options = {"enable_lora": True, "max_lora_rank": 8} | lora_options() | events_on()
+    with vllm_engine(llama, settings, num_blocks=64, **options) as engine:
         listener = Listener(engine)
         engine.generate([make_prompt(0, 160), make_prompt(0, 160)], salts=["tenant", None])
         engine.generate([make_prompt(1, 160)], lora_request=lora)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tests.vllm.conftest import tokens_of
+from tests.vllm.device import lora_options
 from tests.vllm.engines import make_prompt, vllm_engine
 from tests.vllm.models import save_adapter
 
@@ -26,10 +27,11 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 def test_adapters_and_the_base_never_share_kv(llama: Path, adapters: list[Any]) -> None:
-    with vllm_engine(llama, num_blocks=64, **LORA) as plain:
+    options = LORA | lora_options()
+    with vllm_engine(llama, num_blocks=64, **options) as plain:
         expected = [tokens_of(plain.generate([PROMPT], lora_request=adapter)) for adapter in adapters]
     assert len({str(tokens) for tokens in expected}) == 3, "the adapters make a difference"
-    with vllm_engine(llama, {}, num_blocks=64, **LORA) as engine:
+    with vllm_engine(llama, {}, num_blocks=64, **options) as engine:
         offered = _watch_offers(engine.connector._connector.connector_scheduler.manager)
         for seen, adapter in enumerate(adapters):
             engine.forget()

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from tests.vllm.device import skip_without_devices
 
 TURNS = Path(__file__).with_name("turns.py")
 RANKS = Path(__file__).with_name("ranks.py")
@@ -55,6 +56,7 @@ def unlink_shared(mapped: set[tuple[str, str]]) -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
 def test_same_tokens_and_nothing_left_behind(llama: Path, tensor_parallel_size: int) -> None:
+    skip_without_devices(tensor_parallel_size)
     with running(str(TURNS), str(llama), str(tensor_parallel_size)) as process:
         assert process.stdout is not None
         line = next(line for line in process.stdout if line.startswith('{"computed"'))
@@ -74,6 +76,7 @@ def test_same_tokens_and_nothing_left_behind(llama: Path, tensor_parallel_size: 
 @pytest.mark.timeout(300)
 def test_right_tokens_although_one_rank_fails_before_another(model: Path) -> None:
     """vLLM hears of a failed block from one rank at once, and of the end of the load when all have ended theirs."""
+    skip_without_devices(2)
     with running(str(RANKS), str(model)) as process:
         assert process.stdout is not None
         line = next(line for line in process.stdout if line.startswith('{"wrong"'))

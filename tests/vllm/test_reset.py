@@ -115,7 +115,7 @@ def _add_noise(model: Any, seed: int) -> None:
     with torch.no_grad():
         for name, weights in sorted(model.named_parameters()):
             if "norm" in name:
-                weights += torch.randn(weights.shape, generator=generator)
+                weights += torch.randn(weights.shape, generator=generator).to(weights)
 
 
 def test_events_say_what_the_pool_holds(model: Path) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 from tests.vllm.conftest import Reference, tokens_of
+from tests.vllm.device import on_gpu
 from tests.vllm.engines import BLOCK, make_prompt, vllm_engine
-
-from kvtier.testing.faults import corrupt_pool
 
 LENGTHS = (20, 31, 33, 100, 128, 250)
 
@@ -130,12 +128,13 @@ def test_without_vllms_own_prefix_cache(llama: Path, reference: Reference) -> No
 
 def test_the_far_end_of_a_window_is_there(hybrid: Path) -> None:
     """If all of a prompt were loaded, its last token would look at a block that is gone: too little to change a token."""
+    tolerance = 1e-4 if on_gpu() else 2e-6
     with vllm_engine(hybrid, {}) as engine:
         for seed in range(3):
             prompt = make_prompt(seed, 4 * BLOCK)
             computed = engine.logprobs(prompt)
             engine.forget()
-            assert engine.logprobs(prompt) == pytest.approx(computed, abs=2e-6)
+            assert engine.logprobs(prompt) == pytest.approx(computed, abs=tolerance)
         assert engine.stats.loads == 3
 
 
@@ -145,7 +144,7 @@ def test_wrong_bytes_would_be_noticed(model: Path, reference: Reference) -> None
     with vllm_engine(model, {}) as engine:
         engine.generate([prompt])
         engine.forget()
-        corrupt_pool(engine.worker._connector.connector_worker.spec, np.random.default_rng(0))
+        engine.falsify_pool()
         output = engine.generate([prompt])[0]
     assert output.cached == 192
     assert output.tokens != reference(model, [prompt])[0]

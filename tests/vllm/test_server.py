@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -14,6 +15,7 @@ from urllib.request import urlopen
 
 import pytest
 from tests.vllm.conftest import Reference
+from tests.vllm.device import engine_options
 from tests.vllm.engines import Prompt, make_prompt
 from tests.vllm.test_processes import mapped_files, running, unlink_shared
 
@@ -31,6 +33,7 @@ def serving(model: Path) -> Iterator[Any]:
     """Serve a model and yield a client. In the end the server is killed, whatever it is doing."""
     from openai import OpenAI
 
+    pytest.importorskip("watchfiles", reason="vLLM's server needs it")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -46,12 +49,15 @@ def serving(model: Path) -> Iterator[Any]:
         "served-model-name": "tiny",
         "kv-transfer-config": json.dumps(TRANSFER),
     }
+    options |= {name.replace("_", "-"): value for name, value in engine_options().items() if value is not False}
     flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     # What `vllm serve` runs. The command itself looks for a package named vllm, and the CPU build has another name.
     module = "vllm.entrypoints.openai.api_server"
     with running("-m", module, "--model", str(model), "--enforce-eager", *flags) as process:
         assert process.stdout is not None
-        assert any("Application startup complete" in line for line in process.stdout), "the server did not start"
+        said = deque(maxlen=20)
+        started = any(said.append(line) or "Application startup complete" in line for line in process.stdout)
+        assert started, "the server did not start:\n" + "".join(said)
         yield OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
         mapped = mapped_files(process.pid)
     assert not any("kvtier" in name and name.startswith("/dev/shm/") for _, name in mapped)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 
+from tests.vllm.device import engine_options
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 
@@ -18,6 +19,7 @@ PROMPTS = [[(7 * seed + 13 * token) % 512 for token in range(60 + 40 * seed)] fo
 def main() -> None:
     model, tensor_parallel_size = sys.argv[1:]
     llm = LLM(
+        **engine_options(),
         model=model,
         dtype="float32",
         max_model_len=352,

@@ -2,6 +2,7 @@
 
 from kvtier.connector.connector import OffloadingConnector
 from kvtier.connector.explain import Explanation
+from kvtier.connector.limits import read_token_limit
 from kvtier.connector.metadata import (
     BlockIds,
     CachedRequest,
@@ -41,5 +42,6 @@ __all__ = [
     "StepView",
     "TransferReport",
     "TransferSpec",
+    "read_token_limit",
     "yield_req_data",
 ]

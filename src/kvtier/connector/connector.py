@@ -121,9 +121,12 @@ class OffloadingConnector:
 
     # The worker's side.
 
-    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Tell where the engine keeps its KV, by layer name. Comes before the first step."""
-        self._worker.register_kv_caches(kv_caches)
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor], *, blocks_first: bool = False) -> None:
+        """Tell where the engine keeps its KV, by layer name. Comes before the first step.
+
+        `blocks_first`: all tensors count blocks in their first dimension, also where that has two.
+        """
+        self._worker.register_kv_caches(kv_caches, blocks_first=blocks_first)
 
     def bind_connector_metadata(self, connector_metadata: OffloadingConnectorMetadata) -> None:
         """Set the orders of the step that begins. Those of a step that was never ended are reported as failed."""

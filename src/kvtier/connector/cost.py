@@ -19,6 +19,8 @@ _MIN_STEP_TOKENS = 32  # a decode step is bound by latency and says nothing abou
 _RETRY_AFTER = 64
 _FIRST_RETRY_AFTER = 4  # doubled each time that it is in vain
 _MAX_IN_FLIGHT = 16
+_HALF_LIFE = 64  # steps
+_FADING = 0.5 ** (1 / _HALF_LIFE)
 
 
 class StepTimer:
@@ -51,6 +53,8 @@ class CostModel:
     def __init__(self) -> None:
         self._seconds_per_byte: float | None = None
         self._seconds_per_token: float | None = None
+        self.slowest_step = 0.0
+        """Seconds of the slowest step of late: half of it is forgotten in `_HALF_LIFE` steps."""
         self._refusals, self._retry_after = 0, _RETRY_AFTER
         self._has_lost = False  # the last load that said anything of the bus was given up
 
@@ -72,6 +76,7 @@ class CostModel:
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
         """Learn from a step that computed `num_tokens` tokens."""
+        self.slowest_step = max(seconds, self.slowest_step * _FADING)
         if num_tokens >= _MIN_STEP_TOKENS and seconds > 0:
             self._seconds_per_token = _blend(self._seconds_per_token, seconds / num_tokens)
 
@@ -83,10 +88,10 @@ class CostModel:
         """Estimate how long it takes to compute tokens; `None`: not known yet."""
         return None if self._seconds_per_token is None else num_tokens * self._seconds_per_token
 
-    def worth_loading(self, num_bytes: int, num_tokens: int) -> bool:
-        """Say whether loading bytes is expected to beat computing the tokens they hold."""
+    def worth_loading(self, num_bytes: int, num_tokens: int, wait: float = 0.0) -> bool:
+        """Say whether loading bytes after a wait of so many seconds is expected to beat computing so many tokens."""
         load, compute = self.load_seconds(num_bytes), self.compute_seconds(num_tokens)
-        if load is None or compute is None or load <= compute:
+        if load is None or compute is None or wait + load <= compute:
             return True
         self._refusals += 1
         return self._refusals % self._retry_after == 0

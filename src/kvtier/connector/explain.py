@@ -34,6 +34,8 @@ class Explanation:
     recomputed: int = 0
     first_miss: MissReason | None = None
     first_missing_token: int | None = None
+    load_seconds: float | None = None
+    """From the order of its load until every rank had reported; `None` without a load."""
 
 
 class Explainer:
@@ -51,11 +53,11 @@ class Explainer:
         elif match.missing is not None:
             state.miss = self._manager.explain(match.missing), end
 
-    def note_load(self, state: RequestState, job: LoadJob, recompute: Recompute) -> Explanation | None:
-        """Explain a request whose load is over, unless that was done before."""
+    def note_load(self, state: RequestState, job: LoadJob, recompute: Recompute, seconds: float) -> Explanation | None:
+        """Explain a request whose load is over after so many seconds, unless that was done before."""
         if job.failed:
             state.miss = MissReason.FAILED, job.first_failed_token()
-        return self._explain(state, job.tokens_saved(recompute))
+        return self._explain(state, job.tokens_saved(recompute), seconds)
 
     def note_run(self, state: RequestState) -> Explanation | None:
         """Explain a request that runs, unless that was done before: it has not loaded anything."""
@@ -65,7 +67,7 @@ class Explainer:
         """Return the explanation of a request; `None` if it has not run or is long forgotten."""
         return self._explained.get(req_id)
 
-    def _explain(self, state: RequestState, loaded: int) -> Explanation | None:
+    def _explain(self, state: RequestState, loaded: int, seconds: float | None = None) -> Explanation | None:
         req_id = state.view.request_id
         if state.explained:
             return None
@@ -75,7 +77,8 @@ class Explainer:
         loaded = max(0, min(loaded, prompt - 1 - local))
         reason, token = state.miss
         tiers = {"cpu": loaded} if loaded else {}
-        explanation = self._explained[req_id] = Explanation(local, tiers, prompt - local - loaded, reason, token)
+        explanation = Explanation(local, tiers, prompt - local - loaded, reason, token, seconds)
+        self._explained[req_id] = explanation
         if len(self._explained) > _REMEMBERED:
             self._explained.popitem(last=False)
         return explanation

@@ -11,13 +11,15 @@ from kvtier.config import KVTierConfig
 from kvtier.connector.cost import CostModel
 from kvtier.connector.jobs import LoadJob
 from kvtier.connector.lookup import PrefixMatch
+from kvtier.connector.prefill import PrefillQueue
 from kvtier.connector.running import RunningJobs
 from kvtier.connector.state import ChunkGeometry, RequestState
 
 __all__ = ["LoadDecision"]
 
 _UNKNOWN_PATIENCE = 0.05  # how long to wait for a chunk while the price of computing it is not known
-_LEAST_PATIENCE = 0.05  # a load may have to wait for a step to end before its result is seen
+_LEAST_PATIENCE = 0.05
+_STEPS = 3  # a load begins after the step that runs and that of its order, and is seen after a third
 _PATIENCE = 4  # times what computing takes: a load that was expected to be faster and is not, has gone wrong
 
 
@@ -30,10 +32,11 @@ class LoadDecision:
         geometry: ChunkGeometry,
         cost: CostModel,
         running: RunningJobs,
+        prefill: PrefillQueue,
         clock: Callable[[], float],
     ) -> None:
         self._settings, self._geometry = settings, geometry
-        self._cost, self._running, self._clock = cost, running, clock
+        self._cost, self._running, self._prefill, self._clock = cost, running, prefill, clock
 
     def should_wait(self, state: RequestState, match: PrefixMatch) -> bool:
         """Say whether the request should be asked about later: a chunk is on its way and worth the wait."""
@@ -71,12 +74,20 @@ class LoadDecision:
         deadline, compute = self._settings.load_deadline, self._cost.compute_seconds(end - state.local)
         if compute is None or not self._settings.load_if_faster:
             return deadline
-        return min(deadline, max(_LEAST_PATIENCE, _PATIENCE * compute))
+        waits = self._bus_wait() + _STEPS * self._cost.slowest_step
+        return min(deadline, max(_LEAST_PATIENCE, waits + _PATIENCE * compute))
 
     def is_worth_loading(self, state: RequestState, match: PrefixMatch) -> bool:
-        """Say whether the load of a match, behind those that run, is expected to beat computing."""
+        """Say whether a load behind those that run should beat computing behind the prompts ahead."""
         if not self._settings.load_if_faster or match.end == state.local:
             return True
-        queued = sum(job.num_bytes for job in self._running.loads())
-        num_bytes = queued + self._geometry.load_bytes(state.local, match.end)
-        return self._cost.worth_loading(num_bytes, match.end - state.local)
+        num_bytes = self._geometry.load_bytes(state.local, match.end)
+        tokens = self._prefill.ahead_of(state.view.request_id) + match.end - state.local
+        return self._cost.worth_loading(num_bytes, tokens, self._bus_wait())
+
+    def _bus_wait(self) -> float:
+        """Estimate how long loads keep the bus busy. One that should be in by now is only not reported yet."""
+        free_at = 0.0
+        for job in self._running.loads():
+            free_at = max(free_at, job.started) + (self._cost.load_seconds(job.num_bytes) or 0.0)
+        return max(0.0, free_at - self._clock())

@@ -26,6 +26,7 @@ from kvtier.config import Recompute
 from kvtier.connector.cost import CostModel, StepTimer
 from kvtier.connector.explain import Explainer, Explanation
 from kvtier.connector.jobs import LoadJob, StoreJob, plan_load, plan_store, reordered
+from kvtier.connector.limits import read_token_limit
 from kvtier.connector.load_decision import LoadDecision
 from kvtier.connector.load_failures import LoadFailures
 from kvtier.connector.lookup import match_prefix
@@ -41,9 +42,11 @@ from kvtier.connector.metadata import (
     TransferReport,
     yield_req_data,
 )
+from kvtier.connector.prefill import PrefillQueue
 from kvtier.connector.running import RunningJobs
 from kvtier.connector.state import ChunkGeometry, GroupState, RequestState
 from kvtier.connector.stats import ConnectorStats
+from kvtier.connector.times import TransferTimes
 from kvtier.errors import InputError, IntegrityError
 from kvtier.events.tracker import Describe, OffloadingEventsTracker
 from kvtier.events.types import KVCacheEvent
@@ -68,13 +71,15 @@ class OffloadingConnectorScheduler:
         self.spec = spec
         self.manager = spec.get_manager()
         self.stats = ConnectorStats()
+        self.times = TransferTimes()
         self.cost = CostModel()
         self._settings = spec.config.settings
         self._geometry = ChunkGeometry(spec.config)
         self._clock = clock
         self._requests: dict[ReqId, RequestState] = {}
         self._jobs = RunningJobs()
-        self._load_decision = LoadDecision(self._settings, self._geometry, self.cost, self._jobs, clock)
+        self._prefill = PrefillQueue()
+        self._load_decision = LoadDecision(self._settings, self._geometry, self.cost, self._jobs, self._prefill, clock)
         self._load_failures = LoadFailures()
         self._step = 0
         self._epoch = 0  # resets so far
@@ -117,6 +122,7 @@ class OffloadingConnectorScheduler:
         self.stats.not_worth += not is_worth
         end = match.end if is_worth else state.local
         self._explainer.note_match(state, match, end)
+        self._prefill.put(request.request_id, max(1, request.num_tokens - end))  # the last token is always computed
         return end - state.local, end > state.local
 
     # -- loading -----------------------------------------------------------------------------------------------------------
@@ -155,6 +161,7 @@ class OffloadingConnectorScheduler:
     def build_connector_meta(self, step: StepView) -> OffloadingConnectorMetadata:
         """Give the workers this step's loads and stores, and what must be over before it runs."""
         self._step += 1
+        self._prefill.take_step(step.num_scheduled_tokens)
         self._update_blocks(step)
         meta, self._planned = self._planned, OffloadingConnectorMetadata()
         meta.jobs_to_flush = self._jobs.stores_reading(self._allocated)
@@ -225,6 +232,8 @@ class OffloadingConnectorScheduler:
         """Return for each group the chunks complete within `limit` tokens that were not offered before: key and position."""
         if self._settings.prompt_only:
             limit = min(limit, state.view.num_prompt_tokens)
+        if state.store_limit is not None:
+            limit = min(limit, state.store_limit)
         wanted = []
         for group in state.groups:
             start, stop = group.next_store, group.num_complete(limit)
@@ -344,16 +353,18 @@ class OffloadingConnectorScheduler:
     def _end_load(self, job: LoadJob) -> None:
         """Tell of a load that is over, and let its request go on."""
         self.stats.count_load(job)
+        now = self._clock()
+        self.times.note(job, now)
         self._over.finished_recving.add(job.req_id)
         self._over.invalid_block_ids |= job.invalid_block_ids()
-        was_ended = job.void or job.started + job.patience < min(self._clock(), job.started + job.deadline)
+        was_ended = job.void or job.started + job.patience < min(now, job.started + job.deadline)
         if not was_ended and (guilty := self._load_failures.blame(job)):  # else the bus was slow, or nobody wanted it
             self.manager.discard(guilty, MissReason.FAILED)
         state = job.request
         state.load_job = None
         if state.finished:
             return
-        self.stats.count_tokens(self._explainer.note_load(state, job, self._recompute))
+        self.stats.count_tokens(self._explainer.note_load(state, job, self._recompute, now - job.started))
         if job.failed:
             state.may_load, state.next_offer = False, 0
             for group in state.groups:
@@ -374,6 +385,7 @@ class OffloadingConnectorScheduler:
     def _end_store(self, job: StoreJob) -> None:
         """Tell of a store that is over. A request that has finished needs its blocks only as long as one of its stores runs."""
         self.stats.count_store(job)
+        self.times.note(job, self._clock())
         state = job.request
         if job.job_id in state.store_jobs:
             state.store_jobs.remove(job.job_id)
@@ -397,6 +409,7 @@ class OffloadingConnectorScheduler:
         if state is None:
             return False, None
         state.finished = True
+        self._prefill.discard(request.request_id)
         state.extend_keys()
         self.manager.touch(state.all_keys(), state.context)
         self.manager.on_request_finished(state.context)
@@ -449,6 +462,7 @@ class OffloadingConnectorScheduler:
         self.manager.check()
         self._tracker.check()
         self._jobs.check()
+        self._prefill.check()
         loads = {job.job_id for job in self._jobs.loads()}
         for state in self._requests.values():
             if state.load_job is not None and state.load_job not in loads:
@@ -469,5 +483,6 @@ class OffloadingConnectorScheduler:
             context = ReqContext(request.kv_transfer_params, request.request_id)
             groups = tuple(GroupState(geometry) for geometry in self._geometry.groups)
             state = self._requests[request.request_id] = RequestState(request, context, groups, self._epoch)
+            state.store_limit = read_token_limit(request.kv_transfer_params, "max_offload_tokens")
         state.extend_keys()
         return state

@@ -151,6 +151,8 @@ class RequestState:
     next_offer: int = 0
     """All chunks that are complete with fewer computed tokens than this have been offered for storing."""
     retry_store_at: int = 0
+    store_limit: int | None = None
+    """Tokens from its beginning that may be stored, if the request sets a limit."""
     finished: bool = False
     explained: bool = False
     miss: tuple[MissReason | None, int | None] = None, None

@@ -59,11 +59,15 @@ class OffloadingConnectorWorker:
         self._invalid_block_ids: set[int] = set()
         self._failed_loads: set[ReqId] = set()
 
-    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Learn where the engine keeps its KV, by layer name, and make the handlers."""
-        from kvtier.transfer.layout import canonicalize
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor], *, blocks_first: bool = False) -> None:
+        """Learn where the engine keeps its KV, by layer name, and make the handlers.
 
-        canonical = canonicalize(kv_caches, self.spec.config.groups)
+        `blocks_first`: all tensors count blocks in their first dimension, also where that has two.
+        """
+        from kvtier.transfer.layout import KVLayout, canonicalize
+
+        layout = KVLayout.BLOCKS_FIRST if blocks_first else None
+        canonical = canonicalize(kv_caches, self.spec.config.groups, layout=layout)
         for src, dst, handler in self.spec.get_handlers(canonical):
             self._handlers[src.medium(), dst.medium()] = handler
 

@@ -76,7 +76,7 @@ def canonicalize(
     if len(devices) > 1:
         raise LayoutError(f"expected all layers on one device, got {_few(devices)}")
     if num_blocks is None:
-        num_blocks = _infer_num_blocks(kv_caches)
+        num_blocks = _infer_num_blocks(kv_caches, [layout] if layout else list(KVLayout))
     layers = {name: _pages(name, tensor, num_blocks, layout) for name, tensor in kv_caches.items()}
     by_group = [_pages_of_group(i, group, layers) for i, group in enumerate(groups)]
     unique = _widest(pages for group in by_group for pages in group)
@@ -111,13 +111,14 @@ def _describe(name: str, tensor: torch.Tensor) -> str:
     return f"layer {name} (shape {tuple(tensor.shape)}{strides} {tensor.dtype})"
 
 
-def _infer_num_blocks(kv_caches: Mapping[str, torch.Tensor]) -> int:
-    """Return the number of blocks that every layer can have."""
-    readings = [{reading.num_blocks(tensor) for reading in KVLayout} - {None} for tensor in kv_caches.values()]
+def _infer_num_blocks(kv_caches: Mapping[str, torch.Tensor], layouts: Sequence[KVLayout]) -> int:
+    """Return the number of blocks that every layer can have in one of these layouts."""
+    readings = [{layout.num_blocks(tensor) for layout in layouts} - {None} for tensor in kv_caches.values()]
     common = [count for count in set.intersection(*readings) if count is not None]
     if not common:
         shapes = sorted({str(tuple(tensor.shape)) for tensor in kv_caches.values()})
-        raise LayoutError(f"expected one number of blocks in all layers, got shapes {_few(shapes)}")
+        reading = f" as {layouts[0].name}" if len(layouts) == 1 else ""
+        raise LayoutError(f"expected one number of blocks in all layers{reading}, got shapes {_few(shapes)}")
     return max(common, key=lambda count: (count != 2, count))
 
 

@@ -34,9 +34,12 @@ from kvtier.connector import (
     OffloadingConnector,
     OffloadingConnectorMetadata,
     TransferReport,
+    read_token_limit,
 )
 from kvtier.integrations.summary import Summary
 from kvtier.integrations.vllm.describe import describe_engine, summarize
+from kvtier.integrations.vllm.explain import RequestLog, answer_params
+from kvtier.integrations.vllm.layout import wanted_layout
 from kvtier.integrations.vllm.load_gate import LoadGate
 from kvtier.integrations.vllm.metrics import Counts, KVTierMetrics, KVTierStats
 from kvtier.integrations.vllm.translate import describe_blocks, step_view, translate_event
@@ -99,6 +102,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._shown: set[str] = set()  # requests that the core was told of
         self._updated = False  # whether this step's output was taken in
         self._load_gate = LoadGate(config.groups)
+        self._request_log = RequestLog(_say, config.settings.load_deadline)
         self._connector = OffloadingConnector(config, ours, self.make_spec(config), describe_blocks)
         if self._connector.connector_scheduler is not None:
             _ask_for_recompute(vllm_config)
@@ -117,8 +121,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Ask for nothing: in all of vLLM's layouts a layer's page of a block is dense."""
-        return None
+        """Ask for blocks that are one run of memory, where that wins. In all of vLLM's layouts a layer's page is dense."""
+        return wanted_layout(vllm_config)
 
     # The scheduler's side.
 
@@ -137,9 +141,15 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Return how many tokens vLLM can be offered for a request; `None`: any number."""
         if request in self._load_gate:
             return 0  # its load failed, be it ours or a sibling's: vLLM 0.32 waits for ever to begin another
+        if request.skip_reading_prefix_cache:
+            return 0  # as with prompt logprobs: vLLM computes all of it, whatever it is offered
+        wanted = read_token_limit(request.kv_transfer_params, "max_load_tokens")
+        if not self._windowed:
+            return wanted
         # With a whole prompt loaded vLLM computes its last token again, but has by then freed the block that this token
         # sees at the far end of its window.
-        return request.num_tokens - 1 - num_computed_tokens if self._windowed else None
+        most: int = request.num_tokens - 1 - num_computed_tokens
+        return most if wanted is None else min(most, wanted)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Tell which blocks a request got; with external tokens, plan their load."""
@@ -171,7 +181,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._load_gate.discard([request.request_id])
         self._shown.discard(request.request_id)
         self._connector.request_finished(request, block_ids)
-        return False, None
+        explanation = self._connector.explain(request.request_id)
+        self._request_log.note(request.request_id, explanation)
+        return False, answer_params(request, explanation)
 
     def has_pending_push_work(self) -> bool:
         """Say whether the engine must keep stepping for transfers although it has no requests."""
@@ -205,7 +217,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if not self._updated:  # vLLM does not pass on that a step has ended with nothing to tell
             self._connector.update_connector_output(KVConnectorOutput())
         self._updated = False
-        return self._counts.take_changes(self._connector.connector_scheduler.stats)
+        return self._counts.take_changes(self._connector.connector_scheduler)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVTierStats:
@@ -216,7 +228,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_prom_metrics(
         cls, vllm_config: VllmConfig, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
     ) -> KVTierMetrics:
-        """Make the counters of vLLM's /metrics."""
+        """Make what vLLM's /metrics show."""
         return KVTierMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # The worker's side.
@@ -226,7 +238,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         num_blocks = self._kv_cache_config.num_blocks
         names = {name for group in self._groups for name in group.layer_names}
         self._connector.register_kv_caches(
-            {name: group_kernel_blocks(kv_caches[name], num_blocks) for name in kv_caches if name in names}
+            {name: group_kernel_blocks(kv_caches[name], num_blocks) for name in kv_caches if name in names},
+            blocks_first=True,
         )
 
     def handle_preemptions(self, kv_connector_metadata: KVTierMetadata) -> None:

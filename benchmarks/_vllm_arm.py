@@ -1,0 +1,217 @@
+"""One arm of a comparison: a vLLM engine in a process of its own, which serves what it is told to, and
+answers with times.
+
+Arms are started together and run one at a time. An idle one waits for a message and leaves the GPU alone.
+`Arm` is the parent's side and imports neither torch nor vLLM; `_serve` is the child's. What may be asked
+for are the functions of `TASKS`.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from _vllm import Answer, VllmEngine
+
+__all__ = ["Arm", "ArmPlan", "Chats"]
+
+
+class Chats(NamedTuple):
+    """Conversations: how many, turns of each, tokens of the first message, of later ones, of an answer."""
+
+    chats: int
+    turns: int
+    first: int
+    more: int
+    answer: int
+    at_once: int
+    """Requests in flight, where a new one comes when another has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArmPlan:
+    """What an arm is: its connector, if any, its options, and what its environment has besides."""
+
+    name: str
+    model: Path
+    transfer: Mapping[str, Any] | None
+    options: Mapping[str, Any]
+    environment: Mapping[str, str]
+
+
+class Arm:
+    """The parent's side. The engine starts at once; `wait_ready` is for when it is needed."""
+
+    def __init__(self, plan: ArmPlan) -> None:
+        self.name = plan.name
+        context = get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(plan, theirs), daemon=True)
+        self._process.start()
+        theirs.close()  # else the end of the child would not be noticed
+
+    def wait_ready(self) -> dict[str, Any]:
+        """Wait until the engine runs, and return what is worth knowing of it."""
+        return self._wait_answer()
+
+    def ask(self, task: str, **named: Any) -> dict[str, Any]:
+        """Have a task done, and wait for what comes of it."""
+        self._pipe.send((task, named))
+        return self._wait_answer()
+
+    def close(self) -> None:
+        """End the process, whatever it does."""
+        self._process.kill()
+        self._process.join()
+
+    def _wait_answer(self) -> dict[str, Any]:
+        try:
+            answer: dict[str, Any] = self._pipe.recv()
+        except EOFError:
+            raise RuntimeError(f"{self.name}: its process has ended; what it said is above") from None
+        return answer
+
+
+def _serve(plan: ArmPlan, pipe: Connection) -> None:
+    """Run an engine and do what the parent asks for, until this process is killed."""
+    os.environ |= plan.environment  # read when torch and vLLM are imported
+    from _vllm import VllmEngine
+
+    started = time.perf_counter()
+    engine = VllmEngine(plan.model, plan.transfer, **plan.options)
+    gc.collect()
+    gc.freeze()
+    pipe.send({"start_seconds": time.perf_counter() - started} | engine.facts())
+    while True:
+        task, named = pipe.recv()
+        gc.collect()
+        pipe.send(TASKS[task](engine, **named))
+
+
+def first_tokens(engine: VllmEngine, length: int, seed: int, repetitions: int) -> dict[str, Any]:
+    """Time the first token of a new prompt, then when vLLM has evicted it, then when vLLM has it."""
+    prompt = random.Random(f"first {seed} {length}").choices(range(1, 8192), k=length + 1)
+    engine.forget()
+    times: dict[str, list[float]] = {"computed": [_run(engine, prompt).ttft], "evicted": [], "hit": []}
+    cached = []
+    for _ in range(repetitions):
+        engine.forget()
+        answer = _run(engine, prompt)
+        cached.append(answer.cached)
+        times["evicted"].append(answer.ttft)
+        times["hit"].append(_run(engine, prompt).ttft)
+    return times | {"cached": cached}
+
+
+def _run(engine: VllmEngine, prompt: list[int]) -> Answer:
+    """Run a prompt to its first token, and its stores to their end."""
+    request_id = engine.submit(prompt, 1)
+    done: dict[str, Answer] = {}
+    while request_id not in done:
+        done = engine.step()
+    engine.drain()
+    return done[request_id]
+
+
+def chats(engine: VllmEngine, kind: Chats, seed: int, rate: float | None = None) -> dict[str, Any]:
+    """Hold conversations, turn by turn, from empty caches: so many requests at once or, with a rate, so
+    many a second.
+
+    A turn says all that was said. Where turns come at a rate, at random times, one whose chat is still
+    being answered comes when that is over; its time begins then.
+    """
+    engine.forget(tiers_too=True)
+    source = random.Random(f"chats {seed}")
+    lengths = [kind.first, *[kind.more] * (kind.turns - 1)]
+    messages = [[source.choices(range(1, 8192), k=length) for length in lengths] for _ in range(kind.chats)]
+    waiting = [(chat, turn) for turn in range(kind.turns) for chat in source.sample(range(kind.chats), kind.chats)]
+    pauses = [0.0 if rate is None else source.expovariate(rate) for _ in waiting]
+    said: list[list[int]] = [[] for _ in messages]
+    running: dict[str, tuple[int, int]] = {}
+    answers: list[tuple[int, Answer]] = []  # with the turn
+    before = engine.counts()
+    start = due = time.perf_counter()
+    while waiting or running:
+        while waiting and _may_start(waiting[0][0], running, kind, rate, due):
+            chat, turn = waiting.pop(0)
+            due += pauses[len(waiting)]
+            said[chat] += messages[chat][turn]
+            running[engine.submit(said[chat], kind.answer)] = chat, turn
+        if not engine.busy:
+            time.sleep(max(0.0, due - time.perf_counter()))
+            continue
+        for request_id, answer in engine.step().items():
+            chat, turn = running.pop(request_id)
+            said[chat] += answer.tokens
+            answers.append((turn, answer))
+    seconds = time.perf_counter() - start
+    engine.drain()
+    return {
+        "seconds": seconds,
+        "requests": len(answers),
+        "ttft": [answer.ttft for _, answer in answers],
+        "later_ttft": [answer.ttft for turn, answer in answers if turn],
+        "gaps": [gap for _, answer in answers for gap in answer.gaps],
+        "prompt_tokens": sum(answer.prompt_tokens for _, answer in answers),
+        "cached_tokens": sum(answer.cached for _, answer in answers),
+        "counts": {name: total - before[name] for name, total in engine.counts().items()},
+    }
+
+
+def _may_start(chat: int, running: Mapping[str, tuple[int, int]], kind: Chats, rate: float | None, due: float) -> bool:
+    if any(chat == busy for busy, _ in running.values()):
+        return False
+    return len(running) < kind.at_once if rate is None else time.perf_counter() >= due
+
+
+def unique(engine: VllmEngine, lengths: list[int], answer: int, seed: int) -> dict[str, Any]:
+    """Time prompts that nobody has seen, all at once, until the last token and until the last store."""
+    source = random.Random(f"unique {seed}")
+    prompts = [source.choices(range(1, 8192), k=length) for length in lengths]
+    start = time.perf_counter()
+    left = {engine.submit(prompt, answer) for prompt in prompts}
+    while left:
+        left -= engine.step().keys()
+    served = time.perf_counter() - start
+    engine.drain()
+    return {"served": served, "seconds": time.perf_counter() - start}
+
+
+def bus(engine: VllmEngine, size: int, repetitions: int) -> dict[str, Any]:
+    """Return the bytes per second of one large copy of pinned memory to the GPU; none without a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"load": float("inf")}
+    host = torch.empty(size, dtype=torch.int8, pin_memory=True)
+    device = torch.empty(size, dtype=torch.int8, device="cuda")
+    seconds = []
+    for _ in range(repetitions):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        device.copy_(host, non_blocking=True)
+        end.record()
+        end.synchronize()
+        seconds.append(begin.elapsed_time(end) / 1000)
+    del device
+    torch.cuda.empty_cache()
+    return {"load": size / statistics.median(seconds)}
+
+
+TASKS: dict[str, Callable[..., dict[str, Any]]] = {
+    "bus": bus,
+    "chats": chats,
+    "first_tokens": first_tokens,
+    "unique": unique,
+}
+"""What a parent may ask for."""

@@ -1,0 +1,153 @@
+"""It explains itself: in the answer of a request that asks, in the log, and at /metrics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+from tests.vllm.engines import Engine, as_connector, make_prompt, vllm_engine
+from tests.vllm.test_server import ANSWER, serving
+
+from kvtier.connector import Explanation
+from kvtier.offload import MissReason
+from kvtier.testing.caches import ManualClock
+
+ASK = {"kvtier": {"explain": True}}
+ROW = 3 * 32 * 2 * 2 * 32 * 4  # layers, tokens, K and V, heads, head_dim, bytes
+
+
+def explained(engine: Engine, prompt: list[int], asked: Any = ASK) -> Any:
+    """Run a prompt that asks, and return what its answer carries."""
+    params = engine.params(8, extra_args={"kv_transfer_params": asked})
+    (done,) = engine.llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    return done.kv_transfer_params
+
+
+def test_an_answer_says_where_its_prompt_came_from(llama: Path) -> None:
+    prompt, longer = make_prompt(0, 100), make_prompt(0, 100) + make_prompt(1, 100)
+    with vllm_engine(llama, {}) as engine:
+        new = explained(engine, prompt)["kvtier"]
+        hit = explained(engine, prompt)["kvtier"]
+        engine.forget()
+        loaded = explained(engine, longer)["kvtier"]
+    assert new == {
+        "prompt_tokens": 100,
+        "from_gpu": 0,
+        "from_tiers": {},
+        "computed": 100,
+        "first_miss": "never stored",
+        "first_missing_token": 0,
+        "load_seconds": None,
+    }
+    assert (hit["from_gpu"], hit["computed"], hit["first_miss"]) == (96, 4, None)
+    assert loaded["from_tiers"] == {"cpu": 96}
+    assert (loaded["computed"], loaded["first_miss"], loaded["first_missing_token"]) == (104, "never stored", 96)
+    assert loaded["load_seconds"] > 0
+
+
+def test_what_was_evicted_is_said_so_in_the_answer_and_in_the_log(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvtier.integrations.vllm.connector import logger
+
+    said: list[str] = []
+    monkeypatch.setattr(logger, "info", lambda text, *values: said.append(text % values))
+    with vllm_engine(llama, {"cpu": {"capacity": 4 * ROW}}) as engine:
+        for seed in range(3):
+            engine.generate([make_prompt(seed, 128)])
+            engine.settle()
+        engine.forget()
+        got = explained(engine, make_prompt(0, 128))["kvtier"]
+        explained(engine, make_prompt(1, 128))
+    assert (got["computed"], got["first_miss"], got["first_missing_token"]) == (128, "evicted", 0)
+    lines = [line for line in said if line.startswith("kvtier: request")]
+    assert len(lines) == 1, "once in a while"
+    assert "128 of 128 prompt tokens were computed: what begins at token 0 was evicted" in lines[0]
+
+
+@pytest.mark.parametrize("asked", [{}, {"kvtier": 5}, {"kvtier": {"explain": "no"}}, {"other": {"explain": True}}])
+def test_who_does_not_ask_gets_nothing(engine: Engine, asked: Any) -> None:
+    assert explained(engine, make_prompt(0, 40), asked) is None
+
+
+def test_two_children_give_one_answer(llama: Path) -> None:
+    """vLLM ends the engine if two children of a `MultiConnector` answer under one name."""
+    with vllm_engine(llama, {}, beside=[as_connector({"cpu": {"capacity": "1MiB"}})]) as engine:
+        assert explained(engine, make_prompt(0, 40))["kvtier"]["computed"] == 40
+
+
+def test_the_log_tells_of_slow_loads_and_of_losses_at_a_bounded_rate() -> None:
+    from kvtier.integrations.vllm.explain import INTERVAL, RequestLog
+
+    said: list[str] = []
+    clock = ManualClock()
+    log = RequestLog(said.append, load_deadline=2.0, clock=clock)
+    fine = [
+        None,
+        Explanation(from_gpu=96, recomputed=4),
+        Explanation(recomputed=100, first_miss=MissReason.NEVER_STORED, first_missing_token=0),
+        Explanation(from_gpu=90, recomputed=10, first_miss=MissReason.EVICTED, first_missing_token=90),
+        Explanation(from_tiers={"cpu": 96}, recomputed=4, load_seconds=0.4),
+    ]
+    for index, explanation in enumerate(fine):
+        log.note(str(index), explanation)
+    assert said == []
+    slow = Explanation(from_tiers={"cpu": 96}, recomputed=4, load_seconds=0.75)
+    for index in range(5):
+        log.note(f"slow {index}", slow)
+    assert said == ["kvtier: request slow 0: its load of 96 of 100 prompt tokens took 0.75 s"]
+    clock.now += INTERVAL
+    log.note("lost", Explanation(from_gpu=32, recomputed=68, first_miss=MissReason.FAILED, first_missing_token=32))
+    expected = "68 of 100 prompt tokens were computed: what begins at token 32 was failed its check"
+    assert said[1].startswith(f"kvtier: request lost: {expected}")
+    assert said[1].endswith("; and 4 requests since the last such line")
+
+
+def test_levels_and_times_are_shown(llama: Path) -> None:
+    prompts = [make_prompt(seed, 128) for seed in range(3)]
+    with vllm_engine(llama, {"cpu": {"capacity": 8 * ROW}}) as engine:
+        for prompt in prompts:
+            engine.generate([prompt])
+            engine.settle()
+        engine.forget()
+        engine.generate(prompts[-1:])
+        engine.settle()
+        found = {metric.name: metric for metric in engine.llm.get_metrics() if "kvtier" in metric.name}
+    assert found["vllm:kvtier_capacity_bytes"].value == 8 * ROW
+    assert found["vllm:kvtier_used_bytes"].value == 8 * ROW
+    assert found["vllm:kvtier_evictions"].value == 4
+    assert found["vllm:kvtier_load_seconds"].count == found["vllm:kvtier_loads"].value == 1
+    assert found["vllm:kvtier_store_seconds"].count == found["vllm:kvtier_stores"].value
+    assert 0 < found["vllm:kvtier_load_seconds"].sum < 60
+
+
+def test_counts_add_up_and_levels_do_not() -> None:
+    from kvtier.integrations.vllm import KVTierStats
+
+    first = KVTierStats({"loads": 1, "load_seconds": [0.25], "used_bytes": 10})
+    both = first.aggregate(KVTierStats({"loads": 2, "stores": 1, "load_seconds": [0.75], "used_bytes": 4}))
+    assert both.data == {"loads": 3, "stores": 1, "load_seconds": [0.25, 0.75], "used_bytes": 4}
+    assert both.reduce()["kvtier load_seconds median"] == "0.5000"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_openai_client_sees_it(llama: Path) -> None:
+    with serving(llama) as client:
+        options: dict[str, Any] = {"model": "tiny", "max_tokens": ANSWER, "temperature": 0.0}
+        options["extra_body"] = {"kv_transfer_params": {"kvtier": {"explain": True}}}
+        prompt = make_prompt(0, 100)
+        first = client.completions.create(prompt=prompt, **options).kv_transfer_params["kvtier"]
+        again = client.completions.create(prompt=prompt, **options).kv_transfer_params["kvtier"]
+        others = [make_prompt(seed, 300) for seed in range(1, 4)]
+        for other in others:
+            client.completions.create(prompt=other, **(options | {"extra_body": {}}))
+        evicted = client.completions.create(prompt=prompt, **options).kv_transfer_params["kvtier"]
+        plain = client.completions.create(prompt=prompt, **(options | {"extra_body": {}}))
+        metrics = urlopen(str(client.base_url.join("/metrics"))).read().decode()
+    assert (first["from_gpu"], first["computed"], first["first_miss"]) == (0, 100, "never stored")
+    assert again["from_gpu"] == 96
+    assert evicted["from_tiers"] == {"cpu": 96}, "from host memory, since vLLM's own cache has forgotten it"
+    assert not getattr(plain, "kv_transfer_params", None)
+    for name in ("used_bytes{", "capacity_bytes{", "evictions_total{", "load_seconds_bucket{", "store_seconds_count{"):
+        assert f"vllm:kvtier_{name}" in metrics
