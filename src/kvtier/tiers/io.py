@@ -160,6 +160,7 @@ class IOThreads:
         self._queued_bytes = [0, 0]
         self._running_bytes = [0, 0]
         self._running: dict[_Batch, float] = {}  # since when
+        self._last: _Call | None = None
         self._closed = False
         # Filled by threads, drained by `poll`.
         self._ended: deque[_Ended | _Answer] = deque()
@@ -170,7 +171,6 @@ class IOThreads:
         self._stuck: set[_Batch] = set()
         self._next_deadline = float("inf")
         self._count = 0
-        self._calls_open = 0
         self._reports: list[IOReport] = []
         self._threads = [
             threading.Thread(target=self._run, name=f"kvtier-{name}-{number}", daemon=True) for number in range(threads)
@@ -203,10 +203,14 @@ class IOThreads:
 
     def call(self, function: Callable[[], Any], tell: Callable[[Any, BaseException | None], None]) -> None:
         """Run a function on a thread, before all rows; `poll` then calls `tell` with its value or its error."""
-        self._calls_open += 1
         with self._lock:
             self._calls.append(_Call(function, tell))
             self._lock.notify()
+
+    def call_last(self, function: Callable[[], Any]) -> None:
+        """Run a function on a thread when `close` has been called and all rows are done; nobody hears of it."""
+        with self._lock:
+            self._last = _Call(function, lambda _value, _error: None)
 
     def withdraw(
         self, job_id: int, keys: Sequence[OffloadKey] | None = None
@@ -234,7 +238,6 @@ class IOThreads:
         while self._ended:
             ended = self._ended.popleft()
             if isinstance(ended, _Answer):
-                self._calls_open -= 1
                 ended.call.tell(ended.value, ended.error)
             else:
                 self._settle(ended)
@@ -272,11 +275,6 @@ class IOThreads:
         new = [batch for batch in stuck if batch not in self._stuck]
         self._stuck = set(stuck)
         return len(new)
-
-    @property
-    def calling(self) -> bool:
-        """Whether a function given to `call` has not been told of yet."""
-        return self._calls_open > 0
 
     def wait_any(self, timeout: float) -> bool:
         """Block until `poll` may have something to tell."""
@@ -394,7 +392,11 @@ class IOThreads:
                         return batch
                 if self._closed and not any(self._queued_bytes):
                     self._lock.notify_all()
-                    return None
+                    if self._running:
+                        last = None  # whoever is still busy will find it
+                    else:
+                        last, self._last = self._last, None
+                    return last
                 self._lock.wait()
 
     def _next_batch(self, direction: Direction) -> _Batch | None:
