@@ -17,6 +17,7 @@ import random
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import pytest
 
@@ -59,7 +60,7 @@ def empty(number: int, cuts: tuple[int, ...] = ()) -> BackendRow:
 
 def _cut(payload: bytearray, cuts: tuple[int, ...]) -> tuple[memoryview, ...]:
     ends = [0, *cuts, len(payload)]
-    return tuple(memoryview(payload)[start:stop] for start, stop in zip(ends, ends[1:], strict=False))
+    return tuple(memoryview(payload)[start:stop] for start, stop in pairwise(ends))
 
 
 def payload_of(row: BackendRow) -> bytes:

@@ -235,12 +235,7 @@ class IOThreads:
     def poll(self) -> list[IOReport]:
         """Take what has become of rows since the last call."""
         self._something.clear()
-        while self._ended:
-            ended = self._ended.popleft()
-            if isinstance(ended, _Answer):
-                ended.call.tell(ended.value, ended.error)
-            else:
-                self._settle(ended)
+        self._settle_all()
         now = self._clock()
         if now >= self._next_deadline:
             for work in [work for work in self._works.values() if work.deadline <= now]:
@@ -288,6 +283,7 @@ class IOThreads:
             self._lock.notify_all()
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
+        self._settle_all()
         self.give_up(Outcome.LATE, why="the tier was closed")
         with self._lock:
             self._calls.clear()
@@ -334,6 +330,14 @@ class IOThreads:
         for rows, in_use in ((free, False), (used, True)):
             if rows:
                 self._reports.append(IOReport(work.job_id, work.direction, rows, outcome, in_use, why=why))
+
+    def _settle_all(self) -> None:
+        while self._ended:
+            ended = self._ended.popleft()
+            if isinstance(ended, _Answer):
+                ended.call.tell(ended.value, ended.error)
+            else:
+                self._settle(ended)
 
     def _settle(self, ended: _Ended) -> None:
         """Report what a call came to, rows of one outcome together."""
