@@ -23,8 +23,7 @@ __all__ = ["EMPTY", "MOST_KEY_BYTES", "RECORD_BYTES", "TICK", "FoundRecords", "p
 
 RECORD_BYTES = 128
 MOST_KEY_BYTES = 64
-EMPTY = bytes(120)
-"""A record without its tick."""
+EMPTY = bytes(RECORD_BYTES)
 TICK = struct.Struct("<q")
 
 _BODY = struct.Struct("<QQIB3x64s16s8x")
