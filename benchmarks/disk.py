@@ -82,7 +82,7 @@ class Ours:
     def __init__(self, folder: Path, rows: np.ndarray[Any, np.dtype[np.uint8]], threads: int = 8) -> None:
         count, size = rows.shape
         self.rows, self.views = rows, [row.data for row in rows]
-        capacity = count * (size + 128 + 576) + 32768
+        capacity = count * (size + 128 + 576) + 20480
         config = DiskConfig(path=str(folder), capacity=capacity, write_limit=0)
         self.tier = DiskTier(config, row_bytes=size, namespace=lambda: NAMESPACE, max_queued=1 << 40, threads=threads)
         assert self.tier.wait_open(60), self.tier.problem
@@ -282,7 +282,7 @@ def bench_open(folder: Path, slots: int) -> dict[str, Any]:
     """Open a place whose records are all used, in a process of its own."""
     size = 4096
     path = folder / "open"
-    capacity = slots * (size + 128 + 576) + 32768
+    capacity = slots * (size + 128 + 576) + 20480
     (path / "rank-0").mkdir(parents=True)
     files, _, scope = DiskFiles.open(path / "rank-0", NAMESPACE, size, capacity, 512)
     assert files.header.slots == slots
@@ -307,7 +307,7 @@ def open_here(path: Path, slots: int) -> dict[str, Any]:
     """Time the opening of a tier, lookups in it, and what they take."""
     keys = [OffloadKey(xxhash.xxh3_128_digest(b"%d" % slot) * 2 + bytes(4)) for slot in range(0, slots, 100)]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    config = DiskConfig(path=str(path), capacity=slots * (4096 + 128 + 576) + 32768, write_limit=0)
+    config = DiskConfig(path=str(path), capacity=slots * (4096 + 128 + 576) + 20480, write_limit=0)
     start = time.perf_counter()
     tier = DiskTier(config, row_bytes=4096, namespace=lambda: NAMESPACE)
     assert tier.wait_open(60), tier.problem

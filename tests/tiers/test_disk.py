@@ -107,7 +107,7 @@ def test_what_leaves_before_it_was_announced_is_not_announced(tmp_path: Path, mo
     monkeypatch.setattr("kvtier.tiers.disk.tier._SLICE", 1)
     with opened(tmp_path) as driver:
         driver.tier.discard(keys(*range(4)))
-        driver.wait(lambda: driver.listener() == set(keys(4, 5, 6, 7)) and not disk(driver)._silent)
+        driver.wait(lambda: driver.listener() == set(keys(4, 5, 6, 7)) and not disk(driver)._silent.any())
         driver.wait(lambda: bool(driver.demote(1)[1]))
         driver.wait(lambda: driver.listener() == set(keys(1, 4, 5, 6, 7)))
 
