@@ -116,6 +116,14 @@ class DiskFiles(Backend):
         return OpenedFiles(files, found, scope)
 
     @classmethod
+    def open_again(cls, folder: Path, header: DiskHeader) -> OpenedFiles:
+        """Open a place as it is, to look at it. Its owner's folder must be locked."""
+        with _explained(folder):
+            files = cls._open_files(folder, header)
+            scope = SealScope(header.namespace, header.epoch)
+            return OpenedFiles(files, files._read_records(scope), scope)
+
+    @classmethod
     def _open_files(cls, folder: Path, header: DiskHeader) -> Self:
         opened: list[int] = []
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
