@@ -46,6 +46,9 @@ class Direction(IntEnum):
     DEMOTE = 1
 
 
+_IN_ORDER = tuple(Direction)
+
+
 class _RowState(IntEnum):
     QUEUED = 0
     RUNNING = 1
@@ -112,11 +115,16 @@ class _Batch:
     nbytes: int
 
 
+_RowEnd = tuple[Outcome, str]
+"""What a call came to for one row, and why."""
+_DONE: _RowEnd = (Outcome.DONE, "")
+
+
 class _Ended(NamedTuple):
     """What a call came to, by row."""
 
     batch: _Batch
-    outcomes: list[tuple[Outcome, str]]
+    outcomes: list[_RowEnd]
     seconds: float
 
 
@@ -236,11 +244,7 @@ class IOThreads:
         """Take what has become of rows since the last call."""
         self._something.clear()
         self._settle_all()
-        now = self._clock()
-        if now >= self._next_deadline:
-            for work in [work for work in self._works.values() if work.deadline <= now]:
-                self._give_up(work, Outcome.LATE, "")
-            self._next_deadline = min((work.deadline for work in self._works.values()), default=float("inf"))
+        self._give_up_late()
         reports, self._reports = self._reports, []
         return reports
 
@@ -278,6 +282,8 @@ class IOThreads:
     def close(self, timeout: float) -> bool:
         """End: work off the queue until the time is over, give up the rest. False: a call has not returned."""
         until = time.monotonic() + timeout
+        self._settle_all()
+        self._give_up_late()
         with self._lock:
             self._closed = True
             self._lock.notify_all()
@@ -331,6 +337,13 @@ class IOThreads:
             if rows:
                 self._reports.append(IOReport(work.job_id, work.direction, rows, outcome, in_use, why=why))
 
+    def _give_up_late(self) -> None:
+        now = self._clock()
+        if now >= self._next_deadline:
+            for work in [work for work in self._works.values() if work.deadline <= now]:
+                self._give_up(work, Outcome.LATE, "")
+            self._next_deadline = min((work.deadline for work in self._works.values()), default=float("inf"))
+
     def _settle_all(self) -> None:
         while self._ended:
             ended = self._ended.popleft()
@@ -343,9 +356,12 @@ class IOThreads:
         """Report what a call came to, rows of one outcome together."""
         work, places = ended.batch.work, ended.batch.places
         work.end(places)
-        by_outcome: dict[tuple[Outcome, str], list[BackendRow]] = {}
-        for at, told in zip(places, ended.outcomes, strict=True):
-            by_outcome.setdefault(told, []).append(work.rows[at])
+        by_outcome: dict[_RowEnd, list[BackendRow]] = {}
+        if all(told is _DONE for told in ended.outcomes):
+            by_outcome[_DONE] = [work.rows[at] for at in places]
+        else:
+            for at, told in zip(places, ended.outcomes, strict=True):
+                by_outcome.setdefault(told, []).append(work.rows[at])
         for (outcome, why), rows in by_outcome.items():
             report = IOReport(
                 work.job_id,
@@ -391,7 +407,7 @@ class IOThreads:
                 del self._running[ended]
             while True:
                 task: _Call | _Batch | None = self._calls.popleft() if self._calls else None
-                for direction in Direction:
+                for direction in _IN_ORDER:
                     task = task or self._next_batch(direction)
                 if task is None and self._closed and not any(self._queued_bytes):
                     self._lock.notify_all()
@@ -433,7 +449,7 @@ class IOThreads:
         except Exception as error:
             return _Answer(call, None, error)
 
-    def _move(self, batch: _Batch) -> list[tuple[Outcome, str]]:
+    def _move(self, batch: _Batch) -> list[_RowEnd]:
         """Move the rows of a batch. Whatever a backend raises is a failure of these rows."""
         work, places = batch.work, batch.places
         rows = [work.rows[at] for at in places]
@@ -451,23 +467,21 @@ class IOThreads:
             return [(Outcome.FAILED, f"expected {len(rows)} answers of the backend, got {len(outcomes)}")] * len(rows)
         return outcomes
 
-    def _read(self, backend: Backend, rows: list[BackendRow], scope: SealScope) -> list[tuple[Outcome, str]]:
+    def _read(self, backend: Backend, rows: list[BackendRow], scope: SealScope) -> list[_RowEnd]:
         return [self._check(row, found, scope) for row, found in zip(rows, backend.read(rows), strict=False)]
 
-    def _check(self, row: BackendRow, found: bytes | OSError | None, scope: SealScope) -> tuple[Outcome, str]:
+    def _check(self, row: BackendRow, found: bytes | OSError | None, scope: SealScope) -> _RowEnd:
         if found is None:
             return Outcome.ABSENT, ""
         if isinstance(found, OSError):
             return Outcome.FAILED, _say(found)
         if self._check_seals and found != seal_of(scope, row.key, row.pieces):
             return Outcome.FAILED_CHECK, ""
-        return Outcome.DONE, ""
+        return _DONE
 
-    def _write(self, backend: Backend, rows: list[BackendRow], scope: SealScope) -> list[tuple[Outcome, str]]:
+    def _write(self, backend: Backend, rows: list[BackendRow], scope: SealScope) -> list[_RowEnd]:
         sealed = [row._replace(seal=seal_of(scope, row.key, row.pieces)) for row in rows]
-        return [
-            (Outcome.DONE, "") if error is None else (Outcome.FAILED, _say(error)) for error in backend.write(sealed)
-        ]
+        return [_DONE if error is None else (Outcome.FAILED, _say(error)) for error in backend.write(sealed)]
 
 
 def _say(error: OSError) -> str:
