@@ -261,7 +261,7 @@ class Gate(Backend):
         return
 
 
-def lent(*places: int, size: int = 1 << 20) -> list[BackendRow]:
+def lent(*places: int, size: int = 2 << 20) -> list[BackendRow]:
     return [BackendRow(key(place), (memoryview(bytearray(size)),), place) for place in places]
 
 
@@ -282,7 +282,7 @@ def test_small_rows_travel_together() -> None:
     gate = Gate()
     gate.open.release(100)
     threads = IOThreads(gate, threads=1)
-    threads.submit(Direction.DEMOTE, 1, lent(*range(10), size=256 << 10), SealScope("n"), float("inf"))
+    threads.submit(Direction.DEMOTE, 1, lent(*range(10), size=512 << 10), SealScope("n"), float("inf"))
     assert threads.close(30)
     assert [len(batch) for batch in gate.batches] == [4, 4, 2]
 
@@ -307,7 +307,7 @@ def test_the_order_of_jobs() -> None:
 
 def test_bytes_in_flight_are_bounded() -> None:
     gate = Gate()
-    threads = IOThreads(gate, threads=8, max_in_flight=2 << 20)
+    threads = IOThreads(gate, threads=8, max_in_flight=4 << 20)
     threads.submit(Direction.DEMOTE, 1, lent(*range(6)), SealScope("n"), float("inf"))
     for _ in range(2):
         assert gate.begun.acquire(timeout=30)

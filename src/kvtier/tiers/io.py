@@ -35,8 +35,11 @@ __all__ = ["Direction", "IOReport", "IOThreads"]
 
 logger = logging.getLogger(__name__)
 
-_BATCH_BYTES = 1 << 20
+_BATCH_BYTES = 2 << 20
 """What a thread takes at once: enough that small rows cost few calls, little enough that a job spreads."""
+
+
+_LAST_WAIT = 0.2
 
 
 class Direction(IntEnum):
@@ -79,6 +82,7 @@ class _Work:
     scope: SealScope
     deadline: float
     states: list[_RowState] = field(init=False)
+    sizes: list[int] = field(init=False)
     cursor: int = 0
     given_up: bool = False
     num_queued: int = field(init=False)
@@ -88,6 +92,7 @@ class _Work:
     def __post_init__(self) -> None:
         self.states = [_RowState.QUEUED] * len(self.rows)
         self.num_queued = self.left = len(self.rows)
+        self.sizes = [row.nbytes for row in self.rows]
 
     def queued(self, most: int | None = None) -> list[int]:
         """Return the first rows that no thread has begun."""
@@ -203,9 +208,8 @@ class IOThreads:
         work = self._works[job_id] = _Work(job_id, direction, rows, scope, deadline)
         self._next_deadline = min(self._next_deadline, deadline)
         self._count += 1
-        nbytes = sum(row.nbytes for row in rows)
         with self._lock:
-            self._queued_bytes[direction] += nbytes
+            self._queued_bytes[direction] += sum(work.sizes)
             heapq.heappush(self._queues[direction], (priority, self._count, work))
             self._lock.notify(min(len(rows), self._num_threads))
 
@@ -294,8 +298,9 @@ class IOThreads:
         with self._lock:
             self._calls.clear()
             self._lock.notify_all()
+        until = time.monotonic() + _LAST_WAIT  # for those that had nothing to do
         for thread in self._threads:
-            thread.join(0.1 if thread.is_alive() else None)
+            thread.join(max(0.0, until - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def check(self) -> None:
@@ -368,14 +373,27 @@ class IOThreads:
                 work.direction,
                 rows,
                 outcome,
-                nbytes=sum(row.nbytes for row in rows),
+                nbytes=ended.batch.nbytes if len(rows) == len(places) else sum(row.nbytes for row in rows),
                 seconds=ended.seconds * len(rows) / len(places),
                 why=why,
             )
             if work.given_up:
                 report = report._replace(outcome=Outcome.RETURNED, returned=outcome)
-            self._reports.append(report)
+            self._add(report)
         self._forget_if_over(work)
+
+    def _add(self, report: IOReport) -> None:
+        """Add a report, to the last one if it tells the same of the same job: a step hears of many calls at once."""
+        last = self._reports[-1] if self._reports else None
+        same = last is not None and (last.job_id, last.in_use, last.why) == (report.job_id, report.in_use, report.why)
+        if last is not None and same and last.outcome is report.outcome and last.returned is report.returned:
+            self._reports[-1] = last._replace(
+                rows=last.rows + report.rows,
+                nbytes=last.nbytes + report.nbytes,
+                seconds=last.seconds + report.seconds,
+            )
+        else:
+            self._reports.append(report)
 
     def _forget_if_over(self, work: _Work) -> None:
         if work.left == 0:
@@ -429,13 +447,13 @@ class IOThreads:
             if not work.num_queued or work.deadline <= self._clock():  # `poll` will report them as late
                 heapq.heappop(queue)
                 continue
-            first = work.rows[work.queued(1)[0]].nbytes
-            if running and running + first > self._max_in_flight:
+            size = max(1, work.sizes[work.queued(1)[0]])
+            if running and running + size > self._max_in_flight:
                 return None
-            fair = -(-work.num_queued // self._num_threads)
-            places = work.queued(max(1, min(_BATCH_BYTES // max(1, first), fair)))
+            fair = -(-self._queued_bytes[direction] // (size * self._num_threads))
+            places = work.queued(max(1, min(_BATCH_BYTES // size, fair)))
             work.begin(places)
-            nbytes = sum(work.rows[at].nbytes for at in places)
+            nbytes = sum([work.sizes[at] for at in places])
             self._queued_bytes[direction] -= nbytes
             self._running_bytes[direction] += nbytes
             batch = _Batch(work, places, nbytes)

@@ -267,10 +267,11 @@ class SlotTier(Tier):
             self._count_moved(report, "demoted")
             health.note_success()
             self._last_progress = self._clock()
-            kept = [row for row in rows if table.is_held(row.place, row.key)]
-            gone = [row for row in rows if not table.is_held(row.place, row.key)]
-            self._announce_stored(table.written(_slots(kept)))
-            self._end_discarded(gone)
+            slots = _slots(rows)
+            held = table.find([row.key for row in rows]) == slots
+            self._announce_stored(table.written(slots[held]))
+            if not held.all():
+                self._end_discarded([row for row, is_held in zip(rows, held.tolist(), strict=True) if not is_held])
         elif outcome is Outcome.FAILED:
             self._counts["failed"] += len(rows)
             health.note_failure(report.why)
