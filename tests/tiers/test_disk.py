@@ -1,4 +1,4 @@
-"""What only the disk tier promises: it is there after a restart, bounded, owned by one, and survives what disks do."""
+"""What only the disk tier promises: warm after a restart, bounded, owned by one, hard to kill."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_restarts_at_random_points(tmp_path: Path, seed: int) -> None:
         with opened(tmp_path, 6) as driver:
             table = disk(driver)._table
             assert table is not None
-            # More may be there: a row that was evicted for one that was never written is whole, and found again.
+            # More may be there: a row that was evicted for one never written is whole, and found again.
             assert before <= set(table.keys(table.held_slots()))
             resets = churn(driver, source, 40)
             # After a reset the weights are others; a process that starts has those of the files again.

@@ -20,12 +20,12 @@ _WRITES_A_DAY = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskConfig:
-    """A disk tier: a folder, and how many bytes it may take there, all files and all ranks of an engine together.
+    """A disk tier: a folder, and how many bytes it may take there, all files and ranks together.
 
-    `write`: a row is written when it becomes ready in the pool (`through`), or before it leaves (`evict`). Beyond
-    `write_limit` bytes in 24 hours (by default four times the capacity; 0: no limit) only what is offered a second
-    time is written. `durability`: `periodic` syncs every few seconds, for machines that lose power; right bytes need
-    neither. `required`: an engine does not start without it.
+    `write`: a row is written when it becomes ready in the pool (`through`), or before it leaves (`evict`).
+    Beyond `write_limit` bytes in 24 hours (by default four times the capacity; 0: no limit) only what is
+    offered a second time is written. `durability`: `periodic` syncs every few seconds, for machines that
+    lose power; right bytes need neither. `required`: an engine does not start without it.
     """
 
     path: str
