@@ -63,8 +63,11 @@ class Cell(NamedTuple):
 
 
 def make_rows(count: int, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return page-aligned rows of random bytes, as a pool has them."""
-    rows = np.frombuffer(mmap.mmap(-1, count * size), dtype=np.uint8).reshape(count, size)
+    """Return page-aligned rows of random bytes in large pages, as a pool of one process has them."""
+    region = mmap.mmap(-1, count * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
+        region.madvise(mmap.MADV_HUGEPAGE)
+    rows = np.frombuffer(region, dtype=np.uint8).reshape(count, size)
     rows[:] = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
     rows[:, :8] = np.arange(count, dtype=np.uint64).view(np.uint8).reshape(count, 8)
     return rows
