@@ -25,7 +25,7 @@ from kvtier.keys import OffloadKey, make_offload_key
 from kvtier.testing.faulty_backend import BackendFaultPlan, FaultyBackend
 from kvtier.tiers.base import LentRow, Outcome, Tier, TierChange, TierJob, TierMiss, TierResult
 
-__all__ = ["ROW_BYTES", "ManualClock", "TierDriver", "TierSuite"]
+__all__ = ["ROW_BYTES", "StandingClock", "TierDriver", "TierSuite"]
 
 ROW_BYTES = 4096
 _PATIENCE = 30.0
@@ -46,7 +46,7 @@ def content(number: int, version: int = 0) -> bytes:
     return random.Random(f"{number} {version}").randbytes(ROW_BYTES)
 
 
-class ManualClock:
+class StandingClock:
     """A clock that a test moves."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class TierDriver:
 
     tier: Tier
     faulty: FaultyBackend
-    clock: ManualClock
+    clock: StandingClock
     results: list[TierResult] = field(default_factory=list)
     memory: dict[int, dict[OffloadKey, bytearray]] = field(default_factory=dict)
     """By job, what was lent."""
@@ -152,7 +152,7 @@ class TierDriver:
 class TierSuite:
     """Every exact tier passes this."""
 
-    def make(self, num_slots: int, clock: ManualClock, plan: BackendFaultPlan) -> tuple[Tier, FaultyBackend]:
+    def make(self, num_slots: int, clock: StandingClock, plan: BackendFaultPlan) -> tuple[Tier, FaultyBackend]:
         """Return an open, empty tier of `num_slots` rows of `ROW_BYTES`, with two threads and faults."""
         raise NotImplementedError
 
@@ -167,7 +167,7 @@ class TierSuite:
 
     def drive(self, drivers: list[TierDriver], num_slots: int = 8, plan: BackendFaultPlan | None = None) -> TierDriver:
         """Make a tier that is closed when the test ends."""
-        clock = ManualClock()
+        clock = StandingClock()
         tier, faulty = self.make(num_slots, clock, plan or BackendFaultPlan())
         drivers.append(TierDriver(tier, faulty, clock))
         return drivers[-1]
