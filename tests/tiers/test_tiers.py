@@ -1,0 +1,53 @@
+"""Every tier in the tree runs the suite."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from kvtier.testing.faulty_backend import BackendFault, BackendFaultPlan, FaultyBackend
+from kvtier.testing.memory_tier import MemoryBackend, make_memory_tier
+from kvtier.testing.tier_suite import ROW_BYTES, StandingClock, TierDriver, TierSuite, churn
+from kvtier.tiers.base import Tier
+from kvtier.tiers.disk import DiskConfig, DiskTier
+
+
+class TestMemoryTier(TierSuite):
+    def make(self, num_slots: int, clock: StandingClock, plan: BackendFaultPlan) -> tuple[Tier, FaultyBackend]:
+        faulty = FaultyBackend(MemoryBackend(), plan)
+        return make_memory_tier(num_slots, ROW_BYTES, backend=faulty, clock=clock), faulty
+
+
+class TestDiskTier(TierSuite):
+    @pytest.fixture(autouse=True)
+    def folder(self, tmp_path: Path) -> None:
+        self.path = tmp_path
+
+    def make(self, num_slots: int, clock: StandingClock, plan: BackendFaultPlan) -> tuple[Tier, FaultyBackend]:
+        config = DiskConfig(path=str(self.path), capacity=num_slots * (ROW_BYTES + 128 + 576) + 20480, write_limit=0)
+        tier = DiskTier(config, row_bytes=ROW_BYTES, namespace=lambda: "suite", threads=2, clock=clock)
+        assert tier.wait_open()
+        assert tier._io.backend is not None
+        faulty = tier._io.backend = FaultyBackend(tier._io.backend, plan)
+        assert tier.stats().capacity == num_slots
+        return tier, faulty
+
+
+def test_without_the_check_random_calls_go_wrong() -> None:
+    """The negative control of `test_random_calls`: flips are seen if nobody checks."""
+
+    def goes_wrong(seed: int) -> bool:
+        clock, plan = StandingClock(), BackendFaultPlan(seed, 0.3, (BackendFault.FLIP, BackendFault.SWAP))
+        faulty = FaultyBackend(MemoryBackend(), plan)
+        tier = make_memory_tier(16, ROW_BYTES, backend=faulty, clock=clock, check_seals=False)
+        try:
+            churn(TierDriver(tier, faulty, clock), random.Random(seed), 200)
+        except AssertionError:
+            return True
+        finally:
+            tier.close()
+        return False
+
+    assert any(goes_wrong(seed) for seed in range(8))
