@@ -35,7 +35,7 @@ from rich.table import Table
 
 from kvtier.events.types import BlockStored
 from kvtier.events.wire import DecodedBatch, EventEncoder, frame_batch
-from kvtier.index import PrefixIndex, Tier
+from kvtier.index import PrefixIndex, StorageTier
 from kvtier.index.base import Op
 from kvtier.index.base import Table as IndexTable
 from kvtier.index.forms import choose_form
@@ -329,7 +329,7 @@ def measure_growth(form: str, sizes: list[int]) -> list[dict[str, float]]:
         gc.collect()
         table = make_table(form)
         table.grow(64)
-        steps = np.array([(Op.STORED, Tier.GPU, BATCH_BLOCKS)])
+        steps = np.array([(Op.STORED, StorageTier.GPU, BATCH_BLOCKS)])
         hashes = np.random.default_rng(3).integers(0, 1 << 63, size, dtype=np.uint64)
         resident, worst, start = own_resident(), 0.0, time.perf_counter()
         for at in range(0, size - BATCH_BLOCKS + 1, BATCH_BLOCKS):

@@ -17,7 +17,7 @@ from kvtier.errors import InputError
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored, Mark
 from kvtier.events.updates import Received, Reset, State, StateChanged
 from kvtier.events.wire import DecodedBatch, EventEncoder, frame_batch, place_of
-from kvtier.index import PrefixIndex, Tier
+from kvtier.index import PrefixIndex, StorageTier
 from kvtier.index.forms import FORMS
 from kvtier.index.places import tier_of
 from kvtier.keys import LoRAKey, SaltKey, hash_blocks, hash_to_u64
@@ -51,7 +51,7 @@ def batch(*events: Any) -> DecodedBatch:
     return DecodedBatch(1.0, list(events), 0)
 
 
-def held_by(index: PrefixIndex, worker: str) -> set[tuple[int, Tier]]:
+def held_by(index: PrefixIndex, worker: str) -> set[tuple[int, StorageTier]]:
     return {(key, tier) for name, key, tier in index.entries() if name == worker}
 
 
@@ -84,10 +84,10 @@ class Model:
         def lead(start: int, wanted: Callable[[int], bool]) -> int:
             return start + len(list(takewhile(wanted, hashes[start:])))
 
-        everywhere = lead(0, lambda each: any((tier, each) in tiers for tier in Tier))
-        alone = [lead(0, lambda each, tier=tier: (tier, each) in tiers) for tier in Tier]
+        everywhere = lead(0, lambda each: any((tier, each) in tiers for tier in StorageTier))
+        alone = [lead(0, lambda each, tier=tier: (tier, each) in tiers) for tier in StorageTier]
         reach, at = [], 0
-        for tier in Tier:
+        for tier in StorageTier:
             at = lead(at, lambda each, tier=tier: (tier, each) in tiers)
             reach.append(at)
         return everywhere, alone, reach

@@ -13,7 +13,7 @@ import pytest
 
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored
 from kvtier.events.wire import DecodedBatch, EventEncoder, frame_batch
-from kvtier.index import PrefixIndex, Tier
+from kvtier.index import PrefixIndex, StorageTier
 from kvtier.index.forms import FORMS
 
 MiB = 1 << 20
@@ -61,8 +61,8 @@ def test_a_block_counts_if_all_groups_of_full_attention_hold_it(form: str, keys:
     assert depth(index, blocks) == 4
     send(index, "a", BlockRemoved([2, 3, 4], "GPU", group_idx=1))
     assert depth(index, blocks) == 1
-    assert {entry[1:] for part in index.dump() for entry in part} == {(1, Tier.GPU)}
-    assert index.worker_stats("a").blocks[Tier.GPU] == 1
+    assert {entry[1:] for part in index.dump() for entry in part} == {(1, StorageTier.GPU)}
+    assert index.worker_stats("a").blocks[StorageTier.GPU] == 1
     send(index, "a", stored(blocks, medium="CPU", group_idx=0))
     assert index.match(index.hash_tokens(tokens_of(blocks)) if keys == "xxh3" else blocks).reach.tolist() == [[1, 1, 1]]
     send(
@@ -79,7 +79,7 @@ def test_groups_with_a_window_are_left_out_also_where_events_do_not_say_so(form:
     send(index, "a", stored([1], group_idx=0, **window), stored([1], group_idx=6, **FULL))
     send(index, "a", stored([1, 2], group_idx=0, medium="CPU"))
     assert depth(index, [1, 2]) == 1
-    assert {entry[1:] for part in index.dump() for entry in part} == {(1, Tier.GPU)}
+    assert {entry[1:] for part in index.dump() for entry in part} == {(1, StorageTier.GPU)}
     index.clear("a")
     send(index, "a", stored([1, 2], group_idx=0))
     assert depth(index, [1, 2]) == 2
@@ -288,5 +288,5 @@ def test_an_index_stays_plain_where_the_compiled_form_finds_no_room() -> None:
     for _ in index.go_over():
         send(index, "w0", stored([999]))
     assert index.incomplete() == {}
-    assert {entry for part in index.dump() for entry in part} == before | {("w0", 999, Tier.GPU)}
+    assert {entry for part in index.dump() for entry in part} == before | {("w0", 999, StorageTier.GPU)}
     index.check()

@@ -22,7 +22,7 @@ import pytest
 
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored
 from kvtier.events.wire import DecodedBatch, EventEncoder, decode_batch, frame_batch, place_of
-from kvtier.index import PrefixIndex, Tier
+from kvtier.index import PrefixIndex, StorageTier
 from kvtier.index.places import FULL_ATTENTION, tier_of
 
 HISTORIES = int(os.environ.get("KVTIER_HISTORIES", "600"))
@@ -142,28 +142,28 @@ class Model:
         self.held[worker] = Counter()
         self.groups[worker] = {}
 
-    def tiers(self, worker: str, block_hash: int) -> set[Tier]:
+    def tiers(self, worker: str, block_hash: int) -> set[StorageTier]:
         """Return the tiers on which all groups of full attention hold a block."""
         needed = {group for group, counts in self.groups[worker].items() if counts}
-        on: dict[Tier, set[int]] = {tier: set() for tier in Tier}
+        on: dict[StorageTier, set[int]] = {tier: set() for tier in StorageTier}
         for (place, number), count in self.held[worker].items():
             if number == block_hash and count:
                 on[tier_of(place[0])].add(place[1])
-        return {tier for tier in Tier if needed and needed <= on[tier]}
+        return {tier for tier in StorageTier if needed and needed <= on[tier]}
 
     def columns(self, worker: str, hashes: list[int | None]) -> list[int]:
-        on = [set[Tier]() if number is None else self.tiers(worker, number) for number in hashes]
+        on = [set[StorageTier]() if number is None else self.tiers(worker, number) for number in hashes]
 
-        def lead(start: int, *wanted: Tier) -> int:
+        def lead(start: int, *wanted: StorageTier) -> int:
             return start + len(list(takewhile(lambda tiers: any(tier in tiers for tier in wanted), on[start:])))
 
         reach, at = [], 0
-        for tier in Tier:
+        for tier in StorageTier:
             at = lead(at, tier)
             reach.append(at)
-        return [lead(0, *Tier), *(lead(0, tier) for tier in Tier), *reach]
+        return [lead(0, *StorageTier), *(lead(0, tier) for tier in StorageTier), *reach]
 
-    def entries(self) -> set[tuple[str, int, Tier]]:
+    def entries(self) -> set[tuple[str, int, StorageTier]]:
         return {
             (worker, number, tier)
             for worker, held in self.held.items()

@@ -4,7 +4,7 @@
 Nothing here needs torch; numba makes it fast where it is installed.
 """
 
-from kvtier.index.base import Match, Tier
+from kvtier.index.base import Match, StorageTier
 from kvtier.index.prefix import IndexStats, PrefixIndex, WorkerStats
 
-__all__ = ["IndexStats", "Match", "PrefixIndex", "Tier", "WorkerStats"]
+__all__ = ["IndexStats", "Match", "PrefixIndex", "StorageTier", "WorkerStats"]

@@ -28,7 +28,7 @@ import numpy as np
 from kvtier.errors import InputError
 from kvtier.events.updates import State
 from kvtier.index.access import Access
-from kvtier.index.base import Hashes, Match, Tier
+from kvtier.index.base import Hashes, Match, StorageTier
 from kvtier.index.http import HttpError, HttpRequest, Response
 from kvtier.index.metrics import metrics_of
 from kvtier.index.service import (
@@ -48,7 +48,7 @@ from kvtier.index.xxh3 import chain_keys
 __all__ = ["Api"]
 
 T = TypeVar("T")
-_TIER_NAMES = {Tier.GPU: "device", Tier.CPU: "host_pinned", Tier.STORAGE: "disk"}
+_TIER_NAMES = {StorageTier.GPU: "device", StorageTier.CPU: "host_pinned", StorageTier.STORAGE: "disk"}
 _CHANGES = frozenset(("/register", "/unregister"))
 _DUMPS = 4
 """How many dumps may be under way: each keeps a list of what is held."""
@@ -425,9 +425,9 @@ def _mooncake(
     return said
 
 
-def _stores(part: list[tuple[str, int, Tier]], number: int) -> Iterator[dict[str, Any]]:
+def _stores(part: list[tuple[str, int, StorageTier]], number: int) -> Iterator[dict[str, Any]]:
     """Yield one store for each worker and tier in a slice, as Dynamo writes it."""
-    held: defaultdict[tuple[str, Tier], list[int]] = defaultdict(list)
+    held: defaultdict[tuple[str, StorageTier], list[int]] = defaultdict(list)
     for name, block_hash, tier in part:
         held[name, tier].append(block_hash)
     for at, ((name, tier), hashes) in enumerate(sorted(held.items()), number):

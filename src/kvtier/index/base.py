@@ -29,9 +29,9 @@ __all__ = [
     "Match",
     "Op",
     "Steps",
+    "StorageTier",
     "Table",
     "TableStats",
-    "Tier",
     "columns_of",
     "usable_tiers",
 ]
@@ -50,7 +50,7 @@ MAX_LANES = 16
 MAX_WORKERS = 4096
 
 
-class Tier(IntEnum):
+class StorageTier(IntEnum):
     """Where a block can be loaded from, the fastest first."""
 
     GPU = 0
@@ -69,7 +69,7 @@ class Op(IntEnum):
 class IndexLane(NamedTuple):
     """A place in which workers hold blocks: its tier, and the number of its group (the first group's is 0)."""
 
-    tier: Tier
+    tier: StorageTier
     group: int
 
 

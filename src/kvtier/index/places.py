@@ -18,7 +18,7 @@ from collections.abc import Iterable
 
 from kvtier.events.types import MEDIUM_CPU, MEDIUM_GPU, MEDIUM_STORAGE, BlockStored
 from kvtier.events.wire import Place
-from kvtier.index.base import MAX_LANES, IndexLane, Table, Tier
+from kvtier.index.base import MAX_LANES, IndexLane, StorageTier, Table
 
 __all__ = ["FULL_ATTENTION", "PLACES", "Groups", "Lanes", "tier_of"]
 
@@ -29,15 +29,15 @@ FULL_ATTENTION = ("full_attention", "mla_attention", "sink_full_attention")
 
 _MOST = 64  # groups that are remembered; no engine has so many
 _TIERS = {
-    Tier.GPU: ("GPU", "DEVICE", "G1"),
-    Tier.CPU: ("CPU", "CPU_PINNED", "CPU_TIER1", "HOST", "HOST_PINNED", "G2"),
+    StorageTier.GPU: ("GPU", "DEVICE", "G1"),
+    StorageTier.CPU: ("CPU", "CPU_PINNED", "CPU_TIER1", "HOST", "HOST_PINNED", "G2"),
 }
 _TIER_OF = {medium: tier for tier, media in _TIERS.items() for medium in media}
 
 
-def tier_of(medium: str) -> Tier:
+def tier_of(medium: str) -> StorageTier:
     """Return the tier that a medium belongs to, however it is spelt."""
-    return _TIER_OF.get(medium.upper(), Tier.STORAGE)
+    return _TIER_OF.get(medium.upper(), StorageTier.STORAGE)
 
 
 class Lanes:

@@ -25,8 +25,8 @@ from kvtier.index.base import (
     IndexLane,
     Op,
     Steps,
+    StorageTier,
     TableStats,
-    Tier,
     usable_tiers,
 )
 
@@ -60,7 +60,7 @@ class PlainTable:
         self._sets: dict[int, _Holders] = {}  # by mask
         self._all: dict[_Holders, None] = {}  # also those that became equal to another, or empty, by a clear
         self._dead = 0  # entries of `_blocks` that nobody holds
-        self._lanes = [IndexLane(Tier(number), 0) for number in range(LANES)]
+        self._lanes = [IndexLane(StorageTier(number), 0) for number in range(LANES)]
         self._needed: list[int] = []
         self._held: list[list[int]] = []
         self._drops: list[int] = []

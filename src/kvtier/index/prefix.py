@@ -37,7 +37,7 @@ from kvtier.events.types import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, Bloc
 from kvtier.events.updates import Received, Reset, Update
 from kvtier.events.wire import Batch, DecodedBatch, EventEncoder, decode_batch, frame_batch, place_of, to_u64
 from kvtier.index import moving
-from kvtier.index.base import LANES, MAX_LANES, Hashes, Match, Op, Steps, Table, Tier, columns_of
+from kvtier.index.base import LANES, MAX_LANES, Hashes, Match, Op, Steps, StorageTier, Table, columns_of
 from kvtier.index.duplicates import Allowance, DuplicateCounts
 from kvtier.index.forms import AUTO, Keys, allowance_of, choose_form, make_form
 from kvtier.index.names import Names
@@ -53,7 +53,7 @@ __all__ = ["IndexStats", "PrefixIndex", "WorkerStats"]
 logger = logging.getLogger(__name__)
 
 Counting = Literal["set", "count"]
-Entry = tuple[str, int, Tier]
+Entry = tuple[str, int, StorageTier]
 """A worker, what it holds, and on which tier."""
 _NO_HASHES = np.empty(0, np.uint64)
 _MAX_BLOCK_SIZE = 1 << 20
@@ -64,7 +64,7 @@ class WorkerStats(NamedTuple):
     """What one worker holds on each tier, how many blocks wait for their parent, and how many were refused since it was
     last cleared."""
 
-    blocks: dict[Tier, int]
+    blocks: dict[StorageTier, int]
     waiting: int
     dropped: int
 
@@ -484,7 +484,7 @@ class PrefixIndex:
             for called, only, held in zip(hashes.tolist(), wanted, self._table.usable(keys), strict=True)
             for slot, tiers in (held.items() if only is None else ((only, held.get(only, 0)),))
             if (name := self._names[slot]) is not None
-            for tier in Tier
+            for tier in StorageTier
             if tiers >> tier & 1
         ]
 
@@ -510,7 +510,7 @@ class PrefixIndex:
         with self._lock:
             known = self._workers[worker]
             needed = self._lanes.needed(known.groups.counted)
-            held: dict[Tier, Counter[int]] = {tier: Counter() for tier in Tier}
+            held: dict[StorageTier, Counter[int]] = {tier: Counter() for tier in StorageTier}
             for lane, count in zip(self._lanes.lanes, self._table.held(known.slot), strict=True):
                 held[lane.tier][lane.group] += count
             groups = [group for group in range(MAX_LANES) if needed >> group & 1]

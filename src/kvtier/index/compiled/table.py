@@ -24,9 +24,9 @@ from kvtier.index.base import (
     IndexLane,
     Op,
     Steps,
+    StorageTier,
     Table,
     TableStats,
-    Tier,
     usable_tiers,
 )
 from kvtier.index.compiled import changes, questions, sets
@@ -235,7 +235,7 @@ class CompiledTable:
 
     def _tiers_of(self, number: int) -> dict[int, int]:
         """Return the workers of a holder set that hold its blocks on any tier, and a bit for each such tier."""
-        lanes = [IndexLane(Tier(tier), group) for tier, group in self._lanes.tolist()]
+        lanes = [IndexLane(StorageTier(tier), group) for tier, group in self._lanes.tolist()]
         held: dict[int, int] = {}
         for worker, lane in self._holders(number):
             held[worker] = held.get(worker, 0) | 1 << lane
