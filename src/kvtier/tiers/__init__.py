@@ -1,0 +1,38 @@
+"""Tiers below the pool: the contracts `Tier` and `Backend`, the threads between them, and the disk.
+
+Needs neither torch nor an engine. `kvtier.testing` has the suites that every tier and backend passes.
+"""
+
+from __future__ import annotations
+
+from kvtier.tiers.base import (
+    MEDIUM_CPU,
+    MEDIUM_STORAGE,
+    Backend,
+    BackendRow,
+    LentRow,
+    Outcome,
+    Piece,
+    Tier,
+    TierChange,
+    TierJob,
+    TierMiss,
+    TierResult,
+    TierStats,
+)
+
+__all__ = [
+    "MEDIUM_CPU",
+    "MEDIUM_STORAGE",
+    "Backend",
+    "BackendRow",
+    "LentRow",
+    "Outcome",
+    "Piece",
+    "Tier",
+    "TierChange",
+    "TierJob",
+    "TierMiss",
+    "TierResult",
+    "TierStats",
+]
