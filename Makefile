@@ -18,7 +18,7 @@ PEER := .venv-vllm/bin
 ENGINE := .venv/engine.stamp
 DEV := .venv/dev.stamp
 VLLM := .venv-vllm/vllm.stamp
-BUILD := pyproject.toml $(wildcard src/kvtier/*.c src/kvtier/*.h)
+BUILD := pyproject.toml $(wildcard src/kvtier/native/*.[ch] src/kvtier/*.[ch])
 VLLM_VERSION := 0.32.0
 SGLANG := $(addprefix .venv-vllm/sglang/,0.5.9 0.5.23)
 RESULTS := build/bench
@@ -71,7 +71,7 @@ dist: | python ## Build a wheel into dist/.
 	build/wheel/bin/pip wheel --no-deps --wheel-dir dist .
 
 clean: ## Remove everything that make made.
-	rm -rf .venv .venv-vllm build dist *.egg-info src/*.egg-info src/kvtier/*.so
+	rm -rf .venv .venv-vllm build dist *.egg-info src/*.egg-info src/kvtier/*.so src/kvtier/native/*.so
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -25,8 +25,8 @@ class HostSpec(CPUOffloadingSpec):  # type: ignore[misc]
 
 class _CopyWorker(OffloadingWorker):  # type: ignore[misc]
     def __init__(self, kv_caches: CanonicalKVCaches, num_chunks: int) -> None:
-        self._blocks = [each.tensor for each in kv_caches.tensors]
-        self._chunks = [torch.empty((num_chunks, *each.shape[1:]), dtype=each.dtype) for each in self._blocks]
+        self._blocks = [cache.tensor for cache in kv_caches.tensors]
+        self._chunks = [torch.empty((num_chunks, *blocks.shape[1:]), dtype=blocks.dtype) for blocks in self._blocks]
         self._finished: list[TransferResult] = []
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:

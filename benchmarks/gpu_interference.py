@@ -73,9 +73,9 @@ def prefill(num_tokens: int, num_layers: int, block_size: int = 16) -> Callable[
     num_blocks = num_tokens // block_size
     shape = (num_blocks, 2, block_size, model.config.num_kv_heads, model.config.head_dim)
     caches = {name: torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE) for name in model.config.layer_names}
-    each = torch.arange(num_tokens, device=DEVICE)
+    token = torch.arange(num_tokens, device=DEVICE)
     sequence = SequenceSlice(0, num_tokens, num_tokens, (torch.arange(num_blocks, device=DEVICE),))
-    batch = ForwardBatch(each, each, [sequence], (each,))
+    batch = ForwardBatch(token, token, [sequence], (token,))
 
     def work() -> None:
         model.hidden(batch, caches, [0] * num_layers, block_size)

@@ -270,8 +270,8 @@ def from_the_wire(arguments: argparse.Namespace, forms: list[str]) -> dict[str, 
 
 def best_of(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the most blocks a second, and the least of everything else: whatever else the machine does only adds to it."""
-    best = {key: min(each[key] for each in rounds) for key, value in rounds[0].items() if value is not None}
-    return best | {"blocks_per_second": max(each["blocks_per_second"] for each in rounds)}
+    best = {key: min(times[key] for times in rounds) for key, value in rounds[0].items() if value is not None}
+    return best | {"blocks_per_second": max(times["blocks_per_second"] for times in rounds)}
 
 
 # -- in this process ------------------------------------------------------------------------------------------------------------

@@ -145,10 +145,12 @@ def token_bytes(engine: Engine) -> int:
 
 def summarize(length: int, size: int, rounds: list[Round]) -> dict[str, Any]:
     """Return medians in milliseconds, and their ratios."""
-    recompute, load = (median(getattr(each, way).seconds for each in rounds) * 1e3 for way in ("computed", "loaded"))
-    memcpy = median(each.memcpy for each in rounds) * 1e3
-    divided = [divide(each.loaded) for each in rounds]
-    parts = {part: median(each[part] for each in divided) * 1e3 for part in divided[0]}
+    recompute, load = (
+        median(getattr(round_, way).seconds for round_ in rounds) * 1e3 for way in ("computed", "loaded")
+    )
+    memcpy = median(round_.memcpy for round_ in rounds) * 1e3
+    divided = [divide(round_.loaded) for round_ in rounds]
+    parts = {part: median(seconds[part] for seconds in divided) * 1e3 for part in divided[0]}
     return {
         "prompt_tokens": length,
         "bytes": size,
@@ -176,17 +178,17 @@ def show(console: Console, results: list[dict[str, Any]], arguments: argparse.Na
     """Print the numbers."""
     console.print(f"Time to first token in ms, medians; float32, torch threads: {arguments.threads}")
     table = Table("prompt", "KV MiB", "recompute", "load", "speedup", "memcpy", "load / memcpy")
-    for each in results:
-        times = (f"{each[f'{way}_ms']:.2f}" for way in ("recompute", "load"))
-        ratios = f"{each['speedup']:.1f}", f"{each['memcpy_ms']:.2f}", f"{each['load_over_memcpy']:.1f}"
-        table.add_row(str(each["prompt_tokens"]), f"{each['bytes'] / 2**20:.0f}", *times, *ratios)
+    for result in results:
+        times = (f"{result[f'{way}_ms']:.2f}" for way in ("recompute", "load"))
+        ratios = f"{result['speedup']:.1f}", f"{result['memcpy_ms']:.2f}", f"{result['load_over_memcpy']:.1f}"
+        table.add_row(str(result["prompt_tokens"]), f"{result['bytes'] / 2**20:.0f}", *times, *ratios)
     console.print(table)
     console.print("Where the time of a loaded prompt goes; and the job beside the memcpy, in GB/s")
     table = Table("prompt", *results[0]["parts_ms"], "job", "memcpy", "ratio")
-    for each in results:
-        rates = (f"{each[f'{way}_gbps']:.1f}" for way in ("job", "memcpy"))
-        parts = (f"{ms:.2f}" for ms in each["parts_ms"].values())
-        table.add_row(str(each["prompt_tokens"]), *parts, *rates, f"{1 / each['job_over_memcpy']:.2f}")
+    for result in results:
+        rates = (f"{result[f'{way}_gbps']:.1f}" for way in ("job", "memcpy"))
+        parts = (f"{ms:.2f}" for ms in result["parts_ms"].values())
+        table.add_row(str(result["prompt_tokens"]), *parts, *rates, f"{1 / result['job_over_memcpy']:.2f}")
     console.print(table)
 
 

@@ -103,7 +103,7 @@ class Served:
 
     @property
     def tokens_per_second(self) -> float:
-        return sum(each.prompt_tokens + len(each.tokens) for each in self.answers.values()) / self.seconds
+        return sum(answer.prompt_tokens + len(answer.tokens) for answer in self.answers.values()) / self.seconds
 
 
 def serve_chats(engine: VllmEngine, kind: Chats, seed: int) -> Served:
@@ -198,7 +198,7 @@ def measure_unique(off: VllmEngine, on: VllmEngine, seconds: float) -> dict[str,
         "pairs": len(pairs),
         "ratio": spread([off_wall / on_wall for (off_wall, _), (on_wall, _) in pairs]),
         "cpu_ratio": spread([off_cpu / on_cpu for (_, off_cpu), (_, on_cpu) in pairs]),
-        "tokens_per_second": {name: tokens / median(wall for wall, _ in each) for name, each in runs},
+        "tokens_per_second": {name: tokens / median(wall for wall, _ in turns) for name, turns in runs},
     }
 
 
@@ -245,7 +245,7 @@ def show(console: Console, chats: dict[str, Any], unique: dict[str, Any], schedu
     )
     table = Table("", "p50", "p99", "mean")
     for title, name in (("kvtier", "on"), ("vLLM's own connector and manager", "own")):
-        table.add_row(title, *(f"{scheduler[name][each]:.0f}" for each in ("p50", "p99", "mean")))
+        table.add_row(title, *(f"{scheduler[name][statistic]:.0f}" for statistic in ("p50", "p99", "mean")))
     console.print(table)
     ratio, pairs = unique["ratio"]["median"], unique["pairs"]
     console.print(f"With nothing to reuse: {ratio:.3f} of vLLM alone, over {pairs} pairs; the claim is {TARGET:g}")

@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import InputError
+from kvtier.native import form_of, uses_c
 
 __all__ = [
     "FORMAT_VERSION",
@@ -240,12 +241,12 @@ def _chain_python(tokens: list[int], block_size: int, parent: BlockHash) -> list
     return hashes
 
 
-try:
-    from kvtier._chain import chain as _chain
-except ImportError:  # not compiled here
+if uses_c("chain"):
+    from kvtier.native._chain import chain as _chain
+else:
     _chain = _chain_python
 
-HASHED_BY = "python" if _chain is _chain_python else "c"
+HASHED_BY = form_of("chain")
 """Who chains plain blocks here. Both give the same hashes; C takes half the time."""
 
 

@@ -21,13 +21,13 @@ from typing import NamedTuple
 from kvtier.config import format_size
 from kvtier.errors import PoolError
 
-__all__ = ["Room", "expect_free_memory", "expect_total_memory", "free_memory", "total_memory"]
+__all__ = ["MemoryBound", "expect_free_memory", "expect_total_memory", "free_memory", "total_memory"]
 
 _ROOT = Path("/")
 _UNLIMITED = 1 << 60  # version 1 has a number near 2^63 for "no limit"
 
 
-class Room(NamedTuple):
+class MemoryBound(NamedTuple):
     """Bytes that can be had, words that say what bounds them, and what helps beside asking for less."""
 
     size: int
@@ -35,17 +35,17 @@ class Room(NamedTuple):
     remedy: str = ""
 
 
-def free_memory(root: Path = _ROOT) -> Room | None:
+def free_memory(root: Path = _ROOT) -> MemoryBound | None:
     """Return what can be taken now without swapping; `None` where the system does not say."""
     available = _read_table(root / "proc/meminfo").get("MemAvailable:")
-    machine = [] if available is None else [Room(available * 1024, "of memory is available")]
+    machine = [] if available is None else [MemoryBound(available * 1024, "of memory is available")]
     return min([*machine, *(group.left for group in _control_groups(root))], default=None)
 
 
-def total_memory(root: Path = _ROOT) -> Room | None:
+def total_memory(root: Path = _ROOT) -> MemoryBound | None:
     """Return what could be taken if nothing else were in use; `None` where the system does not say."""
     total = _read_table(root / "proc/meminfo").get("MemTotal:")
-    machine = [] if total is None else [Room(total * 1024, "of memory is in this machine")]
+    machine = [] if total is None else [MemoryBound(total * 1024, "of memory is in this machine")]
     return min([*machine, *(group.whole for group in _control_groups(root))], default=None)
 
 
@@ -59,10 +59,10 @@ def expect_total_memory(needed: int, root: Path = _ROOT) -> None:
     _expect(needed, total_memory(root))
 
 
-def _expect(needed: int, room: Room | None) -> None:
-    if room is not None and needed > room.size:
-        but = f"but only {format_size(room.size)} {room.where}"
-        raise PoolError(f"pool: needs {format_size(needed)}, {but}; lower cpu.capacity{room.remedy}")
+def _expect(needed: int, bound: MemoryBound | None) -> None:
+    if bound is not None and needed > bound.size:
+        but = f"but only {format_size(bound.size)} {bound.where}"
+        raise PoolError(f"pool: needs {format_size(needed)}, {but}; lower cpu.capacity{bound.remedy}")
 
 
 class _Names(NamedTuple):
@@ -88,13 +88,13 @@ class _Group(NamedTuple):
     used: int
 
     @property
-    def left(self) -> Room:
+    def left(self) -> MemoryBound:
         where = f"is left of the {format_size(self.limit)} that the control group {self.folder} may use"
-        return Room(max(0, self.limit - self.used), where, _REMEDY)
+        return MemoryBound(max(0, self.limit - self.used), where, _REMEDY)
 
     @property
-    def whole(self) -> Room:
-        return Room(self.limit, f"is what the control group {self.folder} may use", _REMEDY)
+    def whole(self) -> MemoryBound:
+        return MemoryBound(self.limit, f"is what the control group {self.folder} may use", _REMEDY)
 
 
 _REMEDY = " or raise that limit (docker run --memory, resources.limits.memory)"

@@ -104,7 +104,7 @@ def _walk(folder: Path) -> Iterator[Path]:
     for root, folders, files in os.walk(folder, followlinks=True, onerror=_fail):
         seen.add(os.path.realpath(root))
         parts = sorted(filter(_is_part, folders))
-        folders[:] = [each for each in parts if os.path.realpath(os.path.join(root, each)) not in seen]
+        folders[:] = [part for part in parts if os.path.realpath(os.path.join(root, part)) not in seen]
         yield from (Path(root, file) for file in files if _counts(file))
 
 

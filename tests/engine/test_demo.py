@@ -43,7 +43,7 @@ def expect_sums(result: dict[str, Any]) -> None:
         tiers = sum(counts["tokens_from_tiers"].values())
         assert counts["tokens_from_gpu"] + tiers + counts["tokens_recomputed"] == counts["prompt_tokens"]
     for name in ("prompt_tokens", "tokens_from_gpu", "tokens_recomputed"):
-        assert sum(each[name] for each in result["per_request"]) == result[name]
+        assert sum(request[name] for request in result["per_request"]) == result[name]
 
 
 def test_quick_as_a_process(here: Path) -> None:
@@ -71,10 +71,10 @@ def test_quick_as_a_process(here: Path) -> None:
 def test_returning_conversations_are_loaded(capsys: pytest.CaptureFixture[str]) -> None:
     """What is computed of a prompt that was all but there is its last message, and at most a block more."""
     result = run_small(capsys, "--seed", "3")
-    returning = [each for each in result["per_request"] if each["turn"] > 1]
+    returning = [request for request in result["per_request"] if request["turn"] > 1]
     assert returning
-    assert all(each["tokens_recomputed"] <= 20 + 16 for each in returning)
-    assert all(each["first_miss"] in ("never stored", None) for each in result["per_request"])
+    assert all(request["tokens_recomputed"] <= 20 + 16 for request in returning)
+    assert all(request["first_miss"] in ("never stored", None) for request in result["per_request"])
 
 
 def test_a_wrong_byte_is_noticed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,7 +196,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "message"), REFUSED, ids=lambda each: next(iter(each)))
+@pytest.mark.parametrize(("fields", "message"), REFUSED, ids=lambda fields: next(iter(fields)))
 def test_a_config_that_cannot_be_honoured_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=f"^{message}"):
         ModelConfig.from_dict(tiny(**fields))

@@ -73,7 +73,7 @@ def test_computing_ahead_of_a_load_changes_nothing(kv_layout: str, monkeypatch: 
         if not speculates:
             monkeypatch.setattr(Engine, "_speculate", lambda *_: None)
         with Engine.from_config(model, config, kvtier) as engine:
-            outputs = [engine.generate([each], SamplingParams(max_tokens=8))[0] for each in prompts(12) * 2]
+            outputs = [engine.generate([prompt], SamplingParams(max_tokens=8))[0] for prompt in prompts(12) * 2]
             engine.drain()
             engine.check()
             assert sum(output.source.tiers.get("cpu", 0) for output in outputs if output.source) > 1000
@@ -108,8 +108,8 @@ def test_a_graph_computes_what_op_by_op_does(steps: list[tuple[int, int]], kv_la
     graphs, decoder.graphs = decoder.graphs, None
     expected = run(batch)
     decoder.graphs = graphs
-    for each in (batch, other, batch):
-        got = run(each)
+    for inputs in (batch, other, batch):
+        got = run(inputs)
     for mine, theirs in zip(got, expected, strict=True):
         assert (mine - theirs).norm() < 0.06 * theirs.norm()
 

@@ -31,7 +31,7 @@ SIGNATURES: dict[str, list[Any]] = {
 }
 
 
-compiled_only = pytest.mark.skipif(steps.STEPS_BY == "python", reason="kvtier._cuda was not compiled here")
+compiled_only = pytest.mark.skipif(steps.STEPS_BY == "python", reason="kvtier.native._cuda was not compiled here")
 
 
 def cut_small(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
@@ -78,8 +78,8 @@ class FakeDriver:
     def _cuMemcpyBatchAsync(self, dst: int, src: int, size: int, count: int, *rest: int) -> tuple[Any, ...]:
         attributes, first, num_attributes, _, stream = rest
         ranges = [read(c_uint64, column, count) for column in (dst, src, size)]
-        for each in zip(*ranges, strict=True):
-            self._cuMemcpyAsync(*each, stream)
+        for copy in zip(*ranges, strict=True):
+            self._cuMemcpyAsync(*copy, stream)
         return (*ranges, read(c_int, attributes, 6), read(c_uint64, first, 1), num_attributes, stream)
 
     def _cuLaunchKernel(self, function: int, *rest: Any) -> tuple[Any, ...]:

@@ -88,8 +88,8 @@ class SimDriver(FakeDriver):
     def _cuMemcpyBatchAsync(self, dst: int, src: int, size: int, count: int, *rest: int) -> Any:
         ranges = list(zip(*(read(c_uint64, column, count) for column in (dst, src, size)), strict=True))
         self.rng.shuffle(ranges)
-        for each in ranges:
-            self._cuMemcpyAsync(*each, rest[-1])
+        for copy in ranges:
+            self._cuMemcpyAsync(*copy, rest[-1])
 
     def _cuLaunchKernel(self, function: int, *rest: Any) -> Any:
         *_, stream, arguments, _ = rest

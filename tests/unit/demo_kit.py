@@ -40,7 +40,7 @@ def request(conversation: int, turn: int, *, cached: bool, ttft: float | None = 
 def run(conversations: int, turns: int, *, cached: bool, ttft: float | None = None) -> RunResult:
     """Make a run of all turns of all conversations."""
     asked = [(conversation, turn) for turn in range(1, turns + 1) for conversation in range(1, conversations + 1)]
-    requests = tuple(request(*each, cached=cached, ttft=ttft) for each in asked)
+    requests = tuple(request(*arguments, cached=cached, ttft=ttft) for arguments in asked)
     pool = PoolUse(used=600, slots=4096, row_bytes=131072, evicted=3) if cached else None
     return RunResult(requests, 16.0 if cached else 40.0, 12.0 if cached else 36.0, pool)
 

@@ -20,7 +20,7 @@ from kvtier.cli.display import ProgressDisplay, print_result
 from kvtier.config import KVTierConfig
 from kvtier.demo.summary import summarize
 from kvtier.errors import IntegrityError, PoolError
-from kvtier.memory import Room
+from kvtier.memory import MemoryBound
 from kvtier.rendezvous import locked
 
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from kvtier.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -133,7 +133,7 @@ def test_a_place_that_cannot_be_written_is_found_before_the_run(
     (here / "loop").symlink_to("loop")
     assert main(["demo", option, path]) == 2
     assert one_line(capsys.readouterr().err).startswith(f"kvtier: {option}: expected a file ")
-    assert [each.name for each in here.iterdir()] == ["loop"]
+    assert [entry.name for entry in here.iterdir()] == ["loop"]
 
 
 def test_as_a_process(tmp_path: Path) -> None:
@@ -434,12 +434,12 @@ def test_doctor_tells_nobody_to_run_what_a_file_is_called(
     assert set("\x1b\r\x7f").isdisjoint(capsys.readouterr().out)
     subprocess.run(["bash", "-c", hint], check=True, timeout=60)
     assert not left.exists()
-    assert [path.name for path in here.iterdir()] == ["shm"]
+    assert [entry.name for entry in here.iterdir()] == ["shm"]
 
 
 def test_doctor_says_what_bounds_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same as what a pool goes by: a control group that is nearly full is not hidden by its limit."""
-    monkeypatch.setattr(checks, "free_memory", lambda: Room(100 << 20, "is left of the 8.0 GiB that ..."))
+    monkeypatch.setattr(checks, "free_memory", lambda: MemoryBound(100 << 20, "is left of the 8.0 GiB that ..."))
     found = checks._check_memory()
     assert (found.status, found.detail) == (checks.Status.WARN, "100.0 MiB is left of the 8.0 GiB that ...")
     monkeypatch.setattr(checks, "free_memory", lambda: None)

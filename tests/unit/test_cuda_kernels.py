@@ -15,7 +15,7 @@ if find_spec("triton") is None:
 CHECK = """
 import random, sys
 import torch
-from kvtier.testing.caches import make_caches, make_config, Model
+from kvtier.testing.caches import make_caches, make_config, ReferenceTransfer
 from kvtier.transfer.base import CPULoadStoreSpec, GPULoadStoreSpec
 from kvtier.transfer.cuda.kernels import SHORT, STAGED, PageCopy
 from kvtier.transfer.cuda.pieces import find_pages, split_pages
@@ -24,7 +24,7 @@ from kvtier.transfer.layout import canonicalize
 layout = sys.argv[1]
 for page, shape in ((16, SHORT), (32, STAGED), (4096, STAGED), (4096, SHORT), (20_000, STAGED)):
     caches, twin = (make_caches(layout, page=page, num_blocks=9) for _ in range(2))
-    model = Model(twin, make_config(twin, num_slots=9))
+    model = ReferenceTransfer(twin, make_config(twin, num_slots=9))
     pages = find_pages(canonicalize(caches.layers, caches.groups, num_blocks=9), 0)
     ids = random.Random(page).sample(range(1, 9), 5)
     elsewhere = random.Random(-page).sample(range(1, 9), 5)

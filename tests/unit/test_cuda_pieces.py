@@ -139,7 +139,7 @@ def test_places_are_multiples_of_their_alignment(page: int, expected: int) -> No
 
 
 def test_rows_side_by_side_are_one_range_up_to_a_seam() -> None:
-    pool, buffer = map_of(12288, seam=4 * 12288), Pages(*(np.array([each]) for each in (4096, 12288, 12288, 0)))
+    pool, buffer = map_of(12288, seam=4 * 12288), Pages(*(np.array([value]) for value in (4096, 12288, 12288, 0)))
     plan = plan_of([9, 4, 7, 1, 2, 3], [2, 3, 4, 5, 9, 10])
     device, host, size = pool.ranges(buffer, np.arange(6), pool.rows(plan).places(0, 6))
     assert ((host - (1 << 40)) // 12288).tolist() == [2, 4, 9]

@@ -147,14 +147,14 @@ def test_scripts_are_played_step_by_step(
         COPY: lambda: (PAGES, data.draw(st.sampled_from(["blocks", None])), "first", "last", "rows", 1, 2, 3,
                        data.draw(st.sampled_from([0, 20])), data.draw(either), "wait", 24),
     }  # fmt: skip
-    script = tuple((each, *steps_of[each]()) for each in which)
+    script = tuple((kind, *steps_of[kind]()) for kind in which)
     own = {"blocks": blocks, "first": first, "last": last, "count": last - first, "rows": rows}
     own |= {"start": start, "wait": wait}
     one_by_one = PythonSteps(pool_map(), to_pool=True)
     names = [one_by_one.tell, one_by_one.launch, one_by_one.copy]
     fake.calls.clear()
-    for each, *args in script:
-        names[each](*(own[arg] if isinstance(arg, str) else arg for arg in args))
+    for kind, *args in script:
+        names[kind](*(own[arg] if isinstance(arg, str) else arg for arg in args))
     expected, told = list(fake.calls), memory[:]
     for form in forms():
         memory[:] = [0] * 16
@@ -169,7 +169,7 @@ KERNEL = Launch(1, 1, 0, 1, 1, 1, 1)
 IDS = np.arange(4)
 SCRIPT = (LAUNCH, KERNEL, NOTE, "count", 1, 0, 0, 0)
 ROWS = Rows(IDS, POOL, 2048)
-PAGES = Pages(*(np.array([each]) for each in (0, 64, 64, 0)))
+PAGES = Pages(*(np.array([value]) for value in (0, 64, 64, 0)))
 
 
 @compiled_only

@@ -57,7 +57,7 @@ def test_json_has_what_is_promised() -> None:
     assert plain["ttft_speedup_p50"] == pytest.approx(8.75)
     assert plain["why_missing"] == {"never stored": 24}
     assert len(plain["per_request"]) == 24
-    assert all(each["identical"] for each in plain["per_request"])
+    assert all(request["identical"] for request in plain["per_request"])
 
 
 def test_json_names_the_tier_even_if_nothing_came_from_it() -> None:
@@ -69,7 +69,7 @@ def test_json_marks_the_request_that_differs() -> None:
     plain = with_wrong_token(demo_result()).to_dict()
     assert plain["identical"] is False
     assert plain["first_difference"] == {"conversation": 4, "turn": 1, "position": 2, "off": 1, "on": 4242}
-    assert [index for index, each in enumerate(plain["per_request"]) if not each["identical"]] == [3]
+    assert [index for index, request in enumerate(plain["per_request"]) if not request["identical"]] == [3]
 
 
 def test_percentiles_interpolate() -> None:

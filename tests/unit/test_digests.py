@@ -221,7 +221,7 @@ print(Digests(Path({str(memory)!r})).of(path, FileState.of(path)))
         state = [found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
         assert json.loads(memory.read_text()) == {"version": 1, "files": {str(file): [*state, SHA]}}
         assert memory.stat().st_mode & 0o777 == 0o600
-        assert [each.name for each in memory.parent.iterdir()] == ["digests.json"]
+        assert [path.name for path in memory.parent.iterdir()] == ["digests.json"]
 
     def test_what_others_have_written_stays(self, file: Path, memory: Path) -> None:
         mine, theirs = Digests(memory, later), Digests(memory, later)
@@ -235,10 +235,10 @@ print(Digests(Path({str(memory)!r})).of(path, FileState.of(path)))
     def test_it_does_not_grow_for_ever(self, file: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "_MOST_ENTRIES", 2)
         files = [file.with_name(f"{number}.bin") for number in range(3)]
-        for each in files:
-            each.write_bytes(b"weights")
-            digest(each, Digests(memory, later))
-        assert list(json.loads(memory.read_text())["files"]) == [str(each) for each in files[1:]]
+        for path in files:
+            path.write_bytes(b"weights")
+            digest(path, Digests(memory, later))
+        assert list(json.loads(memory.read_text())["files"]) == [str(path) for path in files[1:]]
 
     @pytest.mark.parametrize(
         "content",

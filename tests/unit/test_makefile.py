@@ -24,9 +24,7 @@ def test_help_lists_every_target(target: str) -> None:
 
 
 def test_every_c_file_rebuilds_the_environments() -> None:
-    sources = {
-        str(path.relative_to(ROOT)) for path in (ROOT / "src" / "kvtier").iterdir() if path.suffix in (".c", ".h")
-    }
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "src").rglob("*.[ch]")}
     assert sources
     assert sources <= set(make("--eval=print: ; @echo $(BUILD)", "print").split())
 

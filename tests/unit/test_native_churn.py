@@ -92,7 +92,7 @@ def new_book(kind: Any, capacity: int) -> tuple[Any, list[Any]]:
 
 def churn_book(churn: Churn, capacity: int, operations: int) -> None:
     """Reserve, complete, pin, release, remove and free, in C, in Python and in a dict from key to slot."""
-    from kvtier._slots import SlotBook
+    from kvtier.native._slots import SlotBook
     from kvtier.policies.slots import PythonBook
 
     (one, arrays), (other, others) = new_book(SlotBook, capacity), new_book(PythonBook, capacity)
@@ -144,7 +144,7 @@ def churn_book(churn: Churn, capacity: int, operations: int) -> None:
 
 def churn_ghosts(churn: Churn, capacity: int, operations: int) -> None:
     """Remember and recall, in C, in Python and in a dict from key to list and number: the last `capacity` of each count."""
-    from kvtier._slots import GhostLists
+    from kvtier.native._slots import GhostLists
     from kvtier.policies.slots import PythonGhosts
 
     one, other = GhostLists(capacity), PythonGhosts(capacity)
@@ -176,7 +176,7 @@ def churn_ghosts(churn: Churn, capacity: int, operations: int) -> None:
 
 def churn_recency(churn: Churn, capacity: int, operations: int) -> None:
     """Use, renew, drop and take, in C, in Python and in a dict, which keeps the order in which slots were put in."""
-    from kvtier._slots import RecencyList
+    from kvtier.native._slots import RecencyList
     from kvtier.policies.slots import PythonRecency
 
     one, other = RecencyList(capacity), PythonRecency(capacity)
@@ -331,7 +331,7 @@ def churn_table(churn: Churn, budget: int, workers: int, operations: int) -> Non
         worker, lane = churn.random.randrange(workers), churn.random.randrange(min(workers, 3))
         keys = list(dict.fromkeys(churn.some()))
         hashes = np.array(keys, np.uint64)
-        held = [any((key, worker, each) in model for each in range(3)) for key in keys]
+        held = [any((key, worker, place) in model for place in range(3)) for key in keys]
         assert table.holds(worker, hashes).tolist() == held
         if churn.adds(len(model) / most):
             before = table.stats().dropped
@@ -432,7 +432,7 @@ NEEDS = {"blocks": "kvtier._events", "table": "numba", "names": "numba"}
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", TABLES)
 def test_a_native_table_is_a_dict_under_churn(name: str) -> None:
-    pytest.importorskip(NEEDS.get(name, "kvtier._slots"), reason="it was not compiled here")
+    pytest.importorskip(NEEDS.get(name, "kvtier.native._slots"), reason="it was not compiled here")
     done = subprocess.run([sys.executable, __file__, name], capture_output=True, text=True, timeout=570, check=False)
     assert done.returncode >= 0, f"killed by signal {-done.returncode}: a hang, if that is SIGXCPU\n{done.stderr}"
     assert done.returncode == 0, done.stderr

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvtier.transfer import pages
 from kvtier.transfer.pages import load_python, store_python
 
-_pages = pytest.importorskip("kvtier._pages", reason="kvtier._pages was not compiled here")
+_pages = pytest.importorskip("kvtier.native._pages", reason="kvtier.native._pages was not compiled here")
 
 PAIRS = [(_pages.store, store_python), (_pages.load, load_python)]
 

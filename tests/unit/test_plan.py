@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.testing.caches import Model, make_caches, make_config
+from kvtier.testing.caches import ReferenceTransfer, make_caches, make_config
 from kvtier.transfer.base import NULL_BLOCK, CPULoadStoreSpec, GPULoadStoreSpec
 from kvtier.transfer.plan import JobBounds, pair_blocks
 
@@ -44,7 +44,7 @@ def test_pieces_are_the_pairs_of_the_model(job: Job, longest: list[int]) -> None
         for place in zip(piece.blocks.tolist(), piece.slots.tolist(), piece.indices.tolist(), strict=True)
     ]
     caches = make_caches("blocks_first", page=16)
-    assert paired == list(Model(caches, make_config(caches, blocks_per_chunk=per_chunk)).pairs(gpu, cpu))
+    assert paired == list(ReferenceTransfer(caches, make_config(caches, blocks_per_chunk=per_chunk)).pairs(gpu, cpu))
     assert plan.blocks.tolist() == gpu.block_ids[plan.positions].tolist()
     assert NULL_BLOCK not in plan.blocks
     for group, piece in pieces:

@@ -265,8 +265,8 @@ def test_a_rank_attaches_once(tmp_path: Path) -> None:
     pool.check()
     others = [Pool.open("engine", 2, ROW, 3, party=party, directory=tmp_path) for party in (2, 0)]
     assert pool.complete
-    for each in (pool, *others):
-        each.close()
+    for attached in (pool, *others):
+        attached.close()
 
 
 def test_a_thousand_parties(tmp_path: Path) -> None:

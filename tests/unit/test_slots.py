@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvtier.keys import OffloadKey
 from kvtier.policies.slots import ABSENT, WRITING, PythonBook, PythonGhosts, PythonRecency
 
-_slots = pytest.importorskip("kvtier._slots", reason="kvtier._slots was not compiled here")
+_slots = pytest.importorskip("kvtier.native._slots", reason="kvtier.native._slots was not compiled here")
 
 CAPACITY = 12
 UNIVERSE = [OffloadKey(b"k" * (n % 5) * 9 + b"%d" % n) for n in range(40)]
@@ -289,7 +289,7 @@ class TestGhosts:
 
 WITHOUT_C = """
     import sys
-    sys.modules["kvtier._slots"] = None
+    sys.modules["kvtier.native._slots"] = None
     from kvtier.policies.slots import SLOTS_BY
     assert SLOTS_BY == "python"
     import pytest

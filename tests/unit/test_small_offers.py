@@ -111,7 +111,7 @@ def python_manager(policy: str) -> CPUOffloadingManager:
         return CPUOffloadingManager(CAPACITY, policy)
 
 
-@pytest.mark.skipif(SLOTS_BY == "python", reason="kvtier._slots was not compiled here")
+@pytest.mark.skipif(SLOTS_BY == "python", reason="kvtier.native._slots was not compiled here")
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 @given(calls, st.sampled_from((together, one_by_one)))
 @settings(max_examples=60, deadline=None)

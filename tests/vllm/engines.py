@@ -68,13 +68,13 @@ class Engine:
         salts = [*salts, *[None] * (len(prompts) - len(salts))]
         inputs = [_token_prompt(prompt, salt) for prompt, salt in zip(prompts, salts, strict=True)]
         done = self.llm.generate(inputs, self.params(max_tokens), use_tqdm=False, **options)
-        return [Output(list(each.outputs[0].token_ids), each.num_cached_tokens) for each in done]
+        return [Output(list(output.outputs[0].token_ids), output.num_cached_tokens) for output in done]
 
     def logprobs(self, prompt: Prompt, max_tokens: int = 3) -> list[float]:
         """Return how likely the tokens were that follow: a finer sieve than the tokens themselves."""
         params = self.params(max_tokens, logprobs=0)
         (done,) = self.llm.generate([_token_prompt(prompt, None)], params, use_tqdm=False)
-        return [next(iter(each.values())).logprob for each in done.outputs[0].logprobs]
+        return [next(iter(token.values())).logprob for token in done.outputs[0].logprobs]
 
     def params(self, max_tokens: int, **more: Any) -> Any:
         """Return greedy sampling that does not stop early."""
@@ -89,7 +89,7 @@ class Engine:
     def step(self) -> dict[str, list[int]]:
         """Run one step and return the tokens of requests that are over."""
         outputs = self.llm.llm_engine.step()
-        return {each.request_id: list(each.outputs[0].token_ids) for each in outputs if each.finished}
+        return {output.request_id: list(output.outputs[0].token_ids) for output in outputs if output.finished}
 
     def run(self) -> dict[str, list[int]]:
         """Step until all requests are over."""

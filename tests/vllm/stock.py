@@ -64,7 +64,7 @@ def _load_sglang(version: str) -> ModuleType:
     try:
         return importlib.import_module("sglang.srt.disaggregation.kv_events")
     finally:
-        for name in [each for each in sys.modules if each.split(".")[0] == "sglang"]:
+        for name in [module for module in sys.modules if module.split(".")[0] == "sglang"]:
             del sys.modules[name]  # so that another version can be loaded too
 
 
@@ -109,8 +109,8 @@ class Engine:
 
     def publish(self, events: list[Event]) -> None:
         """Publish a batch."""
-        said = [each for event in events for each in self._say(event)]
-        self.publish_own([as_engine(self.module, each) for each in said])
+        said = [told for event in events for told in self._say(event)]
+        self.publish_own([as_engine(self.module, event) for event in said])
 
     def publish_own(self, events: list[Any], rank: int | None = None) -> None:
         """Publish a batch of the engine's own events."""
@@ -121,8 +121,8 @@ class Engine:
         """Return what the engine says when that happens; it has no cleared tier, so every copy in it is removed."""
         said = [event]
         if isinstance(event, TierCleared):
-            held = ((each, copies) for (place, each), copies in self.truth.blocks.items() if place[0] == event.medium)
-            said = [BlockRemoved([each], event.medium) for each, copies in held for _ in range(copies)]
+            held = ((block, copies) for (place, block), copies in self.truth.blocks.items() if place[0] == event.medium)
+            said = [BlockRemoved([block], event.medium) for block, copies in held for _ in range(copies)]
         self.truth.fold([event])
         return said
 
@@ -188,4 +188,4 @@ def serve_until(engine: Engine, consumers: list[Consumer], done: Callable[[], bo
         engine.link.pump()
         for consumer in consumers:
             consumer.serve()
-        assert time.monotonic() < deadline, [each.status for each in consumers]
+        assert time.monotonic() < deadline, [consumer.status for consumer in consumers]

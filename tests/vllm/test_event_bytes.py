@@ -68,7 +68,7 @@ def _removed(rng: Random) -> BlockRemoved:
 
 def as_lists(value: Any) -> Any:
     """Return a value as it comes out of untyped bytes: tuples are lists."""
-    return [as_lists(each) for each in value] if isinstance(value, (list, tuple)) else value
+    return [as_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def values_of(event: Any) -> tuple[str, Any]:

@@ -88,9 +88,9 @@ def test_conversations_survive_a_killed_server(llama: Path, reference: Reference
             again = list(pool.map(lambda seed: chat(client, seed), range(CHATS)))
             metrics = urlopen(str(client.base_url.join("/metrics"))).read().decode()
             interrupted = [pool.submit(chat, client, seed) for seed in range(CHATS)]
-        for each in interrupted:
+        for future in interrupted:
             with suppress(Exception):  # whatever a client makes of a server that is gone
-                each.result()
+                future.result()
         with serving(llama) as client:
             after = list(pool.map(lambda seed: chat(client, seed), range(CHATS)))
     assert before == again == after

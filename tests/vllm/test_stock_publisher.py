@@ -54,7 +54,7 @@ def follow(stack: ExitStack) -> Follow:
 def test_a_subscriber_has_the_truth_whenever_the_traffic_pauses(seed: int, start: Start, follow: Follow) -> None:
     """A buffer that holds everything, lost messages, a restart, late joins: all ends exact."""
     engine = start(seed)
-    consumers = [follow(each, engine.replay_endpoint) for each in (engine.link.endpoint, engine.endpoint)]
+    consumers = [follow(endpoint, engine.replay_endpoint) for endpoint in (engine.link.endpoint, engine.endpoint)]
     for turn in range(5):
         engine.link.loss = 0.3
         if turn == 3:
@@ -66,7 +66,7 @@ def test_a_subscriber_has_the_truth_whenever_the_traffic_pauses(seed: int, start
             for consumer in consumers:
                 consumer.serve()
         engine.link.loss = 0.0
-        serve_until(engine, consumers, lambda: all(each.says_exact_of(engine) for each in consumers))
+        serve_until(engine, consumers, lambda: all(consumer.says_exact_of(engine) for consumer in consumers))
         for consumer in consumers:
             assert consumer.picture.blocks == engine.truth.blocks
         consumers.append(follow(engine.endpoint, engine.replay_endpoint))
@@ -86,17 +86,17 @@ def test_what_the_buffer_has_lost_is_known_to_be_missing(start: Start, follow: F
     engine.link.loss = 1.0
     engine.store(3 * BUFFER)
     both = [follower, follow(engine.endpoint, engine.replay_endpoint)]
-    serve_until(engine, both, lambda: all(each.is_degraded_at(engine.newest) for each in both))
+    serve_until(engine, both, lambda: all(consumer.is_degraded_at(engine.newest) for consumer in both))
     engine.link.loss = 0.0
     for consumer in both:
         assert "buffer begins at batch" in consumer.status.reason
         assert consumer.status.counters.truncated_replays >= 1
     engine.store(20)
-    serve_until(engine, both, lambda: all(each.is_degraded_at(engine.newest) for each in both))
+    serve_until(engine, both, lambda: all(consumer.is_degraded_at(engine.newest) for consumer in both))
     engine.publish([AllBlocksCleared()])
     engine.store(5)
-    serve_until(engine, both, lambda: all(each.says_exact_of(engine) for each in both))
-    assert all(each.picture.blocks == engine.truth.blocks for each in both)
+    serve_until(engine, both, lambda: all(consumer.says_exact_of(engine) for consumer in both))
+    assert all(consumer.picture.blocks == engine.truth.blocks for consumer in both)
 
 
 def test_a_long_history_is_replayed_whole(start: Start, follow: Follow) -> None:
@@ -163,7 +163,7 @@ def test_sglangs_salt_keeps_prompts_apart(stack: ExitStack, follow: Follow) -> N
     """It has a field of its own. An index that hashes tokens must not offer such blocks to prompts without the salt."""
     engine = stack.enter_context(closing(Engine("sglang-0.5.23", 10)))
     salted = [stored([-1, -2], None, [1, 2, 3, 4]), stored([-3], -2, [5, 6])]
-    engine.publish_own([as_engine(engine.module, each, cache_salt="tenant") for each in salted])
+    engine.publish_own([as_engine(engine.module, event, cache_salt="tenant") for event in salted])
     engine.publish_own([as_engine(engine.module, stored([4], None, [1, 2]))])
     consumer = follow(engine.endpoint, engine.replay_endpoint)
     serve_until(engine, [consumer], lambda: consumer.says_exact_of(engine))

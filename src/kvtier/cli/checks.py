@@ -20,7 +20,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from kvtier import __version__
+from kvtier import __version__, native
 from kvtier.config import format_size
 from kvtier.errors import InputError, PoolError
 from kvtier.integrations import expect_version
@@ -30,7 +30,7 @@ from kvtier.rendezvous import default_directory, is_held, locked, named_files
 __all__ = ["VLLM_VERSIONS", "Check", "Status", "examine"]
 
 _CORE = ("msgspec", "numpy", "pyzmq", "rich", "typer", "xxhash")
-_COMPILED = ("kvtier._chain", "kvtier._cuda", "kvtier._events", "kvtier._pages", "kvtier._slots")
+_COMPILED = ("kvtier._events", *(f"kvtier.native._{loop}" for loop in native.LOOPS))
 VLLM_VERSIONS = ("0.32", "0.33")
 """The first version of vLLM that the connector knows, and the first that it does not."""
 _VLLM_RANGE = ">={},<{}".format(*VLLM_VERSIONS)
@@ -83,6 +83,8 @@ def _check_core() -> Check:
 
 
 def _check_compiled() -> Check:
+    if not native.is_asked_for():
+        return Check("compiled parts", Status.WARN, f"{native.VARIABLE}=python: Python does their work, slower")
     missing = [name for name in _COMPILED if find_spec(name) is None]
     if not missing:
         return Check("compiled parts", Status.OK, ", ".join(_COMPILED))

@@ -111,4 +111,4 @@ def make_batch(slices: Sequence[RequestSlice], num_groups: int, block_size: int,
 def _send(lists: list[list[int]], device: str) -> tuple[Tensor, ...]:
     """Put lists on the device in one copy."""
     together = torch.tensor(list(chain.from_iterable(lists)), device=device)
-    return torch.split_with_sizes(together, [len(each) for each in lists])
+    return torch.split_with_sizes(together, [len(values) for values in lists])

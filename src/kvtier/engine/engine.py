@@ -225,8 +225,8 @@ class Engine:
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams | None] | None = None
     ) -> list[RequestOutput]:
         """Run prompts to their end and return their outputs in order. One that is bad, or bad params, refuse them all."""
-        each = read_items("prompts", prompts, count_items("prompts", prompts, "a list of prompts"))
-        tokens = [self._read_prompt(f"prompts[{index}]", prompt) for index, prompt in enumerate(each)]
+        listed = read_items("prompts", prompts, count_items("prompts", prompts, "a list of prompts"))
+        tokens = [self._read_prompt(f"prompts[{index}]", prompt) for index, prompt in enumerate(listed)]
         chosen = _read_params_of_each(params, len(tokens))
         ids = [self._queue(ours, param, self._free_id()) for ours, param in zip(tokens, chosen, strict=True)]
         try:
@@ -517,5 +517,5 @@ def _read_params_of_each(params: Any, number: int) -> list[SamplingParams]:
     given = count_items("params", params, "SamplingParams, or a list of them")
     if given != number:
         raise InputError(f"params: expected one for each of {number} prompts, got {given}")
-    each = read_items("params", params, given)
-    return [_read_params(f"params[{index}]", param) for index, param in enumerate(each)]
+    listed = read_items("params", params, given)
+    return [_read_params(f"params[{index}]", param) for index, param in enumerate(listed)]

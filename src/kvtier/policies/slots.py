@@ -1,8 +1,8 @@
 """What managers and policies are made of: which chunk is in which slot, slots in order of use, keys that were evicted.
 
-Each is written twice: in `_slots.c`, for speed, and here, for machines without a C compiler and as the specification of the
-other. `SLOTS_BY` says which is in use. All take and return batches; in C, one of a single key costs some 100 ns a call.
-Called on the scheduler thread only.
+Each is written twice: in `native/_slots.c`, for speed, and here, for machines without a C compiler and as the
+specification of the other. `SLOTS_BY` says which is in use. All take and return batches; in C, one of a single key
+costs some 100 ns a call. Called on the scheduler thread only.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.keys import OffloadKey
+from kvtier.native import form_of, uses_c
 from kvtier.policies.base import Slots
 
 __all__ = ["ABSENT", "SLOTS_BY", "WRITING", "GhostLists", "Mask", "RecencyList", "SlotBook"]
@@ -239,10 +240,9 @@ def _array(slots: list[int]) -> Slots:
     return np.array(slots, dtype=np.int64)
 
 
-try:
-    from kvtier._slots import GhostLists, RecencyList, SlotBook
-
-    SLOTS_BY = "c"
-except ImportError:
+if uses_c("slots"):
+    from kvtier.native._slots import GhostLists, RecencyList, SlotBook
+else:
     GhostLists, RecencyList, SlotBook = PythonGhosts, PythonRecency, PythonBook  # type: ignore[misc, assignment]
-    SLOTS_BY = "python"
+
+SLOTS_BY = form_of("slots")

@@ -1,8 +1,8 @@
 """Engine caches in every layout that kvtier understands, and a naive model of what transfers do to them.
 
-`Model` knows nothing of canonical tensors, spans or runs: it moves one block at a time between the layers' own tensors
-and a dict of rows. Made from the same arguments, `Caches` hold the same bytes, so one set can be given to handlers and
-the other to the model, and every byte of every allocation compared afterwards.
+`ReferenceTransfer` knows nothing of canonical tensors, spans or runs: it moves one block at a time between the layers'
+own tensors and a dict of rows. Made from the same arguments, `Caches` hold the same bytes, so one set can be given to
+handlers and the other to the model, and every byte of every allocation compared afterwards.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from kvtier.config import CPUConfig, GroupConfig, KVTierConfig, OffloadingConfig
 from kvtier.transfer.base import NULL_BLOCK, CPULoadStoreSpec, GPULoadStoreSpec
 
-__all__ = ["LAYOUTS", "Caches", "ManualClock", "Model", "make_caches", "make_config"]
+__all__ = ["LAYOUTS", "Caches", "ManualClock", "ReferenceTransfer", "make_caches", "make_config"]
 
 LAYOUTS = ("blocks_first", "kv_first", "padded", "interleaved", "stacked", "cross_layer", "permuted", "shared")
 PADDING = 24  # elements
@@ -148,8 +148,8 @@ def make_config(
     return config(config(1 << 40).row_bytes * num_slots)
 
 
-class Model:
-    """Transfers, one block at a time."""
+class ReferenceTransfer:
+    """Transfers in their simplest form, one block at a time: what handlers are compared with."""
 
     def __init__(self, caches: Caches, config: OffloadingConfig) -> None:
         self.caches = caches

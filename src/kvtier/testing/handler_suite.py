@@ -4,7 +4,7 @@
         def make_handlers(self, config, kv_caches, clock): ...
         def hold(self, handler): ...
 
-Bytes are held against `kvtier.testing.caches.Model`, in every layout. Time is a `ManualClock`: nothing here sleeps.
+Bytes are held against `kvtier.testing.caches.ReferenceTransfer`, in every layout. Time is a `ManualClock`: nothing here sleeps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 from kvtier.config import OffloadingConfig
 from kvtier.errors import InputError
-from kvtier.testing.caches import LAYOUTS, Caches, ManualClock, Model, make_caches, make_config
+from kvtier.testing.caches import LAYOUTS, Caches, ManualClock, ReferenceTransfer, make_caches, make_config
 from kvtier.transfer.base import (
     NULL_BLOCK,
     CanonicalKVCaches,
@@ -53,7 +53,7 @@ class Rig:
         geometry = {name: options.pop(name) for name in ("page", "num_blocks", "num_groups") if name in options}
         self.caches = make_caches(layout, device=suite.device, **geometry)
         self.config = make_config(self.caches, deadline=DEADLINE, **options)
-        self.model = Model(make_caches(layout, device=suite.device, **geometry), self.config)
+        self.model = ReferenceTransfer(make_caches(layout, device=suite.device, **geometry), self.config)
         self.clock = ManualClock()
         canonical = canonicalize(self.caches.layers, self.caches.groups, num_blocks=self.caches.num_blocks)
         self.store, self.load, self.rows = suite.make_handlers(self.config, canonical, self.clock)

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.native import form_of, uses_c
+
 __all__ = ["COPIED_BY", "load", "load_python", "store", "store_python"]
 
 Ints = npt.NDArray[np.int64]
@@ -32,10 +34,10 @@ def load_python(pool: Any, engine: Any, slots: Ints, indices: Ints, blocks: Ints
         engine[block] = pool[slot, index]
 
 
-try:
-    from kvtier._pages import load, store
-except ImportError:  # not compiled here
+if uses_c("pages"):
+    from kvtier.native._pages import load, store
+else:
     load, store = load_python, store_python
 
-COPIED_BY = "python" if store is store_python else "c"
+COPIED_BY = form_of("pages")
 """Who copies pages of an engine on the host. Both move the same bytes; C is as fast as one large memcpy."""

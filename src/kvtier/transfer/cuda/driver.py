@@ -115,7 +115,7 @@ STEP_FUNCTIONS = (
     "cuLaunchKernel", "cuMemcpyAsync", "cuMemcpyBatchAsync", "cuEventRecord", "cuStreamWaitEvent",
     "cuEventQuery", "cuStreamQuery", "cuEventSynchronize", "cuEventElapsedTime",
 )  # fmt: skip
-"""What `kvtier._cuda` calls, in the order in which it is given them."""
+"""What `kvtier.native._cuda` calls, in the order in which it is given them."""
 
 
 _NEWER = {"cuEventElapsedTime": "cuEventElapsedTime_v2"}
@@ -127,7 +127,7 @@ def find_functions() -> bytes:
     library = _enqueuing()
     names = [_NEWER.get(name, name) if hasattr(library, _NEWER.get(name, name)) else name for name in STEP_FUNCTIONS]
     found = [getattr(library, name, None) for name in names]
-    return struct.pack("9Q", *(ctypes.cast(each, ctypes.c_void_p).value if each else 0 for each in found))
+    return struct.pack("9Q", *(ctypes.cast(function, ctypes.c_void_p).value if function else 0 for function in found))
 
 
 def fail(status: int, what: str) -> NoReturn:
@@ -247,8 +247,8 @@ def copy_range(dst: int, src: int, size: int, stream: int, *, pinned: bool = Tru
 def copy_ranges(dst: Addresses, src: Addresses, sizes: Addresses, stream: int, *, pinned: bool = True) -> None:
     """Enqueue copies of ranges, in no particular order among themselves."""
     if len(sizes) == 1 or not pinned or not has_batches():
-        for each in zip(dst.tolist(), src.tolist(), sizes.tolist(), strict=True):
-            copy_range(*each, stream, pinned=pinned)
+        for copy in zip(dst.tolist(), src.tolist(), sizes.tolist(), strict=True):
+            copy_range(*copy, stream, pinned=pinned)
         return
     failed = ctypes.c_size_t(0)
     status = _enqueuing().cuMemcpyBatchAsync(

@@ -104,7 +104,7 @@ class CudaHandler(JobHandler[CudaJob]):
         """Raise `IntegrityError` if the books do not agree."""
         super().check()
         with self._changed:
-            numbers = [each.number for each in self._under_way]
+            numbers = [piece.number for piece in self._under_way]
         if len(numbers) > RUN_AHEAD or numbers != sorted(numbers):
             raise IntegrityError(f"{self}: expected at most {RUN_AHEAD} pieces under way in order, got {numbers}")
         self.memory.pinning.check()
@@ -195,7 +195,7 @@ class CudaHandler(JobHandler[CudaJob]):
             job.pieces = job.pieces[: job.num_enqueued]
             if job in self._queue:
                 self._queue.remove(job)
-            numbers = [each.number for each in self._under_way if each.job is job]
+            numbers = [piece.number for piece in self._under_way if piece.job is job]
         for number in numbers:
             self._wait_done(number)
         if drain:
@@ -362,9 +362,9 @@ class CudaLoadHandler(Loads, CudaHandler):
             if job.ending or (not job.is_enqueued and job.num_enqueued < needed):
                 return False if job.ending else None
             try:
-                for each in self._under_way:
-                    if each.job is job and each.place < needed:
-                        self._lane.let_follow(each.number)
+                for piece in self._under_way:
+                    if piece.job is job and piece.place < needed:
+                        self._lane.let_follow(piece.number)
             except TransferError as error:
                 self._break(error)
                 return False

@@ -58,9 +58,9 @@ def _copy(  # type: ignore[no-untyped-def]
     word = tl.arange(0, WORDS)[None, :]
     count = num_blocks * num_tiles
     for first in range(tl.program_id(0) * TILES, count, tl.num_programs(0) * TILES):
-        each = first + tl.arange(0, TILES)
-        there = each < count
-        index, tile = each // num_tiles, each % num_tiles
+        tiles = first + tl.arange(0, TILES)
+        there = tiles < count
+        index, tile = tiles // num_tiles, tiles % num_tiles
         block = tl.load(told + index, mask=there, other=0)
         place = tl.load(told + num_blocks + index, mask=there, other=0)
         base = tl.load(table + tile, mask=there, other=0)

@@ -15,12 +15,13 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from kvtier.native import form_of, uses_c
 from kvtier.transfer.cuda import driver
 from kvtier.transfer.cuda.pieces import Ints, Pages, PoolMap, Rows
 
-try:
-    from kvtier._cuda import Steps as CompiledSteps
-except ImportError:  # not compiled here
+if uses_c("cuda"):
+    from kvtier.native._cuda import Steps as CompiledSteps
+else:
     CompiledSteps = None  # type: ignore[assignment, misc]
 
 __all__ = [
@@ -40,7 +41,7 @@ __all__ = [
     "make_steps",
 ]
 
-STEPS_BY = "python" if CompiledSteps is None else "c"
+STEPS_BY = form_of("cuda")
 """Who tells streams what to do. Both tell them the same."""
 
 SMALL_RANGE = 1 << 20
@@ -191,12 +192,12 @@ class PythonSteps:
         dst, src = (host, device) if self._to_pool else (device, host)
         two = side_done and len(size) > 1 and size[0] < SMALL_RANGE
         streams = [stream, side] if two else [stream]
-        for each in streams if after else ():
-            driver.wait_for(each, after)
+        for follower in streams if after else ():
+            driver.wait_for(follower, after)
         if start:
             driver.record(start, stream)
-        for each in streams if wait else ():
-            driver.wait_for(each, wait)
+        for follower in streams if wait else ():
+            driver.wait_for(follower, wait)
         most, at, turn = BATCH_RANGES if driver.has_batches() else 1, 0, 0
         batch = min(FIRST_RANGES if start else most, most)
         while at < len(size):

@@ -649,7 +649,7 @@ static PyType_Slot book_slots[] = {
     {Py_tp_new, book_new},       {Py_tp_dealloc, book_dealloc},   {Py_tp_methods, book_methods},
     {Py_mp_length, book_length}, {0, NULL},
 };
-static PyType_Spec book_spec = {"kvtier._slots.SlotBook", sizeof(Book), 0, Py_TPFLAGS_DEFAULT, book_slots};
+static PyType_Spec book_spec = {"kvtier.native._slots.SlotBook", sizeof(Book), 0, Py_TPFLAGS_DEFAULT, book_slots};
 
 /* -- GhostLists: keys that were evicted from two lists --------------------------------------------------------------------- */
 
@@ -769,7 +769,7 @@ static PyMethodDef ghosts_methods[] = {
 static PyType_Slot ghosts_slots[] = {
     {Py_tp_new, ghosts_new}, {Py_tp_dealloc, ghosts_dealloc}, {Py_tp_methods, ghosts_methods}, {0, NULL},
 };
-static PyType_Spec ghosts_spec = {"kvtier._slots.GhostLists", sizeof(Ghosts), 0, Py_TPFLAGS_DEFAULT, ghosts_slots};
+static PyType_Spec ghosts_spec = {"kvtier.native._slots.GhostLists", sizeof(Ghosts), 0, Py_TPFLAGS_DEFAULT, ghosts_slots};
 
 /* -- RecencyList: slots in order of use ------------------------------------------------------------------------------------ */
 
@@ -919,7 +919,7 @@ static PyType_Slot recency_slots[] = {
     {Py_tp_new, recency_new},       {Py_tp_dealloc, recency_dealloc}, {Py_tp_methods, recency_methods},
     {Py_mp_length, recency_length}, {0, NULL},
 };
-static PyType_Spec recency_spec = {"kvtier._slots.RecencyList", sizeof(Recency), 0, Py_TPFLAGS_DEFAULT, recency_slots};
+static PyType_Spec recency_spec = {"kvtier.native._slots.RecencyList", sizeof(Recency), 0, Py_TPFLAGS_DEFAULT, recency_slots};
 
 /* -- the module ---------------------------------------------------------------------------------------------------------- */
 

@@ -446,7 +446,7 @@ static PyMethodDef steps_methods[] = {
 static PyType_Slot steps_slots[] = {
     {Py_tp_new, steps_new}, {Py_tp_dealloc, steps_dealloc}, {Py_tp_methods, steps_methods}, {0, NULL},
 };
-static PyType_Spec steps_spec = {"kvtier._cuda.Steps", sizeof(Steps), 0, Py_TPFLAGS_DEFAULT, steps_slots};
+static PyType_Spec steps_spec = {"kvtier.native._cuda.Steps", sizeof(Steps), 0, Py_TPFLAGS_DEFAULT, steps_slots};
 
 static int fill_module(PyObject *module) {
     PyObject *type = PyType_FromSpec(&steps_spec);
