@@ -29,10 +29,12 @@ __all__ = [
     "LEAST_STAGING",
     "ROW_ALIGNMENT",
     "CPUConfig",
+    "DiskConfig",
     "GroupConfig",
     "KVTierConfig",
     "OffloadingConfig",
     "Recompute",
+    "TierConfig",
     "format_size",
     "parse_duration",
     "parse_size",
@@ -172,12 +174,57 @@ def _read_namespace(path: str, value: object) -> str | Namespace:
     return value
 
 
-def _read_tiers(path: str, value: object) -> tuple[()]:
+def _one_of(*choices: str) -> _Reader:
+    def read(path: str, value: object) -> str:
+        if value not in choices:
+            close = get_close_matches(value, choices, n=1) if isinstance(value, str) else []
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            expected = ", ".join(map(repr, choices))
+            raise ConfigError(path, f"expected one of {expected}, got {show_value(value)}{hint}")
+        return str(value)
+
+    return read
+
+
+def _read_path(path: str, value: object) -> str:
+    if not isinstance(value, (str, Path)) or not _is_text(str(value)) or not str(value) or "\0" in str(value):
+        raise ConfigError(path, f"expected the path of a folder, got {show_value(value)}")
+    return str(value)
+
+
+def _read_tiers(path: str, value: object) -> tuple[TierConfig, ...]:
     if not isinstance(value, (list, tuple)):
         raise ConfigError(path, f"expected a list of tiers, got {show_value(value)}")
-    if value:
-        raise ConfigError(f"{path}[0]", "expected no tiers: this version of kvtier has none below cpu; remove it")
-    return ()
+    tiers = tuple(_read_tier(f"{path}[{i}]", tier) for i, tier in enumerate(value))
+    kinds = [tier.kind for tier in tiers]
+    for i, kind in enumerate(kinds):
+        if kind in kinds[:i]:
+            raise ConfigError(f"{path}[{i}]", f"expected one tier of each kind, got a second {kind}; remove it")
+    return tiers
+
+
+def _read_tier(path: str, value: object) -> TierConfig:
+    """Read `{"disk": {...}}`: a tier's kind and its settings."""
+    if isinstance(value, DiskConfig):
+        return value
+    table = _expect_table(path, value)
+    if len(table) != 1:
+        example = '{"disk": {"path": ..., "capacity": ...}}'
+        raise ConfigError(path, f"expected the kind of one tier and its settings, {example}, got {show_value(value)}")
+    ((kind, settings),) = table.items()
+    if kind not in _TIER_KINDS:
+        planned = kind in _PLANNED_KINDS
+        close = get_close_matches(str(kind), (*_TIER_KINDS, *_PLANNED_KINDS), n=1)
+        hint = "this version of kvtier has no such tier" if planned else "no such tier"
+        hint += f"; did you mean {close[0]}?" if close and not planned else f"; there is {', '.join(_TIER_KINDS)}"
+        raise ConfigError(f"{path}.{_shown(kind)}", hint)
+    where = f"{path}.{kind}"
+    settings = _expect_table(where, settings)
+    _check_names(_TIER_KINDS[kind], settings, f"{where}.")
+    try:
+        return _TIER_KINDS[kind](**settings)
+    except ConfigError as error:
+        raise ConfigError(f"{path}.{error.path}", str(error).removeprefix(f"{error.path}: ")) from None
 
 
 def _read_layer_names(path: str, value: object) -> tuple[str, ...]:
@@ -234,6 +281,39 @@ class CPUConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DiskConfig:
+    """A tier on a local disk: at most `capacity` bytes in the folder `path`.
+
+    `write`: rows are written as soon as they are `through` to the pool, or ahead of their eviction (`evict`).
+    `write_limit` bounds the bytes written in a day; beyond it only what is offered a second time is written, and
+    `None` stands for four times the capacity. `durability`: whether records are synced every few seconds. A
+    `required` tier that cannot be opened is an error when the engine starts.
+    """
+
+    path: str = _setting(_read_path)
+    capacity: int = _setting(_read_size)
+    policy: str = _setting(_read_name, "lru")
+    write: str = _setting(_one_of("through", "evict"), "through")
+    write_limit: int | None = _setting(_optional(_read_size), None)
+    durability: str = _setting(_one_of("none", "periodic"), "none")
+    required: bool = _setting(_read_flag, False)
+
+    def __post_init__(self) -> None:
+        _read_fields(self, "disk.")
+
+    @property
+    def kind(self) -> str:
+        """What the config, explanations and metrics call it."""
+        return "disk"
+
+
+TierConfig = DiskConfig
+"""The settings of any tier below the pool."""
+_TIER_KINDS: dict[str, type[TierConfig]] = {"disk": DiskConfig}
+_PLANNED_KINDS = ("valkey", "object", "mooncake")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KVTierConfig:
     """Everything a user may set.
 
@@ -252,7 +332,7 @@ class KVTierConfig:
     load_if_faster: bool = _setting(_read_flag, True)
     staging: int = _setting(_read_staging, 256 << 20)
     self_describing_kv_events: bool = _setting(_read_flag, True)
-    tiers: tuple[()] = _setting(_read_tiers, ())
+    tiers: tuple[TierConfig, ...] = _setting(_read_tiers, ())
 
     def __post_init__(self) -> None:
         _read_fields(self)
@@ -279,7 +359,7 @@ class KVTierConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values from which `from_dict` makes an equal config."""
-        return asdict(self) | {"tiers": list(self.tiers)}
+        return asdict(self) | {"tiers": [{tier.kind: asdict(tier)} for tier in self.tiers]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,6 +423,18 @@ class OffloadingConfig:
         if 0 < self.settings.cpu.capacity < self.row_bytes:
             expected = f"expected at least one row ({format_size(self.row_bytes)}), or 0 to keep nothing"
             raise ConfigError("cpu.capacity", f"{expected}, got {format_size(self.settings.cpu.capacity)}")
+        self._check_tiers()
+
+    def _check_tiers(self) -> None:
+        """Refuse tiers that could not hold a row, or through no pool."""
+        tiers, row = self.settings.tiers, format_size(self.row_bytes)
+        if tiers and not self.num_slots:
+            remedy = "rows of tiers pass through it; give it some, or remove tiers to keep nothing"
+            raise ConfigError("cpu.capacity", f"expected at least one row ({row}) with tiers, got 0: {remedy}")
+        for i, tier in enumerate(tiers):
+            if tier.capacity < self.row_bytes:
+                problem = f"expected at least one row ({row}), got {format_size(tier.capacity)}"
+                raise ConfigError(f"tiers[{i}].{tier.kind}.capacity", problem)
 
     def namespace_nowait(self) -> str | None:
         """Return the namespace; None while it is not known: nothing may then be shared with another process."""
@@ -409,17 +501,23 @@ def _check_names(cls: type, values: Mapping[str, Any], prefix: str) -> None:
     known = {setting.name: setting for setting in fields(cls)}
     for name in values:
         if name not in known:
-            shown = name if isinstance(name, str) and name.isprintable() and len(name) < 80 else show_value(name)
-            raise ConfigError(f"{prefix}{shown}", f"no such setting{_suggest(shown, prefix)}")
+            shown = _shown(name)
+            raise ConfigError(f"{prefix}{shown}", f"no such setting{_suggest(cls, shown, prefix)}")
     for name, setting in known.items():
         if setting.default is MISSING and name not in values:
             raise ConfigError(f"{prefix}{name}", "expected a value, got none; this setting is required")
 
 
-def _suggest(name: str, prefix: str) -> str:
+def _shown(name: object) -> str:
+    """Return a name as it stands in the path of an error."""
+    return name if isinstance(name, str) and name.isprintable() and len(name) < 80 else show_value(name)
+
+
+def _suggest(cls: type, name: str, prefix: str) -> str:
     """Say which setting was meant, wherever it belongs, or which there are."""
     outer = {setting.name: setting.name for setting in fields(KVTierConfig)}
-    inner = {setting.name: f"cpu.{setting.name}" for setting in fields(CPUConfig)}
+    table = prefix or "cpu."
+    inner = {setting.name: f"{table}{setting.name}" for setting in fields(cls if prefix else CPUConfig)}
     flat = {path.replace(".", mark): path for path in inner.values() for mark in "._"}
     places = outer | inner | ({} if prefix else flat | {theirs: theirs for theirs in _VLLM_NAMES})
     close = get_close_matches(name, places, n=1, cutoff=0.5)
