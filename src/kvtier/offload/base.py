@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvtier.keys import OffloadKey
 from kvtier.transfer.base import CanonicalKVCaches, LoadStoreSpec, OffloadingHandler
@@ -23,12 +23,14 @@ if TYPE_CHECKING:
     from kvtier.config import OffloadingConfig
 
 __all__ = [
+    "ChunkLookup",
     "MissReason",
     "OffloadingEvent",
     "OffloadingManager",
     "OffloadingSpec",
     "PrepareStoreOutput",
     "ReqContext",
+    "TierCost",
 ]
 
 
@@ -38,6 +40,8 @@ class ReqContext:
 
     kv_transfer_params: dict[str, Any] | None = None
     req_id: str = ""
+    stays_in_pool: bool = False
+    """Its chunks must not leave the process: their keys do not say all that their bytes depend on."""
 
 
 @dataclass(slots=True)
@@ -68,6 +72,34 @@ class MissReason(Enum):
     FAILED = "failed its check"
     CLEARED = "cleared by a reset"
     NOT_WORTH_LOADING = "not worth loading"
+    IO_FAILED = "could not be read or written"
+    TOO_SLOW = "too slow"
+    SUSPENDED = "suspended"
+    NOT_OPEN = "not open yet"
+    NAMESPACE_UNKNOWN = "namespace not known yet"
+    LOST = "lost with its files"
+    NO_ROOM = "no room in the pool to promote it"
+
+
+class ChunkLookup(Protocol):
+    """Answers whether chunks can be had, be it from one place or from several. Changes nothing."""
+
+    def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        """Say of each key whether it can be had; `None`: not known yet."""
+        ...
+
+    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext, *, wait: bool = True) -> int | None:
+        """Count the leading keys that can be had, as `OffloadingManager.lookup_prefix` does."""
+        ...
+
+
+class TierCost(NamedTuple):
+    """What is known of a promotion from one tier before it begins."""
+
+    tier: str
+    num_bytes: int
+    queued_bytes: int
+    """Of promotions that the tier has to do first."""
 
 
 class OffloadingManager(ABC):
