@@ -19,9 +19,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from kvtier.keys import OffloadKey
 
 __all__ = [
@@ -43,8 +40,8 @@ __all__ = [
 MEDIUM_CPU = "CPU"
 MEDIUM_STORAGE = "STORAGE"
 
-Piece = memoryview | npt.NDArray[np.uint8]
-"""One-dimensional bytes without gaps. A row may consist of several, e.g. K and V apart."""
+Piece = memoryview
+"""Bytes without gaps (`array.data` of a numpy row). A row may consist of several, e.g. K and V apart."""
 
 
 class LentRow(NamedTuple):

@@ -1,0 +1,181 @@
+"""A backend that goes wrong on purpose: `FaultyBackend(backend, plan)`.
+
+Rows come back flipped, swapped with another, torn (half of the bytes are of before) or cut short; calls fail
+with `EIO`, say that the disk is full, or hang until `release()`. Which call goes wrong, and how, follows from the
+plan's seed and the number of the row's call. Nothing is reported that a broken disk would not report: whether
+somebody notices is what is tested. `KillPoint` ends the process at a given write, as SIGKILL does.
+
+Any I/O thread, several at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvtier.tiers.base import Backend, BackendRow
+
+__all__ = ["BackendFault", "BackendFaultPlan", "FaultyBackend", "KillPoint"]
+
+
+class BackendFault(Enum):
+    """How a backend goes wrong, with a row or a call."""
+
+    FLIP = "gives a row with one bit wrong"
+    SWAP = "gives another row with that one's seal"
+    TORN = "writes half of a row and says that it wrote it"
+    SHORT = "fills half of a row and says that it is whole"
+    EIO = "fails"
+    FULL = "has no room"
+    HANG = "does not return until it is released"
+
+
+READ_FAULTS = (BackendFault.FLIP, BackendFault.SWAP, BackendFault.SHORT, BackendFault.EIO)
+WRITE_FAULTS = (BackendFault.TORN, BackendFault.EIO, BackendFault.FULL)
+
+
+@dataclass(frozen=True, slots=True)
+class BackendFaultPlan:
+    """Which rows go wrong: `rate` of them, evenly over the kinds that a direction has. `injected` counts them."""
+
+    seed: int = 0
+    rate: float = 0.0
+    kinds: tuple[BackendFault, ...] = READ_FAULTS + WRITE_FAULTS
+    injected: Counter[BackendFault] = field(default_factory=Counter, compare=False)
+
+    def choose(self, number: int, possible: tuple[BackendFault, ...]) -> BackendFault | None:
+        """Return the fate of the row that is moved as the `number`-th."""
+        source = random.Random(f"{self.seed} {number}")
+        kinds = [kind for kind in self.kinds if kind in possible]
+        fault = source.choice(kinds) if kinds and source.random() < self.rate else None
+        if fault is not None:
+            self.injected[fault] += 1
+        return fault
+
+
+class FaultyBackend(Backend):
+    """Another backend with faults. `broken` fails every call with that error while it is set."""
+
+    def __init__(self, backend: Backend, plan: BackendFaultPlan | None = None) -> None:
+        self.backend = backend
+        self.plan = plan or BackendFaultPlan()
+        self.broken: OSError | None = None
+        self.hanging = threading.Event()
+        """Set while a call hangs: a test waits for it instead of sleeping."""
+        self._hang = False
+        self._released = threading.Event()
+        self._number = 0
+        self._lock = threading.Lock()
+        self._last: tuple[bytes, bytes] | None = None  # seal and bytes of the row that was read before
+
+    def hang(self) -> None:
+        """Make every call from now on wait for `release`."""
+        self._released.clear()
+        self._hang = True
+
+    def release(self) -> None:
+        """Let calls that hang go on, and hang no more."""
+        self._hang = False
+        self._released.set()
+        self.hanging.clear()
+
+    def write(self, rows: Sequence[BackendRow]) -> list[OSError | None]:
+        self._pass()
+        return [self._write(row) for row in rows]
+
+    def read(self, rows: Sequence[BackendRow]) -> list[bytes | OSError | None]:
+        self._pass()
+        return [self._read(row) for row in rows]
+
+    def contains(self, rows: Sequence[BackendRow]) -> list[bool]:
+        self._pass()
+        return self.backend.contains(rows)
+
+    def delete(self, rows: Sequence[BackendRow]) -> None:
+        self._pass()
+        self.backend.delete(rows)
+
+    def probe(self) -> None:
+        self._pass()
+        self.backend.probe()
+
+    def close(self) -> None:
+        self.backend.close()
+
+    def _pass(self) -> None:
+        if self._hang:
+            self.hanging.set()
+            self._released.wait()
+        if self.broken is not None:
+            raise OSError(self.broken.errno, self.broken.strerror)
+
+    def _choose(self, possible: tuple[BackendFault, ...]) -> BackendFault | None:
+        with self._lock:
+            self._number += 1
+            fault = self.plan.choose(self._number, (*possible, BackendFault.HANG))
+        if fault is BackendFault.HANG:
+            self.hanging.set()
+            self._released.wait()
+        return fault
+
+    def _write(self, row: BackendRow) -> OSError | None:
+        fault = self._choose(WRITE_FAULTS)
+        if fault is BackendFault.EIO:
+            return OSError(errno.EIO, os.strerror(errno.EIO))
+        if fault is BackendFault.FULL:
+            return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if fault is BackendFault.TORN:
+            torn = bytearray().join(row.pieces)
+            torn[len(torn) // 2 :] = bytes(len(torn) - len(torn) // 2)
+            row = row._replace(pieces=(memoryview(torn),))
+        return self.backend.write([row])[0]
+
+    def _read(self, row: BackendRow) -> bytes | OSError | None:
+        fault = self._choose(READ_FAULTS)
+        if fault is BackendFault.EIO:
+            return OSError(errno.EIO, os.strerror(errno.EIO))
+        before = b"".join(row.pieces)
+        seal = self.backend.read([row])[0]
+        if not isinstance(seal, bytes):
+            return seal
+        payload = b"".join(row.pieces)
+        with self._lock:
+            other, self._last = self._last, (seal, payload)
+        if fault is BackendFault.FLIP:
+            at = self._number % max(1, len(payload))
+            _fill(row, payload[:at] + bytes([payload[at] ^ (1 << self._number % 8)]) + payload[at + 1 :])
+        elif fault is BackendFault.SHORT:
+            _fill(row, payload[: len(payload) // 2] + before[len(payload) // 2 :])
+        elif fault is BackendFault.SWAP and other is not None and len(other[1]) == len(payload):
+            _fill(row, other[1])
+            return other[0]
+        return seal
+
+
+def _fill(row: BackendRow, payload: bytes) -> None:
+    at = 0
+    for piece in row.pieces:
+        piece[:] = payload[at : at + piece.nbytes]
+        at += piece.nbytes
+
+
+class KillPoint:
+    """Kills this process at its `number`-th passing, as SIGKILL does: no handler runs, no buffer is flushed."""
+
+    def __init__(self, number: int) -> None:
+        self._left = number
+        self._lock = threading.Lock()
+
+    def __call__(self, *_where: object) -> None:
+        """Pass."""
+        with self._lock:
+            self._left -= 1
+            if self._left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,466 @@
+"""The only threads that touch a backend, and the queue in front of them.
+
+Work goes by direction and priority: small calls of the tier itself first, then promotions, then demotions; of
+one direction the lower priority, then the older job. A thread takes the next few rows of the first job, so one
+request gets all threads, and its first rows come first. Seals are put on and checked here, in the same thread,
+while the bytes are in its cache. At most `max_in_flight` bytes are with the backend at a time: more depth only
+adds latency, and what waits here can still be reordered or dropped.
+
+`poll` tells what has become of rows. At a job's deadline rows that were not begun are late and free; rows that a
+call is working on are late and in use, and a second report says when the call has returned.
+
+The scheduler thread calls all methods; it never waits, but for a lock that is held for microseconds. `wait_any`
+and `close` block.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from itertools import islice
+from typing import Any, NamedTuple
+
+from kvtier.errors import InputError, IntegrityError
+from kvtier.keys import OffloadKey
+from kvtier.tiers.base import Backend, BackendRow, Outcome
+from kvtier.tiers.seal import SealScope, seal_of
+
+__all__ = ["Direction", "IOReport", "IOThreads"]
+
+logger = logging.getLogger(__name__)
+
+_BATCH_BYTES = 1 << 20
+"""What a thread takes at once: enough that small rows cost few calls, little enough that a job spreads."""
+
+
+class Direction(IntEnum):
+    """Where rows go. The lower one goes first."""
+
+    PROMOTE = 0
+    DEMOTE = 1
+
+
+class _RowState(IntEnum):
+    QUEUED = 0
+    RUNNING = 1
+    OVER = 2
+
+
+class IOReport(NamedTuple):
+    """What became of rows of a job. `returned`: what a call came to whose rows were given up before."""
+
+    job_id: int
+    direction: Direction
+    rows: list[BackendRow]
+    outcome: Outcome
+    in_use: bool = False
+    nbytes: int = 0
+    seconds: float = 0.0
+    why: str = ""
+    returned: Outcome | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Work:
+    """A job in the queue. Rows `[0, cursor)` are not queued any more, of the others some may be withdrawn."""
+
+    job_id: int
+    direction: Direction
+    rows: Sequence[BackendRow]
+    scope: SealScope
+    deadline: float
+    states: list[_RowState] = field(init=False)
+    cursor: int = 0
+    given_up: bool = False
+    num_queued: int = field(init=False)
+    left: int = field(init=False)
+    """Rows that are not over."""
+
+    def __post_init__(self) -> None:
+        self.states = [_RowState.QUEUED] * len(self.rows)
+        self.num_queued = self.left = len(self.rows)
+
+    def queued(self, most: int | None = None) -> list[int]:
+        """Return the first rows that no thread has begun."""
+        waiting = (at for at in range(self.cursor, len(self.rows)) if self.states[at] is _RowState.QUEUED)
+        return list(islice(waiting, most))
+
+    def begin(self, places: list[int]) -> None:
+        for at in places:
+            self.states[at] = _RowState.RUNNING
+        self.cursor = places[-1] + 1
+        self.num_queued -= len(places)
+
+    def end(self, places: Iterable[int]) -> None:
+        for at in places:
+            self.states[at] = _RowState.OVER
+            self.left -= 1
+
+
+@dataclass(eq=False, frozen=True, slots=True)
+class _Batch:
+    """What a thread has taken."""
+
+    work: _Work
+    places: list[int]
+    nbytes: int
+
+
+class _Ended(NamedTuple):
+    """What a call came to, by row."""
+
+    batch: _Batch
+    outcomes: list[tuple[Outcome, str]]
+    seconds: float
+
+
+class _Call(NamedTuple):
+    """Something that the tier itself wants done on a thread, and who hears of it on the scheduler's."""
+
+    function: Callable[[], Any]
+    tell: Callable[[Any, BaseException | None], None]
+
+
+class _Answer(NamedTuple):
+    call: _Call
+    value: Any
+    error: BaseException | None
+
+
+class IOThreads:
+    """Threads over one backend. Use `close()`; the threads keep no process alive."""
+
+    def __init__(
+        self,
+        backend: Backend | None = None,
+        *,
+        name: str = "tier",
+        threads: int = 8,
+        max_in_flight: int = 16 << 20,
+        clock: Callable[[], float] = time.monotonic,
+        check_seals: bool = True,
+    ) -> None:
+        """Start the threads. `backend` may be set later, before rows are submitted.
+
+        `check_seals=False` is a negative control for tests: wrong bytes are then not noticed.
+        """
+        self.backend = backend
+        self._clock, self._check_seals = clock, check_seals
+        self._num_threads, self._max_in_flight = threads, max_in_flight
+        self._lock = threading.Condition(threading.Lock())
+        # Under the lock: what threads take from.
+        self._calls: deque[_Call] = deque()
+        self._queues: tuple[list[tuple[int, int, _Work]], ...] = ([], [])  # heaps, by direction
+        self._queued_bytes = [0, 0]
+        self._running_bytes = [0, 0]
+        self._running: dict[_Batch, float] = {}  # since when
+        self._closed = False
+        # Filled by threads, drained by `poll`.
+        self._ended: deque[_Ended | _Answer] = deque()
+        self._something = threading.Event()
+        # The scheduler thread's own.
+        self._works: dict[int, _Work] = {}
+        self._given_up: set[_Work] = set()
+        self._stuck: set[_Batch] = set()
+        self._next_deadline = float("inf")
+        self._count = 0
+        self._calls_open = 0
+        self._reports: list[IOReport] = []
+        self._threads = [
+            threading.Thread(target=self._run, name=f"kvtier-{name}-{number}", daemon=True) for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # -- the scheduler's side ----------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        direction: Direction,
+        job_id: int,
+        rows: Sequence[BackendRow],
+        scope: SealScope,
+        deadline: float,
+        priority: int = 0,
+    ) -> None:
+        """Queue the rows of a job. Memory is in use until a report says that it is not."""
+        if job_id in self._works:
+            raise InputError(f"job_id: expected one that no open job of this tier has, got {job_id}")
+        work = self._works[job_id] = _Work(job_id, direction, rows, scope, deadline)
+        self._next_deadline = min(self._next_deadline, deadline)
+        self._count += 1
+        nbytes = sum(row.nbytes for row in rows)
+        with self._lock:
+            self._queued_bytes[direction] += nbytes
+            heapq.heappush(self._queues[direction], (priority, self._count, work))
+            self._lock.notify(min(len(rows), self._num_threads))
+
+    def call(self, function: Callable[[], Any], tell: Callable[[Any, BaseException | None], None]) -> None:
+        """Run a function on a thread, before all rows; `poll` then calls `tell` with its value or its error."""
+        self._calls_open += 1
+        with self._lock:
+            self._calls.append(_Call(function, tell))
+            self._lock.notify()
+
+    def withdraw(
+        self, job_id: int, keys: Sequence[OffloadKey] | None = None
+    ) -> tuple[Direction | None, list[BackendRow]]:
+        """Take back the rows of a job (all, or these) that no thread has begun. No report follows."""
+        work = self._works.get(job_id)
+        if work is None:
+            return None, []
+        wanted = None if keys is None else set(keys)
+        with self._lock:
+            places = [at for at in work.queued() if wanted is None or work.rows[at].key in wanted]
+            rows = self._take_out(work, places)
+        self._forget_if_over(work)
+        return work.direction, rows
+
+    def give_up(self, outcome: Outcome, direction: Direction | None = None, why: str = "") -> None:
+        """End all jobs (of a direction) now: report their rows with this outcome, at the next `poll`."""
+        for work in list(self._works.values()):
+            if direction is None or work.direction is direction:
+                self._give_up(work, outcome, why)
+
+    def poll(self) -> list[IOReport]:
+        """Take what has become of rows since the last call."""
+        self._something.clear()
+        while self._ended:
+            ended = self._ended.popleft()
+            if isinstance(ended, _Answer):
+                self._calls_open -= 1
+                ended.call.tell(ended.value, ended.error)
+            else:
+                self._settle(ended)
+        now = self._clock()
+        if now >= self._next_deadline:
+            for work in [work for work in self._works.values() if work.deadline <= now]:
+                self._give_up(work, Outcome.LATE, "")
+            self._next_deadline = min((work.deadline for work in self._works.values()), default=float("inf"))
+        reports, self._reports = self._reports, []
+        return reports
+
+    def queued_bytes(self, direction: Direction) -> int:
+        """Return the bytes that no thread has begun."""
+        return self._queued_bytes[direction]
+
+    def open_bytes(self, direction: Direction) -> int:
+        """Return the bytes that are queued or with the backend."""
+        return self._queued_bytes[direction] + self._running_bytes[direction]
+
+    def open_jobs(self, direction: Direction) -> int:
+        """Count the jobs that are not over; those that were given up do not count."""
+        return sum(work.direction is direction for work in self._works.values())
+
+    def stuck_rows(self) -> int:
+        """Count the rows that were given up and whose call has not returned."""
+        return sum(work.left for work in self._given_up)
+
+    def take_stuck(self, seconds: float) -> int:
+        """Count the calls that run for so long, for jobs that were given up, and were not counted before."""
+        if not self._given_up:
+            return 0
+        with self._lock:
+            began = self._clock() - seconds
+            stuck = [batch for batch, since in self._running.items() if batch.work.given_up and since <= began]
+        new = [batch for batch in stuck if batch not in self._stuck]
+        self._stuck = set(stuck)
+        return len(new)
+
+    @property
+    def calling(self) -> bool:
+        """Whether a function given to `call` has not been told of yet."""
+        return self._calls_open > 0
+
+    def wait_any(self, timeout: float) -> bool:
+        """Block until `poll` may have something to tell."""
+        return bool(self._reports) or bool(self._ended) or self._something.wait(timeout)
+
+    def close(self, timeout: float) -> bool:
+        """End: work off the queue until the time is over, give up the rest. False: a call has not returned."""
+        until = time.monotonic() + timeout
+        with self._lock:
+            self._closed = True
+            self._lock.notify_all()
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        self.give_up(Outcome.LATE, why="the tier was closed")
+        with self._lock:
+            self._calls.clear()
+            self._lock.notify_all()
+        for thread in self._threads:
+            thread.join(0.1 if thread.is_alive() else None)
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def check(self) -> None:
+        """Raise `IntegrityError` if the books do not agree."""
+        with self._lock:
+            works = [*self._works.values(), *self._given_up]
+            for direction in Direction:
+                queued = sum(
+                    work.rows[at].nbytes for work in works if work.direction is direction for at in work.queued()
+                )
+                if queued != self._queued_bytes[direction]:
+                    found = self._queued_bytes[direction]
+                    raise IntegrityError(
+                        f"tier I/O: expected {queued} bytes queued for {direction.name}, found {found}"
+                    )
+            for work in works:
+                if work.left != sum(state is not _RowState.OVER for state in work.states) or not work.left:
+                    raise IntegrityError(f"tier I/O: job {work.job_id} is over and kept, or miscounted")
+
+    # -- inside, on the scheduler's thread ---------------------------------------------------------------------
+
+    def _take_out(self, work: _Work, places: list[int]) -> list[BackendRow]:
+        """Unqueue rows; under the lock."""
+        work.end(places)
+        work.num_queued -= len(places)
+        rows = [work.rows[at] for at in places]
+        self._queued_bytes[work.direction] -= sum(row.nbytes for row in rows)
+        return rows
+
+    def _give_up(self, work: _Work, outcome: Outcome, why: str) -> None:
+        del self._works[work.job_id]
+        with self._lock:
+            free = self._take_out(work, work.queued())
+        used = [row for row, state in zip(work.rows, work.states, strict=True) if state is _RowState.RUNNING]
+        work.given_up = True
+        if used:
+            self._given_up.add(work)
+        for rows, in_use in ((free, False), (used, True)):
+            if rows:
+                self._reports.append(IOReport(work.job_id, work.direction, rows, outcome, in_use, why=why))
+
+    def _settle(self, ended: _Ended) -> None:
+        """Report what a call came to, rows of one outcome together."""
+        work, places = ended.batch.work, ended.batch.places
+        work.end(places)
+        by_outcome: dict[tuple[Outcome, str], list[BackendRow]] = {}
+        for at, told in zip(places, ended.outcomes, strict=True):
+            by_outcome.setdefault(told, []).append(work.rows[at])
+        for (outcome, why), rows in by_outcome.items():
+            report = IOReport(
+                work.job_id,
+                work.direction,
+                rows,
+                outcome,
+                nbytes=sum(row.nbytes for row in rows),
+                seconds=ended.seconds * len(rows) / len(places),
+                why=why,
+            )
+            if work.given_up:
+                report = report._replace(outcome=Outcome.RETURNED, returned=outcome)
+            self._reports.append(report)
+        self._forget_if_over(work)
+
+    def _forget_if_over(self, work: _Work) -> None:
+        if work.left == 0:
+            self._given_up.discard(work)
+            if self._works.get(work.job_id) is work:
+                del self._works[work.job_id]
+
+    # -- inside, on the threads --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (task := self._claim()) is not None:
+            if isinstance(task, _Call):
+                self._ended.append(self._answer(task))
+            else:
+                start = time.perf_counter()
+                outcomes = self._move(task)
+                ended = _Ended(task, outcomes, time.perf_counter() - start)
+                with self._lock:
+                    self._running_bytes[task.work.direction] -= task.nbytes
+                    del self._running[task]
+                    self._lock.notify()  # somebody may wait for room
+                self._ended.append(ended)
+            self._something.set()
+
+    def _claim(self) -> _Call | _Batch | None:
+        """Wait for something to do; `None`: there will be nothing more."""
+        with self._lock:
+            while True:
+                if self._calls:
+                    return self._calls.popleft()
+                for direction in Direction:
+                    batch = self._next_batch(direction)
+                    if batch is not None:
+                        return batch
+                if self._closed and not any(self._queued_bytes):
+                    self._lock.notify_all()
+                    return None
+                self._lock.wait()
+
+    def _next_batch(self, direction: Direction) -> _Batch | None:
+        """Take the next rows of the first job that has any, if there is room for them; under the lock."""
+        queue, running = self._queues[direction], sum(self._running_bytes)
+        while queue:
+            work = queue[0][2]
+            if not work.num_queued or work.deadline <= self._clock():  # `poll` will report them as late
+                heapq.heappop(queue)
+                continue
+            first = work.rows[work.queued(1)[0]].nbytes
+            if running and running + first > self._max_in_flight:
+                return None
+            fair = -(-work.num_queued // self._num_threads)
+            places = work.queued(max(1, min(_BATCH_BYTES // max(1, first), fair)))
+            work.begin(places)
+            nbytes = sum(work.rows[at].nbytes for at in places)
+            self._queued_bytes[direction] -= nbytes
+            self._running_bytes[direction] += nbytes
+            batch = _Batch(work, places, nbytes)
+            self._running[batch] = self._clock()
+            return batch
+        return None
+
+    def _answer(self, call: _Call) -> _Answer:
+        try:
+            return _Answer(call, call.function(), None)
+        except Exception as error:
+            return _Answer(call, None, error)
+
+    def _move(self, batch: _Batch) -> list[tuple[Outcome, str]]:
+        """Move the rows of a batch. Whatever a backend raises is a failure of these rows."""
+        work, places = batch.work, batch.places
+        rows = [work.rows[at] for at in places]
+        move = self._read if work.direction is Direction.PROMOTE else self._write
+        if (backend := self.backend) is None:
+            return [(Outcome.FAILED, "not open")] * len(rows)
+        try:
+            outcomes = move(backend, rows, work.scope)
+        except OSError as error:
+            return [(Outcome.FAILED, _say(error))] * len(rows)
+        except Exception as error:
+            logger.exception("tier I/O: the backend raised")
+            return [(Outcome.FAILED, f"{type(error).__name__}: {error}")] * len(rows)
+        if len(outcomes) != len(rows):
+            return [(Outcome.FAILED, f"expected {len(rows)} answers of the backend, got {len(outcomes)}")] * len(rows)
+        return outcomes
+
+    def _read(self, backend: Backend, rows: list[BackendRow], scope: SealScope) -> list[tuple[Outcome, str]]:
+        return [self._check(row, found, scope) for row, found in zip(rows, backend.read(rows), strict=False)]
+
+    def _check(self, row: BackendRow, found: bytes | OSError | None, scope: SealScope) -> tuple[Outcome, str]:
+        if found is None:
+            return Outcome.ABSENT, ""
+        if isinstance(found, OSError):
+            return Outcome.FAILED, _say(found)
+        if self._check_seals and found != seal_of(scope, row.key, row.pieces):
+            return Outcome.FAILED_CHECK, ""
+        return Outcome.DONE, ""
+
+    def _write(self, backend: Backend, rows: list[BackendRow], scope: SealScope) -> list[tuple[Outcome, str]]:
+        sealed = [row._replace(seal=seal_of(scope, row.key, row.pieces)) for row in rows]
+        return [
+            (Outcome.DONE, "") if error is None else (Outcome.FAILED, _say(error)) for error in backend.write(sealed)
+        ]
+
+
+def _say(error: OSError) -> str:
+    return error.strerror or str(error) or type(error).__name__

@@ -1,0 +1,45 @@
+"""What was last said of some keys, for the newest of them only. Scheduler thread only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+from typing import Generic, TypeVar
+
+from kvtier.keys import OffloadKey
+
+__all__ = ["RecentKeys"]
+
+V = TypeVar("V")
+
+
+class RecentKeys(Generic[V]):
+    """Remembers a value for each of the `limit` keys that were noted last, or an eighth more.
+
+    Trimmed in batches: taking the first key out of a dict again and again would walk over ever more holes.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._values: dict[OffloadKey, V] = {}
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def note(self, keys: Iterable[OffloadKey], value: V) -> None:
+        """Remember a value for these keys."""
+        for key in keys:
+            self._values.pop(key, None)
+            self._values[key] = value
+        excess = len(self._values) - self._limit
+        if excess > self._limit // 8:
+            for key in list(islice(self._values, excess)):
+                del self._values[key]
+
+    def get(self, key: OffloadKey) -> V | None:
+        """Return what was noted last; `None`: nothing, or too long ago."""
+        return self._values.get(key)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._values.clear()

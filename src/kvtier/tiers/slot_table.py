@@ -1,0 +1,243 @@
+"""Which chunk is in which slot of an exact tier, who uses it, who leaves, and when each was last used.
+
+The states of a slot are those of the pool: free, writing, ready, reading; and doomed, for a slot whose chunk was
+made absent while a call was using it: it comes back when that call has returned. Last uses are ticks of a
+counter, never of a clock, so that they can be written down and the order restored. One thread at a time: an I/O
+thread fills a table with what records say, then the scheduler's thread has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.errors import InputError, IntegrityError
+from kvtier.keys import OffloadKey
+from kvtier.policies import CachePolicy, Slots
+from kvtier.policies.slots import ABSENT, WRITING, SlotBook
+
+__all__ = ["Reserved", "SlotTable"]
+
+_SLICE = 16_384
+"""Keys entered at once when a table is restored: some milliseconds during which no other thread runs."""
+
+
+class Reserved(NamedTuple):
+    """Slots for new chunks, and who had to leave for them."""
+
+    slots: Slots
+    evicted: list[OffloadKey]
+
+
+class SlotTable:
+    """The books of a tier of `num_slots` slots; `policy` says who leaves."""
+
+    def __init__(self, num_slots: int, policy: CachePolicy) -> None:
+        if policy.capacity != num_slots:
+            raise InputError(f"policy: expected one for {num_slots} slots, got one for {policy.capacity}")
+        self.num_slots, self.policy = num_slots, policy
+        self._readers = np.zeros(num_slots, dtype=np.int64)
+        self._evictable = np.zeros(num_slots, dtype=np.bool_)
+        self._book = SlotBook(self._readers, self._evictable, np.zeros(num_slots, dtype=np.int64))
+        self._doomed: set[int] = set()
+        self.ticks = np.zeros(num_slots, dtype=np.int64)
+        """When each slot was last used; the highest is the newest."""
+        self._tick = 0
+
+    def __len__(self) -> int:
+        """Count the chunks that are held, ready or writing."""
+        return len(self._book)
+
+    # -- asking ------------------------------------------------------------------------------------------------
+
+    def leading(self, keys: list[OffloadKey]) -> int:
+        """Count the leading keys that are ready."""
+        return self._book.leading(keys)
+
+    def ready(self, keys: list[OffloadKey]) -> list[bool]:
+        """Say of each key whether it is ready."""
+        slots = self._book.find(keys)
+        found = slots != ABSENT
+        found[found] = self._readers[slots[found]] != WRITING
+        return list(found.tolist())
+
+    def is_writing(self, key: OffloadKey) -> bool:
+        """Say whether a key is held and not ready."""
+        slot = self._book.get(key)
+        return slot is not None and bool(self._readers[slot] == WRITING)
+
+    def missing(self, keys: list[OffloadKey]) -> list[OffloadKey]:
+        """Return the keys that are not held, each once."""
+        return self._book.missing(keys)
+
+    def held(self, keys: list[OffloadKey]) -> Slots:
+        """Return the slots of those keys that are held, each once."""
+        return self._book.held(keys)
+
+    def find(self, keys: list[OffloadKey]) -> Slots:
+        """Return the slot of each key, `ABSENT` where it has none."""
+        return self._book.find(keys)
+
+    def keys(self, slots: Slots) -> list[OffloadKey]:
+        """Return the keys of those slots that are held."""
+        return self._book.keys(slots)
+
+    def is_held(self, slot: int, key: OffloadKey) -> bool:
+        """Say whether this slot holds this chunk, ready or writing."""
+        return self._book.get(key) == slot
+
+    def held_slots(self) -> Slots:
+        """Return the slots that are neither free nor doomed, in ascending order."""
+        held = np.ones(self.num_slots, dtype=np.bool_)
+        held[self._book.free_slots()] = False
+        held[list(self._doomed)] = False
+        return np.flatnonzero(held)
+
+    # -- using -------------------------------------------------------------------------------------------------
+
+    def pin(self, slots: Slots) -> None:
+        """Add a reader to slots that are ready."""
+        if self._book.pin(slots) < len(slots):
+            raise IntegrityError("slot table: expected to read slots that are ready")
+
+    def unpin(self, slots: Slots) -> None:
+        """Take a reader away; doomed slots that nobody uses any more become free."""
+        if self._book.unpin(slots) < len(slots):
+            raise IntegrityError("slot table: expected slots that are being read")
+        self._free_doomed(slots, 0)
+
+    def touch(self, slots: Slots) -> None:
+        """Note a use of held slots, ordered head to tail of a prefix."""
+        self.policy.touch(slots, np.ones(len(slots), dtype=np.bool_))
+        self._stamp(slots)
+
+    def reserve(self, keys: list[OffloadKey], spared: Slots) -> Reserved:
+        """Give slots to new keys, evicting if need be, none that is spared; as many as can be had, from the first."""
+        needed = len(keys) - self._book.num_free()
+        evicted = self._evict(needed, spared[self._evictable[spared]]) if needed > 0 else []
+        keys = keys[: self._book.num_free()]
+        slots = self._book.reserve(0, keys)
+        self.policy.insert(slots, keys)
+        self._stamp(slots)
+        return Reserved(slots, evicted)
+
+    def _evict(self, count: int, spared: Slots) -> list[OffloadKey]:
+        self._evictable[spared] = False
+        try:
+            victims = self.policy.evict(count, self._evictable, self._book.keys)
+            keys = self._book.release(victims) if len(victims) <= count else None
+        finally:
+            self._evictable[spared] = True
+        if keys is None:
+            name = type(self.policy).__qualname__
+            raise InputError(
+                f"policy {name}: expected at most {count} different evictable slots, got {victims.tolist()}"
+            )
+        return keys
+
+    def written(self, slots: Slots) -> list[OffloadKey]:
+        """End the writing of slots: return the keys that are ready now. Doomed slots become free."""
+        keys = self._book.complete(self._book.keys(slots))
+        self._free_doomed(slots, WRITING)
+        return keys
+
+    def unwritten(self, slots: Slots) -> list[OffloadKey]:
+        """End the writing of slots in vain: return the keys that are absent now. The slots become free."""
+        self._free_doomed(slots, WRITING)
+        keys = self._book.complete(self._book.keys(slots))
+        gone = self._book.find(keys)
+        self.policy.remove(gone)
+        self._book.release(gone)
+        return keys
+
+    def drop(self, slots: Slots) -> tuple[list[OffloadKey], list[OffloadKey]]:
+        """Make held chunks absent: return the keys that were ready and those that were being written.
+
+        Slots in use become doomed.
+        """
+        ready, busy = self._readers[slots] != WRITING, self._readers[slots] != 0
+        self.policy.remove(slots)
+        keys = self._book.remove(slots)
+        self._doomed.update(slots[busy].tolist())
+        self._book.free(slots[~busy])
+        flags = ready.tolist()
+        return (
+            [key for key, was_ready in zip(keys, flags, strict=True) if was_ready],
+            [key for key, was_ready in zip(keys, flags, strict=True) if not was_ready],
+        )
+
+    def _free_doomed(self, slots: Slots, readers: int) -> None:
+        if self._doomed:
+            over = [slot for slot in dict.fromkeys(slots.tolist()) if slot in self._doomed]
+            over = [slot for slot in over if self._readers[slot] == readers]
+            self._doomed.difference_update(over)
+            self._book.free(np.array(over, dtype=np.int64))
+
+    def _stamp(self, slots: Slots) -> None:
+        """Give ticks to slots, the first of them the highest."""
+        self._tick += len(slots)
+        self.ticks[slots] = self._tick - np.arange(len(slots))
+
+    # -- restoring ---------------------------------------------------------------------------------------------
+
+    def restore(self, slots: Slots, keys: Sequence[OffloadKey], ticks: npt.NDArray[np.int64]) -> Iterator[int]:
+        """Fill an empty table: these slots, ascending, hold these different keys, last used at these ticks.
+
+        Yields how many slots are done, so that other threads may run in between.
+        """
+        if not len(slots):
+            return
+        # A book gives out slots from 0 on. So all up to the last are taken, and those between are given back.
+        end, at = int(slots[-1]) + 1, 0
+        for start in range(0, end, _SLICE):
+            stop = min(end, start + _SLICE)
+            names = [OffloadKey(b"%d" % slot) for slot in range(start, stop)]
+            until = int(np.searchsorted(slots, stop))
+            for slot, key in zip((slots[at:until] - start).tolist(), keys[at:until], strict=True):
+                names[slot] = key
+            taken = self._book.reserve(0, names)
+            if not np.array_equal(taken, np.arange(start, stop)):
+                raise IntegrityError("slot table: expected an empty table, which gives out slots from 0 on")
+            self._book.complete(names)
+            holes = np.ones(stop - start, dtype=np.bool_)
+            holes[slots[at:until] - start] = False
+            self._holes(np.flatnonzero(holes) + start)
+            at = until
+            yield stop
+        self.ticks[slots] = ticks
+        self._tick = int(ticks.max())
+        newest_first = np.argsort(-ticks, kind="stable")
+        self.policy.insert(slots[newest_first], [keys[place] for place in newest_first.tolist()])
+
+    def _holes(self, slots: Slots) -> None:
+        """Empty slots that are to be free; they are freed at the end, since freed ones would be given out again."""
+        self._book.remove(slots)
+        self._doomed.update(slots.tolist())
+
+    def free_holes(self) -> None:
+        """Free what `restore` left empty, the lowest slot to be used first."""
+        holes = np.array(sorted(self._doomed, reverse=True), dtype=np.int64)
+        self._doomed.clear()
+        self._book.free(holes)
+
+    def check(self) -> None:
+        """Raise `IntegrityError` if an invariant is broken."""
+        self.policy.check()
+        held, doomed, free = self.held_slots(), list(self._doomed), self._book.free_slots()
+        unread = np.zeros(self.num_slots, dtype=np.bool_)
+        unread[held] = self._readers[held] == 0
+        keys = self._book.keys(held)
+        for holds, what in (
+            (len(held) + len(doomed) + len(free) == self.num_slots, "every slot is held, doomed or free"),
+            (len(self._book) == len(keys) == len(held), "a slot has a key iff it is held"),
+            (np.array_equal(self._book.find(keys), held), "keys and slots map to each other"),
+            (self._readers[doomed].all(), "doomed slots are in use"),
+            (not self._readers[free].any(), "free slots are not in use"),
+            (np.array_equal(self._evictable, unread), "what may be evicted is ready and unread"),
+            (np.array_equal(np.sort(self.policy.ranked()), held), "the policy ranks what is held"),
+        ):
+            if not holds:
+                raise IntegrityError(f"slot table: expected that {what}")

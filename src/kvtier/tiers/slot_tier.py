@@ -1,0 +1,478 @@
+"""`SlotTier`: a tier that decides itself what is in which slot of its backend, and so knows exactly what it holds.
+
+Lookups are answered from memory. A demotion takes a slot, evicting if it must, and is announced when its call has
+ended well; a promotion pins its slots until its call has returned. A row that fails its check is dropped here and
+nowhere else. What is bounded: bytes queued for demotion (the end of a job that is too long is refused), bytes with
+the backend (`tiers/io`), bytes written in a day. Calls that are stuck or fail suspend the tier (`tiers/health`).
+
+`DiskTier` is one over files; with a backend in memory it is what a manager is tested with. Scheduler thread only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kvtier.keys import OffloadKey
+from kvtier.policies import Slots
+from kvtier.tiers.base import (
+    MEDIUM_STORAGE,
+    Backend,
+    BackendRow,
+    LentRow,
+    Outcome,
+    Tier,
+    TierChange,
+    TierJob,
+    TierMiss,
+    TierResult,
+    TierStats,
+)
+from kvtier.tiers.health import TierHealth
+from kvtier.tiers.io import Direction, IOReport, IOThreads
+from kvtier.tiers.recent import RecentKeys
+from kvtier.tiers.seal import SealScope
+from kvtier.tiers.slot_table import SlotTable
+from kvtier.tiers.write_limit import WriteLimit
+
+__all__ = ["SlotTier"]
+
+_REMEMBERED = 64_000
+_STUCK_AFTER = 1.0
+"""A call of a late job that has run for so many seconds is stuck, and not just the last of a long queue."""
+_IDLE_AFTER = 1.0
+_QUEUED_BYTES = 256 << 20
+
+
+class SlotTier(Tier):
+    """Rows of `row_bytes` at most in slots of a backend. It is not open until `open_table` is called."""
+
+    medium = MEDIUM_STORAGE
+
+    def __init__(
+        self,
+        name: str,
+        row_bytes: int,
+        *,
+        threads: int = 8,
+        max_in_flight: int = 16 << 20,
+        max_queued: int = _QUEUED_BYTES,
+        write_limit: WriteLimit | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        check_seals: bool = True,
+    ) -> None:
+        self.name, self.row_bytes = name, row_bytes
+        self._clock = clock
+        self._max_queued = max_queued
+        self._limit = write_limit or WriteLimit(None)
+        self._table: SlotTable | None = None
+        self._scope = SealScope("")
+        self._io = IOThreads(
+            name=name,
+            threads=threads,
+            max_in_flight=max(max_in_flight, 4 * row_bytes),
+            clock=clock,
+            check_seals=check_seals,
+        )
+        self._health = {
+            Direction.PROMOTE: TierHealth(f"{name} tier: reading", clock),
+            Direction.DEMOTE: TierHealth(f"{name} tier: writing", clock),
+        }
+        self._probing = False
+        self._closed = False
+        self._misses: RecentKeys[TierMiss] = RecentKeys(_REMEMBERED)
+        self._offered: RecentKeys[bool] = RecentKeys(_REMEMBERED)
+        self._read_failures: Counter[int] = Counter()
+        self._events: list[TierChange] = []
+        self._results: list[TierResult] = []
+        self._last_progress = float("-inf")
+        self._counts: Counter[str] = Counter()
+        self._seconds = {Direction.PROMOTE: 0.0, Direction.DEMOTE: 0.0}
+
+    def open_table(self, table: SlotTable, backend: Backend, scope: SealScope) -> None:
+        """Begin: these slots, of this backend, of this scope."""
+        self._table, self._io.backend, self._scope = table, backend, scope
+
+    # -- asking ------------------------------------------------------------------------------------------------
+
+    def lookup_many(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
+        table = self._readable()
+        return [False] * len(keys) if table is None else [*table.ready(_as_list(keys))]
+
+    def lookup_prefix(self, keys: Sequence[OffloadKey]) -> int:
+        table = self._readable()
+        return 0 if table is None else table.leading(_as_list(keys))
+
+    def explain(self, key: OffloadKey) -> TierMiss | None:
+        table = self._table
+        if table is None:
+            return TierMiss.NOT_OPEN
+        if table.is_writing(key):
+            return TierMiss.WRITING
+        if table.ready([key])[0]:
+            return TierMiss.SUSPENDED if self._health[Direction.PROMOTE].problem is not None else None
+        return self._misses.get(key) or TierMiss.NEVER_STORED
+
+    @property
+    def promotion_bytes(self) -> int:
+        return self._io.open_bytes(Direction.PROMOTE)
+
+    def _readable(self) -> SlotTable | None:
+        suspended = self._health[Direction.PROMOTE].problem is not None
+        return None if suspended or self._closed else self._table
+
+    def _writable(self) -> SlotTable | None:
+        """Return the table if demotions are taken now."""
+        suspended = self._health[Direction.DEMOTE].problem is not None
+        return None if suspended or self._closed else self._table
+
+    # -- moving ------------------------------------------------------------------------------------------------
+
+    def promote(self, job: TierJob) -> None:
+        table, keys = self._readable(), [row.key for row in job.rows]
+        if table is None:
+            is_open = self._table is not None
+            self._refuse(job.job_id, keys, Outcome.SUSPENDED if is_open else Outcome.ABSENT)
+            return
+        ready = table.ready(keys)
+        self._refuse(job.job_id, [key for key, found in zip(keys, ready, strict=True) if not found], Outcome.ABSENT)
+        rows = [row for row, found in zip(job.rows, ready, strict=True) if found]
+        slots = table.find([row.key for row in rows])
+        table.pin(slots)
+        self._submit(Direction.PROMOTE, job, rows, slots)
+
+    def demote(self, job: TierJob) -> list[OffloadKey]:
+        table, rows = self._writable(), {row.key: row for row in job.rows}
+        if table is None:
+            self._note_refused(list(rows))
+            return []
+        missing = table.missing(list(rows))
+        wanted = self._within_bounds(self._within_limit([rows[key] for key in missing]))
+        if not wanted:
+            self._note_refused(missing)
+            return []
+        keys = [row.key for row in wanted]
+        slots, evicted = table.reserve(keys, table.held(list(rows)) if len(missing) < len(rows) else _NO_SLOTS)
+        keys, wanted = keys[: len(slots)], wanted[: len(slots)]
+        self._note_refused([key for key in missing if key not in set(keys)])
+        self._note_evicted(evicted)
+        if wanted:
+            self._limit.spend(sum(_nbytes(row) for row in wanted))
+            self._last_progress = self._clock()
+            self._submit(Direction.DEMOTE, job, wanted, slots)
+        return keys
+
+    def withdraw(self, job_id: int, keys: Sequence[OffloadKey] | None = None) -> list[OffloadKey]:
+        direction, rows = self._io.withdraw(job_id, keys)
+        if direction is Direction.PROMOTE:
+            self._unpin(rows)
+        elif rows:
+            self._note_dropped(rows)
+        return [row.key for row in rows]
+
+    def poll(self) -> list[TierResult]:
+        for report in self._io.poll():
+            self._settle(report)
+        self._look_after_health()
+        results, self._results = self._results, []
+        return results
+
+    def _within_limit(self, rows: list[LentRow]) -> list[LentRow]:
+        """Leave out what the write limit forbids: once it is reached, a row must be offered a second time."""
+        room = self._limit.room
+        if room is None:
+            return rows
+        allowed: list[LentRow] = []
+        forbidden: list[LentRow] = []
+        for row in rows:
+            room -= _nbytes(row)
+            (allowed if room >= 0 or self._offered.get(row.key) else forbidden).append(row)
+        self._offered.note([row.key for row in forbidden], True)
+        return allowed
+
+    def _within_bounds(self, rows: list[LentRow]) -> list[LentRow]:
+        """Cut off the end for which the queue has no room."""
+        room = self._max_queued - self._io.queued_bytes(Direction.DEMOTE)
+        for count, row in enumerate(rows):
+            room -= _nbytes(row)
+            if room < 0:
+                return rows[:count]
+        return rows
+
+    def _submit(self, direction: Direction, job: TierJob, rows: list[LentRow], slots: Slots) -> None:
+        if not rows:
+            return
+        lent = [
+            BackendRow(row.key, row.pieces, slot, self._scope.number, description=row.description)
+            for row, slot in zip(rows, slots.tolist(), strict=True)
+        ]
+        self._io.submit(direction, job.job_id, lent, self._scope, job.deadline, job.priority)
+
+    def _refuse(self, job_id: int, keys: list[OffloadKey], outcome: Outcome) -> None:
+        if keys:
+            self._results.append(TierResult(job_id, tuple(keys), outcome))
+
+    # -- what becomes of rows ----------------------------------------------------------------------------------
+
+    def _settle(self, report: IOReport) -> None:
+        """Enter what has become of rows into the books, and tell."""
+        rows, outcome = report.rows, report.outcome
+        if not report.in_use:
+            (self._settle_read if report.direction is Direction.PROMOTE else self._settle_write)(report)
+        if outcome is Outcome.LATE:
+            self._counts["late"] += len(rows)
+        keys = tuple(row.key for row in rows)
+        self._results.append(
+            TierResult(report.job_id, keys, outcome, report.in_use, report.nbytes, report.seconds, report.why)
+        )
+
+    def _settle_read(self, report: IOReport) -> None:
+        rows, outcome = report.rows, report.returned or report.outcome
+        health = self._health[Direction.PROMOTE]
+        if outcome is Outcome.DONE:
+            self._count_moved(report, "promoted")
+            health.note_success()
+            for row in rows:
+                self._read_failures.pop(row.place, None)
+            self._unpin(rows)
+        elif outcome is Outcome.FAILED_CHECK:
+            self._counts["failed_checks"] += len(rows)
+            self._drop_rows(rows, TierMiss.FAILED_CHECK)
+            self._unpin(rows)
+        elif outcome is Outcome.ABSENT:
+            self._drop_rows(rows, TierMiss.LOST)
+            self._unpin(rows)
+        elif outcome is Outcome.FAILED:
+            self._counts["failed"] += len(rows)
+            health.note_failure(report.why)
+            self._note_read_failures(rows)
+            self._unpin(rows)
+        else:
+            self._unpin(rows)
+
+    def _settle_write(self, report: IOReport) -> None:
+        rows, outcome = report.rows, report.returned or report.outcome
+        health = self._health[Direction.DEMOTE]
+        table = self._expect_table()
+        if outcome is Outcome.DONE:
+            self._count_moved(report, "demoted")
+            health.note_success()
+            self._last_progress = self._clock()
+            kept = [row for row in rows if table.is_held(row.place, row.key)]
+            gone = [row for row in rows if not table.is_held(row.place, row.key)]
+            self._announce(table.written(_slots(kept)), removed=False)
+            self._end_discarded(gone)
+        elif outcome is Outcome.FAILED:
+            self._counts["failed"] += len(rows)
+            health.note_failure(report.why)
+            self._misses.note(table.unwritten(_slots(rows)), TierMiss.FAILED)
+        else:
+            self._note_dropped(rows)
+
+    def _end_discarded(self, rows: list[BackendRow]) -> None:
+        """Free the slots of rows that were made absent while they were written.
+
+        What a reset has made void is so by its scope; what was discarded must be deleted first.
+        """
+        self._expect_table().written(_slots([row for row in rows if row.scope != self._scope.number]))
+        self._delete([row for row in rows if row.scope == self._scope.number], self._expect_table().written)
+
+    def _delete(self, rows: list[BackendRow], free: Callable[[Slots], object]) -> None:
+        """Have rows deleted, then free their slots. If it fails they are found again by a later process."""
+        backend = self._io.backend
+        if rows and backend is not None:
+            bare = [row._replace(pieces=()) for row in rows]
+
+            def end(_value: object, _error: BaseException | None) -> None:
+                free(_slots(rows))
+
+            self._io.call(lambda: backend.delete(bare), end)
+
+    def _note_read_failures(self, rows: list[BackendRow]) -> None:
+        """Drop rows that could not be read twice: a disk may be back after a while, a bad sector is not."""
+        for row in rows:
+            self._read_failures[row.place] += 1
+        twice = [row for row in rows if self._read_failures[row.place] > 1]
+        self._drop_rows(twice, TierMiss.FAILED)
+
+    def _drop_rows(self, rows: list[BackendRow], reason: TierMiss) -> None:
+        table = self._expect_table()
+        self._drop(_slots([row for row in rows if table.is_held(row.place, row.key)]), reason)
+
+    def _drop(self, slots: Slots, reason: TierMiss) -> None:
+        """Make chunks absent, on the backend too. Their slots come back when that is done."""
+        if not len(slots):
+            return
+        table = self._expect_table()
+        slots = np.unique(slots)
+        keys = table.keys(slots)
+        ready = np.array(table.ready(keys), dtype=np.bool_)
+        table.pin(slots[ready])  # nobody may have the slots before the records are gone
+        removed, unwritten = table.drop(slots)
+        self._misses.note([*removed, *unwritten], reason)
+        self._announce(removed, removed=True)
+        rows = [BackendRow(key, (), slot) for key, slot in zip(removed, slots[ready].tolist(), strict=True)]
+        for row in rows:
+            self._read_failures.pop(row.place, None)
+        self._delete(rows, table.unpin)
+
+    def _unpin(self, rows: list[BackendRow]) -> None:
+        if self._table is not None:
+            self._table.unpin(_slots(rows))
+
+    def _count_moved(self, report: IOReport, what: str) -> None:
+        self._counts[what] += len(report.rows)
+        self._counts[f"{what}_bytes"] += report.nbytes
+        self._seconds[report.direction] += report.seconds
+
+    def _note_refused(self, keys: list[OffloadKey]) -> None:
+        self._counts["refused"] += len(keys)
+        self._misses.note(keys, TierMiss.REFUSED)
+
+    def _note_dropped(self, rows: list[BackendRow]) -> None:
+        """Give up rows that were taken and never written."""
+        self._counts["dropped"] += len(rows)
+        if self._table is not None:
+            self._misses.note(self._table.unwritten(_slots(rows)), TierMiss.REFUSED)
+
+    def _note_evicted(self, keys: list[OffloadKey]) -> None:
+        self._counts["evicted"] += len(keys)
+        self._misses.note(keys, TierMiss.EVICTED)
+        self._announce(keys, removed=True)
+
+    def _announce(self, keys: list[OffloadKey], *, removed: bool) -> None:
+        if keys:
+            self._events.append(TierChange(tuple(keys), self.medium, removed))
+
+    # -- suspension --------------------------------------------------------------------------------------------
+
+    def _look_after_health(self) -> None:
+        if self._io.take_stuck(_STUCK_AFTER):
+            for health in self._health.values():
+                health.suspend("a call does not return")
+        for direction, health in self._health.items():
+            if health.problem is not None and self._io.open_jobs(direction):
+                self._io.give_up(Outcome.SUSPENDED, direction, health.problem)
+        # Both are asked, so that both pauses grow.
+        due = [health.take_due() for health in self._health.values()]
+        if any(due) and not self._probing and self._io.backend is not None and not self._closed:
+            self._probing = True
+            self._io.call(self._io.backend.probe, self._end_probe)
+
+    def _end_probe(self, _value: object, error: BaseException | None) -> None:
+        self._probing = False
+        if error is None:
+            for health in self._health.values():
+                health.resume()
+
+    # -- what is held ------------------------------------------------------------------------------------------
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        if self._table is not None:
+            slots = self._table.held(_as_list(keys))
+            if len(slots):
+                self._table.touch(slots)
+
+    def discard(self, keys: Sequence[OffloadKey]) -> None:
+        if self._table is not None:
+            self._drop(self._table.held(_as_list(keys)), TierMiss.FAILED_CHECK)
+
+    def reset(self, suffix: str) -> None:
+        self._scope = SealScope(self._scope.namespace, self._scope.epoch + 1, suffix)
+        self._forget_all(TierMiss.CLEARED)
+        self._io.give_up(Outcome.RESET)
+
+    def _forget_all(self, reason: TierMiss) -> None:
+        """Make everything absent at once, and leave the backend as it is."""
+        self._offered.clear()
+        self._read_failures.clear()
+        if self._table is not None:
+            removed, unwritten = self._table.drop(self._table.held_slots())
+            self._table.policy.clear()
+            self._misses.note([*removed, *unwritten], reason)
+            self._announce(removed, removed=True)
+
+    def take_events(self) -> list[TierChange]:
+        events, self._events = self._events, []
+        return events
+
+    # -- reports and ends --------------------------------------------------------------------------------------
+
+    def state(self) -> str:
+        """Say in a word or two how the tier is."""
+        if self._closed:
+            return "closed"
+        if self._table is None:
+            return "not open"
+        problems = {health.problem for health in self._health.values()} - {None}
+        return "suspended" if problems else "open"
+
+    def stats(self) -> TierStats:
+        problems = [health.problem for health in self._health.values() if health.problem is not None]
+        slots, used, counts = 0, 0, self._counts
+        if self._table is not None:
+            slots, used = self._table.num_slots, len(self._table)
+        return TierStats(
+            name=self.name,
+            medium=self.medium,
+            state=self.state(),
+            suspended=problems[0] if problems else None,
+            used=used,
+            capacity=slots,
+            used_bytes=used * self.row_bytes,
+            capacity_bytes=slots * self.row_bytes,
+            promoted=counts["promoted"],
+            promoted_bytes=counts["promoted_bytes"],
+            promote_seconds=self._seconds[Direction.PROMOTE],
+            demoted=counts["demoted"],
+            demoted_bytes=counts["demoted_bytes"],
+            demote_seconds=self._seconds[Direction.DEMOTE],
+            refused=counts["refused"],
+            dropped=counts["dropped"],
+            evicted=counts["evicted"],
+            failed_checks=counts["failed_checks"],
+            failed=counts["failed"],
+            late=counts["late"],
+            stuck=self._io.stuck_rows(),
+            queued_bytes=sum(self._io.queued_bytes(direction) for direction in Direction),
+        )
+
+    def has_pending_work(self) -> bool:
+        recent = self._clock() - self._last_progress < _IDLE_AFTER
+        return recent and not self._closed and self._io.open_jobs(Direction.DEMOTE) > 0
+
+    def wait_any(self, timeout: float) -> bool:
+        return bool(self._results) or self._io.wait_any(timeout)
+
+    def check(self) -> None:
+        self._io.check()
+        if self._table is not None:
+            self._table.check()
+
+    def close(self, timeout: float = 5.0) -> bool:
+        if self._closed:
+            return self._io.close(0.0)
+        self._closed = True
+        return self._io.close(timeout)
+
+    def _expect_table(self) -> SlotTable:
+        assert self._table is not None, "rows come back only from a table that gave them slots"
+        return self._table
+
+
+_NO_SLOTS: Slots = np.zeros(0, dtype=np.int64)
+
+
+def _nbytes(row: LentRow) -> int:
+    return sum(piece.nbytes for piece in row.pieces)
+
+
+def _slots(rows: list[BackendRow]) -> Slots:
+    return np.array([row.place for row in rows], dtype=np.int64)
+
+
+def _as_list(keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+    return keys if isinstance(keys, list) else list(keys)

@@ -1,0 +1,56 @@
+"""How much a tier may write: so many bytes in any 24 hours, counted by the hour.
+
+Flash wears out, and an engine can write more in a day than a disk is made for in a month. The hours are those of
+the wall clock, because the count outlives the process; a clock that goes back counts into the newest hour.
+Scheduler thread only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+__all__ = ["WriteLimit"]
+
+_HOURS = 24
+
+
+class WriteLimit:
+    """Counts bytes written in the last 24 hours against a limit; `None`: there is none."""
+
+    def __init__(self, limit: int | None, wall_clock: Callable[[], float] = time.time) -> None:
+        self.limit = limit
+        self._wall_clock = wall_clock
+        self._hour = 0
+        self._written = [0] * _HOURS
+
+    @property
+    def room(self) -> int | None:
+        """The bytes that may be written now; `None`: any number."""
+        if self.limit is None:
+            return None
+        self._turn()
+        return max(0, self.limit - sum(self._written))
+
+    def spend(self, nbytes: int) -> None:
+        """Count what is written."""
+        self._turn()
+        self._written[self._hour % _HOURS] += nbytes
+
+    def save(self) -> list[int]:
+        """Return what a later process needs: the hour, and the bytes of each of 24."""
+        return [self._hour, *self._written]
+
+    def restore(self, saved: Sequence[int]) -> None:
+        """Go on counting where another process ended. What makes no sense is ignored."""
+        now = int(self._wall_clock() // 3600)
+        if len(saved) == _HOURS + 1 and 0 < saved[0] <= now and min(saved) >= 0:
+            self._hour, self._written = saved[0], list(saved[1:])
+        self._turn()
+
+    def _turn(self) -> None:
+        """Forget the hours that are more than a day ago."""
+        now = int(self._wall_clock() // 3600)
+        for hour in range(max(self._hour, now - _HOURS) + 1, now + 1):
+            self._written[hour % _HOURS] = 0
+        self._hour = max(self._hour, now)
