@@ -397,7 +397,9 @@ class OffloadingConfig:
                           max_image_bytes   max_image_bytes
 
     An image of a group with smaller blocks leaves the rest of its place unused. `launch_id` is what all
-    processes of one start of the engine share and no other start has; a unique `engine_id` needs none.
+    processes of one start of the engine share and no other start has; a unique `engine_id` needs none. With
+    `scheduler_apart` the scheduler's process is not that of rank 0. Of `num_engines` that serve one model side by side
+    this is number `engine_index`: they share the capacity of a disk.
     """
 
     settings: KVTierConfig = _setting(_instance(KVTierConfig))
@@ -410,6 +412,9 @@ class OffloadingConfig:
     namespace: str | Namespace = _setting(_read_namespace, "")
     enable_kv_cache_events: bool = _setting(_read_flag, False)
     recompute: Recompute = _setting(_instance(Recompute), Recompute.MISSING)
+    scheduler_apart: bool = _setting(_read_flag, False)
+    engine_index: int = _setting(_at_least(0), 0)
+    num_engines: int = _setting(_at_least(1), 1)
 
     def __post_init__(self) -> None:
         _read_fields(self)
@@ -453,6 +458,13 @@ class OffloadingConfig:
     def row_bytes(self) -> int:
         """The bytes of one slot."""
         return -(-self.world_size * self.max_image_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+    @property
+    def description_bytes(self) -> int:
+        """Room for what the event stream tells of a chunk: its tokens and hashes, and as much again of extra keys."""
+        blocks = self.settings.blocks_per_chunk
+        tokens = max(group.block_size for group in self.groups) * blocks
+        return -(-(256 + 5 * tokens + 96 * blocks) // 256) * 256
 
     @property
     def num_slots(self) -> int:

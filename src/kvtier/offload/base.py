@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvtier.keys import OffloadKey
 from kvtier.transfer.base import CanonicalKVCaches, LoadStoreSpec, OffloadingHandler
@@ -30,7 +30,6 @@ __all__ = [
     "OffloadingSpec",
     "PrepareStoreOutput",
     "ReqContext",
-    "TierCost",
 ]
 
 
@@ -60,6 +59,8 @@ class OffloadingEvent:
     keys: list[OffloadKey]
     medium: str
     removed: bool
+    descriptions: tuple[bytes, ...] | None = None
+    """What a tier has kept of each chunk for the event stream, where nobody else knows it: after a restart."""
 
 
 class MissReason(Enum):
@@ -91,15 +92,6 @@ class ChunkLookup(Protocol):
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext, *, wait: bool = True) -> int | None:
         """Count the leading keys that can be had, as `OffloadingManager.lookup_prefix` does."""
         ...
-
-
-class TierCost(NamedTuple):
-    """What is known of a promotion from one tier before it begins."""
-
-    tier: str
-    num_bytes: int
-    queued_bytes: int
-    """Of promotions that the tier has to do first."""
 
 
 class OffloadingManager(ABC):
@@ -180,6 +172,11 @@ class OffloadingManager(ABC):
     def explain(self, key: OffloadKey) -> MissReason | None:
         """Say why a chunk cannot be read, as far as is remembered; `None`: it can."""
         return MissReason.NEVER_STORED
+
+    def explain_tiers(self, key: OffloadKey, req_context: ReqContext) -> dict[str, MissReason]:
+        """Say for each tier that cannot give a chunk why, as far as is remembered, for one request."""
+        reason = self.explain(key)
+        return {} if reason is None else {"cpu": reason}
 
     def reset_cache(self) -> None:
         """Make everything absent and announce it. Places in use by running jobs are freed when those complete."""
