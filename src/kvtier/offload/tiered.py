@@ -249,10 +249,8 @@ class TieredOffloadingManager(OffloadingManager):
     # -- reports -----------------------------------------------------------------------------------------------------------
 
     def explain(self, key: OffloadKey) -> MissReason | None:
-        """Say why a chunk cannot be read from the pool: what the lowest tier that has known it says, else the pool."""
-        if self.pool.explain(key) is None:
-            return None
-        return list(self.explain_tiers(key, _NOBODY).values())[-1]
+        """Say why a chunk cannot be loaded as things are: why the pool does not have it."""
+        return self.pool.explain(key)
 
     def explain_tiers(self, key: OffloadKey, req_context: ReqContext) -> dict[str, MissReason]:
         """Say why no tier gave a chunk to a request: by tier, those that have never had it left out if others have."""
