@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from kvtier.keys import OffloadKey
 from kvtier.tiers.base import Backend, BackendRow
 
 __all__ = ["BackendFault", "BackendFaultPlan", "FaultyBackend", "KillPoint"]
@@ -61,12 +62,19 @@ class BackendFaultPlan:
 
 
 class FaultyBackend(Backend):
-    """Another backend with faults. `broken` fails every call with that error while it is set."""
+    """Another backend with faults, by plan or by hand."""
 
     def __init__(self, backend: Backend, plan: BackendFaultPlan | None = None) -> None:
         self.backend = backend
         self.plan = plan or BackendFaultPlan()
         self.broken: OSError | None = None
+        """Fails every call while it is set."""
+        self.full = False
+        """Makes every write fail while it is set."""
+        self.flip_next = False
+        """Flips a bit of the next row that is read."""
+        self.moved: list[OffloadKey] = []
+        """The rows of all calls, in the order in which they were let through."""
         self.hanging = threading.Event()
         """Set while a call hangs: a test waits for it instead of sleeping."""
         self._hang = False
@@ -126,7 +134,8 @@ class FaultyBackend(Backend):
         return fault
 
     def _write(self, row: BackendRow) -> OSError | None:
-        fault = self._choose(WRITE_FAULTS)
+        fault = BackendFault.FULL if self.full else self._choose(WRITE_FAULTS)
+        self.moved.append(row.key)
         if fault is BackendFault.EIO:
             return OSError(errno.EIO, os.strerror(errno.EIO))
         if fault is BackendFault.FULL:
@@ -138,7 +147,9 @@ class FaultyBackend(Backend):
         return self.backend.write([row])[0]
 
     def _read(self, row: BackendRow) -> bytes | OSError | None:
-        fault = self._choose(READ_FAULTS)
+        fault = BackendFault.FLIP if self.flip_next else self._choose(READ_FAULTS)
+        self.flip_next = False
+        self.moved.append(row.key)
         if fault is BackendFault.EIO:
             return OSError(errno.EIO, os.strerror(errno.EIO))
         before = b"".join(row.pieces)

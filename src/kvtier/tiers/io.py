@@ -160,6 +160,7 @@ class IOThreads:
         self._queued_bytes = [0, 0]
         self._running_bytes = [0, 0]
         self._running: dict[_Batch, float] = {}  # since when
+        self._last: _Call | None = None
         self._closed = False
         # Filled by threads, drained by `poll`.
         self._ended: deque[_Ended | _Answer] = deque()
@@ -170,7 +171,6 @@ class IOThreads:
         self._stuck: set[_Batch] = set()
         self._next_deadline = float("inf")
         self._count = 0
-        self._calls_open = 0
         self._reports: list[IOReport] = []
         self._threads = [
             threading.Thread(target=self._run, name=f"kvtier-{name}-{number}", daemon=True) for number in range(threads)
@@ -203,10 +203,14 @@ class IOThreads:
 
     def call(self, function: Callable[[], Any], tell: Callable[[Any, BaseException | None], None]) -> None:
         """Run a function on a thread, before all rows; `poll` then calls `tell` with its value or its error."""
-        self._calls_open += 1
         with self._lock:
             self._calls.append(_Call(function, tell))
             self._lock.notify()
+
+    def call_last(self, function: Callable[[], Any]) -> None:
+        """Run a function on a thread when `close` has been called and all rows are done; nobody hears of it."""
+        with self._lock:
+            self._last = _Call(function, lambda _value, _error: None)
 
     def withdraw(
         self, job_id: int, keys: Sequence[OffloadKey] | None = None
@@ -231,13 +235,7 @@ class IOThreads:
     def poll(self) -> list[IOReport]:
         """Take what has become of rows since the last call."""
         self._something.clear()
-        while self._ended:
-            ended = self._ended.popleft()
-            if isinstance(ended, _Answer):
-                self._calls_open -= 1
-                ended.call.tell(ended.value, ended.error)
-            else:
-                self._settle(ended)
+        self._settle_all()
         now = self._clock()
         if now >= self._next_deadline:
             for work in [work for work in self._works.values() if work.deadline <= now]:
@@ -273,11 +271,6 @@ class IOThreads:
         self._stuck = set(stuck)
         return len(new)
 
-    @property
-    def calling(self) -> bool:
-        """Whether a function given to `call` has not been told of yet."""
-        return self._calls_open > 0
-
     def wait_any(self, timeout: float) -> bool:
         """Block until `poll` may have something to tell."""
         return bool(self._reports) or bool(self._ended) or self._something.wait(timeout)
@@ -290,6 +283,7 @@ class IOThreads:
             self._lock.notify_all()
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
+        self._settle_all()
         self.give_up(Outcome.LATE, why="the tier was closed")
         with self._lock:
             self._calls.clear()
@@ -336,6 +330,14 @@ class IOThreads:
         for rows, in_use in ((free, False), (used, True)):
             if rows:
                 self._reports.append(IOReport(work.job_id, work.direction, rows, outcome, in_use, why=why))
+
+    def _settle_all(self) -> None:
+        while self._ended:
+            ended = self._ended.popleft()
+            if isinstance(ended, _Answer):
+                ended.call.tell(ended.value, ended.error)
+            else:
+                self._settle(ended)
 
     def _settle(self, ended: _Ended) -> None:
         """Report what a call came to, rows of one outcome together."""
@@ -394,7 +396,11 @@ class IOThreads:
                         return batch
                 if self._closed and not any(self._queued_bytes):
                     self._lock.notify_all()
-                    return None
+                    if self._running:
+                        last = None  # whoever is still busy will find it
+                    else:
+                        last, self._last = self._last, None
+                    return last
                 self._lock.wait()
 
     def _next_batch(self, direction: Direction) -> _Batch | None:

@@ -1,0 +1,265 @@
+"""The contract of a backend as tests: subclass `BackendSuite`, say how to make yours, and let pytest collect it.
+
+    class TestMine(BackendSuite):
+        def make(self):
+            return MyBackend(...)
+
+Every key of the suite has a place of its own below `NUM_PLACES`, for backends that go by place. Rows have
+`ROW_BYTES`. The second half puts the backend behind faults and the real I/O threads: whatever is flipped, swapped,
+torn, cut short, refused or hung, no wrong byte is ever reported as right.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import pytest
+
+from kvtier.keys import OffloadKey, make_offload_key
+from kvtier.testing.faulty_backend import BackendFault, BackendFaultPlan, FaultyBackend
+from kvtier.tiers.base import Backend, BackendRow, Outcome
+from kvtier.tiers.io import Direction, IOReport, IOThreads
+from kvtier.tiers.seal import SealScope, seal_of
+
+__all__ = ["NUM_PLACES", "ROW_BYTES", "BackendSuite"]
+
+NUM_PLACES = 64
+ROW_BYTES = 8192
+_SCOPE = SealScope("suite")
+_PATIENCE = 30.0
+
+
+def key(number: int) -> OffloadKey:
+    """Return the key of a row."""
+    return make_offload_key(b"%032d" % number, 0)
+
+
+def content(number: int, version: int = 0) -> bytes:
+    """Return the bytes of a row."""
+    return random.Random(f"{number} {version}").randbytes(ROW_BYTES)
+
+
+def sealed(number: int, version: int = 0, cuts: tuple[int, ...] = ()) -> BackendRow:
+    """Return a row to write, in one piece or cut at these bytes."""
+    payload = bytearray(content(number, version))
+    pieces = _cut(payload, cuts)
+    seal = seal_of(_SCOPE, key(number), pieces)
+    return BackendRow(key(number), pieces, number, _SCOPE.number, seal)
+
+
+def empty(number: int, cuts: tuple[int, ...] = ()) -> BackendRow:
+    """Return a row to read into."""
+    return BackendRow(key(number), _cut(bytearray(ROW_BYTES), cuts), number, _SCOPE.number)
+
+
+def _cut(payload: bytearray, cuts: tuple[int, ...]) -> tuple[memoryview, ...]:
+    ends = [0, *cuts, len(payload)]
+    return tuple(memoryview(payload)[start:stop] for start, stop in pairwise(ends))
+
+
+def payload_of(row: BackendRow) -> bytes:
+    """Return what is in a row's memory."""
+    return b"".join(row.pieces)
+
+
+class BackendSuite:
+    """Every backend passes this."""
+
+    def make(self) -> Backend:
+        """Return an empty backend."""
+        raise NotImplementedError
+
+    def reopen(self, backend: Backend) -> Backend | None:
+        """Return what a process finds that opens the backend after this one; `None`: it keeps nothing."""
+        backend.close()
+        return None
+
+    @pytest.fixture
+    def backend(self) -> Iterator[Backend]:
+        backend = self.make()
+        yield backend
+        backend.close()
+
+    # Rows
+
+    def test_what_was_written_is_read_with_its_seal(self, backend: Backend) -> None:
+        rows = [sealed(number) for number in range(5)]
+        assert backend.write(rows) == [None] * 5
+        found = [empty(number) for number in range(5)]
+        assert backend.read(found) == [row.seal for row in rows]
+        assert [payload_of(row) for row in found] == [content(number) for number in range(5)]
+
+    def test_what_was_not_written_is_not_there(self, backend: Backend) -> None:
+        backend.write([sealed(1)])
+        assert backend.contains([empty(0), empty(1), empty(2)]) == [False, True, False]
+        answers = backend.read([empty(0), empty(1), empty(2)])
+        assert [answer is None for answer in answers] == [True, False, True]
+
+    def test_a_row_is_replaced(self, backend: Backend) -> None:
+        backend.write([sealed(3)])
+        backend.write([sealed(3, version=1)])
+        found = empty(3)
+        assert backend.read([found]) == [sealed(3, version=1).seal]
+        assert payload_of(found) == content(3, 1)
+
+    def test_a_row_is_deleted(self, backend: Backend) -> None:
+        backend.write([sealed(1), sealed(2)])
+        backend.delete([empty(1), empty(9)])
+        assert backend.contains([empty(1), empty(2)]) == [False, True]
+        assert backend.read([empty(1)]) == [None]
+        backend.write([sealed(1)])
+        assert backend.contains([empty(1)]) == [True]
+
+    @pytest.mark.parametrize("cuts", [(4096,), (1, 2, 5000), (512, 4608)])
+    def test_rows_of_several_pieces(self, backend: Backend, cuts: tuple[int, ...]) -> None:
+        assert backend.write([sealed(1, cuts=cuts)]) == [None]
+        for other in ((), (100,), cuts):
+            found = empty(1, other)
+            assert backend.read([found]) == [sealed(1).seal], "how a row is cut does not matter"
+            assert payload_of(found) == content(1)
+
+    def test_an_empty_batch(self, backend: Backend) -> None:
+        assert backend.write([]) == []
+        assert backend.read([]) == []
+        assert backend.contains([]) == []
+        backend.delete([])
+
+    def test_threads_at_once(self, backend: Backend) -> None:
+        def work(thread: int) -> None:
+            for version in range(10):
+                numbers = range(thread * 8, thread * 8 + 8)
+                assert backend.write([sealed(number, version) for number in numbers]) == [None] * 8
+                found = [empty(number) for number in numbers]
+                assert None not in backend.read(found)
+                assert [payload_of(row) for row in found] == [content(number, version) for number in numbers]
+
+        with ThreadPoolExecutor(8) as pool:
+            for done in [pool.submit(work, thread) for thread in range(8)]:
+                done.result()
+
+    def test_a_probe_of_what_works(self, backend: Backend) -> None:
+        backend.write([sealed(0)])
+        backend.probe()
+        assert backend.contains([empty(0)]) == [True]
+
+    def test_it_is_there_after_a_restart(self) -> None:
+        backend = self.make()
+        backend.write([sealed(number) for number in range(10)])
+        backend.delete([empty(4)])
+        again = self.reopen(backend)
+        if again is None:
+            return
+        try:
+            numbers = [number for number in range(10) if number != 4]
+            found = [empty(number) for number in numbers]
+            assert again.read(found) == [sealed(number).seal for number in numbers]
+            assert [payload_of(row) for row in found] == [content(number) for number in numbers]
+            assert again.contains([empty(4)]) == [False]
+        finally:
+            again.close()
+
+    # Behind faults
+
+    @pytest.mark.parametrize("seed", range(6))
+    @pytest.mark.parametrize("rate", [0.01, 0.3])
+    def test_never_wrong(self, backend: Backend, seed: int, rate: float) -> None:
+        plan = BackendFaultPlan(seed, rate)
+        done, wrong = self._churn(backend, plan, check_seals=True)
+        assert done > 0
+        assert wrong == 0, f"{plan.injected}"
+
+    def test_without_the_check_it_is_wrong(self, backend: Backend) -> None:
+        """The negative control: if nobody checked, these faults would be seen."""
+        kinds = (BackendFault.FLIP, BackendFault.SWAP, BackendFault.TORN, BackendFault.SHORT)
+        _, wrong = self._churn(backend, BackendFaultPlan(0, 0.3, kinds), check_seals=False)
+        assert wrong > 0
+
+    def _churn(self, backend: Backend, plan: BackendFaultPlan, *, check_seals: bool) -> tuple[int, int]:
+        """Write and read rows in many versions; count the reads that are said to be right, and those that are not."""
+        threads = IOThreads(FaultyBackend(backend, plan), threads=4, check_seals=check_seals)
+        source, versions = random.Random(plan.seed), dict.fromkeys(range(NUM_PLACES), 0)
+        done = wrong = 0
+        try:
+            for turn in range(40):
+                numbers = source.sample(range(NUM_PLACES), 8)
+                for number in numbers:
+                    versions[number] = turn
+                written = [sealed(number, turn)._replace(seal=b"") for number in numbers]
+                assert self._run(threads, Direction.DEMOTE, 2 * turn, written)
+                found = [empty(number) for number in source.sample(range(NUM_PLACES), 16)]
+                for report in self._run(threads, Direction.PROMOTE, 2 * turn + 1, found):
+                    if report.outcome is Outcome.DONE:
+                        done += len(report.rows)
+                        # A failed write leaves the row as it was before: whole, if old.
+                        wrong += sum(not _is_any_version(row, turn) for row in report.rows)
+            threads.check()
+        finally:
+            assert threads.close(_PATIENCE)
+        return done, wrong
+
+    def _run(self, threads: IOThreads, direction: Direction, job_id: int, rows: list[BackendRow]) -> list[IOReport]:
+        threads.submit(direction, job_id, rows, _SCOPE, float("inf"))
+        reports: list[IOReport] = []
+        while sum(len(report.rows) for report in reports) < len(rows):
+            assert threads.wait_any(_PATIENCE)
+            reports += threads.poll()
+        return reports
+
+    @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.ENOENT])
+    def test_errors_are_failures_of_their_rows(self, backend: Backend, code: int) -> None:
+        faulty = FaultyBackend(backend)
+        threads = IOThreads(faulty, threads=2)
+        try:
+            faulty.broken = OSError(code, os.strerror(code))
+            for direction in Direction:
+                for report in self._run(threads, direction, direction, [empty(number) for number in range(4)]):
+                    assert (report.outcome, report.why) == (Outcome.FAILED, os.strerror(code))
+                    assert not report.in_use
+            faulty.broken = None
+            assert {r.outcome for r in self._run(threads, Direction.DEMOTE, 9, [empty(1)])} == {Outcome.DONE}
+        finally:
+            assert threads.close(_PATIENCE)
+
+    def test_a_hang_costs_its_deadline_and_keeps_the_memory(self, backend: Backend) -> None:
+        now = [0.0]
+        faulty = FaultyBackend(backend)
+        threads = IOThreads(faulty, threads=1, clock=lambda: now[0])
+        try:
+            faulty.hang()
+            threads.submit(Direction.DEMOTE, 1, [sealed(1)], _SCOPE, deadline=5.0)
+            assert faulty.hanging.wait(_PATIENCE)
+            threads.submit(Direction.DEMOTE, 2, [sealed(2)], _SCOPE, deadline=5.0)
+            assert threads.poll() == []
+            now[0] = 5.0
+            free, used = sorted(threads.poll(), key=lambda report: report.in_use)
+            assert {free.outcome, used.outcome} == {Outcome.LATE}
+            assert (free.in_use, used.in_use) == (False, True), "one row was begun, the other never will be"
+            assert threads.stuck_rows() == 1
+            faulty.release()
+            reports: list[IOReport] = []
+            while not reports:
+                assert threads.wait_any(_PATIENCE)
+                reports = threads.poll()
+            assert [(report.outcome, report.rows) for report in reports] == [(Outcome.RETURNED, used.rows)]
+            assert threads.stuck_rows() == 0
+            threads.check()
+        finally:
+            faulty.release()
+            assert threads.close(_PATIENCE)
+
+    def test_threads_end(self, backend: Backend) -> None:
+        before = threading.active_count()
+        threads = IOThreads(backend, threads=3)
+        assert threads.close(_PATIENCE)
+        assert threading.active_count() == before
+
+
+def _is_any_version(row: BackendRow, newest: int) -> bool:
+    number, payload = row.place, payload_of(row)
+    return any(payload == content(number, version) for version in range(newest, -1, -1))

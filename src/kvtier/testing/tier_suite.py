@@ -1,0 +1,496 @@
+"""The contract of an exact tier as tests: subclass `TierSuite`, say how to make yours, and let pytest collect it.
+
+    class TestMine(TierSuite):
+        def make(self, num_slots, clock, plan):
+            faulty = FaultyBackend(MyBackend(), plan)
+            return MyTier(num_slots, faulty, clock=clock), faulty
+
+The suite's clock stands still until a test moves it; threads are real, and results are waited for. The last tests
+make random calls, with faults, resets and hangs, and hold every byte and every event to a model of a few dicts.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from kvtier.keys import OffloadKey, make_offload_key
+from kvtier.testing.faulty_backend import BackendFaultPlan, FaultyBackend
+from kvtier.tiers.base import LentRow, Outcome, Tier, TierChange, TierJob, TierMiss, TierResult
+
+__all__ = ["ROW_BYTES", "ManualClock", "TierDriver", "TierSuite"]
+
+ROW_BYTES = 4096
+_PATIENCE = 30.0
+
+
+def key(number: int) -> OffloadKey:
+    """Return the key of a chunk."""
+    return make_offload_key(b"%032d" % number, 0)
+
+
+def keys(*numbers: int) -> list[OffloadKey]:
+    """Return the keys of chunks."""
+    return [key(number) for number in numbers]
+
+
+def content(number: int, version: int = 0) -> bytes:
+    """Return the bytes of a chunk as computed with the weights of this version."""
+    return random.Random(f"{number} {version}").randbytes(ROW_BYTES)
+
+
+class ManualClock:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class TierDriver:
+    """A tier, its faults and clock, and what a manager would know of its jobs."""
+
+    tier: Tier
+    faulty: FaultyBackend
+    clock: ManualClock
+    results: list[TierResult] = field(default_factory=list)
+    memory: dict[int, dict[OffloadKey, bytearray]] = field(default_factory=dict)
+    """By job, what was lent."""
+    open_rows: Counter[int] = field(default_factory=Counter)
+    events: list[TierChange] = field(default_factory=list)
+    _job_id: int = 0
+
+    def demote(
+        self, *numbers: int, version: int = 0, deadline: float = 1e9, cuts: int = 1
+    ) -> tuple[int, list[OffloadKey]]:
+        """Offer rows; return the job and what was taken."""
+        job = self._job({key(number): bytearray(content(number, version)) for number in numbers}, deadline, cuts)
+        taken = self.tier.demote(job)
+        self.open_rows[job.job_id] = len(taken)
+        return job.job_id, taken
+
+    def promote(self, *numbers: int, deadline: float = 1e9, priority: int = 0) -> int:
+        """Ask for rows; return the job."""
+        job = self._job({key(number): bytearray(ROW_BYTES) for number in numbers}, deadline, priority=priority)
+        self.open_rows[job.job_id] = len(job.rows)
+        self.tier.promote(job)
+        return job.job_id
+
+    def _job(self, memory: dict[OffloadKey, bytearray], deadline: float, cuts: int = 1, priority: int = 0) -> TierJob:
+        self._job_id += 1
+        self.memory[self._job_id] = memory
+        size = ROW_BYTES // cuts
+        rows = tuple(
+            LentRow(name, tuple(memoryview(row)[at : at + size] for at in range(0, ROW_BYTES, size)), b"about " + name)
+            for name, row in memory.items()
+        )
+        return TierJob(self._job_id, rows, deadline, priority)
+
+    def poll(self) -> list[TierResult]:
+        """Poll once, and count."""
+        new = self.tier.poll()
+        for result in new:
+            if not result.in_use:
+                self.open_rows[result.job_id] -= len(result.keys)
+        self.results += new
+        self.events += self.tier.take_events()
+        return new
+
+    def wait(self, over: Callable[[], bool]) -> None:
+        """Poll until something is true."""
+        for _ in range(100_000):
+            self.poll()
+            if over():
+                return
+            self.tier.wait_any(0.01)
+        raise AssertionError("it did not come true")
+
+    def finish(self, *jobs: int) -> dict[OffloadKey, Outcome]:
+        """Wait until jobs are over and return what became of their rows."""
+        self.wait(lambda: all(self.open_rows[job] <= 0 for job in jobs))
+        return {name: r.outcome for r in self.results if r.job_id in jobs for name in r.keys}
+
+    def store(self, *numbers: int, version: int = 0) -> None:
+        """Demote rows and wait for it."""
+        job, taken = self.demote(*numbers, version=version)
+        assert taken == keys(*numbers)
+        assert set(self.finish(job).values()) == {Outcome.DONE}
+
+    def fetch(self, *numbers: int) -> dict[int, bytes | Outcome]:
+        """Promote rows, wait for it, and return their bytes, or why there are none."""
+        job = self.promote(*numbers)
+        outcomes = self.finish(job)
+        return {
+            number: bytes(self.memory[job][key(number)]) if outcome is Outcome.DONE else outcome
+            for number in numbers
+            for outcome in [outcomes[key(number)]]
+        }
+
+    def listener(self) -> set[OffloadKey]:
+        """Return what a listener believes to be held."""
+        held: set[OffloadKey] = set()
+        for event in self.events:
+            if event.removed:
+                assert held >= set(event.keys), "a chunk was removed that was never announced"
+                held -= set(event.keys)
+            else:
+                assert held.isdisjoint(event.keys), "a chunk was announced twice"
+                held |= set(event.keys)
+        return held
+
+
+class TierSuite:
+    """Every exact tier passes this."""
+
+    def make(self, num_slots: int, clock: ManualClock, plan: BackendFaultPlan) -> tuple[Tier, FaultyBackend]:
+        """Return an open, empty tier of `num_slots` rows of `ROW_BYTES` with two threads, over a faulty backend."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def drivers(self) -> Iterator[list[TierDriver]]:
+        drivers: list[TierDriver] = []
+        yield drivers
+        for driver in drivers:
+            driver.faulty.release()
+            driver.tier.check()
+            assert driver.tier.close(_PATIENCE)
+
+    def drive(self, drivers: list[TierDriver], num_slots: int = 8, plan: BackendFaultPlan | None = None) -> TierDriver:
+        """Make a tier that is closed when the test ends."""
+        clock = ManualClock()
+        tier, faulty = self.make(num_slots, clock, plan or BackendFaultPlan())
+        drivers.append(TierDriver(tier, faulty, clock))
+        return drivers[-1]
+
+    # Rows
+
+    def test_rows_come_back(self, drivers: list[TierDriver]) -> None:
+        driver = self.drive(drivers)
+        assert driver.tier.lookup_prefix(keys(1, 2)) == 0
+        assert driver.tier.explain(key(1)) is TierMiss.NEVER_STORED
+        driver.store(1, 2, 3)
+        assert driver.tier.lookup_prefix(keys(1, 2, 3, 4)) == 3
+        assert driver.tier.lookup_many(keys(4, 3, 2)) == [False, True, True]
+        assert driver.tier.explain(key(1)) is None
+        assert driver.fetch(3, 1) == {3: content(3), 1: content(1)}
+        assert driver.listener() == set(keys(1, 2, 3))
+        stats = driver.tier.stats()
+        assert (stats.used, stats.demoted, stats.promoted) == (3, 3, 2)
+
+    def test_rows_of_several_pieces(self, drivers: list[TierDriver]) -> None:
+        driver = self.drive(drivers)
+        job, _ = driver.demote(1, cuts=4)
+        driver.finish(job)
+        assert driver.fetch(1) == {1: content(1)}
+
+    def test_what_is_not_held_is_a_result(self, drivers: list[TierDriver]) -> None:
+        driver = self.drive(drivers)
+        driver.store(1)
+        assert driver.fetch(7, 1, 8) == {7: Outcome.ABSENT, 1: content(1), 8: Outcome.ABSENT}
+
+    def test_what_is_held_or_being_written_is_not_taken(self, drivers: list[TierDriver]) -> None:
+        driver = self.drive(drivers)
+        driver.store(1)
+        driver.faulty.hang()
+        job, taken = driver.demote(2)
+        assert taken == keys(2)
+        assert driver.demote(1, 2, 3)[1] == keys(3)
+        assert driver.tier.lookup(key(2)) is False, "it is being written"
+        assert driver.tier.explain(key(2)) is TierMiss.WRITING
+        driver.faulty.release()
+        driver.finish(job)
+        assert driver.tier.lookup(key(2)) is True
+
+    def test_a_full_tier_evicts_and_says_so_first(self, drivers: list[TierDriver]) -> None:
+        driver = self.drive(drivers, 4)
+        driver.store(1, 2)
+        driver.store(3, 4)
+        driver.tier.touch(keys(1, 2))
+        driver.store(5, 6)
+        assert driver.tier.lookup_many(keys(1, 2, 3, 4, 5, 6)) == [True, True, False, False, True, True]
+        assert driver.tier.explain(key(3)) is TierMiss.EVICTED
+        assert driver.listener() == set(keys(1, 2, 5, 6))
+        assert driver.tier.stats().evicted == 2
+
+    def test_nobody_of_the_offer_leaves_for_it(self, drivers: list[TierDriver]) -> None:
+        driver = self.drive(drivers, 3)
+        driver.store(1, 2, 3)
+        assert driver.demote(1, 2, 3, 4)[1] == []
+        assert driver.tier.lookup_prefix(keys(1, 2, 3)) == 3
+
+    def test_a_row_that_is_read_stays(self, drivers: list[TierDriver]) -> None:
+        driver = self.drive(drivers, 2)
+        driver.store(1, 2)
+        driver.faulty.hang()
+        job = driver.promote(1, 2)
+        assert driver.demote(3)[1] == []
+        driver.faulty.release()
+        driver.finish(job)
+        assert bytes(driver.memory[job][key(1)]) == content(1)
+        driver.store(3)
+
+    def test_discarded_rows_are_gone(self, drivers: list[TierDriver]) -> None:
+        driver = self.drive(drivers, 2)
+        driver.store(1, 2)
+        driver.tier.discard(keys(1, 9))
+        assert driver.tier.lookup_many(keys(1, 2)) == [False, True]
+        assert driver.tier.explain(key(1)) is TierMiss.FAILED_CHECK
+        driver.poll()
+        assert driver.listener() == set(keys(2))
+        driver.wait(lambda: bool(driver.demote(1, version=1)[1]))
+        driver.wait(lambda: driver.tier.lookup(key(1)) is True)
+        assert driver.fetch(1) == {1: content(1, 1)}
+
+    # Order and bounds
+
+    def test_promotions_go_first_and_by_priority(self, drivers: list[TierDriver]) -> None:
+        driver = self.drive(drivers)
+        driver.store(1, 2, 3)
+        driver.faulty.hang()
+        busy = [driver.promote(3) for _ in range(2)]  # both threads
+        driver.wait(lambda: driver.faulty.hanging.is_set() and driver.tier.stats().queued_bytes == 0)
+        late, _ = driver.demote(4)
+        second, first = driver.promote(1, priority=2), driver.promote(2, priority=1)
+        driver.faulty.release()
+        driver.finish(*busy, late, first, second)
+        moved = [name for name in driver.faulty.moved[3:] if name != key(3)]
+        assert moved.index(key(2)) < moved.index(key(4)), "a promotion before a demotion, which was there first"
+        assert set(moved) == set(keys(1, 2, 4))
+
+    def test_what_is_withdrawn_is_free_at_once(self, drivers: list[TierDriver]) -> None:
+        driver = self.drive(drivers)
+        driver.store(9)
+        driver.faulty.hang()
+        busy = [driver.promote(9) for _ in range(2)]
+        driver.wait(lambda: driver.tier.stats().queued_bytes == 0)
+        job, taken = driver.demote(1, 2, 3)
+        assert driver.tier.withdraw(job, keys(2)) == keys(2)
+        assert driver.tier.lookup(key(2)) is False
+        assert driver.tier.explain(key(2)) is TierMiss.REFUSED
+        assert driver.tier.stats().dropped == 1
+        wanted = driver.promote(9)
+        assert driver.tier.withdraw(wanted) == keys(9)
+        assert driver.tier.withdraw(wanted) == driver.tier.withdraw(12345) == []
+        driver.faulty.release()
+        driver.open_rows[job] -= 1
+        assert driver.finish(job, *busy) == dict.fromkeys([*keys(1, 3), key(9)], Outcome.DONE)
+        assert len(taken) == 3
+
+    # Late, stuck, failing
+
+    def test_late_is_failed_and_not_freed(self, drivers: list[TierDriver]) -> None:
+        driver = self.drive(drivers)
+        driver.store(1, 2)
+        driver.faulty.hang()
+        job = driver.promote(1, deadline=driver.clock.now + 2)
+        assert driver.faulty.hanging.wait(_PATIENCE)
+        driver.clock.now += 2
+        (result,) = driver.poll()
+        assert (result.outcome, result.in_use) == (Outcome.LATE, True)
+        assert driver.tier.stats().stuck == 1
+        driver.faulty.release()
+        driver.finish(job)
+        assert driver.results[-1].outcome is Outcome.RETURNED
+        assert driver.tier.stats().stuck == 0
+
+    def test_a_late_demotion_may_still_arrive(self, drivers: list[TierDriver]) -> None:
+        driver = self.drive(drivers)
+        driver.faulty.hang()
+        job, _ = driver.demote(1, deadline=driver.clock.now + 1)
+        assert driver.faulty.hanging.wait(_PATIENCE)
+        driver.clock.now += 1
+        driver.poll()
+        driver.faulty.release()
+        assert driver.finish(job) == {key(1): Outcome.RETURNED}
+        self._wait_resumed(driver)
+        assert driver.fetch(1) == {1: content(1)}
+        assert driver.listener() == set(keys(1))
+
+    def test_a_hang_costs_one_deadline_then_nothing(self, drivers: list[TierDriver]) -> None:
+        driver = self.drive(drivers)
+        driver.store(1, 2, 3)
+        driver.faulty.hang()
+        first = driver.promote(1, deadline=driver.clock.now + 2)
+        assert driver.faulty.hanging.wait(_PATIENCE)
+        driver.clock.now += 2
+        driver.poll()
+        assert driver.tier.stats().suspended is not None
+        assert driver.tier.lookup_prefix(keys(2, 3)) == 0, "nobody is promised anything"
+        assert driver.tier.explain(key(2)) is TierMiss.SUSPENDED
+        assert driver.fetch(2) == {2: Outcome.SUSPENDED}
+        assert driver.demote(5)[1] == []
+        for _ in range(100):  # probes come and hang too
+            driver.clock.now += 10
+            driver.poll()
+            assert not driver.tier.has_pending_work(), "an idle engine sleeps"
+        driver.faulty.release()
+        driver.finish(first)
+        self._wait_resumed(driver)
+        assert driver.fetch(2, 3) == {2: content(2), 3: content(3)}
+        assert driver.listener() == set(keys(1, 2, 3)), "suspension announces nothing"
+
+    def _wait_resumed(self, driver: TierDriver) -> None:
+        def resumed() -> bool:
+            driver.clock.now += 1
+            return driver.tier.stats().suspended is None
+
+        driver.wait(resumed)
+
+    @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS])
+    def test_failing_calls_suspend_and_a_probe_ends_it(self, drivers: list[TierDriver], code: int) -> None:
+        driver = self.drive(drivers)
+        driver.store(1, 2, 3, 4)
+        driver.faulty.broken = OSError(code, os.strerror(code))
+        tried = 0
+        while driver.tier.stats().suspended is None:
+            tried += 1
+            (outcome,) = driver.fetch(1 + tried % 4).values()
+            assert outcome is Outcome.FAILED
+        assert tried <= 5
+        assert os.strerror(code) in (driver.tier.stats().suspended or "")
+        driver.faulty.broken = None
+        self._wait_resumed(driver)
+        assert driver.fetch(1, 2, 3, 4) == {number: content(number) for number in (1, 2, 3, 4)}, "nothing was lost"
+
+    def test_a_disk_that_takes_nothing_can_still_be_read(self, drivers: list[TierDriver]) -> None:
+        driver = self.drive(drivers)
+        driver.store(1)
+        driver.faulty.full = True
+        while driver.tier.stats().suspended is None:
+            job, _ = driver.demote(2)
+            assert driver.finish(job) == {key(2): Outcome.FAILED}
+        assert driver.tier.explain(key(2)) is TierMiss.FAILED
+        assert driver.demote(3)[1] == []
+        assert driver.fetch(1) == {1: content(1)}
+        driver.faulty.full = False
+        self._wait_resumed(driver)
+        driver.store(2)
+
+    def test_a_row_that_fails_its_check_is_dropped_alone(self, drivers: list[TierDriver]) -> None:
+        driver = self.drive(drivers)
+        driver.store(1, 2)
+        driver.faulty.flip_next = True
+        assert driver.fetch(1) == {1: Outcome.FAILED_CHECK}
+        assert driver.tier.explain(key(1)) is TierMiss.FAILED_CHECK
+        assert driver.tier.stats().failed_checks == 1
+        assert driver.fetch(2) == {2: content(2)}
+        assert driver.listener() == set(keys(2))
+        driver.wait(lambda: bool(driver.demote(1)[1]))
+
+    def test_pending_work(self, drivers: list[TierDriver]) -> None:
+        driver = self.drive(drivers)
+        assert not driver.tier.has_pending_work()
+        driver.faulty.hang()
+        job, _ = driver.demote(1)
+        assert driver.tier.has_pending_work()
+        driver.clock.now += 1.5
+        assert not driver.tier.has_pending_work(), "nothing has moved for a second"
+        driver.faulty.release()
+        driver.finish(job)
+        assert not driver.tier.has_pending_work()
+
+    # Resets
+
+    def test_nothing_survives_a_reset(self, drivers: list[TierDriver]) -> None:
+        driver = self.drive(drivers)
+        driver.store(1, 2)
+        driver.faulty.hang()
+        reading = driver.promote(1)
+        assert driver.faulty.hanging.wait(_PATIENCE)
+        writing, _ = driver.demote(3)
+        driver.tier.reset("first")
+        assert driver.tier.lookup_many(keys(1, 2, 3)) == [False] * 3
+        assert driver.tier.explain(key(1)) is TierMiss.CLEARED
+        driver.poll()
+        assert {r.outcome for r in driver.results if r.job_id in (reading, writing)} == {Outcome.RESET}
+        driver.faulty.release()
+        driver.finish(reading, writing)
+        assert driver.listener() == set()
+        driver.wait(lambda: bool(driver.demote(1, version=1)[1]))
+        driver.wait(lambda: driver.tier.lookup(key(1)) is True)
+        assert driver.fetch(1, 2, 3) == {1: content(1, 1), 2: Outcome.ABSENT, 3: Outcome.ABSENT}
+        driver.tier.check()
+
+    # Ends
+
+    def test_close_writes_what_is_queued(self, drivers: list[TierDriver]) -> None:
+        driver = self.drive(drivers, 64)
+        job, taken = driver.demote(*range(64))
+        assert driver.tier.close(_PATIENCE)
+        assert set(driver.finish(job).values()) == {Outcome.DONE}
+        assert len(taken) == 64
+        assert driver.demote(99)[1] == []
+        assert driver.tier.lookup(key(1)) is False
+        assert driver.tier.close()
+
+    def test_close_does_not_wait_for_a_hang(self, drivers: list[TierDriver]) -> None:
+        driver = self.drive(drivers)
+        driver.faulty.hang()
+        job, _ = driver.demote(1)
+        assert driver.faulty.hanging.wait(_PATIENCE)
+        assert driver.tier.close(0.05) is False, "a call still uses the memory"
+        assert [(result.outcome, result.in_use) for result in driver.poll()] == [(Outcome.LATE, True)]
+        driver.faulty.release()
+        driver.finish(job)
+
+    # Everything at once
+
+    @pytest.mark.parametrize("rate", [0.0, 0.01, 0.3])
+    @pytest.mark.parametrize("seed", range(8))
+    def test_random_calls(self, drivers: list[TierDriver], seed: int, rate: float) -> None:
+        source = random.Random(seed)
+        driver = self.drive(drivers, source.choice((1, 3, 16)), BackendFaultPlan(seed, rate))
+        churn(driver, source, 200)
+
+
+def churn(driver: TierDriver, source: random.Random, calls: int, version: int = 0) -> int:
+    """Make random calls and hold what comes to what was stored. Returns the version that chunks have at the end."""
+    tier, clock, jobs = driver.tier, driver.clock, dict[int, int]()
+    for call in range(calls):
+        numbers = source.sample(range(24), source.randint(1, 6))
+        match source.randrange(12):
+            case 0 | 1 | 2 | 3:
+                driver.demote(*numbers, version=version, deadline=clock.now + source.choice((1, 50)))
+            case 4 | 5 | 6:
+                jobs[driver.promote(*numbers, deadline=clock.now + source.choice((1, 50)))] = version
+            case 7:
+                tier.touch(keys(*numbers))
+            case 8:
+                tier.discard(keys(*numbers[:2]))
+            case 9 if source.random() < 0.2:
+                version += 1
+                tier.reset(f"{version}")
+            case 10:
+                clock.now += source.choice((0.1, 2.0))
+            case 11 if driver.open_rows:
+                job = source.choice(list(driver.open_rows))
+                driver.open_rows[job] -= len(tier.withdraw(job))
+        driver.poll()
+        _expect_right(driver, jobs)
+        if call % 10 == 0:
+            tier.wait_any(0.01)
+    driver.wait(lambda: all(left <= 0 for left in driver.open_rows.values()))
+    _expect_right(driver, jobs)
+    tier.check()
+    ready = {key(number) for number in range(24) if tier.lookup(key(number))}
+    assert tier.stats().suspended is not None or driver.listener() == ready
+    return version
+
+
+def _expect_right(driver: TierDriver, jobs: dict[int, int]) -> None:
+    """Every promotion that is said to be done has the bytes of its chunk, of the version when it was asked for."""
+    for result in driver.results:
+        if result.outcome is Outcome.DONE and result.job_id in jobs:
+            for name in result.keys:
+                number = int(name[:32])
+                assert driver.memory[result.job_id][name] == content(number, jobs[result.job_id])
+    driver.results.clear()

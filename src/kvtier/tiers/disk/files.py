@@ -1,0 +1,413 @@
+"""`DiskFiles`: the three files of a place, as a backend whose tier says which slot a row is in.
+
+Slots are `stride` bytes apart in one preallocated file that is read and written directly, past the page cache;
+memory that is not aligned goes through a buffer, and a file system that refuses direct I/O is used through
+its cache. Storing a row into a slot: 1. the record is emptied, 2. the row is written, 3. its description, 4. the
+record with the seal. A process that is killed in between leaves an empty slot; after a power cut any of it may be
+missing, and the seal decides. Nothing is ever deleted or grown on the way: space is taken when it is opened.
+
+Everything blocks; several I/O threads at once, on different slots.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.config import ROW_ALIGNMENT, format_size
+from kvtier.errors import OutsideError
+from kvtier.keys import OffloadKey
+from kvtier.tiers.base import Backend, BackendRow, Piece
+from kvtier.tiers.disk.descriptions import description_stride, pack_description, read_description
+from kvtier.tiers.disk.folder import DESCRIPTIONS, RECORDS, SLOTS, place_name, taken_bytes
+from kvtier.tiers.disk.header import HEADER_BYTES, PAGE_BYTES, VERSION, DiskHeader, pack_header, read_header
+from kvtier.tiers.disk.records import (
+    EMPTY,
+    MOST_KEY_BYTES,
+    RECORD_BYTES,
+    TICK,
+    FoundRecords,
+    pack_record,
+    read_records,
+)
+from kvtier.tiers.seal import SealScope
+
+__all__ = ["DiskFiles", "OpenedFiles"]
+
+logger = logging.getLogger(__name__)
+
+_READ_AT_ONCE = 64 << 20
+_TICK_AT = RECORD_BYTES - TICK.size
+
+
+class OpenedFiles(NamedTuple):
+    """The files of a place, and what they hold."""
+
+    files: DiskFiles
+    found: FoundRecords
+    scope: SealScope
+
+
+class DiskFiles(Backend):
+    """The files of one place. `passing` is called before every write, for tests that end the process there."""
+
+    def __init__(self, folder: Path, header: DiskHeader, descriptors: tuple[int, int, int], *, direct: bool) -> None:
+        self.folder, self.direct = folder, direct
+        self.header = header
+        self._records, self._descriptions, self._slots = self._descriptors = descriptors
+        self._stride, self._described = header.stride, description_stride(header.description_bytes)
+        self._seals = np.zeros(header.slots, dtype="V16")
+        self._lengths = np.zeros(header.slots, dtype=np.int64)  # 0: the slot is empty
+        self.ticks: npt.NDArray[np.int64] = np.zeros(header.slots, dtype=np.int64)
+        """When each slot was last used. The tier's own, which its thread writes to."""
+        self._saved_ticks = self.ticks.copy()
+        self._header_lock = threading.Lock()
+        self._buffers = threading.local()
+        self.passing: Callable[[str], None] = _pass
+        self._dirty = False
+
+    # -- opening -----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def open(cls, parent: Path, namespace: str, row_bytes: int, capacity: int, description_bytes: int) -> OpenedFiles:
+        """Open or make the place of a namespace, with as many slots as the capacity allows, and read its records.
+
+        Other places below `parent` are left alone and count. `OutsideError` in one line if there is no room.
+        """
+        folder = parent / place_name(namespace, row_bytes)
+        with _explained(folder):
+            stride = -(-row_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
+            slots = _count_slots(parent, folder, capacity, stride, description_stride(description_bytes))
+            folder.mkdir(mode=0o700, exist_ok=True)
+            old = _read_old(folder, namespace, description_bytes)
+            header = DiskHeader(
+                namespace=namespace,
+                row_bytes=row_bytes,
+                stride=stride,
+                slots=slots,
+                description_bytes=description_bytes,
+            )
+            if old is not None:
+                header = msgspec.structs.replace(
+                    header, epoch=old.epoch, sequence=old.sequence, prices=old.prices, written=old.written
+                )
+            files = cls._open_files(folder, header)
+            try:
+                files._take_space()
+                files._save_header(both=True)
+                scope = SealScope(namespace, header.epoch)
+                found = files._read_records(scope)
+            except BaseException:
+                files.close()
+                raise
+        return OpenedFiles(files, found, scope)
+
+    @classmethod
+    def _open_files(cls, folder: Path, header: DiskHeader) -> Self:
+        opened: list[int] = []
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        try:
+            for name in (RECORDS, DESCRIPTIONS):
+                opened.append(os.open(folder / name, flags, 0o600))
+            direct = True
+            try:
+                opened.append(os.open(folder / SLOTS, flags | os.O_DIRECT, 0o600))
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                direct = False
+                opened.append(os.open(folder / SLOTS, flags, 0o600))
+                logger.warning("disk tier: %s: its file system has no direct I/O; the page cache is used", folder)
+            records, descriptions, slots = opened
+            return cls(folder, header, (records, descriptions, slots), direct=direct)
+        except BaseException:
+            for descriptor in opened:
+                os.close(descriptor)
+            raise
+
+    def _sizes(self) -> tuple[int, int, int]:
+        slots = self.header.slots
+        return HEADER_BYTES + slots * RECORD_BYTES, slots * self._described, slots * self._stride
+
+    def _take_space(self) -> None:
+        """Take all the space there will ever be, or none of it: what was taken for this is given back."""
+        before = [os.fstat(descriptor).st_size for descriptor in self._descriptors]
+        for descriptor, size, old in zip(self._descriptors, self._sizes(), before, strict=True):
+            if old > size:
+                os.ftruncate(descriptor, size)
+        try:
+            for descriptor, size in zip(self._descriptors, self._sizes(), strict=True):
+                if size:
+                    os.posix_fallocate(descriptor, 0, size)
+        except OSError:
+            for descriptor, size, old in zip(self._descriptors, self._sizes(), before, strict=True):
+                with suppress(OSError):
+                    os.ftruncate(descriptor, min(old, size))
+            raise
+
+    def _read_records(self, scope: SealScope) -> FoundRecords:
+        size = self.header.slots * RECORD_BYTES
+        content = bytearray(size)
+        view, at = memoryview(content), 0
+        while at < size:
+            got = os.preadv(self._records, [view[at : at + _READ_AT_ONCE]], HEADER_BYTES + at)
+            if got == 0:
+                break
+            at += got
+        found = read_records(content, scope.number)
+        self._seals[found.slots] = found.seals
+        self._lengths[found.slots] = found.lengths
+        self._saved_ticks[found.slots] = found.ticks
+        return found
+
+    # -- rows --------------------------------------------------------------------------------------------------
+
+    def write(self, rows: Sequence[BackendRow]) -> list[OSError | None]:
+        return [self._failing(self._write, row) for row in rows]
+
+    def _failing(self, move: Callable[[BackendRow], None], row: BackendRow) -> OSError | None:
+        try:
+            move(row)
+        except OSError as error:
+            return error
+        return None
+
+    def _write(self, row: BackendRow) -> None:
+        slot, length = row.place, row.nbytes
+        if length > self._stride or len(row.key) > MOST_KEY_BYTES:
+            raise OSError(errno.EFBIG, f"expected a row of at most {self._stride} bytes, got {length}")
+        self._empty(slot)
+        self.passing("row")
+        self._move_row(os.pwritev, row, into_memory=False)
+        if self._described:
+            self.passing("description")
+            packed = pack_description(row.key, row.description, self._described)
+            _write_all(self._descriptions, packed, slot * self._described)
+        self.passing("record")
+        record = pack_record(slot, row.key, row.seal, length, row.scope, int(self.ticks[slot]))
+        _write_all(self._records, record, HEADER_BYTES + slot * RECORD_BYTES)
+        self._seals[slot] = np.void(row.seal)
+        self._lengths[slot] = length
+        self._dirty = True
+        self.passing("end")
+
+    def read(self, rows: Sequence[BackendRow]) -> list[bytes | OSError | None]:
+        return [self._read(row) for row in rows]
+
+    def _read(self, row: BackendRow) -> bytes | OSError | None:
+        length = int(self._lengths[row.place])
+        if not length or length != row.nbytes:
+            return None
+        error = self._failing(self._fill, row)
+        return self._seals[row.place].tobytes() if error is None else error
+
+    def _fill(self, row: BackendRow) -> None:
+        self._move_row(os.preadv, row, into_memory=True)
+
+    def contains(self, rows: Sequence[BackendRow]) -> list[bool]:
+        return [bool(self._lengths[row.place]) for row in rows]
+
+    def delete(self, rows: Sequence[BackendRow]) -> None:
+        for row in rows:
+            self._empty(row.place)
+
+    def _empty(self, slot: int) -> None:
+        if self._lengths[slot]:
+            self._lengths[slot] = 0
+            self.passing("emptied record")
+            _write_all(self._records, EMPTY, HEADER_BYTES + slot * RECORD_BYTES)
+
+    def _move_row(self, move: Callable[[int, list[Piece], int], int], row: BackendRow, *, into_memory: bool) -> None:
+        """Read or write a row, past the page cache where its memory allows."""
+        offset, length = row.place * self._stride, row.nbytes
+        moved = -1
+        if not self.direct or length % ROW_ALIGNMENT == 0:
+            try:
+                moved = move(self._slots, list(row.pieces), offset)
+            except OSError as error:
+                if not self.direct or error.errno != errno.EINVAL:
+                    raise
+        if moved == -1:  # memory or length that direct I/O does not take
+            moved = self._move_buffered(move, row, offset, into_memory=into_memory)
+        if moved < length:
+            raise OSError(errno.EIO, f"expected {length} bytes to be moved, got {moved}")
+
+    def _move_buffered(
+        self, move: Callable[[int, list[Piece], int], int], row: BackendRow, offset: int, *, into_memory: bool
+    ) -> int:
+        buffer = getattr(self._buffers, "buffer", None)
+        if buffer is None:
+            buffer = self._buffers.buffer = np.frombuffer(mmap.mmap(-1, self._stride), dtype=np.uint8)
+        if not into_memory:
+            _copy_pieces(row.pieces, buffer, into_memory=False)
+        length = -(-row.nbytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
+        moved = move(self._slots, [buffer[:length].data], offset)
+        if into_memory and moved >= row.nbytes:
+            _copy_pieces(row.pieces, buffer, into_memory=True)
+        return moved
+
+    # -- what is beside rows -----------------------------------------------------------------------------------
+
+    def read_descriptions(self, slots: Sequence[int], keys: Sequence[OffloadKey]) -> tuple[bytes, ...]:
+        """Return the descriptions that were kept for these slots and keys; empty where there is none."""
+        if not self._described:
+            return (b"",) * len(slots)
+        return tuple(
+            read_description(key, os.pread(self._descriptions, self._described, slot * self._described))
+            for slot, key in zip(slots, keys, strict=True)
+        )
+
+    def save_ticks(self) -> int:
+        """Write down the last uses that have changed since the last time, and return how many."""
+        now = self.ticks.copy()
+        changed = np.flatnonzero(now != self._saved_ticks)
+        for slot, tick in zip(changed.tolist(), now[changed].tolist(), strict=True):
+            _write_all(self._records, TICK.pack(tick), HEADER_BYTES + slot * RECORD_BYTES + _TICK_AT)
+        self._saved_ticks = now
+        return len(changed)
+
+    def save_header(
+        self,
+        *,
+        epoch: int | None = None,
+        prices: Mapping[str, float] | None = None,
+        written: Sequence[int] | None = None,
+    ) -> None:
+        """Write the header with what has changed. A new epoch is on both pages and synced before this returns."""
+        with self._header_lock:
+            changes: dict[str, object] = {"sequence": self.header.sequence + 1}
+            changes |= {} if epoch is None else {"epoch": epoch}
+            changes |= {} if prices is None else {"prices": dict(prices)}
+            changes |= {} if written is None else {"written": list(written)}
+            self.header = msgspec.structs.replace(self.header, **changes)
+            self._save_header(both=epoch is not None)
+            if epoch is not None:
+                os.fdatasync(self._records)
+
+    def _save_header(self, *, both: bool) -> None:
+        page = pack_header(self.header)
+        for at in (0, 1) if both else (self.header.sequence % 2,):
+            self.passing("header")
+            _write_all(self._records, page, at * PAGE_BYTES)
+
+    def sync(self) -> None:
+        """Have all that was written on the disk before this returns; rows before their records."""
+        if self._dirty:
+            self._dirty = False
+            for descriptor in (self._slots, self._descriptions, self._records):
+                os.fdatasync(descriptor)
+
+    def expect_there(self) -> None:
+        """Raise `FileNotFoundError` if a file is not where it was opened any more: what is written would be lost."""
+        for name, descriptor in zip((RECORDS, DESCRIPTIONS, SLOTS), self._descriptors, strict=True):
+            ours, found = os.fstat(descriptor), os.stat(self.folder / name)
+            if (ours.st_dev, ours.st_ino) != (found.st_dev, found.st_ino):
+                raise FileNotFoundError(errno.ENOENT, "expected the file that was opened, found another", name)
+
+    def probe(self) -> None:
+        self.expect_there()
+        self.save_header()
+        buffer = mmap.mmap(-1, PAGE_BYTES)
+        if self.header.slots and os.preadv(self._slots, [buffer], 0) < PAGE_BYTES:
+            raise OSError(errno.EIO, "expected to read a page, got less")
+
+    def close(self) -> None:
+        descriptors, self._descriptors = self._descriptors, (-1, -1, -1)
+        for descriptor in descriptors:
+            if descriptor != -1:
+                os.close(descriptor)
+
+
+def _pass(_where: str) -> None:
+    return
+
+
+def _count_slots(parent: Path, folder: Path, capacity: int, stride: int, described: int) -> int:
+    """Return how many slots there is room for, beside what other places take of the capacity."""
+    others = taken_bytes(parent) - taken_bytes(folder)
+    slots = (capacity - others - HEADER_BYTES - 3 * PAGE_BYTES) // (stride + RECORD_BYTES + described)
+    if slots < 1:
+        beside = (
+            f", of which other models' rows take {format_size(others)}: see kvtier disk ls and gc" if others else ""
+        )
+        raise OutsideError(
+            f"disk tier: {folder}: expected room for one row ({format_size(stride)}) in a capacity of"
+            f" {format_size(capacity)}{beside}; raise disk.capacity"
+        )
+    statistics = os.statvfs(parent)
+    free = statistics.f_bavail * statistics.f_frsize + taken_bytes(folder)
+    needed = slots * (stride + RECORD_BYTES + described)
+    if needed > free:
+        raise OutsideError(
+            f"disk tier: {folder}: expected {format_size(needed)} of free space, found {format_size(free)};"
+            " lower disk.capacity or make room"
+        )
+    if others:
+        logger.warning(
+            "disk tier: %s: rows of other models, row sizes or versions take %s of the capacity; `kvtier disk ls %s` "
+            "lists and `kvtier disk gc` removes them",
+            parent,
+            format_size(others),
+            parent.parent,
+        )
+    return slots
+
+
+def _read_old(folder: Path, namespace: str, description_bytes: int) -> DiskHeader | None:
+    """Return the header that a process before this one left."""
+    try:
+        with (folder / RECORDS).open("rb") as file:
+            pages = file.read(HEADER_BYTES)
+    except FileNotFoundError:
+        return None
+    header = read_header(pages)
+    if header is None:
+        if any(pages):
+            logger.warning("disk tier: %s: its header is damaged; it starts empty", folder)
+        return None
+    if header.version != VERSION or header.namespace != namespace:
+        raise OutsideError(
+            f"disk tier: {folder}: expected version {VERSION} and this model's namespace, found version"
+            f" {header.version} and {header.namespace[:16]!r}; remove it with kvtier disk gc, or choose another path"
+        )
+    if header.description_bytes != description_bytes:
+        (folder / DESCRIPTIONS).unlink(missing_ok=True)
+    return header
+
+
+def _copy_pieces(pieces: Sequence[Piece], buffer: npt.NDArray[np.uint8], *, into_memory: bool) -> None:
+    """Copy between pieces and a buffer, with numpy: it lets other threads run."""
+    at = 0
+    for piece in pieces:
+        memory, part = np.frombuffer(piece, dtype=np.uint8), buffer[at : at + piece.nbytes]
+        if into_memory:
+            np.copyto(memory, part)
+        else:
+            np.copyto(part, memory)
+        at += piece.nbytes
+
+
+def _write_all(descriptor: int, content: bytes, offset: int) -> None:
+    if os.pwrite(descriptor, content, offset) < len(content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    """Say what the system could not do."""
+    try:
+        yield
+    except OSError as error:
+        remedy = "; lower disk.capacity or make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        raise OutsideError(f"disk tier: {folder}: cannot be opened: {error.strerror or error}{remedy}") from error

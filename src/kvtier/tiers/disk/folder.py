@@ -1,0 +1,144 @@
+"""A disk tier's folder: who owns it, and a place in it for each namespace, row size and version.
+
+    PATH/rank-0/lock                            held with flock by the owner
+    PATH/rank-0/NAMESPACE-ROWBYTES-v1/          records, descriptions, slots
+
+A place that another model, row size or version left is never touched; what it takes counts against the capacity,
+and `kvtier disk gc` removes it. Everything here blocks: I/O threads and the command line only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import NamedTuple, Self
+
+from kvtier.errors import OutsideError
+from kvtier.tiers.disk.header import HEADER_BYTES, VERSION, DiskHeader, read_header
+
+__all__ = ["DESCRIPTIONS", "RECORDS", "SLOTS", "DiskPlace", "FolderLock", "find_places", "place_name", "taken_bytes"]
+
+RECORDS, DESCRIPTIONS, SLOTS = "records", "descriptions", "slots"
+_PLACE = re.compile(r"[0-9a-f]{16}-[0-9]+-v([0-9]+)")
+_RANK = re.compile(r"rank-([0-9]+)")
+
+
+def place_name(namespace: str, row_bytes: int) -> str:
+    """Return the name of the place of a namespace and row size in this version."""
+    return f"{sha256(namespace.encode()).hexdigest()[:16]}-{row_bytes}-v{VERSION}"
+
+
+def taken_bytes(folder: Path) -> int:
+    """Return the bytes that the files of a folder take on the disk; 0 if there is none."""
+    total = 0
+    for root, _, files in os.walk(folder):
+        for file in files:
+            with suppress(FileNotFoundError):
+                total += os.stat(os.path.join(root, file)).st_blocks * 512
+    return total
+
+
+class FolderLock:
+    """The ownership of one rank's folder. It goes with the process, however that ends."""
+
+    def __init__(self, folder: Path, descriptor: int) -> None:
+        self.folder = folder
+        self._descriptor: int | None = descriptor
+
+    @classmethod
+    def take_nowait(cls, folder: Path) -> Self:
+        """Make the folder if need be and own it. `OutsideError` in one line if that cannot be."""
+        with ExitStack() as undo:
+            try:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                undo.callback(os.close, descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise OutsideError(
+                    f"disk tier: {folder}: expected to be its only owner, but another process is;"
+                    " give each engine its own path, or end the other"
+                ) from None
+            except OSError as error:
+                raise OutsideError(
+                    f"disk tier: {folder}: expected a folder that can be written to: {error.strerror};"
+                    " check the path, its owner and how it is mounted"
+                ) from None
+            undo.pop_all()
+        return cls(folder, descriptor)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the folder is still there and still ours."""
+        with suppress(OSError):
+            if self._descriptor is not None:
+                found, ours = os.stat(self.folder / "lock"), os.fstat(self._descriptor)
+                return (found.st_dev, found.st_ino) == (ours.st_dev, ours.st_ino)
+        return False
+
+    def release(self) -> None:
+        """Give the folder up. Idempotent."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+class DiskPlace(NamedTuple):
+    """A place that was found. `header` is `None` if it is of another version, or cannot be read."""
+
+    folder: Path
+    rank: int
+    version: int
+    header: DiskHeader | None
+    taken: int
+    """Bytes on the disk."""
+    used_at: float
+    """When its records were last written to, in Unix seconds."""
+    owned: bool
+    """Whether a process owns its rank's folder now."""
+
+    def remove(self) -> None:
+        """Remove the place and all rows in it. `OutsideError` if a process owns it."""
+        lock = FolderLock.take_nowait(self.folder.parent)
+        try:
+            shutil.rmtree(self.folder)
+        finally:
+            lock.release()
+
+
+def find_places(path: Path) -> Iterator[DiskPlace]:
+    """Yield the places of all ranks below a folder. `OSError` if it cannot be read."""
+    for rank in sorted(path.iterdir()):
+        if (of_rank := _RANK.fullmatch(rank.name)) is None or not rank.is_dir():
+            continue
+        owned = _is_owned(rank)
+        for folder in sorted(rank.iterdir()):
+            if (match := _PLACE.fullmatch(folder.name)) is not None and folder.is_dir():
+                version = int(match[1])
+                header = _peek(folder / RECORDS) if version == VERSION else None
+                used_at = max((file.stat().st_mtime for file in folder.iterdir()), default=folder.stat().st_mtime)
+                yield DiskPlace(folder, int(of_rank[1]), version, header, taken_bytes(folder), used_at, owned)
+
+
+def _peek(records: Path) -> DiskHeader | None:
+    with suppress(OSError), records.open("rb") as file:
+        return read_header(file.read(HEADER_BYTES))
+    return None
+
+
+def _is_owned(folder: Path) -> bool:
+    with suppress(OSError):
+        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+    return False

@@ -1,0 +1,68 @@
+"""The header of a disk tier's files: two pages of 4,096 bytes in front of the records, written in turn.
+
+    magic `kvtdisk1` | XXH3-64 of the rest, u64 | length u32 | JSON, `length` bytes
+
+The page that is whole and has the higher sequence counts, so a write that was cut short costs nothing but itself.
+A new epoch is written to both: no older page may bring an older one back. Pure functions; any thread.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import xxhash
+
+from kvtier.errors import OutsideError
+
+__all__ = ["HEADER_BYTES", "PAGE_BYTES", "VERSION", "DiskHeader", "pack_header", "read_header"]
+
+VERSION = 1
+"""Of header, records, descriptions and slots together. Another version has another folder."""
+PAGE_BYTES = 4096
+HEADER_BYTES = 2 * PAGE_BYTES
+
+_MAGIC = b"kvtdisk1"
+_BODY_AT = 20
+
+
+class DiskHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """What holds for all slots. `written` is what the write limit has counted: an hour, and bytes by hour of day."""
+
+    namespace: str
+    row_bytes: int
+    stride: int
+    slots: int
+    description_bytes: int
+    epoch: int = 0
+    sequence: int = 0
+    version: int = VERSION
+    prices: dict[str, float] = {}
+    written: list[int] = []
+
+
+def pack_header(header: DiskHeader) -> bytes:
+    """Return a page. `OutsideError` if there is more to keep than a page holds."""
+    body = msgspec.json.encode(header)
+    if len(body) > PAGE_BYTES - _BODY_AT:
+        raise OutsideError(f"disk tier: expected a header of one page, got {len(body)} bytes of prices and names")
+    rest = len(body).to_bytes(4, "little") + body.ljust(PAGE_BYTES - _BODY_AT, b"\0")
+    return _MAGIC + xxhash.xxh3_64_intdigest(rest).to_bytes(8, "little") + rest
+
+
+def read_header(pages: bytes) -> DiskHeader | None:
+    """Return the newest header of two pages; `None` if neither is whole."""
+    found = (_read_page(pages[at : at + PAGE_BYTES]) for at in (0, PAGE_BYTES))
+    return max((header for header in found if header is not None), key=lambda header: header.sequence, default=None)
+
+
+def _read_page(page: bytes) -> DiskHeader | None:
+    rest = page[16:]
+    if (
+        len(page) < PAGE_BYTES
+        or page[:8] != _MAGIC
+        or page[8:16] != xxhash.xxh3_64_intdigest(rest).to_bytes(8, "little")
+    ):
+        return None
+    try:
+        return msgspec.json.decode(rest[4 : 4 + int.from_bytes(rest[:4], "little")], type=DiskHeader)
+    except msgspec.DecodeError:
+        return None

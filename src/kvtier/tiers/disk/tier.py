@@ -1,0 +1,385 @@
+"""`DiskTier`: rows in files that outlive the process.
+
+It opens by itself, on its I/O threads: first it owns the folder, then, when the namespace is known, it opens that
+namespace's place, reads the records and has everything that a process before it had. Until then it has nothing,
+and what cannot be opened is tried again with growing pauses. So a second engine on one folder runs without the
+tier and takes over when the first has gone, and a folder that has vanished is made anew.
+
+What a restart brought is announced in slices, newest first, with the descriptions that were kept. Every few
+seconds last uses, prices and the count of the write limit are written down. A reset writes a new epoch before
+any row is written again. Scheduler thread only, but for what says that it runs on an I/O thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from kvtier.errors import KVTierError, OutsideError
+from kvtier.keys import OffloadKey
+from kvtier.policies import make_policy
+from kvtier.tiers.base import Outcome, TierChange, TierMiss, TierResult
+from kvtier.tiers.disk.config import DiskConfig
+from kvtier.tiers.disk.files import DiskFiles
+from kvtier.tiers.disk.folder import FolderLock
+from kvtier.tiers.seal import SealScope
+from kvtier.tiers.slot_table import SlotTable
+from kvtier.tiers.slot_tier import SlotTier
+from kvtier.tiers.write_limit import WriteLimit
+
+__all__ = ["DiskTier"]
+
+logger = logging.getLogger(__name__)
+
+_SLICE = 1024
+"""Chunks announced in a step."""
+_SAVE_EVERY = 5.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 10.0
+
+
+class _Vanished(OutsideError):
+    """The folder that was owned is not there any more."""
+
+
+class _Opened(NamedTuple):
+    """What an I/O thread made of a place."""
+
+    files: DiskFiles
+    table: SlotTable
+    scope: SealScope
+    newest_first: list[tuple[int, OffloadKey]]
+
+
+class DiskTier(SlotTier):
+    """Rows of one namespace in a folder. `namespace()` is asked until it is known; `rank` is the data-parallel one."""
+
+    def __init__(
+        self,
+        config: DiskConfig,
+        *,
+        row_bytes: int,
+        namespace: Callable[[], str | None],
+        rank: int = 0,
+        ranks: int = 1,
+        description_bytes: int = 512,
+        threads: int = 8,
+        max_in_flight: int = 16 << 20,
+        max_queued: int = 256 << 20,
+        clock: Callable[[], float] = time.monotonic,
+        check_seals: bool = True,
+    ) -> None:
+        """Begin to own the folder. Nothing is waited for; `wait_open` does that where it is wanted."""
+        super().__init__(
+            "disk",
+            row_bytes,
+            threads=threads,
+            max_in_flight=max_in_flight,
+            max_queued=max_queued,
+            write_limit=WriteLimit((config.write_limit or 0) // ranks or None),
+            clock=clock,
+            check_seals=check_seals,
+        )
+        self.config = config
+        self._folder = Path(config.path) / f"rank-{rank}"
+        self._capacity = config.capacity // ranks
+        self._description_bytes = description_bytes
+        self._namespace = namespace
+        self._lock: FolderLock | None = None
+        self._files: DiskFiles | None = None
+        self._busy = False  # with owning or opening
+        self._problem: str | None = None
+        self._pause, self._retry_at = _FIRST_PAUSE, 0.0
+        self._lost: str | None = None
+        self._suffix: str | None = None  # of the last reset
+        self._epoch_unsaved = self._epoch_saving = False
+        self._epoch_at = 0.0
+        self._prices: dict[str, float] = {}
+        self._prices_known = False
+        self._silent: set[OffloadKey] = set()
+        self._to_announce: list[tuple[int, OffloadKey]] = []
+        self._describing = False
+        self._saving = False
+        self._save_at = 0.0
+        self._advance()
+
+    # -- opening -----------------------------------------------------------------------------------------------
+
+    @property
+    def problem(self) -> str | None:
+        """What keeps it from opening, in one line; `None`: nothing that is known."""
+        return self._problem
+
+    def wait_open(self, timeout: float = 30.0) -> bool:
+        """Block until it is open, or nothing but the namespace is missing. For the start of an engine.
+
+        `OutsideError` if it is `required` and cannot be opened; else False.
+        """
+        until = time.monotonic() + timeout
+        while self._table is None and (self._busy or self._problem is None):
+            self._poll_later()
+            waits_for_namespace = self._lock is not None and not self._busy and self._problem is None
+            if self._table is not None or waits_for_namespace:
+                return True
+            left = until - time.monotonic()
+            if left <= 0 or self._problem is not None:
+                break
+            self._io.wait_any(min(left, 0.1))
+        if self._table is None and self.config.required:
+            why = self._problem or f"disk tier: {self._folder}: expected it to open within {timeout:g} s"
+            raise OutsideError(f"{why} (disk.required is true)")
+        return self._table is not None
+
+    def _poll_later(self) -> None:
+        """Poll, and keep the results for who asks next."""
+        self._results = self.poll()
+
+    def _advance(self) -> None:
+        """Take the next step towards being open, if one is due."""
+        if self._table is not None or self._busy or self._closed or self._clock() < self._retry_at:
+            return
+        if self._lock is None:
+            self._busy = True
+            self._io.call(lambda: FolderLock.take_nowait(self._folder), self._end_owning)
+        elif (namespace := self._namespace()) is not None:
+            self._busy = True
+            self._io.call(lambda: self._open(namespace), self._end_opening)
+
+    def _end_owning(self, lock: FolderLock | None, error: BaseException | None) -> None:
+        self._busy = False
+        if error is not None or lock is None:
+            self._note_problem(error)
+        else:
+            self._lock = lock
+            self._solved()
+            self._advance()
+
+    def _open(self, namespace: str) -> _Opened:
+        """Open the place and fill a table. On an I/O thread."""
+        if self._lock is not None and not self._lock.is_held:
+            raise _Vanished(f"disk tier: {self._folder}: the folder has vanished")
+        files, found, scope = DiskFiles.open(
+            self._folder, namespace, self.row_bytes, self._capacity, self._description_bytes
+        )
+        try:
+            slots = files.header.slots
+            table = SlotTable(slots, make_policy(self.config.policy, slots))
+            for _done in table.restore(found.slots, found.keys, found.ticks):
+                time.sleep(0)  # let the engine run
+            table.free_holes()
+            files.ticks = table.ticks
+            order = np.argsort(-found.ticks, kind="stable").tolist()
+            places = found.slots.tolist()
+            newest = [(places[at], found.keys[at]) for at in order]
+        except BaseException:
+            files.close()
+            raise
+        if found.damaged:
+            logger.warning("disk tier: %s: %d damaged records were left out", files.folder, found.damaged)
+        return _Opened(files, table, scope, newest)
+
+    def _end_opening(self, opened: _Opened | None, error: BaseException | None) -> None:
+        self._busy = False
+        if error is not None or opened is None:
+            if isinstance(error, _Vanished):
+                self._disown()
+            self._note_problem(error)
+            return
+        self._solved()
+        self._files = opened.files
+        self.open_table(opened.table, opened.files, opened.scope)
+        self._limit.restore(opened.files.header.written)
+        if not self._prices_known:
+            self._prices = dict(opened.files.header.prices)
+        self._to_announce = opened.newest_first[::-1]
+        self._silent = {key for _, key in self._to_announce}
+        self._last_progress = self._clock()
+        self._save_at = self._clock() + _SAVE_EVERY
+        if self._suffix is not None:
+            self.reset(self._suffix)
+        held, slots = len(opened.table), opened.table.num_slots
+        logger.info("disk tier: %s: open with %d of %d rows", opened.files.folder, held, slots)
+
+    def _note_problem(self, error: BaseException | None) -> None:
+        """Keep in mind why it is not open, say it once, and try again later."""
+        line = str(error) if isinstance(error, KVTierError) else f"disk tier: {self._folder}: {error!r}"
+        if line != self._problem:
+            logger.warning("%s; running without it", line)
+        self._problem = line
+        self._retry_at = self._clock() + self._pause
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+
+    def _solved(self) -> None:
+        if self._problem is not None:
+            logger.warning("disk tier: %s: can be used now", self._folder)
+        self._problem, self._pause, self._retry_at = None, _FIRST_PAUSE, 0.0
+
+    # -- a step ------------------------------------------------------------------------------------------------
+
+    def poll(self) -> list[TierResult]:
+        results = super().poll()
+        if self._lost is not None:
+            self._lose(self._lost)
+        self._advance()
+        self._save_epoch()
+        self._announce_slice()
+        self._save()
+        return results
+
+    def _announce_slice(self) -> None:
+        """Have the descriptions of the next chunks read, unless the last ones are still being read."""
+        files = self._files
+        if files is None or self._describing or not self._to_announce or self._readable() is None:
+            return
+        part = self._to_announce[-_SLICE:][::-1]
+        del self._to_announce[-_SLICE:]
+        slots, keys = [slot for slot, _ in part], [key for _, key in part]
+        self._describing = True
+
+        def end(descriptions: tuple[bytes, ...] | None, error: BaseException | None) -> None:
+            self._describing = False
+            self._last_progress = self._clock()
+            self._announce_restored(keys, descriptions if error is None and descriptions else (b"",) * len(keys))
+
+        self._io.call(lambda: files.read_descriptions(slots, keys), end)
+
+    def _announce_restored(self, keys: list[OffloadKey], descriptions: tuple[bytes, ...]) -> None:
+        told = {key: text for key, text in zip(keys, descriptions, strict=True) if key in self._silent}
+        self._silent.difference_update(keys)
+        if told:
+            self._events.append(TierChange(tuple(told), self.medium, False, tuple(told.values())))
+
+    def _announce(self, keys: list[OffloadKey], *, removed: bool) -> None:
+        """Announce, but not the removal of what was never announced."""
+        if self._silent:
+            unknown = self._silent.intersection(keys)
+            self._silent -= unknown
+            keys = [key for key in keys if key not in unknown] if removed else keys
+        super()._announce(keys, removed=removed)
+
+    def _save(self) -> None:
+        """Every few seconds, have written down what a restart should know, and look whether the files are there."""
+        files = self._files
+        if files is None or self._saving or self._clock() < self._save_at or self._table is None:
+            return
+        self._saving = True
+        self._io.call(lambda: self._write_down(files), self._end_saving)
+
+    def _write_down(self, files: DiskFiles) -> None:
+        """Run on an I/O thread."""
+        files.expect_there()
+        ticks = files.save_ticks()
+        prices, written = dict(self._prices), self._limit.save()
+        if ticks or (prices, written) != (files.header.prices, files.header.written):
+            files.save_header(prices=prices, written=written)
+        if self.config.durability == "periodic":
+            files.sync()
+
+    def _end_saving(self, _value: object, error: BaseException | None) -> None:
+        self._saving = False
+        self._save_at = self._clock() + _SAVE_EVERY
+        self._notice_loss(error)
+
+    def _end_probe(self, value: object, error: BaseException | None) -> None:
+        super()._end_probe(value, error)
+        self._notice_loss(error)
+
+    def _notice_loss(self, error: BaseException | None) -> None:
+        if isinstance(error, FileNotFoundError):
+            self._lost = f"disk tier: {self._folder}: its files have vanished"
+
+    def _lose(self, why: str) -> None:
+        """Give up the files: all is gone, and announced so. It opens anew when that can be."""
+        for health in self._health.values():
+            health.suspend("its files have vanished")
+        self._io.give_up(Outcome.FAILED, why=why)
+        for report in self._io.poll():
+            self._settle(report)
+        self._to_announce = []
+        self._forget_all(TierMiss.LOST)
+        if self._io.stuck_rows():
+            return  # calls still use the old slots: again at the next poll
+        self._lost = None
+        if self._files is not None:
+            self._io.call(self._files.close, _ignore)
+        self._disown()
+        self._files = self._table = self._io.backend = None
+        for health in self._health.values():
+            health.resume()
+        self._note_problem(OutsideError(why))
+
+    def _disown(self) -> None:
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            self._io.call(lock.release, _ignore)
+
+    # -- resets and prices -------------------------------------------------------------------------------------
+
+    def reset(self, suffix: str) -> None:
+        self._suffix = suffix
+        files = self._files
+        if files is None:
+            return
+        self._to_announce = []
+        super().reset(suffix)
+        self._epoch_unsaved, self._epoch_at = True, 0.0
+        self._save_epoch()
+
+    def _save_epoch(self) -> None:
+        """Have the epoch of the last reset written, and again until that works. No row is written before."""
+        files, epoch = self._files, self._scope.epoch
+        if files is None or not self._epoch_unsaved or self._epoch_saving or self._clock() < self._epoch_at:
+            return
+        self._epoch_saving = True
+
+        def end(_value: object, error: BaseException | None) -> None:
+            self._epoch_saving = False
+            self._epoch_unsaved = error is not None or epoch != self._scope.epoch
+            if error is not None:
+                self._epoch_at = self._clock() + _SAVE_EVERY
+                logger.warning("disk tier: %s: a reset could not be written down: %s", self._folder, error)
+
+        self._io.call(lambda: files.save_header(epoch=epoch), end)
+
+    def _writable(self) -> SlotTable | None:
+        return None if self._epoch_unsaved else super()._writable()
+
+    def learn(self, prices: Mapping[str, float]) -> None:
+        self._prices, self._prices_known = dict(prices), True
+
+    def learnt(self) -> dict[str, float]:
+        return dict(self._prices)
+
+    # -- reports and ends --------------------------------------------------------------------------------------
+
+    def state(self) -> str:
+        if self._table is None and not self._closed:
+            if self._problem is not None:
+                return self._problem
+            return "waiting for the namespace" if self._lock is not None and not self._busy else "opening"
+        return super().state()
+
+    def has_pending_work(self) -> bool:
+        recent = self._clock() - self._last_progress < 1.0
+        announcing = bool(self._to_announce) or self._describing
+        return super().has_pending_work() or (announcing and recent and not self._closed)
+
+    def close(self, timeout: float = 5.0) -> bool:
+        files, first = self._files, not self._closed
+        if files is not None and first and self._table is not None:
+            self._io.call_last(lambda: self._write_down(files))
+        ended = super().close(timeout)
+        if ended and files is not None:
+            files.close()
+        if ended and self._lock is not None:
+            self._lock.release()
+            self._lock = None
+        return ended
+
+
+def _ignore(_value: object, _error: BaseException | None) -> None:
+    return
