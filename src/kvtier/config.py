@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import tomllib
 from collections import Counter
@@ -53,6 +54,8 @@ _MOST = (1 << 31) - 1
 _LONGEST = 365 * 24 * 3600
 """No wait takes more than a year; clocks and polls of the system have bounds of their own."""
 _LONGEST_FILE = 1 << 20
+_WRITES_A_DAY = 4
+"""Times its capacity: what a data-centre disk is commonly made for, or a little more."""
 
 _BINARY = {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGTPE", start=1)}
 _DECIMAL = {f"{prefix}B": 1000**power for power, prefix in enumerate("kMGTPE", start=1)}
@@ -179,8 +182,8 @@ def _one_of(*choices: str) -> _Reader:
         if value not in choices:
             close = get_close_matches(value, choices, n=1) if isinstance(value, str) else []
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            expected = ", ".join(map(repr, choices))
-            raise ConfigError(path, f"expected one of {expected}, got {show_value(value)}{hint}")
+            expected = " or ".join(map(repr, choices))
+            raise ConfigError(path, f"expected {expected}, got {show_value(value)}{hint}")
         return str(value)
 
     return read
@@ -188,8 +191,8 @@ def _one_of(*choices: str) -> _Reader:
 
 def _read_path(path: str, value: object) -> str:
     if not isinstance(value, (str, Path)) or not _is_text(str(value)) or not str(value) or "\0" in str(value):
-        raise ConfigError(path, f"expected the path of a folder, got {show_value(value)}")
-    return str(value)
+        raise ConfigError(path, f"expected a folder, got {show_value(value)}")
+    return os.path.abspath(os.path.expanduser(value))
 
 
 def _read_tiers(path: str, value: object) -> tuple[TierConfig, ...]:
@@ -218,13 +221,7 @@ def _read_tier(path: str, value: object) -> TierConfig:
         hint = "this version of kvtier has no such tier" if planned else "no such tier"
         hint += f"; did you mean {close[0]}?" if close and not planned else f"; there is {', '.join(_TIER_KINDS)}"
         raise ConfigError(f"{path}.{_shown(kind)}", hint)
-    where = f"{path}.{kind}"
-    settings = _expect_table(where, settings)
-    _check_names(_TIER_KINDS[kind], settings, f"{where}.")
-    try:
-        return _TIER_KINDS[kind](**settings)
-    except ConfigError as error:
-        raise ConfigError(f"{path}.{error.path}", str(error).removeprefix(f"{error.path}: ")) from None
+    return _TIER_KINDS[kind].from_dict(settings, f"{path}.{kind}")
 
 
 def _read_layer_names(path: str, value: object) -> tuple[str, ...]:
@@ -282,12 +279,12 @@ class CPUConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskConfig:
-    """A tier on a local disk: at most `capacity` bytes in the folder `path`.
+    """A tier on a local disk: at most `capacity` bytes in the folder `path`, for all files and all ranks together.
 
-    `write`: rows are written as soon as they are `through` to the pool, or ahead of their eviction (`evict`).
-    `write_limit` bounds the bytes written in a day; beyond it only what is offered a second time is written, and
-    `None` stands for four times the capacity. `durability`: whether records are synced every few seconds. A
-    `required` tier that cannot be opened is an error when the engine starts.
+    `write`: a row is written when it becomes ready in the pool (`through`), or before it leaves (`evict`). Beyond
+    `write_limit` bytes in 24 hours (by default four times the capacity; 0: no limit) only what is offered a second
+    time is written. `durability`: `periodic` syncs every few seconds, for machines that lose power; right bytes
+    need neither. `required`: an engine does not start without it.
     """
 
     path: str = _setting(_read_path)
@@ -300,6 +297,23 @@ class DiskConfig:
 
     def __post_init__(self) -> None:
         _read_fields(self, "disk.")
+        if self.write_limit is None:
+            object.__setattr__(self, "write_limit", _WRITES_A_DAY * self.capacity)
+
+    @classmethod
+    def from_dict(cls, values: object, where: str = "disk") -> Self:
+        """Read what stands in a config under `disk`; `where` is its path there, such as `tiers[0].disk`."""
+        table = _expect_table(where, values)
+        _check_names(cls, table, f"{where}.")
+        try:
+            return cls(**table)
+        except ConfigError as error:
+            problem = str(error).removeprefix(f"{error.path}: ")
+            raise ConfigError(where + error.path.removeprefix("disk"), problem) from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values from which `from_dict` makes an equal config."""
+        return asdict(self)
 
     @property
     def kind(self) -> str:
@@ -359,7 +373,7 @@ class KVTierConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values from which `from_dict` makes an equal config."""
-        return asdict(self) | {"tiers": [{tier.kind: asdict(tier)} for tier in self.tiers]}
+        return asdict(self) | {"tiers": [{tier.kind: tier.to_dict()} for tier in self.tiers]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

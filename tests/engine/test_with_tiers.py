@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.engine.drive import ONE_GROUP, TWO_GROUPS, expect, expect_idle, run, tokens
-from tests.engine.tier_kit import MemoryTiers, manager_of, tiered_engine
+from tests.engine.tier_kit import ROW, MemoryTiers, manager_of, tiered_engine
 
-from kvtier.engine import Engine, SamplingParams
-from kvtier.offload import MissReason
+from kvtier.config import KVTierConfig
+from kvtier.engine import Engine, EngineConfig, SamplingParams
+from kvtier.testing.toy_model import ToyModel
 
 WINDOWS = [ONE_GROUP, TWO_GROUPS]
 
@@ -44,3 +46,25 @@ def test_what_the_pool_has_forgotten_comes_from_the_tier(windows: Sequence[int |
         assert third.source.tiers == {"cpu": 32}, "it is in the pool again"
         expect_idle(engine)
         manager_of(engine).check()
+
+
+def disk_engine(folder: Path, windows: Sequence[int | None] = ONE_GROUP, **engine: Any) -> Engine:
+    """Make an engine over a pool and a real folder; its weights are those of every other that is made like it."""
+    kvtier = {
+        "cpu": {"capacity": 64 * ROW},
+        "load_if_faster": False,
+        "tiers": [{"disk": {"path": str(folder), "capacity": "4MiB", "required": True}}],
+    }
+    config = EngineConfig(**{"num_blocks": 65, "block_size": 4, "kv_events": True} | engine)
+    return Engine(ToyModel(windows), config, KVTierConfig.from_dict(kvtier), weights_id="toy")
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+def test_an_engine_starts_warm_from_disk(windows: Sequence[int | None], tmp_path: Path) -> None:
+    with disk_engine(tmp_path, windows) as engine:
+        ask(engine, tokens(33), "first")
+        expect_idle(engine)
+    with disk_engine(tmp_path, windows) as engine:
+        again = ask(engine, tokens(33), "again")
+        assert (again.source.tiers, again.source.recomputed) == ({"disk": 32}, 1)
+        expect_idle(engine)

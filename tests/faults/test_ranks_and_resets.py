@@ -25,6 +25,7 @@ from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.engine import EngineConfig, SamplingParams
 from kvtier.engine.request import RequestOutput
 from kvtier.offload import CPULoadStoreSpec, CPUOffloadingManager, CPUOffloadingSpec, OffloadingSpec
+from kvtier.offload.tiered import TieredOffloadingManager
 from kvtier.testing.faults import Fault, FaultPlan, with_faults
 from kvtier.testing.toy_model import ToyModel
 from kvtier.transfer.base import TransferType
@@ -168,7 +169,7 @@ class Player:
         self.scenario.wire.loss = self.scenario.wire.delay = self.scenario.wire.stutter = 0.0
         self.scenario.wire.silent.clear()
         manager = self.scheduler.manager
-        assert isinstance(manager, CPUOffloadingManager)
+        assert isinstance(manager, (CPUOffloadingManager, TieredOffloadingManager))
         for _ in range(500):
             self._drain()
             stats = manager.stats()

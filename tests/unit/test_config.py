@@ -176,7 +176,7 @@ class TestFromDict:
         assert config.tiers == (DiskConfig(path="/x", capacity=1024 * GIB),)
         (disk,) = config.tiers
         assert (disk.kind, disk.write, disk.write_limit, disk.durability, disk.required) == (
-            "disk", "through", None, "none", False,
+            "disk", "through", 4 << 40, "none", False,
         )  # fmt: skip
         assert KVTierConfig.from_dict(config.to_dict()) == config
 
@@ -293,14 +293,14 @@ class TestFromDict:
             ({"tiers": [{}]}, "tiers[0]: expected the kind of one tier and its settings"),
             ({"tiers": [{"disk": {}}]}, "tiers[0].disk.path: expected a value, got none; this setting is required"),
             ({"tiers": [{"disk": {"path": "/x", "capacity": "much"}}]}, "tiers[0].disk.capacity: expected a size"),
-            ({"tiers": [{"disk": {"path": "", "capacity": 1}}]}, "tiers[0].disk.path: expected the path of a folder"),
+            ({"tiers": [{"disk": {"path": "", "capacity": 1}}]}, "tiers[0].disk.path: expected a folder"),
             (
                 {"tiers": [{"disk": {"path": "/x", "capacity": 1, "write_limits": 2}}]},
                 "tiers[0].disk.write_limits: no such setting; did you mean tiers[0].disk.write_limit?",
             ),
             (
                 {"tiers": [{"disk": {"path": "/x", "capacity": 1, "write": "thru"}}]},
-                "tiers[0].disk.write: expected one of 'through', 'evict', got 'thru'; did you mean 'through'?",
+                "tiers[0].disk.write: expected 'through' or 'evict', got 'thru'; did you mean 'through'?",
             ),
             ({"tiers": [DISK, DISK]}, "tiers[1]: expected one tier of each kind, got a second disk"),
             ({"cpu_bytes_to_use": 1}, "cpu_bytes_to_use: clashes with cpu.capacity, which means the same; keep one"),

@@ -10,7 +10,7 @@ hangs costs one deadline. Without prices patience is that deadline. Scheduler th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from kvtier.config import KVTierConfig
 from kvtier.connector.cost import CostModel
@@ -36,10 +36,9 @@ class PromotionDecision:
         geometry: ChunkGeometry,
         cost: CostModel,
         manager: TieredOffloadingManager,
-        clock: Callable[[], float],
     ) -> None:
         self._settings, self._geometry = settings, geometry
-        self._cost, self._manager, self._clock = cost, manager, clock
+        self._cost, self._manager = cost, manager
         self._queued_tokens = 0  # of requests that run, and are computed before who asks now
         self._learnt: set[str] = set()
         self._times = 0
@@ -74,7 +73,7 @@ class PromotionDecision:
             if not self._cost.worth_promoting([cost.tier for cost in costs], expected + load, compute):
                 return None
             patience = max(_LEAST_PATIENCE, compute)
-        return Wish(needed, self._clock() + patience, deadline, whole=bool(self._geometry.windowed))
+        return Wish(needed, patience, deadline, whole=bool(self._geometry.windowed))
 
     def _needed(self, state: RequestState, end: int) -> list[OffloadKey]:
         """Return the chunks of a load up to `end`, in the order in which they are of use: those of windows first."""

@@ -96,7 +96,7 @@ class OffloadingConnectorScheduler:
         self._recompute = Recompute.ALL if self._geometry.windowed else spec.config.recompute
 
     def _use_tiers(self, manager: TieredOffloadingManager) -> None:
-        self._promotion = PromotionDecision(self._settings, self._geometry, self.cost, manager, self._clock)
+        self._promotion = PromotionDecision(self._settings, self._geometry, self.cost, manager)
         if self._tracker.enabled:
             manager.describe_with(self._tracker.encode)
         if self._describe is None:

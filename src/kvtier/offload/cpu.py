@@ -40,6 +40,9 @@ __all__ = ["CPUOffloadingSpec", "make_tier"]
 
 logger = logging.getLogger(__name__)
 
+_REQUIRED_SECONDS = 30.0
+"""How long a start waits for a tier that it may not go without."""
+
 
 class _OpenPool(NamedTuple):
     """A mapping of the pool in this process, and which sides of the engine use it."""
@@ -56,10 +59,10 @@ MakeTier = Callable[[TierConfig, "OffloadingConfig"], Tier]
 
 
 def make_tier(tier: TierConfig, config: OffloadingConfig) -> Tier:
-    """Make a tier of its settings."""
+    """Make a tier of its settings. `OutsideError` in one line if it is required and cannot be had."""
     from kvtier.tiers.disk import DiskTier
 
-    return DiskTier(
+    disk = DiskTier(
         tier,
         row_bytes=config.row_bytes,
         namespace=config.namespace_nowait,
@@ -67,6 +70,13 @@ def make_tier(tier: TierConfig, config: OffloadingConfig) -> Tier:
         ranks=config.num_engines,
         description_bytes=config.description_bytes,
     )
+    if tier.required:
+        try:
+            disk.wait_open(_REQUIRED_SECONDS)
+        except BaseException:
+            disk.close(0.0)
+            raise
+    return disk
 
 
 class CPUOffloadingSpec(OffloadingSpec):

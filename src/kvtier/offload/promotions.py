@@ -62,12 +62,12 @@ class PromotionTime(NamedTuple):
 class Wish(NamedTuple):
     """What a request wants to have in the pool.
 
-    `needed` are all chunks of its load in the order in which they are of use. `deadline` ends the wait. A batch of
-    I/O may take `io_seconds`. `whole`: a part is of no use.
+    `needed` are all chunks of its load in the order in which they are of use. It waits for `patience` seconds at most,
+    and a tier may take `io_seconds` over its part. `whole`: a part is of no use.
     """
 
     needed: list[OffloadKey]
-    deadline: float
+    patience: float
     io_seconds: float
     whole: bool = False
 
@@ -78,6 +78,7 @@ class _Waiter:
 
     context: ReqContext
     wish: Wish
+    deadline: float
     is_submitted: bool = False
     is_expired: bool = False
     missing: dict[OffloadKey, None] = field(default_factory=dict)
@@ -168,7 +169,7 @@ class Promotions:
         waiter = self._waiters.get(context.req_id)
         if waiter is None or (waiter.is_submitted and not waiter.missing):
             return False
-        return self._clock() < waiter.wish.deadline
+        return self._clock() < waiter.deadline
 
     def find(self, keys: Sequence[OffloadKey]) -> list[Tier | None]:
         """Return for each key the first tier that can give it now."""
@@ -208,7 +209,7 @@ class Promotions:
         absent = [key for key in wish.needed if self._pool.lookup(key, context) is False]
         room = self._room()
         self.release(context)
-        waiter = self._waiters[context.req_id] = _Waiter(context, wish)
+        waiter = self._waiters[context.req_id] = _Waiter(context, wish, self._clock() + wish.patience)
         if absent and (room == 0 or (wish.whole and room < len(absent))):
             waiter.is_submitted = True
             self._note_missed(waiter, absent, MissReason.NO_ROOM)
@@ -257,7 +258,7 @@ class Promotions:
 
     def _start_jobs(self, waiter: _Waiter, taken: dict[OffloadKey, int], holders: dict[OffloadKey, Tier]) -> None:
         now = self._clock()
-        deadline = min(waiter.wish.deadline, now + waiter.wish.io_seconds)
+        deadline = min(waiter.deadline, now + waiter.wish.io_seconds)
         for tier in self._tiers:
             slots = {key: slot for key, slot in taken.items() if holders[key] is tier}
             if not slots:
@@ -368,7 +369,7 @@ class Promotions:
     def expire(self) -> None:
         """End the waits that have lasted long enough."""
         now = self._clock()
-        late_ones = [w for w in self._waiters.values() if not w.is_expired and now >= w.wish.deadline]
+        late_ones = [w for w in self._waiters.values() if not w.is_expired and now >= w.deadline]
         for waiter in late_ones:
             waiter.is_expired, late = True, list(waiter.missing)
             for key in late:

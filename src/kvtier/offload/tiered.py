@@ -332,7 +332,8 @@ class TieredOffloadingManager(OffloadingManager):
             for tier in self.tiers:
                 tier.wait_any(0.05)
             self.poll_tiers()
-        if all([tier.close(max(0.0, until - self._clock())) for tier in self.tiers]):
+        ended = [tier.close(max(0.0, until - self._clock())) for tier in self.tiers]
+        if all(ended):
             self._rows = self._rows[:0]  # else a call still uses the memory, which goes with the process
 
     def _piece(self, slot: int) -> Piece:
