@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from tests.engine.tier_kit import ROW, MemoryTiers, manager_of, tiered_engine
 
 from kvtier.config import KVTierConfig
 from kvtier.engine import Engine, EngineConfig, SamplingParams
+from kvtier.offload import MissReason
 from kvtier.testing.toy_model import ToyModel
 
 WINDOWS = [ONE_GROUP, TWO_GROUPS]
@@ -68,3 +70,78 @@ def test_an_engine_starts_warm_from_disk(windows: Sequence[int | None], tmp_path
         again = ask(engine, tokens(33), "again")
         assert (again.source.tiers, again.source.recomputed) == ({"disk": 32}, 1)
         expect_idle(engine)
+
+
+# A tier that hangs
+
+
+def test_a_tier_that_hangs_costs_one_deadline_and_then_nothing() -> None:
+    tiers = MemoryTiers()
+    with tiered_engine(tiers, settings={"load_deadline": 0.3}) as engine:
+        for index in range(4):
+            ask(engine, tokens(33, seed=index), f"first {index}")
+        forget(engine)
+        tiers.backend.hang()
+        try:
+            began = time.monotonic()
+            late = ask(engine, tokens(33), "late")
+            assert time.monotonic() - began >= 0.3
+            assert late.source.tiers == {}
+            explained = engine.explain("late")
+            assert explained is not None
+            assert explained.misses["disk"] is MissReason.TOO_SLOW
+            suspended = suspend(engine)
+            steps = count_steps(engine, tokens(33, seed=1), "then")
+            assert steps < 40, "nobody waits for a tier that is suspended"
+            explained = engine.explain("then")
+            assert explained is not None
+            assert explained.misses == {"cpu": MissReason.CLEARED, "disk": MissReason.SUSPENDED}
+            assert suspended == "a call does not return"
+            expect_sleep(engine)
+        finally:
+            tiers.backend.release()
+        manager = manager_of(engine)
+        while manager.stats().doomed:
+            engine.step()
+        expect_idle(engine)
+
+
+def suspend(engine: Engine) -> str | None:
+    """Step until the tier is suspended."""
+    manager = manager_of(engine)
+    while (why := manager.tier_stats()[0].suspended) is None:
+        engine.step()
+    return why
+
+
+def count_steps(engine: Engine, prompt: list[int], name: str) -> int:
+    params, steps = SamplingParams(max_tokens=4), 0
+    engine.add_request(prompt, params, request_id=name)
+    while engine.has_unfinished():
+        for output in engine.step():
+            assert not output.finished or output.token_ids == expect(engine, prompt, params)
+        steps += 1
+    return steps
+
+
+def expect_sleep(engine: Engine) -> None:
+    """Expect that an engine without requests need not step, as soon as nothing has moved for a second."""
+    assert engine.connector is not None
+    until = time.monotonic() + 10.0
+    while engine.connector.has_pending_push_work():
+        assert time.monotonic() < until, "an idle engine is kept stepping"
+        engine.step()
+
+
+def test_writes_that_hang_keep_no_engine_awake() -> None:
+    tiers = MemoryTiers()
+    with tiered_engine(tiers, rows=16) as engine:
+        tiers.backend.hang()
+        try:
+            for index in range(3):
+                ask(engine, tokens(33, seed=index), f"r{index}")
+            expect_sleep(engine)
+            manager = manager_of(engine)
+            assert manager.stats().reading <= 4, "demotions keep to their share of the pool"
+        finally:
+            tiers.backend.release()

@@ -174,13 +174,14 @@ class CPUOffloadingManager(OffloadingManager):
     def discard(self, keys: Iterable[OffloadKey], reason: MissReason = MissReason.FAILED) -> None:
         self._drop(self._book.held(_as_list(keys)), reason)
 
-    def abandon_store(self, keys: list[OffloadKey], spec: CPULoadStoreSpec, reason: MissReason) -> None:
+    def abandon_store(self, keys: list[OffloadKey], spec: CPULoadStoreSpec) -> None:
         """Make chunks absent whose store has come to nothing while something may still write their slots.
 
-        The slots come back with `complete_store`. A key that has another slot by now is left alone.
+        The slots come back with `complete_store`. A key that has another slot by now is left alone, and why these are
+        absent stays what it was.
         """
         slots = spec.block_ids
-        self._drop(slots[self._book.find(keys) == slots], reason)
+        self._drop(slots[self._book.find(keys) == slots], None)
 
     def reset_cache(self) -> None:
         self._drop(self._held_slots(), MissReason.CLEARED)
@@ -298,14 +299,15 @@ class CPUOffloadingManager(OffloadingManager):
         finally:
             self._evictable[spared] = True
 
-    def _drop(self, slots: Slots, reason: MissReason) -> None:
-        """Make held chunks absent; those in use become doomed."""
+    def _drop(self, slots: Slots, reason: MissReason | None) -> None:
+        """Make held chunks absent, and note why; those in use become doomed."""
         ready, busy = self._readers[slots] != WRITING, self._readers[slots] != 0
         self.policy.remove(slots)
         keys = self._book.remove(slots)
         self._doomed.update(compress(zip(slots.tolist(), keys, strict=True), busy.tolist()))
         self._book.free(slots[~busy])
-        self._miss_history.note(keys, reason)
+        if reason is not None:
+            self._miss_history.note(keys, reason)
         self._announce(list(compress(keys, ready.tolist())), removed=True)
 
     def _slots_of_job(self, keys: list[OffloadKey], spec: LoadStoreSpec | None, used: Mask) -> Slots:

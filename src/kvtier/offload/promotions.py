@@ -273,12 +273,11 @@ class Promotions:
             tier.promote(TierJob(job.job_id, rows, deadline))
 
     def _put_back(self, taken: dict[OffloadKey, int]) -> None:
-        keys = list(taken)
-        self._free(keys, CPULoadStoreSpec(list(taken.values())), MissReason.NO_ROOM)
+        self._free(list(taken), CPULoadStoreSpec(list(taken.values())))
 
-    def _free(self, keys: list[OffloadKey], spec: CPULoadStoreSpec, reason: MissReason) -> None:
+    def _free(self, keys: list[OffloadKey], spec: CPULoadStoreSpec) -> None:
         """Give back slots that nobody writes, and make their chunks absent."""
-        self._pool.abandon_store(keys, spec, reason)
+        self._pool.abandon_store(keys, spec)
         self._pool.complete_store(keys, success=False, spec=spec)
 
     # -- results -----------------------------------------------------------------------------------------------------------
@@ -302,9 +301,9 @@ class Promotions:
             job.is_late |= result.outcome is Outcome.LATE
             reason = _REASONS[result.outcome]
             if result.in_use:
-                self._pool.abandon_store(keys, spec, reason)
+                self._pool.abandon_store(keys, spec)
             else:
-                self._free(keys, spec, reason)
+                self._free(keys, spec)
             self._miss(job, keys, reason)
         if not result.in_use:
             self._forget(job, keys)
@@ -411,7 +410,7 @@ class Promotions:
             withdrawn = job.tier.withdraw(job.job_id, theirs)
             if withdrawn:
                 self._take_arrivals(job, withdrawn)
-                self._free(withdrawn, job.spec(withdrawn), MissReason.EVICTED)
+                self._free(withdrawn, job.spec(withdrawn))
                 self._forget(job, withdrawn)
 
     def check(self) -> None:
