@@ -61,6 +61,11 @@ class PromotionDecision:
         self.waits += waits
         return waits
 
+    def without_arrivals(self, match: PrefixMatch) -> PrefixMatch:
+        """Return a match that is not waited for because of a row from a tier: that has been decided here."""
+        comes = match.missing is not None and self._manager.is_arriving(match.missing)
+        return match._replace(pending=False) if comes else match
+
     def _choose(self, state: RequestState, here: PrefixMatch, there: PrefixMatch) -> Wish | None:
         """Say what to wish for; `None`: computing is expected to be faster."""
         needed = self._needed(state, there.end)

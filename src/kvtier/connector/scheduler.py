@@ -125,6 +125,8 @@ class OffloadingConnectorScheduler:
             self.stats.waits += 1
             return None, False
         match = match_prefix(self._geometry, self.manager, state, limit)
+        if match.pending and self._promotion is not None:
+            match = self._promotion.without_arrivals(match)
         if self._load_decision.should_wait(state, match):
             self.stats.waits += 1
             return None, False

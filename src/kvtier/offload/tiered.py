@@ -202,6 +202,10 @@ class TieredOffloadingManager(OffloadingManager):
         """Say in O(1) whether a request should go on waiting for what it wished."""
         return self._promotions.is_waiting(req_context)
 
+    def is_arriving(self, key: OffloadKey) -> bool:
+        """Say whether a chunk is on its way from a tier."""
+        return self._promotions.is_arriving(key)
+
     def promoted_from(self, req_context: ReqContext) -> Mapping[OffloadKey, str]:
         """Say from which tier each chunk has come that was brought for a request and waits for its load."""
         return self._promotions.sources(req_context)
