@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,13 +11,12 @@ from typing import Any
 
 import pytest
 from tests.engine.drive import ONE_GROUP, TWO_GROUPS, expect, expect_idle, run, tokens
-from tests.engine.tier_kit import ROW, MemoryTiers, manager_of, tiered_engine
+from tests.engine.tier_kit import MemoryTiers, disk_engine, manager_of, tiered_engine
 
-from kvtier.config import KVTierConfig
-from kvtier.engine import Engine, EngineConfig, SamplingParams
+from kvtier.engine import Engine, SamplingParams
 from kvtier.offload import MissReason
-from kvtier.testing.toy_model import ToyModel
 
+ROOT = Path(__file__).parents[2]
 WINDOWS = [ONE_GROUP, TWO_GROUPS]
 
 
@@ -50,17 +51,6 @@ def test_what_the_pool_has_forgotten_comes_from_the_tier(windows: Sequence[int |
         manager_of(engine).check()
 
 
-def disk_engine(folder: Path, windows: Sequence[int | None] = ONE_GROUP, **engine: Any) -> Engine:
-    """Make an engine over a pool and a real folder; its weights are those of every other that is made like it."""
-    kvtier = {
-        "cpu": {"capacity": 64 * ROW},
-        "load_if_faster": False,
-        "tiers": [{"disk": {"path": str(folder), "capacity": "4MiB", "required": True}}],
-    }
-    config = EngineConfig(**{"num_blocks": 65, "block_size": 4, "kv_events": True} | engine)
-    return Engine(ToyModel(windows), config, KVTierConfig.from_dict(kvtier), weights_id="toy")
-
-
 @pytest.mark.parametrize("windows", WINDOWS)
 def test_an_engine_starts_warm_from_disk(windows: Sequence[int | None], tmp_path: Path) -> None:
     with disk_engine(tmp_path, windows) as engine:
@@ -69,6 +59,21 @@ def test_an_engine_starts_warm_from_disk(windows: Sequence[int | None], tmp_path
     with disk_engine(tmp_path, windows) as engine:
         again = ask(engine, tokens(33), "again")
         assert (again.source.tiers, again.source.recomputed) == ({"disk": 32}, 1)
+        expect_idle(engine)
+
+
+def test_an_engine_that_was_killed_starts_warm(tmp_path: Path) -> None:
+    """SIGKILL in the middle of its work: what was written is found, and the tokens are the same."""
+    command = [sys.executable, "-m", "tests.engine.killed_engine", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True) as process:
+        assert process.stdout is not None
+        written = int(process.stdout.readline())
+        process.kill()
+    assert written == 36
+    with disk_engine(tmp_path) as engine:
+        for seed in range(4):
+            again = ask(engine, tokens(33, seed=seed), f"again {seed}")
+            assert (again.source.tiers, again.source.recomputed) == ({"disk": 32}, 1)
         expect_idle(engine)
 
 

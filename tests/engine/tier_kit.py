@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from kvtier.config import KVTierConfig, OffloadingConfig, TierConfig
@@ -56,6 +57,17 @@ def tiered_engine(
         **{"num_blocks": 65, "block_size": 4, "max_num_batched_tokens": 16, "kv_events": True} | engine
     )
     return Engine(ToyModel(windows), config, KVTierConfig.from_dict(kvtier), spec_factory=tiers.spec)
+
+
+def disk_engine(folder: Path, windows: Sequence[int | None] = ONE_GROUP, **engine: Any) -> Engine:
+    """Make an engine over a pool and a real folder; its weights are those of every other that is made like it."""
+    kvtier = {
+        "cpu": {"capacity": 64 * ROW},
+        "load_if_faster": False,
+        "tiers": [{"disk": {"path": str(folder), "capacity": "4MiB", "required": True}}],
+    }
+    config = EngineConfig(**{"num_blocks": 65, "block_size": 4, "kv_events": True} | engine)
+    return Engine(ToyModel(windows), config, KVTierConfig.from_dict(kvtier), weights_id="toy")
 
 
 def manager_of(engine: Engine) -> TieredOffloadingManager:
