@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 
-from kvtier.testing.faulty_backend import BackendFaultPlan, FaultyBackend
+from kvtier.testing.faulty_backend import BackendFault, BackendFaultPlan, FaultyBackend
 from kvtier.testing.memory_tier import MemoryBackend, make_memory_tier
-from kvtier.testing.tier_suite import ROW_BYTES, ManualClock, TierSuite
+from kvtier.testing.tier_suite import ROW_BYTES, ManualClock, TierDriver, TierSuite, churn
 from kvtier.tiers.base import Tier
 from kvtier.tiers.disk import DiskConfig, DiskTier
 
@@ -32,3 +33,21 @@ class TestDiskTier(TierSuite):
         faulty = tier._io.backend = FaultyBackend(tier._io.backend, plan)
         assert tier.stats().capacity == num_slots
         return tier, faulty
+
+
+def test_without_the_check_random_calls_go_wrong() -> None:
+    """The negative control of `test_random_calls`: flips are seen if nobody checks."""
+
+    def goes_wrong(seed: int) -> bool:
+        clock, plan = ManualClock(), BackendFaultPlan(seed, 0.3, (BackendFault.FLIP, BackendFault.SWAP))
+        faulty = FaultyBackend(MemoryBackend(), plan)
+        tier = make_memory_tier(16, ROW_BYTES, backend=faulty, clock=clock, check_seals=False)
+        try:
+            churn(TierDriver(tier, faulty, clock), random.Random(seed), 200)
+        except AssertionError:
+            return True
+        finally:
+            tier.close()
+        return False
+
+    assert any(goes_wrong(seed) for seed in range(8))

@@ -321,7 +321,7 @@ class BackendRow(NamedTuple):
     @property
     def nbytes(self) -> int:
         """The bytes of all pieces."""
-        return sum(piece.nbytes for piece in self.pieces)
+        return self.pieces[0].nbytes if len(self.pieces) == 1 else sum(piece.nbytes for piece in self.pieces)
 
 
 class Backend(ABC):

@@ -370,37 +370,39 @@ class IOThreads:
     # -- inside, on the threads --------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (task := self._claim()) is not None:
+        ended: _Batch | None = None
+        while (task := self._claim(ended)) is not None:
             if isinstance(task, _Call):
+                ended = None
                 self._ended.append(self._answer(task))
             else:
+                ended = task
                 start = time.perf_counter()
                 outcomes = self._move(task)
-                ended = _Ended(task, outcomes, time.perf_counter() - start)
-                with self._lock:
-                    self._running_bytes[task.work.direction] -= task.nbytes
-                    del self._running[task]
-                    self._lock.notify()  # somebody may wait for room
-                self._ended.append(ended)
-            self._something.set()
+                self._ended.append(_Ended(task, outcomes, time.perf_counter() - start))
+            if not self._something.is_set():
+                self._something.set()
 
-    def _claim(self) -> _Call | _Batch | None:
-        """Wait for something to do; `None`: there will be nothing more."""
+    def _claim(self, ended: _Batch | None) -> _Call | _Batch | None:
+        """Give back the room of what has ended, and wait for something to do; `None`: there will be nothing more."""
         with self._lock:
+            if ended is not None:
+                self._running_bytes[ended.work.direction] -= ended.nbytes
+                del self._running[ended]
             while True:
-                if self._calls:
-                    return self._calls.popleft()
+                task: _Call | _Batch | None = self._calls.popleft() if self._calls else None
                 for direction in Direction:
-                    batch = self._next_batch(direction)
-                    if batch is not None:
-                        return batch
-                if self._closed and not any(self._queued_bytes):
+                    task = task or self._next_batch(direction)
+                if task is None and self._closed and not any(self._queued_bytes):
                     self._lock.notify_all()
                     if self._running:
-                        last = None  # whoever is still busy will find it
-                    else:
-                        last, self._last = self._last, None
-                    return last
+                        return None  # whoever is still busy will do what is left
+                    task, self._last = self._last, None
+                    return task
+                if task is not None:
+                    if any(self._queued_bytes):
+                        self._lock.notify()  # there is more, and perhaps room for it
+                    return task
                 self._lock.wait()
 
     def _next_batch(self, direction: Direction) -> _Batch | None:

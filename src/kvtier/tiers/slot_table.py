@@ -26,10 +26,11 @@ _SLICE = 16_384
 
 
 class Reserved(NamedTuple):
-    """Slots for new chunks, and who had to leave for them."""
+    """Slots for new chunks, and who had to leave for them, from where."""
 
     slots: Slots
     evicted: list[OffloadKey]
+    evicted_slots: Slots
 
 
 class SlotTable:
@@ -117,14 +118,17 @@ class SlotTable:
     def reserve(self, keys: list[OffloadKey], spared: Slots) -> Reserved:
         """Give slots to new keys, evicting if need be, none that is spared; as many as can be had, from the first."""
         needed = len(keys) - self._book.num_free()
-        evicted = self._evict(needed, spared[self._evictable[spared]]) if needed > 0 else []
+        evicted: list[OffloadKey] = []
+        victims = np.zeros(0, dtype=np.int64)
+        if needed > 0:
+            victims, evicted = self._evict(needed, spared[self._evictable[spared]])
         keys = keys[: self._book.num_free()]
         slots = self._book.reserve(0, keys)
         self.policy.insert(slots, keys)
         self._stamp(slots)
-        return Reserved(slots, evicted)
+        return Reserved(slots, evicted, victims)
 
-    def _evict(self, count: int, spared: Slots) -> list[OffloadKey]:
+    def _evict(self, count: int, spared: Slots) -> tuple[Slots, list[OffloadKey]]:
         self._evictable[spared] = False
         try:
             victims = self.policy.evict(count, self._evictable, self._book.keys)
@@ -136,7 +140,7 @@ class SlotTable:
             raise InputError(
                 f"policy {name}: expected at most {count} different evictable slots, got {victims.tolist()}"
             )
-        return keys
+        return victims, keys
 
     def written(self, slots: Slots) -> list[OffloadKey]:
         """End the writing of slots: return the keys that are ready now. Doomed slots become free."""
@@ -154,7 +158,7 @@ class SlotTable:
         return keys
 
     def drop(self, slots: Slots) -> tuple[list[OffloadKey], list[OffloadKey]]:
-        """Make held chunks absent: return the keys that were ready and those that were being written.
+        """Make held chunks absent: return the keys that were ready, and those that were being written.
 
         Slots in use become doomed.
         """
@@ -194,23 +198,32 @@ class SlotTable:
         end, at = int(slots[-1]) + 1, 0
         for start in range(0, end, _SLICE):
             stop = min(end, start + _SLICE)
-            names = [OffloadKey(b"%d" % slot) for slot in range(start, stop)]
             until = int(np.searchsorted(slots, stop))
-            for slot, key in zip((slots[at:until] - start).tolist(), keys[at:until], strict=True):
-                names[slot] = key
+            names, holes = self._name_all(slots[at:until] - start, keys[at:until], start, stop)
             taken = self._book.reserve(0, names)
             if not np.array_equal(taken, np.arange(start, stop)):
                 raise IntegrityError("slot table: expected an empty table, which gives out slots from 0 on")
-            self._book.complete(names)
-            holes = np.ones(stop - start, dtype=np.bool_)
-            holes[slots[at:until] - start] = False
-            self._holes(np.flatnonzero(holes) + start)
+            self._readers[start:stop] = 0
+            self._evictable[start:stop] = True
+            self._holes(holes + start)
             at = until
             yield stop
         self.ticks[slots] = ticks
         self._tick = int(ticks.max())
         newest_first = np.argsort(-ticks, kind="stable")
-        self.policy.insert(slots[newest_first], [keys[place] for place in newest_first.tolist()])
+        self.policy.insert(slots[newest_first], list(map(keys.__getitem__, newest_first.tolist())))
+
+    @staticmethod
+    def _name_all(places: Slots, keys: Sequence[OffloadKey], start: int, stop: int) -> tuple[list[OffloadKey], Slots]:
+        """Return a key for each place from `start` to `stop`, made up where there is none, and where that is."""
+        if len(keys) == stop - start:
+            return list(keys), np.zeros(0, dtype=np.int64)
+        names = [OffloadKey(b"%d" % slot) for slot in range(start, stop)]
+        for place, key in zip(places.tolist(), keys, strict=True):
+            names[place] = key
+        is_hole = np.ones(stop - start, dtype=np.bool_)
+        is_hole[places] = False
+        return names, np.flatnonzero(is_hole)
 
     def _holes(self, slots: Slots) -> None:
         """Empty slots that are to be free; they are freed at the end, since freed ones would be given out again."""

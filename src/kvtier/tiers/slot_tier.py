@@ -155,10 +155,13 @@ class SlotTier(Tier):
             self._note_refused(missing)
             return []
         keys = [row.key for row in wanted]
-        slots, evicted = table.reserve(keys, table.held(list(rows)) if len(missing) < len(rows) else _NO_SLOTS)
+        spared = table.held(list(rows)) if len(missing) < len(rows) else _NO_SLOTS
+        slots, evicted, victims = table.reserve(keys, spared)
         keys, wanted = keys[: len(slots)], wanted[: len(slots)]
         self._note_refused([key for key in missing if key not in set(keys)])
-        self._note_evicted(evicted)
+        self._counts["evicted"] += len(evicted)
+        self._misses.note(evicted, TierMiss.EVICTED)
+        self._announce_removed(evicted, victims)
         if wanted:
             self._limit.spend(sum(_nbytes(row) for row in wanted))
             self._last_progress = self._clock()
@@ -263,7 +266,7 @@ class SlotTier(Tier):
             self._last_progress = self._clock()
             kept = [row for row in rows if table.is_held(row.place, row.key)]
             gone = [row for row in rows if not table.is_held(row.place, row.key)]
-            self._announce(table.written(_slots(kept)), removed=False)
+            self._announce_stored(table.written(_slots(kept)))
             self._end_discarded(gone)
         elif outcome is Outcome.FAILED:
             self._counts["failed"] += len(rows)
@@ -313,7 +316,7 @@ class SlotTier(Tier):
         table.pin(slots[ready])  # nobody may have the slots before the records are gone
         removed, unwritten = table.drop(slots)
         self._misses.note([*removed, *unwritten], reason)
-        self._announce(removed, removed=True)
+        self._announce_removed(removed, slots[ready])
         rows = [BackendRow(key, (), slot) for key, slot in zip(removed, slots[ready].tolist(), strict=True)]
         for row in rows:
             self._read_failures.pop(row.place, None)
@@ -338,14 +341,14 @@ class SlotTier(Tier):
         if self._table is not None:
             self._misses.note(self._table.unwritten(_slots(rows)), TierMiss.REFUSED)
 
-    def _note_evicted(self, keys: list[OffloadKey]) -> None:
-        self._counts["evicted"] += len(keys)
-        self._misses.note(keys, TierMiss.EVICTED)
-        self._announce(keys, removed=True)
-
-    def _announce(self, keys: list[OffloadKey], *, removed: bool) -> None:
+    def _announce_stored(self, keys: list[OffloadKey]) -> None:
         if keys:
-            self._events.append(TierChange(tuple(keys), self.medium, removed))
+            self._events.append(TierChange(tuple(keys), self.medium, False))
+
+    def _announce_removed(self, keys: list[OffloadKey], slots: Slots) -> None:
+        """Announce that keys are gone, which were ready in these slots."""
+        if keys:
+            self._events.append(TierChange(tuple(keys), self.medium, True))
 
     # -- suspension --------------------------------------------------------------------------------------------
 
@@ -390,10 +393,12 @@ class SlotTier(Tier):
         self._offered.clear()
         self._read_failures.clear()
         if self._table is not None:
-            removed, unwritten = self._table.drop(self._table.held_slots())
+            slots = self._table.held_slots()
+            ready = np.array(self._table.ready(self._table.keys(slots)), dtype=np.bool_)
+            removed, unwritten = self._table.drop(slots)
             self._table.policy.clear()
             self._misses.note([*removed, *unwritten], reason)
-            self._announce(removed, removed=True)
+            self._announce_removed(removed, slots[ready])
 
     def take_events(self) -> list[TierChange]:
         events, self._events = self._events, []

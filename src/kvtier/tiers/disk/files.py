@@ -48,6 +48,8 @@ __all__ = ["DiskFiles", "OpenedFiles"]
 logger = logging.getLogger(__name__)
 
 _READ_AT_ONCE = 64 << 20
+_LONGEST_RUN = 64
+"""Rows in one call; the system takes up to 1,024 pieces of memory."""
 _TICK_AT = RECORD_BYTES - TICK.size
 
 
@@ -174,69 +176,93 @@ class DiskFiles(Backend):
     # -- rows --------------------------------------------------------------------------------------------------
 
     def write(self, rows: Sequence[BackendRow]) -> list[OSError | None]:
-        return [self._failing(self._write, row) for row in rows]
+        return [error for run in self._runs(rows) for error in self._write(run)]
 
-    def _failing(self, move: Callable[[BackendRow], None], row: BackendRow) -> OSError | None:
+    def _write(self, run: list[BackendRow]) -> list[OSError | None]:
+        """Write rows of adjacent slots at once; if that fails, one by one, so that only the bad ones are lost."""
         try:
-            move(row)
+            self._store(run)
         except OSError as error:
-            return error
-        return None
+            return [error] if len(run) == 1 else [error for row in run for error in self._write([row])]
+        return [None] * len(run)
 
-    def _write(self, row: BackendRow) -> None:
-        slot, length = row.place, row.nbytes
-        if length > self._stride or len(row.key) > MOST_KEY_BYTES:
-            raise OSError(errno.EFBIG, f"expected a row of at most {self._stride} bytes, got {length}")
-        self._empty(slot)
+    def _store(self, run: list[BackendRow]) -> None:
+        first = run[0].place
+        for row in run:
+            if row.nbytes > self._stride or len(row.key) > MOST_KEY_BYTES:
+                raise OSError(errno.EFBIG, f"expected a row of at most {self._stride} bytes, got {row.nbytes}")
+        self._empty(first, len(run))
         self.passing("row")
-        self._move_row(os.pwritev, row, into_memory=False)
+        self._move(os.pwritev, run, into_memory=False)
         if self._described:
             self.passing("description")
-            packed = pack_description(row.key, row.description, self._described)
-            _write_all(self._descriptions, packed, slot * self._described)
+            packed = [pack_description(row.key, row.description, self._described) for row in run]
+            packed[:-1] = [description.ljust(self._described, b"\0") for description in packed[:-1]]
+            _write_all(self._descriptions, b"".join(packed), first * self._described)
         self.passing("record")
-        record = pack_record(slot, row.key, row.seal, length, row.scope, int(self.ticks[slot]))
-        _write_all(self._records, record, HEADER_BYTES + slot * RECORD_BYTES)
-        self._seals[slot] = np.void(row.seal)
-        self._lengths[slot] = length
+        ticks = self.ticks[first : first + len(run)].tolist()
+        records = [
+            pack_record(row.place, row.key, row.seal, row.nbytes, row.scope, tick)
+            for row, tick in zip(run, ticks, strict=True)
+        ]
+        _write_all(self._records, b"".join(records), HEADER_BYTES + first * RECORD_BYTES)
+        for row in run:
+            self._seals[row.place] = row.seal
+            self._lengths[row.place] = row.nbytes
         self._dirty = True
         self.passing("end")
 
     def read(self, rows: Sequence[BackendRow]) -> list[bytes | OSError | None]:
-        return [self._read(row) for row in rows]
+        return [answer for run in self._runs(rows) for answer in self._read(run)]
 
-    def _read(self, row: BackendRow) -> bytes | OSError | None:
-        length = int(self._lengths[row.place])
-        if not length or length != row.nbytes:
-            return None
-        error = self._failing(self._fill, row)
-        return self._seals[row.place].tobytes() if error is None else error
+    def _read(self, run: list[BackendRow]) -> list[bytes | OSError | None]:
+        """Read rows of adjacent slots at once; if that fails, one by one."""
+        if any(self._lengths[row.place] != row.nbytes for row in run):
+            return [None] if len(run) == 1 else [answer for row in run for answer in self._read([row])]
+        try:
+            self._move(os.preadv, run, into_memory=True)
+        except OSError as error:
+            return [error] if len(run) == 1 else [answer for row in run for answer in self._read([row])]
+        return [self._seals[row.place].tobytes() for row in run]
 
-    def _fill(self, row: BackendRow) -> None:
-        self._move_row(os.preadv, row, into_memory=True)
+    def _runs(self, rows: Sequence[BackendRow]) -> Iterator[list[BackendRow]]:
+        """Cut rows into runs of adjacent, full slots: each is one call of the system instead of several."""
+        run: list[BackendRow] = []
+        for row in rows:
+            if run and (row.place != run[-1].place + 1 or row.nbytes != self._stride or len(run) == _LONGEST_RUN):
+                yield run
+                run = []
+            run.append(row)
+            if row.nbytes != self._stride:
+                yield run
+                run = []
+        if run:
+            yield run
 
     def contains(self, rows: Sequence[BackendRow]) -> list[bool]:
         return [bool(self._lengths[row.place]) for row in rows]
 
     def delete(self, rows: Sequence[BackendRow]) -> None:
         for row in rows:
-            self._empty(row.place)
+            self._empty(row.place, 1)
 
-    def _empty(self, slot: int) -> None:
-        if self._lengths[slot]:
-            self._lengths[slot] = 0
+    def _empty(self, first: int, count: int) -> None:
+        """Make slots absent, also for a process after this one, before anything is written into them."""
+        if self._lengths[first : first + count].any():
+            self._lengths[first : first + count] = 0
             self.passing("emptied record")
-            _write_all(self._records, EMPTY, HEADER_BYTES + slot * RECORD_BYTES)
+            _write_all(self._records, EMPTY * count, HEADER_BYTES + first * RECORD_BYTES)
 
-    def _move_row(self, move: Callable[[int, list[Piece], int], int], row: BackendRow, *, into_memory: bool) -> None:
-        """Read or write a row, past the page cache where its memory allows."""
-        offset, length = row.place * self._stride, row.nbytes
+    def _move(self, move: Callable[[int, list[Piece], int], int], run: list[BackendRow], *, into_memory: bool) -> None:
+        """Read or write rows of adjacent slots, past the page cache where their memory allows."""
+        row, offset = run[0], run[0].place * self._stride
+        length = sum(row.nbytes for row in run)
         moved = -1
         if not self.direct or length % ROW_ALIGNMENT == 0:
             try:
-                moved = move(self._slots, list(row.pieces), offset)
+                moved = move(self._slots, [piece for row in run for piece in row.pieces], offset)
             except OSError as error:
-                if not self.direct or error.errno != errno.EINVAL:
+                if not self.direct or error.errno != errno.EINVAL or len(run) > 1:
                     raise
         if moved == -1:  # memory or length that direct I/O does not take
             moved = self._move_buffered(move, row, offset, into_memory=into_memory)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from itertools import compress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ import numpy as np
 from kvtier.config import DiskConfig
 from kvtier.errors import KVTierError, OutsideError
 from kvtier.keys import OffloadKey
-from kvtier.policies import make_policy
+from kvtier.policies import Slots, make_policy
 from kvtier.tiers.base import Outcome, TierChange, TierMiss, TierResult
 from kvtier.tiers.disk.files import DiskFiles
 from kvtier.tiers.disk.folder import FolderLock
@@ -52,7 +53,7 @@ class _Opened(NamedTuple):
     files: DiskFiles
     table: SlotTable
     scope: SealScope
-    newest_first: list[tuple[int, OffloadKey]]
+    newest_first: Slots
 
 
 class DiskTier(SlotTier):
@@ -100,8 +101,9 @@ class DiskTier(SlotTier):
         self._epoch_at = 0.0
         self._prices: dict[str, float] = {}
         self._prices_known = False
-        self._silent: set[OffloadKey] = set()
-        self._to_announce: list[tuple[int, OffloadKey]] = []
+        # What a restart brought and nobody was told of: slots in order, and whether it is still so of each.
+        self._to_announce = _NO_SLOTS
+        self._silent = np.zeros(0, dtype=np.bool_)
         self._describing = False
         self._saving = False
         self._save_at = 0.0
@@ -172,9 +174,7 @@ class DiskTier(SlotTier):
                 time.sleep(0)  # let the engine run
             table.free_holes()
             files.ticks = table.ticks
-            order = np.argsort(-found.ticks, kind="stable").tolist()
-            places = found.slots.tolist()
-            newest = [(places[at], found.keys[at]) for at in order]
+            newest = found.slots[np.argsort(-found.ticks, kind="stable")]
         except BaseException:
             files.close()
             raise
@@ -195,8 +195,9 @@ class DiskTier(SlotTier):
         self._limit.restore(opened.files.header.written)
         if not self._prices_known:
             self._prices = dict(opened.files.header.prices)
-        self._to_announce = opened.newest_first[::-1]
-        self._silent = {key for _, key in self._to_announce}
+        self._to_announce = opened.newest_first
+        self._silent = np.zeros(opened.table.num_slots, dtype=np.bool_)
+        self._silent[opened.newest_first] = True
         self._last_progress = self._clock()
         self._save_at = self._clock() + _SAVE_EVERY
         if self._suffix is not None:
@@ -232,34 +233,36 @@ class DiskTier(SlotTier):
 
     def _announce_slice(self) -> None:
         """Have the descriptions of the next chunks read, unless the last ones are still being read."""
-        files = self._files
-        if files is None or self._describing or not self._to_announce or self._readable() is None:
+        files, table = self._files, self._readable()
+        if files is None or table is None or self._describing or not len(self._to_announce):
             return
-        part = self._to_announce[-_SLICE:][::-1]
-        del self._to_announce[-_SLICE:]
-        slots, keys = [slot for slot, _ in part], [key for _, key in part]
+        part, self._to_announce = self._to_announce[:_SLICE], self._to_announce[_SLICE:]
+        part = part[self._silent[part]]
+        keys = table.keys(part)
         self._describing = True
 
         def end(descriptions: tuple[bytes, ...] | None, error: BaseException | None) -> None:
             self._describing = False
             self._last_progress = self._clock()
-            self._announce_restored(keys, descriptions if error is None and descriptions else (b"",) * len(keys))
+            told = descriptions if error is None and descriptions is not None else (b"",) * len(keys)
+            self._announce_restored(part, keys, told)
 
-        self._io.call(lambda: files.read_descriptions(slots, keys), end)
+        self._io.call(lambda: files.read_descriptions(part.tolist(), keys), end)
 
-    def _announce_restored(self, keys: list[OffloadKey], descriptions: tuple[bytes, ...]) -> None:
-        told = {key: text for key, text in zip(keys, descriptions, strict=True) if key in self._silent}
-        self._silent.difference_update(keys)
+    def _announce_restored(self, slots: Slots, keys: list[OffloadKey], descriptions: tuple[bytes, ...]) -> None:
+        """Announce what is still as it was when its description was asked for."""
+        still = self._silent[slots].tolist() if len(self._silent) else [False] * len(keys)
+        self._silent[slots[still]] = False
+        told = list(compress(zip(keys, descriptions, strict=True), still))
         if told:
-            self._events.append(TierChange(tuple(told), self.medium, False, tuple(told.values())))
+            names, texts = zip(*told, strict=True)
+            self._events.append(TierChange(names, self.medium, False, texts))
 
-    def _announce(self, keys: list[OffloadKey], *, removed: bool) -> None:
+    def _announce_removed(self, keys: list[OffloadKey], slots: Slots) -> None:
         """Announce, but not the removal of what was never announced."""
-        if self._silent:
-            unknown = self._silent.intersection(keys)
-            self._silent -= unknown
-            keys = [key for key in keys if key not in unknown] if removed else keys
-        super()._announce(keys, removed=removed)
+        silent = self._silent[slots]
+        self._silent[slots] = False
+        super()._announce_removed(list(compress(keys, (~silent).tolist())), slots)
 
     def _save(self) -> None:
         """Every few seconds, have written down what a restart should know, and look whether the files are there."""
@@ -299,7 +302,7 @@ class DiskTier(SlotTier):
         self._io.give_up(Outcome.FAILED, why=why)
         for report in self._io.poll():
             self._settle(report)
-        self._to_announce = []
+        self._to_announce = _NO_SLOTS
         self._forget_all(TierMiss.LOST)
         if self._io.stuck_rows():
             return  # calls still use the old slots: again at the next poll
@@ -324,7 +327,7 @@ class DiskTier(SlotTier):
         files = self._files
         if files is None:
             return
-        self._to_announce = []
+        self._to_announce = _NO_SLOTS
         super().reset(suffix)
         self._epoch_unsaved, self._epoch_at = True, 0.0
         self._save_epoch()
@@ -365,7 +368,7 @@ class DiskTier(SlotTier):
 
     def has_pending_work(self) -> bool:
         recent = self._clock() - self._last_progress < 1.0
-        announcing = bool(self._to_announce) or self._describing
+        announcing = len(self._to_announce) > 0 or self._describing
         return super().has_pending_work() or (announcing and recent and not self._closed)
 
     def close(self, timeout: float = 5.0) -> bool:
@@ -379,6 +382,9 @@ class DiskTier(SlotTier):
             self._lock.release()
             self._lock = None
         return ended
+
+
+_NO_SLOTS: Slots = np.zeros(0, dtype=np.int64)
 
 
 def _ignore(_value: object, _error: BaseException | None) -> None:

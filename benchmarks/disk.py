@@ -1,0 +1,463 @@
+"""Claim: the disk tier, sealed and checked, stores and loads as fast as the disk does, and faster than vLLM's `fs` tier.
+
+    python benchmarks/disk.py [--folder DIR] [--fio PROGRAM] [--mib 256] [--rounds 7] [--json FILE]
+
+`rows` moves rows of 256 KiB, 1 MiB and 2 MiB through three contenders in turns, in one run: fio (io_uring, 16 in
+flight, direct), vLLM's own `fs` tier (16 jobs, and one job, which is one request; unchecked) and ours (16 jobs, and
+one). Ours is full, so every store evicts. Ratios are of one round; their median counts. CPU seconds are the
+process's own. `open` opens files of 10^4 to 10^6 records as a restart does. `thread` times 20 µs of Python every
+millisecond, alone and beside full I/O: what an engine's scheduler feels. Needs an environment with vLLM 0.32
+and kvtier (`make bench` builds one), and fio for its part (Debian: `apt install fio`); what is missing is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from statistics import median, quantiles
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from kvtier.keys import OffloadKey
+from kvtier.tiers.base import LentRow, Outcome, TierJob
+from kvtier.tiers.disk import DiskConfig, DiskFiles, DiskTier
+from kvtier.tiers.disk.header import HEADER_BYTES
+from kvtier.tiers.disk.records import pack_record
+
+SIZES = (256 << 10, 1 << 20, 2 << 20)
+JOBS = 16
+NAMESPACE = "bench"
+BARS = {
+    "store / fio": (0.9, 0.9, 0.9),
+    "load / fio": (0.75, 0.9, 0.9),
+    "store / fs": (2.0, 1.5, 1.5),
+    "load / fs, one request": (2.0, 1.5, 1.2),
+    "load / fs, many": (0.9, 0.9, 0.9),
+    "CPU of stores / fs": (0.5, 0.5, 0.5),
+}
+"""By row size; the last is a most, the others are leasts."""
+
+
+class Cell(NamedTuple):
+    """One way at one time: bytes a second, and CPU seconds for 10^9 bytes."""
+
+    speed: float
+    cpu: float
+
+
+def make_rows(count: int, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return page-aligned rows of random bytes, as a pool has them."""
+    rows = np.frombuffer(mmap.mmap(-1, count * size), dtype=np.uint8).reshape(count, size)
+    rows[:] = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
+    rows[:, :8] = np.arange(count, dtype=np.uint64).view(np.uint8).reshape(count, 8)
+    return rows
+
+
+def timed(nbytes: int, action: Callable[[], object]) -> Cell:
+    """Return what an action took."""
+    cpu, start = time.process_time(), time.perf_counter()
+    action()
+    seconds = time.perf_counter() - start
+    return Cell(nbytes / seconds, (time.process_time() - cpu) / nbytes * 1e9)
+
+
+class Ours:
+    """The disk tier, as a manager drives it."""
+
+    def __init__(self, folder: Path, rows: np.ndarray[Any, np.dtype[np.uint8]], threads: int = 8) -> None:
+        count, size = rows.shape
+        self.rows, self.views = rows, [row.data for row in rows]
+        capacity = count * (size + 128 + 576) + 20480
+        config = DiskConfig(path=str(folder), capacity=capacity, write_limit=0)
+        self.tier = DiskTier(config, row_bytes=size, namespace=lambda: NAMESPACE, max_queued=1 << 40, threads=threads)
+        assert self.tier.wait_open(60), self.tier.problem
+        self.keys: list[OffloadKey] = []
+        self._number = self._job = 0
+
+    def new_keys(self) -> None:
+        """Name the rows anew, so that all of them are stored again and others leave."""
+        self._number += 1
+        self.keys = [OffloadKey(b"%020d%012d" % (self._number, row) + bytes(4)) for row in range(len(self.rows))]
+
+    def store(self, jobs: int) -> None:
+        self._run(self.tier.demote, jobs)
+
+    def load(self, jobs: int) -> None:
+        self._run(self.tier.promote, jobs)
+
+    def _run(self, submit: Callable[[TierJob], object], jobs: int) -> None:
+        rows = [LentRow(key, (view,)) for key, view in zip(self.keys, self.views, strict=True)]
+        size = -(-len(rows) // jobs)
+        for at in range(0, len(rows), size):
+            self._job += 1
+            submit(TierJob(self._job, tuple(rows[at : at + size]), time.monotonic() + 600))
+        left = len(rows)
+        while left:
+            time.sleep(0.001)  # as the steps of an engine, or more often
+            for result in self.tier.poll():
+                assert result.outcome is Outcome.DONE, result
+                left -= len(result.keys)
+        self.tier.take_events()
+
+    def close(self) -> None:
+        self.tier.close(30)
+
+
+class Theirs:
+    """vLLM's `fs` tier, as its manager drives it."""
+
+    def __init__(self, folder: Path, rows: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
+
+        group = SimpleNamespace(tokens_per_block=16, layer_names=["layer"])
+        parallel = SimpleNamespace(tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, rank=0, is_parallelism_agnostic=True)
+        config = SimpleNamespace(
+            groups=[group],
+            parallel=parallel,
+            canonical_layout=False,
+            kv_cache_layout=None,
+            replicated_layout=False,
+            model=SimpleNamespace(name="bench", dtype="bfloat16"),
+            cache=SimpleNamespace(tokens_per_hash=16),
+        )
+        spec: Any = SimpleNamespace(
+            config=config, blocks_per_chunk=1, kv_events_config=SimpleNamespace(enable_kv_cache_events=False)
+        )
+        self.folder, self.rows = folder, rows
+        self.tier = FileSystemTierManager(spec, rows.data, "fs", str(folder))
+        self.keys: list[bytes] = []
+        self._number = self._job = 0
+
+    def new_keys(self) -> None:
+        """Name the rows anew. The old files go, outside of what is timed: this tier never removes any."""
+        for old in self.keys:
+            with suppress(FileNotFoundError):
+                os.unlink(self.tier.file_mapper.get_file_name(old))
+        self._number += 1
+        self.keys = [
+            xxhash.xxh3_128_digest(b"%d %d" % (self._number, row)) * 2 + bytes(4) for row in range(len(self.rows))
+        ]
+
+    def store(self, jobs: int) -> None:
+        self._run(self.tier.submit_store, jobs, False)
+
+    def load(self, jobs: int) -> None:
+        self._run(self.tier.submit_load, jobs, True)
+
+    def _run(self, submit: Callable[[Any], object], jobs: int, promotion: bool) -> None:
+        from vllm.v1.kv_offload.base import ReqContext
+        from vllm.v1.kv_offload.tiering.base import TransferJob
+
+        size = -(-len(self.keys) // jobs)
+        begun = 0
+        for at in range(0, len(self.keys), size):
+            self._job, begun = self._job + 1, begun + 1
+            keys = self.keys[at : at + size]
+            context = ReqContext(req_id=f"{self._job}")
+            submit(TransferJob(self._job, keys, np.arange(at, at + len(keys)), promotion, context))
+        self.tier.drain_jobs()
+        while begun:
+            for result in self.tier.get_finished_jobs():
+                assert result.success
+                begun -= 1
+
+    def close(self) -> None:
+        self.tier.shutdown()
+
+
+class Fio:
+    """What the disk gives: fio on one file of the same size."""
+
+    def __init__(self, program: str, folder: Path, nbytes: int, size: int) -> None:
+        self._command = [
+            program,
+            "--name=bench",
+            f"--filename={folder / 'fio'}",
+            f"--size={nbytes}",
+            f"--bs={size}",
+            "--direct=1",
+            "--ioengine=io_uring",
+            "--iodepth=16",
+            "--output-format=json",
+            "--fallocate=native",
+        ]
+
+    def run(self, way: str) -> Cell:
+        """Run `randwrite` or `randread`, every block once."""
+        done = subprocess.run([*self._command, f"--rw={way}"], capture_output=True, text=True, check=True)
+        report = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
+        part = report["write" if way == "randwrite" else "read"]
+        seconds = part["runtime"] / 1e3
+        cpu = (report["usr_cpu"] + report["sys_cpu"]) / 100 * report["job_runtime"] / 1e3
+        return Cell(part["io_bytes"] / seconds, cpu / part["io_bytes"] * 1e9)
+
+
+def bench_rows(folder: Path, size: int, nbytes: int, rounds: int, fio_program: str | None) -> dict[str, Any]:
+    """Let the contenders take turns."""
+    rows = make_rows(nbytes // size, size)
+    nbytes = rows.nbytes
+    ours, fs, fio = Ours(folder / "ours", rows), None, None
+    (folder / "fs").mkdir()
+    with suppress(ImportError):
+        fs = Theirs(folder / "fs", rows)
+    if fio_program is not None:
+        fio = Fio(fio_program, folder, nbytes, size)
+        fio.run("randwrite")  # first writes into fresh extents are slower, for everybody
+    cells: dict[str, list[Cell]] = {}
+
+    def note(name: str, cell: Cell) -> None:
+        cells.setdefault(name, []).append(cell)
+
+    for turn in range(-1, rounds):  # one more, not counted
+        if turn == 0:
+            cells.clear()
+        for way in ("store", "load"):
+            for jobs, many in ((JOBS, "many"), (1, "one")):
+                if fio is not None and jobs == JOBS:
+                    note(f"fio {way}", fio.run("randwrite" if way == "store" else "randread"))
+                for name, contender in (("ours", ours), ("fs", fs)):
+                    if contender is None:
+                        continue
+                    if way == "store":
+                        contender.new_keys()
+                    note(f"{name} {way} {many}", timed(nbytes, lambda: getattr(contender, way)(jobs)))  # noqa: B023
+                if fio is not None and jobs == JOBS:
+                    note(f"fio {way} after", fio.run("randwrite" if way == "store" else "randread"))
+    hashing = timed(nbytes, lambda: [xxhash.xxh3_128_digest(row.data, 1) for row in rows])
+    ours.close()
+    if fs is not None:
+        fs.close()
+    shutil.rmtree(folder / "ours")
+    shutil.rmtree(folder / "fs")
+    return summarize(size, cells) | {"seal_cpu_per_gb": hashing.cpu}
+
+
+def summarize(size: int, cells: dict[str, list[Cell]]) -> dict[str, Any]:
+    """Return medians, and medians of the ratios of each round."""
+    result: dict[str, Any] = {"row_bytes": size, "gbps": {}, "cpu_per_gb": {}, "ratios": {}}
+    for name, all_cells in cells.items():
+        result["gbps"][name] = median(cell.speed for cell in all_cells) / 1e9
+        result["cpu_per_gb"][name] = median(cell.cpu for cell in all_cells)
+
+    def ratio(name: str, ours: str, *theirs: str, by: Callable[[Cell], float]) -> None:
+        if all(peer in cells for peer in theirs):
+            peers = [cells[peer] for peer in theirs]
+            rounds = [
+                by(mine) / (sum(by(peer[turn]) for peer in peers) / len(peers)) for turn, mine in enumerate(cells[ours])
+            ]
+            result["ratios"][name] = {"median": median(rounds), "least": min(rounds), "most": max(rounds)}
+
+    def speed(cell: Cell) -> float:
+        return cell.speed
+
+    def cpu(cell: Cell) -> float:
+        return cell.cpu
+
+    for way in ("store", "load"):
+        ratio(f"{way} / fio", f"ours {way} many", f"fio {way}", f"fio {way} after", by=speed)
+    ratio("store / fs", "ours store many", "fs store many", by=speed)
+    ratio("store / fs, one request", "ours store one", "fs store one", by=speed)
+    ratio("load / fs, one request", "ours load one", "fs load one", by=speed)
+    ratio("load / fs, many", "ours load many", "fs load many", by=speed)
+    ratio("CPU of stores / fs", "ours store many", "fs store many", by=cpu)
+    return result
+
+
+def bench_open(folder: Path, slots: int) -> dict[str, Any]:
+    """Open a place whose records are all used, in a process of its own."""
+    size = 4096
+    path = folder / "open"
+    capacity = slots * (size + 128 + 576) + 20480
+    (path / "rank-0").mkdir(parents=True)
+    files, _, scope = DiskFiles.open(path / "rank-0", NAMESPACE, size, capacity, 512)
+    assert files.header.slots == slots
+    with (files.folder / "records").open("r+b") as records:
+        records.seek(HEADER_BYTES)
+        for slot in range(slots):
+            key = OffloadKey(xxhash.xxh3_128_digest(b"%d" % slot) * 2 + bytes(4))
+            records.write(pack_record(slot, key, bytes(16), size, scope.number, slot + 1))
+    files.close()
+    done = subprocess.run(
+        [sys.executable, __file__, "--opening", str(path), "--slots", str(slots)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    shutil.rmtree(path)
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def open_here(path: Path, slots: int) -> dict[str, Any]:
+    """Time the opening of a tier, lookups in it, and what they take."""
+    keys = [OffloadKey(xxhash.xxh3_128_digest(b"%d" % slot) * 2 + bytes(4)) for slot in range(0, slots, 100)]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    config = DiskConfig(path=str(path), capacity=slots * (4096 + 128 + 576) + 20480, write_limit=0)
+    start = time.perf_counter()
+    tier = DiskTier(config, row_bytes=4096, namespace=lambda: NAMESPACE)
+    assert tier.wait_open(60), tier.problem
+    assert tier.lookup(keys[0]) is True
+    seconds = time.perf_counter() - start
+    memory = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    assert tier.stats().used == slots
+    lookups = []
+    for at in range(0, len(keys), 100):
+        part = keys[at : at + 100]
+        start = time.perf_counter()
+        assert tier.lookup_prefix(part) == len(part)
+        lookups.append((time.perf_counter() - start) / len(part))
+    tier.close(60)
+    return {
+        "slots": slots,
+        "open_seconds": seconds,
+        "bytes_per_slot": memory / slots,
+        "lookup_ns_per_key": median(lookups) * 1e9,
+    }
+
+
+def bench_thread(folder: Path, size: int, seconds: float, rounds: int) -> dict[str, Any]:
+    """Time a thread that works 20 µs every millisecond, alone and beside loads and stores, in turns."""
+    rows = make_rows((128 << 20) // size, size)
+    ours = Ours(folder / "thread", rows)
+    ours.new_keys()
+    ours.store(1)
+    alone, beside = [], []
+    with ours_busy(ours) as (resume, pause):
+        for _ in range(rounds):
+            pause()
+            alone.append(_step_times(seconds))
+            resume()
+            beside.append(_step_times(seconds))
+        pause()
+    ours.close()
+    shutil.rmtree(folder / "thread")
+    p99 = [median(quantiles(times, n=100)[98] for times in part) for part in (alone, beside)]
+    p50 = [median(median(times) for times in part) for part in (alone, beside)]
+    ratios = [quantiles(b, n=100)[98] / quantiles(a, n=100)[98] for a, b in zip(alone, beside, strict=True)]
+    return {
+        "row_bytes": size,
+        "alone_p50_us": p50[0] * 1e6,
+        "alone_p99_us": p99[0] * 1e6,
+        "beside_p50_us": p50[1] * 1e6,
+        "beside_p99_us": p99[1] * 1e6,
+        "p99_ratio": median(ratios),
+    }
+
+
+@contextmanager
+def ours_busy(ours: Ours) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
+    """Keep the tier's I/O threads busy from a thread that hardly runs itself, while resumed."""
+    go, ended, idle = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        while not ended.is_set():
+            idle.set()
+            go.wait()
+            idle.clear()
+            if ended.is_set():
+                return
+            ours.load(1)
+            ours.new_keys()
+            ours.store(1)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+
+    def pause() -> None:
+        go.clear()
+        idle.wait()
+
+    try:
+        yield go.set, pause
+    finally:
+        ended.set()
+        go.set()
+        thread.join()
+
+
+def _step_times(seconds: float) -> list[float]:
+    times, until = [], time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        start = time.perf_counter()
+        total = 0
+        for number in range(400):  # about 20 µs
+            total += number
+        times.append(time.perf_counter() - start)
+        time.sleep(0.001)
+    return times
+
+
+def show(results: dict[str, Any]) -> None:
+    """Print what was measured, and what was asked for."""
+    for result in results.get("rows", ()):
+        print(f"\nrows of {result['row_bytes'] >> 10} KiB: GB/s [CPU seconds for 10^9 bytes]")
+        for name, speed in result["gbps"].items():
+            print(f"  {name:22} {speed:6.2f} [{result['cpu_per_gb'][name]:.3f}]")
+        print(f"  {'seals':22} {'':6} [{result['seal_cpu_per_gb']:.3f}] (at most 0.07)")
+        for name, ratio in result["ratios"].items():
+            bar = BARS[name][SIZES.index(result["row_bytes"])] if name in BARS else None
+            at = "at most" if name.startswith("CPU") else "at least"
+            asked = f"({at} {bar})" if bar is not None else ""
+            print(f"  {name:26} {ratio['median']:5.2f}  {ratio['least']:.2f}–{ratio['most']:.2f} {asked}")
+    for result in results.get("open", ()):
+        print(
+            f"{result['slots']:>9,} slots: open in {result['open_seconds']:.2f} s, {result['bytes_per_slot']:.0f} bytes"
+            f" a slot, lookup {result['lookup_ns_per_key']:.0f} ns a key"
+        )
+    for result in results.get("thread", ()):
+        print(
+            f"a thread beside I/O of {result['row_bytes'] >> 10} KiB rows: p99 {result['alone_p99_us']:.0f} ->"
+            f" {result['beside_p99_us']:.0f} µs, {result['p99_ratio']:.1f} × (at most 3)"
+        )
+
+
+def main() -> None:
+    """Measure, print, and write JSON if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help="on the disk to be measured; by default the temporary folder")
+    parser.add_argument("--fio", default=shutil.which("fio"), help="the program")
+    parser.add_argument("--mib", type=int, default=256, help="bytes of each turn, in MiB")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", choices=("rows", "open", "thread"))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--opening", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--slots", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.opening:
+        print(json.dumps(open_here(options.opening, options.slots)))
+        return
+    results: dict[str, Any] = {"cores": len(os.sched_getaffinity(0)), "fio": options.fio}
+    if options.fio is None:
+        print("no fio here: what the disk gives is not measured")
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        place = Path(folder)
+        if options.only in (None, "rows"):
+            results["rows"] = [
+                bench_rows(place, size, options.mib << 20, options.rounds, options.fio) for size in SIZES
+            ]
+        if options.only in (None, "open"):
+            results["open"] = [bench_open(place, slots) for slots in (10_000, 100_000, 1_000_000)]
+        if options.only in (None, "thread"):
+            results["thread"] = [bench_thread(place, size, 2.0, 3) for size in SIZES[:2]]
+    show(results)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

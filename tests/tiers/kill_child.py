@@ -1,0 +1,77 @@
+"""A program: demotes rows to a disk and is killed at one of its writes. `kill_child.py FOLDER FIRST LAST`.
+
+For each number from FIRST on, a fork works in FOLDER/NUMBER and is killed with SIGKILL before its NUMBER-th write,
+wherever that is: header, emptied record, row, description, record. What it was told to be done stands in
+FOLDER/NUMBER/log. It ends early when a fork comes to its own end: then there are no more writes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from kvtier.keys import make_offload_key
+from kvtier.testing.faulty_backend import KillPoint
+from kvtier.tiers.base import LentRow, Outcome, TierJob
+from kvtier.tiers.disk import DiskConfig, DiskTier, files
+
+ROW_BYTES = 8192
+JOBS, ROWS_PER_JOB, SLOTS = 8, 3, 6
+
+
+def row_of(number: int) -> bytes:
+    return number.to_bytes(4, "little") * (ROW_BYTES // 4)
+
+
+def open_tier(folder: Path) -> DiskTier:
+    config = DiskConfig(path=str(folder), capacity=SLOTS * (ROW_BYTES + 128 + 576) + 20480, write_limit=0)
+    tier = DiskTier(config, row_bytes=ROW_BYTES, namespace=lambda: "kill", threads=2)
+    assert tier.wait_open()
+    assert tier.stats().capacity == SLOTS
+    return tier
+
+
+def work(folder: Path) -> None:
+    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    tier = open_tier(folder)
+    for job in range(JOBS):
+        numbers = range(job * ROWS_PER_JOB, (job + 1) * ROWS_PER_JOB)
+        keys = [make_offload_key(b"%032d" % number, 0) for number in numbers]
+        rows = [
+            LentRow(key, (memoryview(row_of(number)),), b"about %d" % number)
+            for key, number in zip(keys, numbers, strict=True)
+        ]
+        os.write(log, b"begin %d\n" % job)
+        tier.demote(TierJob(job, tuple(rows), time.monotonic() + 60))
+        left = len(rows)
+        while left:
+            tier.wait_any(1)
+            for result in tier.poll():
+                left -= len(result.keys)
+                if result.outcome is Outcome.DONE:
+                    for key in result.keys:
+                        os.write(log, b"done %s\n" % key[:32])
+        if job == JOBS // 2:
+            tier.touch(keys[:1])
+            tier._save_at = 0.0
+            tier.poll()
+    tier.close()
+
+
+def main(folder: Path, first: int, last: int) -> None:
+    for number in range(first, last + 1):
+        place = folder / str(number)
+        place.mkdir()
+        if (child := os.fork()) == 0:
+            files._pass = KillPoint(number)
+            work(place)
+            os._exit(0)
+        if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0:
+            print(number)
+            return
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,559 @@
+"""What only the disk tier promises: it is there after a restart, bounded, owned by one, and survives what disks do."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.errors import ConfigError, OutsideError
+from kvtier.keys import OffloadKey
+from kvtier.testing.faulty_backend import FaultyBackend
+from kvtier.testing.tier_suite import ROW_BYTES, ManualClock, TierDriver, churn, content, key, keys
+from kvtier.tiers.base import Outcome, TierMiss
+from kvtier.tiers.disk import DiskConfig, DiskFiles, DiskTier, find_places
+from kvtier.tiers.disk import files as files_module
+from kvtier.tiers.disk.descriptions import description_stride, pack_description, read_description
+from kvtier.tiers.disk.folder import taken_bytes
+
+SLOT_BYTES = ROW_BYTES + 128 + 576
+FIXED_BYTES = 20480
+
+
+def capacity(slots: int) -> int:
+    return slots * SLOT_BYTES + FIXED_BYTES
+
+
+def make_tier(path: Path, slots: int = 8, namespace: str | Callable[[], str | None] = "model", **more: Any) -> DiskTier:
+    settings = {"write_limit": 0, "capacity": capacity(slots)} | more.pop("settings", {})
+    more = {"row_bytes": ROW_BYTES, "threads": 2, "clock": ManualClock()} | more
+    config = DiskConfig(path=str(path), **settings)
+    return DiskTier(config, namespace=namespace if callable(namespace) else lambda: str(namespace), **more)
+
+
+@contextmanager
+def opened(path: Path, slots: int = 8, namespace: str = "model", **more: Any) -> Iterator[TierDriver]:
+    """Open a tier as a process would, and end it as one does."""
+    tier = make_tier(path, slots, namespace, **more)
+    try:
+        assert tier.wait_open(), tier.problem
+        backend = tier._io.backend
+        assert backend is not None
+        faulty = tier._io.backend = FaultyBackend(backend)
+        clock = tier._clock
+        assert isinstance(clock, ManualClock)
+        yield TierDriver(tier, faulty, clock)
+        faulty.release()
+        tier.check()
+    finally:
+        tier.close(30)
+
+
+def disk(driver: TierDriver) -> DiskTier:
+    assert isinstance(driver.tier, DiskTier)
+    return driver.tier
+
+
+def place_of(path: Path) -> Path:
+    (place,) = find_places(path)
+    return place.folder
+
+
+# Restarts
+
+
+def test_a_restart_finds_everything(tmp_path: Path) -> None:
+    with opened(tmp_path) as driver:
+        driver.store(1, 2, 3)
+    with opened(tmp_path) as driver:
+        assert driver.tier.lookup_prefix(keys(1, 2, 3, 4)) == 3, "at once, before anything is announced"
+        assert driver.fetch(1, 2, 3) == {number: content(number) for number in (1, 2, 3)}
+
+
+def test_a_restart_announces_in_full_newest_first(tmp_path: Path) -> None:
+    with opened(tmp_path) as driver:
+        driver.store(1, 2)
+        driver.store(3, 4)
+        driver.tier.touch(keys(1, 2))
+    with opened(tmp_path) as driver:
+        driver.wait(lambda: bool(driver.events))
+        (event,) = driver.events
+        assert list(event.keys) == keys(1, 2, 3, 4), "parents before what follows them"
+        assert event.descriptions == tuple(b"about " + name for name in event.keys)
+        assert not driver.tier.has_pending_work()
+
+
+def test_announcements_come_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path) as driver:
+        driver.store(*range(8))
+    monkeypatch.setattr("kvtier.tiers.disk.tier._SLICE", 3)
+    with opened(tmp_path) as driver:
+        assert driver.tier.has_pending_work()
+        driver.wait(lambda: len(driver.listener()) == 8)
+        assert [len(event.keys) for event in driver.events] == [3, 3, 2]
+
+
+def test_what_leaves_before_it_was_announced_is_not_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path) as driver:
+        driver.store(*range(8))
+    monkeypatch.setattr("kvtier.tiers.disk.tier._SLICE", 1)
+    with opened(tmp_path) as driver:
+        driver.tier.discard(keys(*range(4)))
+        driver.wait(lambda: driver.listener() == set(keys(4, 5, 6, 7)) and not disk(driver)._silent.any())
+        driver.wait(lambda: bool(driver.demote(1)[1]))
+        driver.wait(lambda: driver.listener() == set(keys(1, 4, 5, 6, 7)))
+
+
+def test_the_order_of_use_outlives_a_restart(tmp_path: Path) -> None:
+    with opened(tmp_path, 4) as driver:
+        driver.store(1)
+        driver.store(2)
+        driver.store(3)
+        driver.store(4)
+        driver.tier.touch(keys(1))
+    with opened(tmp_path, 4) as driver:
+        driver.store(5)
+        driver.store(6)
+        assert driver.tier.lookup_many(keys(1, 2, 3, 4)) == [True, False, False, True]
+
+
+def test_last_uses_are_written_down_while_it_runs(tmp_path: Path) -> None:
+    """A process that is killed has not come to its end."""
+    with opened(tmp_path, 4) as driver:
+        driver.store(1)
+        driver.store(2, 3, 4)
+        driver.tier.touch(keys(1))
+        driver.clock.now += 6
+        driver.wait(lambda: not disk(driver)._saving and disk(driver)._save_at > driver.clock.now)
+        copy = shutil.copytree(tmp_path, tmp_path.with_name("copy"))
+    with opened(copy, 4) as driver:
+        driver.store(5)
+        assert driver.tier.lookup(key(1)) is True
+
+
+def test_descriptions_are_bounded_and_bound_to_their_key() -> None:
+    stride = description_stride(30)
+    for description in (b"", b"x" * 48, b"x" * 49):
+        kept = read_description(key(1), pack_description(key(1), description, stride).ljust(stride, b"o"))
+        assert kept == (description if len(description) < 49 else b"")
+    assert read_description(key(2), pack_description(key(1), b"about 1", stride)) == b""
+    assert read_description(key(1), b"\xff" * stride) == b""
+
+
+def test_no_descriptions(tmp_path: Path) -> None:
+    with opened(tmp_path, description_bytes=0) as driver:
+        driver.store(1)
+    with opened(tmp_path, description_bytes=0) as driver:
+        driver.wait(lambda: bool(driver.events))
+        assert driver.events[0].descriptions == (b"",)
+        assert driver.fetch(1) == {1: content(1)}
+
+
+def test_prices_and_the_write_count_are_kept(tmp_path: Path) -> None:
+    settings = {"settings": {"write_limit": 10 * ROW_BYTES}}
+    with opened(tmp_path, **settings) as driver:
+        driver.store(1, 2, 3)
+        driver.tier.learn({"seconds_per_byte": 1e-9})
+    with opened(tmp_path, **settings) as driver:
+        assert driver.tier.learnt() == {"seconds_per_byte": 1e-9}
+        assert disk(driver)._limit.room == 7 * ROW_BYTES
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_restarts_at_random_points(tmp_path: Path, seed: int) -> None:
+    source, before = random.Random(seed), set[OffloadKey]()
+    for _ in range(5):
+        with opened(tmp_path, 6) as driver:
+            table = disk(driver)._table
+            assert table is not None
+            # More may be there: a row that was evicted for one that was never written is whole, and found again.
+            assert before <= set(table.keys(table.held_slots()))
+            resets = churn(driver, source, 40)
+            # After a reset the weights are others; a process that starts has those of the files again.
+            before = set() if resets else set(table.keys(table.held_slots()))
+
+
+# Resets
+
+
+def test_nothing_from_before_or_after_a_reset_is_there_after_a_restart(tmp_path: Path) -> None:
+    with opened(tmp_path) as driver:
+        driver.store(1, 2)
+        driver.tier.reset("weights were swapped")
+        driver.wait(lambda: bool(driver.demote(3, version=1)[1]))
+        driver.wait(lambda: driver.tier.lookup(key(3)) is True)
+    with opened(tmp_path) as driver:
+        assert driver.tier.stats().used == 0
+        driver.store(1)
+    with opened(tmp_path) as driver:
+        assert driver.fetch(1, 2) == {1: content(1), 2: Outcome.ABSENT}
+
+
+def test_no_row_is_written_before_the_epoch_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(files_module, "_pass", order.append)
+    with opened(tmp_path) as driver:
+        driver.store(1)
+        order.clear()
+        driver.tier.reset("once")
+        assert driver.demote(2)[1] == [], "the epoch is not written yet"
+        driver.wait(lambda: bool(driver.demote(2)[1]))
+        driver.wait(lambda: driver.tier.lookup(key(2)) is True)
+    assert order[:2] == ["header", "header"], "on both pages"
+    assert order.index("row") > 1
+
+
+def test_a_reset_before_it_is_open(tmp_path: Path) -> None:
+    with opened(tmp_path) as driver:
+        driver.store(1)
+    name: list[str | None] = [None]
+    tier = make_tier(tmp_path, namespace=lambda: name[0])
+    tier.wait_open()
+    assert tier.explain(key(1)) is TierMiss.NOT_OPEN
+    assert tier.state() == "waiting for the namespace"
+    tier.reset("early")
+    name[0] = "model"
+    assert tier.wait_open()
+    tier.poll()
+    assert tier.stats().used == 0
+    assert tier.take_events() == []
+    tier.close()
+
+
+# Owners
+
+
+def test_a_second_owner_runs_without_and_takes_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with opened(tmp_path) as driver:
+        driver.store(1)
+        second = make_tier(tmp_path)
+        assert second.wait_open() is False
+        assert "another process is" in (second.problem or "")
+        assert second.lookup(key(1)) is False
+        assert second.explain(key(1)) is TierMiss.NOT_OPEN
+        for _ in range(20):
+            second._clock.now += 1  # type: ignore[attr-defined]
+            second.poll()
+    assert sum("another process" in record.message for record in caplog.records) == 1, "one line, not one a second"
+
+    def is_open() -> bool:
+        second._clock.now += 1  # type: ignore[attr-defined]
+        second.poll()
+        second.wait_any(0.1)
+        return second.stats().state == "open"
+
+    assert any(is_open() for _ in range(100))
+    assert second.lookup(key(1)) is True
+    second.close()
+
+
+def test_a_required_tier_is_an_error(tmp_path: Path) -> None:
+    with opened(tmp_path):
+        second = make_tier(tmp_path, settings={"required": True})
+        with pytest.raises(OutsideError, match=r"only owner, but another process is.*required is true"):
+            second.wait_open()
+        second.close()
+
+
+def test_ranks_share_the_capacity(tmp_path: Path) -> None:
+    # Each of four ranks has a quarter of everything, what is fixed included.
+    settings = {"settings": {"capacity": 4 * capacity(5)}}
+    with opened(tmp_path, ranks=4, rank=0, **settings) as first, opened(tmp_path, ranks=4, rank=3, **settings) as last:
+        first.store(1)
+        last.store(1, 2)
+        assert first.tier.stats().capacity == last.tier.stats().capacity == 5
+        assert first.tier.lookup(key(2)) is False
+    assert [place.rank for place in find_places(tmp_path)] == [0, 3]
+
+
+# Namespaces, versions, sizes
+
+
+def test_another_namespace_has_its_own_place_and_the_old_one_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(tmp_path, 4, "first") as driver:
+        driver.store(1, 2)
+    with opened(tmp_path, 12, "second") as driver:
+        assert driver.tier.lookup(key(1)) is False
+        driver.store(1)
+        assert driver.tier.stats().capacity < 12, "the old rows take their part"
+    assert "kvtier disk" in caplog.text
+    with opened(tmp_path, 20, "first") as driver:
+        assert driver.fetch(1, 2) == {1: content(1), 2: content(2)}
+    assert taken_bytes(tmp_path) <= capacity(20)
+    assert len(list(find_places(tmp_path))) == 2
+
+
+def test_old_namespaces_that_take_everything(tmp_path: Path) -> None:
+    with opened(tmp_path, 8, "first") as driver:
+        driver.store(1)
+    tier = make_tier(tmp_path, 8, "second")
+    assert tier.wait_open() is False
+    assert "other models' rows take" in (tier.problem or "")
+    assert "kvtier disk ls and gc" in (tier.problem or "")
+    tier.close()
+
+
+def test_another_row_size_has_its_own_place(tmp_path: Path) -> None:
+    with opened(tmp_path, 4) as driver:
+        driver.store(1)
+    with opened(tmp_path, 12, row_bytes=2 * ROW_BYTES) as driver:
+        assert driver.tier.lookup(key(1)) is False
+    assert len(list(find_places(tmp_path))) == 2
+
+
+def test_another_version_is_refused(tmp_path: Path) -> None:
+    with opened(tmp_path) as driver:
+        driver.store(1)
+    records = place_of(tmp_path) / "records"
+    header = files_module.read_header(records.read_bytes())
+    assert header is not None
+    page = files_module.pack_header(files_module.msgspec.structs.replace(header, version=2))
+    records.write_bytes(page * 2 + records.read_bytes()[8192:])
+    tier = make_tier(tmp_path, settings={"required": True})
+    with pytest.raises(OutsideError, match=r"found version 2.*kvtier disk gc"):
+        tier.wait_open()
+    tier.close()
+
+
+@pytest.mark.parametrize("slots", [3, 6, 20])
+def test_the_capacity_may_change(tmp_path: Path, slots: int) -> None:
+    with opened(tmp_path, 8) as driver:
+        driver.store(*range(8))
+    with opened(tmp_path, slots) as driver:
+        kept = [number for number in range(8) if driver.tier.lookup(key(number))]
+        assert len(kept) == min(8, slots)
+        assert driver.fetch(*kept) == {number: content(number) for number in kept}
+        driver.store(30)
+        assert taken_bytes(tmp_path) <= capacity(slots)
+
+
+def test_space_is_never_above_the_capacity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    most = []
+    monkeypatch.setattr(files_module, "_pass", lambda _where: most.append(taken_bytes(tmp_path)))
+    with opened(tmp_path, 5) as driver:
+        churn(driver, random.Random(0), 100)
+    assert 5 * ROW_BYTES < max(most) <= capacity(5)
+
+
+# What bad luck gets
+
+
+def test_a_flipped_bit_anywhere_costs_one_row_at_most(tmp_path: Path) -> None:
+    with opened(tmp_path) as driver:
+        driver.store(*range(8))
+    source = random.Random(0)
+    for name in ("records", "descriptions", "slots"):
+        file = place_of(tmp_path) / name
+        whole = file.read_bytes()
+        for _ in range(25):
+            at, bit = source.randrange(len(whole)), source.randrange(8)
+            spoilt = bytearray(whole)
+            spoilt[at] ^= 1 << bit
+            file.write_bytes(spoilt)
+            copy = tmp_path.with_name("flipped")
+            shutil.copytree(tmp_path, copy)
+            file.write_bytes(whole)
+            with opened(copy) as driver:
+                got = driver.fetch(*range(8))
+                wrong = [number for number, row in got.items() if isinstance(row, bytes) and row != content(number)]
+                missing = [number for number, row in got.items() if not isinstance(row, bytes)]
+                assert not wrong, (name, at, bit)
+                assert len(missing) <= 1, (name, at, bit)
+            shutil.rmtree(copy)
+
+
+def test_both_headers_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with opened(tmp_path) as driver:
+        driver.store(1)
+    records = place_of(tmp_path) / "records"
+    content_of = bytearray(records.read_bytes())
+    content_of[100] ^= 1
+    content_of[4196] ^= 1
+    records.write_bytes(content_of)
+    with opened(tmp_path) as driver:
+        assert driver.tier.stats().used in (0, 1)
+        driver.store(2)
+        assert driver.fetch(2) == {2: content(2)}
+    assert "header is damaged" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["records", "descriptions", "slots"])
+@pytest.mark.parametrize("left", [0.0, 0.5])
+def test_truncated_files(tmp_path: Path, name: str, left: float) -> None:
+    with opened(tmp_path) as driver:
+        driver.store(*range(8))
+    file = place_of(tmp_path) / name
+    os.truncate(file, int(file.stat().st_size * left))
+    with opened(tmp_path) as driver:
+        got = driver.fetch(*range(8))
+        assert all(row == content(number) for number, row in got.items() if isinstance(row, bytes))
+        if name == "descriptions":
+            assert all(isinstance(row, bytes) for row in got.values())
+        driver.wait(lambda: bool(driver.demote(20)[1]))
+        driver.wait(lambda: driver.tier.lookup(key(20)) is True)
+
+
+def test_two_slots_swapped(tmp_path: Path) -> None:
+    with opened(tmp_path) as driver:
+        driver.store(1, 2)
+    slots = place_of(tmp_path) / "slots"
+    rows = slots.read_bytes()
+    slots.write_bytes(rows[ROW_BYTES : 2 * ROW_BYTES] + rows[:ROW_BYTES] + rows[2 * ROW_BYTES :])
+    with opened(tmp_path) as driver:
+        assert driver.fetch(1, 2) == {1: Outcome.FAILED_CHECK, 2: Outcome.FAILED_CHECK}
+
+
+def test_records_without_their_rows(tmp_path: Path) -> None:
+    """What a power cut may leave: records reached the disk, rows did not."""
+    with opened(tmp_path) as driver:
+        driver.store(1, 2)
+    slots = place_of(tmp_path) / "slots"
+    slots.write_bytes(bytes(slots.stat().st_size))
+    with opened(tmp_path) as driver:
+        assert driver.fetch(1, 2) == {1: Outcome.FAILED_CHECK, 2: Outcome.FAILED_CHECK}
+        driver.wait(lambda: len(driver.demote(1, 2)[1]) == 2)
+        driver.wait(lambda: driver.tier.lookup_prefix(keys(1, 2)) == 2)
+        assert driver.fetch(1, 2) == {1: content(1), 2: content(2)}, "stored again, they are whole"
+
+
+def test_a_folder_that_vanishes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "tier"
+    with opened(path) as driver:
+        driver.store(1, 2)
+        shutil.rmtree(path)
+        driver.clock.now += 6
+        driver.wait(lambda: driver.tier.stats().state != "open")
+        assert driver.listener() == set(), "loss is announced"
+        assert driver.tier.explain(key(1)) is TierMiss.NOT_OPEN
+
+        def is_open() -> bool:
+            driver.clock.now += 1
+            return driver.tier.stats().state == "open"
+
+        driver.wait(is_open)
+        assert driver.tier.explain(key(1)) is TierMiss.LOST
+        driver.store(1)
+        assert driver.fetch(1) == {1: content(1)}
+    assert "vanished" in caplog.text
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "x").touch()
+    tier = make_tier(tmp_path / "x" / "y")
+    assert tier.wait_open() is False
+    assert "expected a folder that can be written to" in (tier.problem or "")
+    assert tier.lookup(key(1)) is False
+    tier.check()
+    tier.close()
+    assert len(caplog.records) == 1
+
+
+def test_a_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = make_tier(tmp_path, settings={"capacity": 1 << 60})
+    assert tier.wait_open() is False
+    assert "of free space, found" in (tier.problem or "")
+    tier.close()
+
+    def full(descriptor: int, offset: int, size: int) -> None:
+        os.ftruncate(descriptor, size // 2)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(files_module.os, "posix_fallocate", full)
+    tier = make_tier(tmp_path)
+    assert tier.wait_open() is False
+    assert "No space left" in (tier.problem or "")
+    tier.close()
+    assert taken_bytes(tmp_path) <= 8192, "what was taken in vain is given back"
+
+
+def test_a_hung_disk_does_not_hang_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    release = threading.Event()
+    monkeypatch.setattr(DiskFiles, "open", lambda *_arguments: release.wait() and None)
+    tier = make_tier(tmp_path)
+    assert tier.wait_open(0.2) is False
+    assert tier.lookup(key(1)) is False
+    assert not tier.has_pending_work()
+    assert tier.close(0.1) is False
+    release.set()
+
+
+def test_periodic_durability_syncs_rows_before_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    sync = os.fdatasync
+
+    def note(descriptor: int) -> None:
+        synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        sync(descriptor)
+
+    monkeypatch.setattr(files_module.os, "fdatasync", note)
+    for durability, expected in (("none", []), ("periodic", ["slots", "descriptions", "records"])):
+        with opened(tmp_path / durability, settings={"durability": durability}) as driver:
+            driver.store(1)
+            driver.clock.now += 6
+            driver.wait(lambda: not disk(driver)._saving and disk(driver)._save_at > driver.clock.now)
+            assert synced == expected
+
+
+def test_beyond_the_write_limit_rows_must_be_offered_twice(tmp_path: Path) -> None:
+    with opened(tmp_path, settings={"write_limit": 2 * ROW_BYTES}) as driver:
+        assert driver.demote(1, 2, 3, 4)[1] == keys(1, 2)
+        assert driver.tier.explain(key(3)) is TierMiss.REFUSED
+        assert driver.demote(5)[1] == []
+        assert driver.demote(3, 6)[1] == keys(3)
+        driver.wait(lambda: driver.tier.lookup(key(3)) is True)
+
+
+def test_a_full_queue_refuses_the_end_of_a_job(tmp_path: Path) -> None:
+    with opened(tmp_path, max_queued=3 * ROW_BYTES) as driver:
+        assert driver.demote(1, 2, 3, 4, 5)[1] == keys(1, 2, 3)
+        assert driver.tier.stats().refused == 2
+        driver.wait(lambda: driver.tier.lookup(key(3)) is True)
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("values", "error"),
+    [
+        ([], "tiers\\[0\\].disk: expected a table"),
+        ({"capacity": "1GiB"}, "disk.path: expected a value"),
+        ({"path": "x"}, "disk.capacity: expected a value"),
+        ({"path": "", "capacity": 1}, "disk.path: expected a folder"),
+        ({"path": "x", "capacity": "much"}, "disk.capacity: expected a size"),
+        ({"path": "x", "capacity": 1, "wite": "evict"}, "disk.wite: no such setting; did you mean write"),
+        ({"path": "x", "capacity": 1, "write": "back"}, "disk.write: expected 'through' or 'evict', got 'back'"),
+        ({"path": "x", "capacity": 1, "durability": True}, "disk.durability: expected 'none' or 'periodic'"),
+        ({"path": "x", "capacity": 1, "policy": "lur"}, "disk.policy: expected one of .*did you mean 'lru'"),
+        ({"path": "x", "capacity": 1, "required": 1}, "disk.required: expected true or false"),
+    ],
+)
+def test_wrong_settings(values: Any, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        DiskConfig.from_dict(values, "tiers[0].disk")
+
+
+def test_settings(tmp_path: Path) -> None:
+    config = DiskConfig.from_dict({"path": "~/kv", "capacity": "1TiB"})
+    assert config.path == os.path.expanduser("~/kv")
+    assert config.write_limit == 4 << 40
+    assert DiskConfig.from_dict(config.to_dict()) == config
+
+
+def test_the_log_has_no_surprises(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with opened(tmp_path) as driver:
+        driver.store(1)
+    assert [record.levelname for record in caplog.records] == ["INFO"]
