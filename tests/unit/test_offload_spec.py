@@ -314,6 +314,13 @@ def test_without_tiers_the_scheduler_maps_nothing() -> None:
     assert spec.parties == config.world_size
 
 
+def test_a_policy_that_is_none_is_refused_with_its_path(tmp_path: Path) -> None:
+    spec = CPUOffloadingSpec(tiered_config(tmp_path, policy="lur"))
+    with pytest.raises(ConfigError, match=r"tiers\[0\].disk.policy: expected one of .*did you mean 'lru'"):
+        spec.get_manager()
+    spec.shutdown()
+
+
 def test_a_required_tier_that_cannot_be_had_is_an_error_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     spec = CPUOffloadingSpec(tiered_config(tmp_path / "file", required=True))

@@ -19,10 +19,12 @@ from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvtier.config import TierConfig
+from kvtier.errors import ConfigError
 from kvtier.memory import expect_total_memory
 from kvtier.offload.base import OffloadingSpec
 from kvtier.offload.manager import CPUOffloadingManager
 from kvtier.offload.tiered import TieredOffloadingManager, TierSeat
+from kvtier.policies import make_policy
 from kvtier.pool import Pool
 from kvtier.tiers.base import Tier
 from kvtier.transfer.base import (
@@ -62,6 +64,7 @@ def make_tier(tier: TierConfig, config: OffloadingConfig) -> Tier:
     """Make a tier of its settings. `OutsideError` in one line if it is required and cannot be had."""
     from kvtier.tiers.disk import DiskTier
 
+    _expect_policy(tier, f"tiers[{config.settings.tiers.index(tier)}].{tier.kind}.policy")
     disk = DiskTier(
         tier,
         row_bytes=config.row_bytes,
@@ -77,6 +80,14 @@ def make_tier(tier: TierConfig, config: OffloadingConfig) -> Tier:
             disk.close(0.0)
             raise
     return disk
+
+
+def _expect_policy(tier: TierConfig, path: str) -> None:
+    """Refuse a policy that cannot be made, before a thread of the tier finds out."""
+    try:
+        make_policy(tier.policy, 1)
+    except ConfigError as error:
+        raise ConfigError(path, str(error).removeprefix(f"{error.path}: ")) from None
 
 
 class CPUOffloadingSpec(OffloadingSpec):
