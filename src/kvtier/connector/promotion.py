@@ -47,11 +47,14 @@ class PromotionDecision:
 
     # -- asking ------------------------------------------------------------------------------------------------------------
 
-    def should_wait(self, state: RequestState, limit: int) -> bool:
-        """Say whether a request should be asked about later because its chunks come, or should come, from a tier."""
+    def is_waiting(self, state: RequestState) -> bool:
+        """Say whether a request should be asked about later because its chunks are on their way from a tier."""
+        return not state.may_promote and self._manager.is_promoting(state.context)
+
+    def begins_to_wait(self, state: RequestState, here: PrefixMatch, limit: int) -> bool:
+        """Say whether a request should wait for chunks from tiers beyond what is `here`, and note its wish if so."""
         if not state.may_promote:
-            return self._manager.is_promoting(state.context)
-        here = match_prefix(self._geometry, self._manager, state, limit)
+            return False
         there = match_prefix(self._geometry, self._manager.anywhere, state, limit)
         if there.end <= here.end:
             return False
@@ -63,8 +66,9 @@ class PromotionDecision:
 
     def without_arrivals(self, match: PrefixMatch) -> PrefixMatch:
         """Return a match that is not waited for because of a row from a tier: that has been decided here."""
-        comes = match.missing is not None and self._manager.is_arriving(match.missing)
-        return match._replace(pending=False) if comes else match
+        if match.pending and match.missing is not None and self._manager.is_arriving(match.missing):
+            return match._replace(pending=False)
+        return match
 
     def _choose(self, state: RequestState, here: PrefixMatch, there: PrefixMatch) -> Wish | None:
         """Say what to wish for; `None`: computing is expected to be faster."""

@@ -121,11 +121,14 @@ class OffloadingConnectorScheduler:
         limit = request.num_tokens
         if max_num_new_tokens is not None:
             limit = min(limit, num_computed_tokens + max_num_new_tokens)
-        if self._promotion is not None and self._promotion.should_wait(state, limit):
+        if self._promotion is not None and self._promotion.is_waiting(state):
             self.stats.waits += 1
             return None, False
         match = match_prefix(self._geometry, self.manager, state, limit)
-        if match.pending and self._promotion is not None:
+        if self._promotion is not None:
+            if self._promotion.begins_to_wait(state, match, limit):
+                self.stats.waits += 1
+                return None, False
             match = self._promotion.without_arrivals(match)
         if self._load_decision.should_wait(state, match):
             self.stats.waits += 1

@@ -117,6 +117,7 @@ class _PromotionJob:
     seconds: float = 0.0
     arrived_bytes: int = 0
     is_late: bool = False
+    """Nothing of it came in time, or not all within its deadline: how long it would have taken is not known."""
 
     def spec(self, keys: Iterable[OffloadKey]) -> CPULoadStoreSpec:
         """Return the slots of some of its rows."""
@@ -258,7 +259,7 @@ class Promotions:
 
     def _start_jobs(self, waiter: _Waiter, taken: dict[OffloadKey, int], holders: dict[OffloadKey, Tier]) -> None:
         now = self._clock()
-        deadline = min(waiter.deadline, now + waiter.wish.io_seconds)
+        deadline = now + waiter.wish.io_seconds
         for tier in self._tiers:
             slots = {key: slot for key, slot in taken.items() if holders[key] is tier}
             if not slots:
@@ -371,6 +372,8 @@ class Promotions:
         late_ones = [w for w in self._waiters.values() if not w.is_expired and now >= w.deadline]
         for waiter in late_ones:
             waiter.is_expired, late = True, list(waiter.missing)
+            for job in {self._arrivals[key].job for key in late}:
+                job.is_late |= not job.arrived_bytes
             for key in late:
                 self._note_missed(waiter, [key], MissReason.TOO_SLOW, self._arrivals[key].job.tier.name)
             self._wait_no_more(waiter, late)
