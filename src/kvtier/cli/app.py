@@ -10,6 +10,7 @@ import typer
 from kvtier import __version__
 from kvtier.cli.config import config_app
 from kvtier.cli.demo import demo_command
+from kvtier.cli.disk import disk_app
 from kvtier.cli.doctor import doctor_command
 from kvtier.cli.events import events_app
 from kvtier.cli.index import index_app
@@ -22,6 +23,7 @@ app = typer.Typer(name="kvtier", add_completion=False, help="Keeps the KV cache 
 app.command("demo")(demo_command)
 app.command("doctor")(doctor_command)
 app.add_typer(config_app, name="config")
+app.add_typer(disk_app, name="disk")
 app.add_typer(events_app, name="events")
 app.add_typer(index_app, name="index")
 
@@ -75,7 +77,7 @@ def _show_help(context: typer.Context) -> None:
         typer.echo(context.get_help())
 
 
-for _group in (config_app, events_app, index_app):
+for _group in (config_app, disk_app, events_app, index_app):
     _group.callback(invoke_without_command=True)(_show_help)
 
 

@@ -1,7 +1,7 @@
 """What we test with, for others to use: contract suites, faults, caches of every layout, a toy model.
 
-The suites are classes for pytest. Subclass one in your own tests, say how to make your policy, manager or handlers, and every
-promise of the contract is tested:
+The suites are classes for pytest. Subclass one in your own tests, say how to make your policy, manager, handlers,
+tier or backend, and every promise of the contract is tested:
 
     from kvtier.testing import PolicySuite
 
@@ -16,13 +16,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvtier.testing.backend_suite import BackendSuite
     from kvtier.testing.handler_suite import HandlerSuite
     from kvtier.testing.manager_suite import ManagerSuite
     from kvtier.testing.policy_suite import PolicySuite
+    from kvtier.testing.tier_suite import TierSuite
 
-__all__ = ["HandlerSuite", "ManagerSuite", "PolicySuite"]
+__all__ = ["BackendSuite", "HandlerSuite", "ManagerSuite", "PolicySuite", "TierSuite"]
 
-_HOMES = {"HandlerSuite": "handler_suite", "ManagerSuite": "manager_suite", "PolicySuite": "policy_suite"}
+_HOMES = {
+    "BackendSuite": "backend_suite",
+    "HandlerSuite": "handler_suite",
+    "ManagerSuite": "manager_suite",
+    "PolicySuite": "policy_suite",
+    "TierSuite": "tier_suite",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -386,6 +386,18 @@ class TierSuite:
         assert driver.listener() == set(keys(2))
         driver.wait(lambda: bool(driver.demote(1)[1]))
 
+    def test_a_slot_that_spoils_rows_is_not_used_again(self, drivers: list[TierDriver]) -> None:
+        driver = self.drive(drivers, 1)
+        for _ in range(2):
+            driver.wait(lambda: bool(driver.demote(1)[1]) or driver.tier.explain(key(1)) is TierMiss.WRITING)
+            driver.wait(lambda: driver.tier.lookup(key(1)) is True)
+            driver.faulty.flip_next = True
+            assert driver.fetch(1) == {1: Outcome.FAILED_CHECK}
+        for _ in range(20):
+            driver.poll()
+            assert driver.demote(1)[1] == []
+            driver.tier.wait_any(0.01)
+
     def test_pending_work(self, drivers: list[TierDriver]) -> None:
         driver = self.drive(drivers)
         assert not driver.tier.has_pending_work()

@@ -327,7 +327,8 @@ class BackendRow(NamedTuple):
 class Backend(ABC):
     """Moves the bytes of rows, in batches, and blocks while it does. Any I/O thread; several at once.
 
-    No two calls at a time are about one place or key, except `contains`. Calls release the GIL while they wait.
+    Rows may be read by several calls at once; a row is never written or deleted beside another call about it or
+    about its place. Calls release the GIL while they wait.
     A failure of one row is a value in the answer and says nothing of the others; a call may raise `OSError`
     if all of it failed. After a failed `write` the row is absent, old or new, never a mixture that its seal would
     not show. A backend makes no promise about the bytes: whoever reads checks the seal.

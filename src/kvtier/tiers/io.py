@@ -35,8 +35,11 @@ __all__ = ["Direction", "IOReport", "IOThreads"]
 
 logger = logging.getLogger(__name__)
 
-_BATCH_BYTES = 1 << 20
+_BATCH_BYTES = 2 << 20
 """What a thread takes at once: enough that small rows cost few calls, little enough that a job spreads."""
+
+
+_LAST_WAIT = 0.2
 
 
 class Direction(IntEnum):
@@ -44,6 +47,9 @@ class Direction(IntEnum):
 
     PROMOTE = 0
     DEMOTE = 1
+
+
+_IN_ORDER = tuple(Direction)
 
 
 class _RowState(IntEnum):
@@ -76,6 +82,7 @@ class _Work:
     scope: SealScope
     deadline: float
     states: list[_RowState] = field(init=False)
+    sizes: list[int] = field(init=False)
     cursor: int = 0
     given_up: bool = False
     num_queued: int = field(init=False)
@@ -85,6 +92,7 @@ class _Work:
     def __post_init__(self) -> None:
         self.states = [_RowState.QUEUED] * len(self.rows)
         self.num_queued = self.left = len(self.rows)
+        self.sizes = [row.nbytes for row in self.rows]
 
     def queued(self, most: int | None = None) -> list[int]:
         """Return the first rows that no thread has begun."""
@@ -112,11 +120,16 @@ class _Batch:
     nbytes: int
 
 
+_RowEnd = tuple[Outcome, str]
+"""What a call came to for one row, and why."""
+_DONE: _RowEnd = (Outcome.DONE, "")
+
+
 class _Ended(NamedTuple):
     """What a call came to, by row."""
 
     batch: _Batch
-    outcomes: list[tuple[Outcome, str]]
+    outcomes: list[_RowEnd]
     seconds: float
 
 
@@ -195,9 +208,8 @@ class IOThreads:
         work = self._works[job_id] = _Work(job_id, direction, rows, scope, deadline)
         self._next_deadline = min(self._next_deadline, deadline)
         self._count += 1
-        nbytes = sum(row.nbytes for row in rows)
         with self._lock:
-            self._queued_bytes[direction] += nbytes
+            self._queued_bytes[direction] += sum(work.sizes)
             heapq.heappush(self._queues[direction], (priority, self._count, work))
             self._lock.notify(min(len(rows), self._num_threads))
 
@@ -236,11 +248,7 @@ class IOThreads:
         """Take what has become of rows since the last call."""
         self._something.clear()
         self._settle_all()
-        now = self._clock()
-        if now >= self._next_deadline:
-            for work in [work for work in self._works.values() if work.deadline <= now]:
-                self._give_up(work, Outcome.LATE, "")
-            self._next_deadline = min((work.deadline for work in self._works.values()), default=float("inf"))
+        self._give_up_late()
         reports, self._reports = self._reports, []
         return reports
 
@@ -278,6 +286,8 @@ class IOThreads:
     def close(self, timeout: float) -> bool:
         """End: work off the queue until the time is over, give up the rest. False: a call has not returned."""
         until = time.monotonic() + timeout
+        self._settle_all()
+        self._give_up_late()
         with self._lock:
             self._closed = True
             self._lock.notify_all()
@@ -288,8 +298,9 @@ class IOThreads:
         with self._lock:
             self._calls.clear()
             self._lock.notify_all()
+        until = time.monotonic() + _LAST_WAIT  # for those that had nothing to do
         for thread in self._threads:
-            thread.join(0.1 if thread.is_alive() else None)
+            thread.join(max(0.0, until - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def check(self) -> None:
@@ -331,6 +342,13 @@ class IOThreads:
             if rows:
                 self._reports.append(IOReport(work.job_id, work.direction, rows, outcome, in_use, why=why))
 
+    def _give_up_late(self) -> None:
+        now = self._clock()
+        if now >= self._next_deadline:
+            for work in [work for work in self._works.values() if work.deadline <= now]:
+                self._give_up(work, Outcome.LATE, "")
+            self._next_deadline = min((work.deadline for work in self._works.values()), default=float("inf"))
+
     def _settle_all(self) -> None:
         while self._ended:
             ended = self._ended.popleft()
@@ -343,23 +361,39 @@ class IOThreads:
         """Report what a call came to, rows of one outcome together."""
         work, places = ended.batch.work, ended.batch.places
         work.end(places)
-        by_outcome: dict[tuple[Outcome, str], list[BackendRow]] = {}
-        for at, told in zip(places, ended.outcomes, strict=True):
-            by_outcome.setdefault(told, []).append(work.rows[at])
+        by_outcome: dict[_RowEnd, list[BackendRow]] = {}
+        if all(told is _DONE for told in ended.outcomes):
+            by_outcome[_DONE] = [work.rows[at] for at in places]
+        else:
+            for at, told in zip(places, ended.outcomes, strict=True):
+                by_outcome.setdefault(told, []).append(work.rows[at])
         for (outcome, why), rows in by_outcome.items():
             report = IOReport(
                 work.job_id,
                 work.direction,
                 rows,
                 outcome,
-                nbytes=sum(row.nbytes for row in rows),
+                nbytes=ended.batch.nbytes if len(rows) == len(places) else sum(row.nbytes for row in rows),
                 seconds=ended.seconds * len(rows) / len(places),
                 why=why,
             )
             if work.given_up:
                 report = report._replace(outcome=Outcome.RETURNED, returned=outcome)
-            self._reports.append(report)
+            self._add(report)
         self._forget_if_over(work)
+
+    def _add(self, report: IOReport) -> None:
+        """Add a report, to the last one if it tells the same of the same job: a step hears of many calls at once."""
+        last = self._reports[-1] if self._reports else None
+        same = last is not None and (last.job_id, last.in_use, last.why) == (report.job_id, report.in_use, report.why)
+        if last is not None and same and last.outcome is report.outcome and last.returned is report.returned:
+            self._reports[-1] = last._replace(
+                rows=last.rows + report.rows,
+                nbytes=last.nbytes + report.nbytes,
+                seconds=last.seconds + report.seconds,
+            )
+        else:
+            self._reports.append(report)
 
     def _forget_if_over(self, work: _Work) -> None:
         if work.left == 0:
@@ -391,7 +425,7 @@ class IOThreads:
                 del self._running[ended]
             while True:
                 task: _Call | _Batch | None = self._calls.popleft() if self._calls else None
-                for direction in Direction:
+                for direction in _IN_ORDER:
                     task = task or self._next_batch(direction)
                 if task is None and self._closed and not any(self._queued_bytes):
                     self._lock.notify_all()
@@ -413,13 +447,13 @@ class IOThreads:
             if not work.num_queued or work.deadline <= self._clock():  # `poll` will report them as late
                 heapq.heappop(queue)
                 continue
-            first = work.rows[work.queued(1)[0]].nbytes
-            if running and running + first > self._max_in_flight:
+            size = max(1, work.sizes[work.queued(1)[0]])
+            if running and running + size > self._max_in_flight:
                 return None
-            fair = -(-work.num_queued // self._num_threads)
-            places = work.queued(max(1, min(_BATCH_BYTES // max(1, first), fair)))
+            fair = -(-self._queued_bytes[direction] // (size * self._num_threads))
+            places = work.queued(max(1, min(_BATCH_BYTES // size, fair)))
             work.begin(places)
-            nbytes = sum(work.rows[at].nbytes for at in places)
+            nbytes = sum([work.sizes[at] for at in places])
             self._queued_bytes[direction] -= nbytes
             self._running_bytes[direction] += nbytes
             batch = _Batch(work, places, nbytes)
@@ -433,7 +467,7 @@ class IOThreads:
         except Exception as error:
             return _Answer(call, None, error)
 
-    def _move(self, batch: _Batch) -> list[tuple[Outcome, str]]:
+    def _move(self, batch: _Batch) -> list[_RowEnd]:
         """Move the rows of a batch. Whatever a backend raises is a failure of these rows."""
         work, places = batch.work, batch.places
         rows = [work.rows[at] for at in places]
@@ -451,23 +485,21 @@ class IOThreads:
             return [(Outcome.FAILED, f"expected {len(rows)} answers of the backend, got {len(outcomes)}")] * len(rows)
         return outcomes
 
-    def _read(self, backend: Backend, rows: list[BackendRow], scope: SealScope) -> list[tuple[Outcome, str]]:
+    def _read(self, backend: Backend, rows: list[BackendRow], scope: SealScope) -> list[_RowEnd]:
         return [self._check(row, found, scope) for row, found in zip(rows, backend.read(rows), strict=False)]
 
-    def _check(self, row: BackendRow, found: bytes | OSError | None, scope: SealScope) -> tuple[Outcome, str]:
+    def _check(self, row: BackendRow, found: bytes | OSError | None, scope: SealScope) -> _RowEnd:
         if found is None:
             return Outcome.ABSENT, ""
         if isinstance(found, OSError):
             return Outcome.FAILED, _say(found)
         if self._check_seals and found != seal_of(scope, row.key, row.pieces):
             return Outcome.FAILED_CHECK, ""
-        return Outcome.DONE, ""
+        return _DONE
 
-    def _write(self, backend: Backend, rows: list[BackendRow], scope: SealScope) -> list[tuple[Outcome, str]]:
+    def _write(self, backend: Backend, rows: list[BackendRow], scope: SealScope) -> list[_RowEnd]:
         sealed = [row._replace(seal=seal_of(scope, row.key, row.pieces)) for row in rows]
-        return [
-            (Outcome.DONE, "") if error is None else (Outcome.FAILED, _say(error)) for error in backend.write(sealed)
-        ]
+        return [_DONE if error is None else (Outcome.FAILED, _say(error)) for error in backend.write(sealed)]
 
 
 def _say(error: OSError) -> str:

@@ -44,6 +44,7 @@ _REMEMBERED = 64_000
 _STUCK_AFTER = 1.0
 """A call of a late job that has run for so many seconds is stuck, and not just the last of a long queue."""
 _IDLE_AFTER = 1.0
+_BAD_ROWS = 2
 _QUEUED_BYTES = 256 << 20
 
 
@@ -86,6 +87,7 @@ class SlotTier(Tier):
         self._misses: RecentKeys[TierMiss] = RecentKeys(_REMEMBERED)
         self._offered: RecentKeys[bool] = RecentKeys(_REMEMBERED)
         self._read_failures: Counter[int] = Counter()
+        self._bad_rows: Counter[int] = Counter()  # by slot, for as long as the tier lives
         self._events: list[TierChange] = []
         self._results: list[TierResult] = []
         self._last_progress = float("-inf")
@@ -236,7 +238,8 @@ class SlotTier(Tier):
         rows, outcome = report.rows, report.returned or report.outcome
         health = self._health[Direction.PROMOTE]
         if outcome is Outcome.DONE:
-            self._count_moved(report, "promoted")
+            if report.returned is None:
+                self._count_moved(report, "promoted")
             health.note_success()
             for row in rows:
                 self._read_failures.pop(row.place, None)
@@ -264,10 +267,11 @@ class SlotTier(Tier):
             self._count_moved(report, "demoted")
             health.note_success()
             self._last_progress = self._clock()
-            kept = [row for row in rows if table.is_held(row.place, row.key)]
-            gone = [row for row in rows if not table.is_held(row.place, row.key)]
-            self._announce_stored(table.written(_slots(kept)))
-            self._end_discarded(gone)
+            slots = _slots(rows)
+            held = table.find([row.key for row in rows]) == slots
+            self._announce_stored(table.written(slots[held]))
+            if not held.all():
+                self._end_discarded([row for row, is_held in zip(rows, held.tolist(), strict=True) if not is_held])
         elif outcome is Outcome.FAILED:
             self._counts["failed"] += len(rows)
             health.note_failure(report.why)
@@ -302,8 +306,14 @@ class SlotTier(Tier):
         self._drop_rows(twice, TierMiss.FAILED)
 
     def _drop_rows(self, rows: list[BackendRow], reason: TierMiss) -> None:
+        """Drop rows whose bytes are at fault. A slot that has spoilt two is not used again: it would spoil more."""
         table = self._expect_table()
-        self._drop(_slots([row for row in rows if table.is_held(row.place, row.key)]), reason)
+        slots = _slots([row for row in rows if table.is_held(row.place, row.key)])
+        self._bad_rows.update(slots.tolist())
+        bad = [slot for slot in slots.tolist() if self._bad_rows[slot] >= _BAD_ROWS]
+        if bad:
+            table.pin(np.array(bad, dtype=np.int64))  # for good
+        self._drop(slots, reason)
 
     def _drop(self, slots: Slots, reason: TierMiss) -> None:
         """Make chunks absent, on the backend too. Their slots come back when that is done."""

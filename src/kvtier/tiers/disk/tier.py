@@ -376,8 +376,8 @@ class DiskTier(SlotTier):
         if files is not None and first and self._table is not None:
             self._io.call_last(lambda: self._write_down(files))
         ended = super().close(timeout)
-        if ended and files is not None:
-            files.close()
+        if ended and self._files is not None:
+            self._files.close()
         if ended and self._lock is not None:
             self._lock.release()
             self._lock = None

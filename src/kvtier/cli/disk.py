@@ -1,0 +1,170 @@
+"""`kvtier disk`: what lies in a disk tier's folder, whether it is whole, and the removal of what is not wanted."""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from typer import Argument, Option
+
+from kvtier.config import format_size, parse_duration
+from kvtier.errors import InputError, OutsideError
+from kvtier.tiers.disk.folder import DiskPlace, find_places
+from kvtier.tiers.disk.header import VERSION
+
+__all__ = ["check_command", "disk_app", "gc_command", "ls_command"]
+
+disk_app = typer.Typer(help="Look after the folder of a disk tier.")
+
+_Folder = Annotated[Path, Argument(metavar="PATH", help="The folder that the tier's `path` names.")]
+_Json = Annotated[bool, Option("--json", help="Print JSON.")]
+_Places = Annotated[list[str] | None, Argument(metavar="[PLACE]...", help="Names of places, as `ls` shows them.")]
+_Age = Annotated[str | None, Option(metavar="TIME", help="Places that were last used longer ago, such as 48h.")]
+
+
+@disk_app.command("ls")
+def ls_command(path: _Folder, as_json: _Json = False) -> None:
+    """List the places of a folder: one for each model, row size and version that has used it."""
+    places = _find(path)
+    if as_json:
+        typer.echo(json.dumps([_to_dict(path, place) for place in places], indent=2))
+        return
+    rows = [("place", "namespace", "rows of", "slots", "on disk", "last used", "")]
+    for place in places:
+        header = place.header
+        shape = ("", "", "")
+        if header is not None:
+            shape = header.namespace[:16], format_size(header.row_bytes), f"{header.slots:,}"
+        used_at = datetime.fromtimestamp(place.used_at, UTC).strftime("%Y-%m-%d %H:%M")
+        rows.append((_name(path, place), *shape, format_size(place.taken), used_at, _remark(place)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows if places else ():  # whole lines, which may wrap: names are there to be copied
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    if not places:
+        typer.echo(f"{path}: no places")
+
+
+@disk_app.command("check")
+def check_command(
+    path: _Folder,
+    places: _Places = None,
+    drop: Annotated[bool, Option("--drop", help="Drop the rows that are bad.")] = False,
+    as_json: _Json = False,
+) -> None:
+    """Read every row and check its seal. Exits with 1 if some are bad and were not dropped."""
+    from kvtier.tiers.disk.inspect import check_place
+
+    chosen = _choose(path, places)
+    results: dict[str, dict[str, Any]] = {}
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True, highlight=False)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        for place in chosen:
+            name = _name(path, place)
+            task = progress.add_task(name, total=None)
+            try:
+                check = check_place(place, drop=drop, advance=partial(_show, progress, task))
+                results[name] = check._asdict()
+            except OutsideError as error:
+                results[name] = {"error": str(error)}
+    if as_json:
+        typer.echo(json.dumps(results, indent=2))
+    for name, result in () if as_json else results.items():
+        typer.echo(f"{name}: {_sentence(result)}")
+    failed = any("error" in result or result["bad"] > result["dropped"] for result in results.values())
+    raise typer.Exit(1 if failed else 0)
+
+
+@disk_app.command("gc")
+def gc_command(
+    path: _Folder,
+    places: _Places = None,
+    older_than: _Age = None,
+    everything: Annotated[bool, Option("--all", help="All places that no process owns.")] = False,
+    as_json: _Json = False,
+) -> None:
+    """Remove places with all their rows: those named, those not used for long, or all. Names none, removes none."""
+    found = _find(path)
+    if places:
+        chosen = _choose(path, places)
+    elif older_than is not None:
+        before = time.time() - parse_duration(older_than, "--older-than")
+        chosen = [place for place in found if place.used_at < before and not place.owned]
+    elif everything:
+        chosen = [place for place in found if not place.owned]
+    else:
+        names = ", ".join(_name(path, place) for place in found) or "none"
+        raise InputError(f"expected places to remove, --older-than or --all; places here: {names}")
+    removed = []
+    for place in chosen:
+        place.remove()
+        removed.append({"place": _name(path, place), "bytes": place.taken})
+        if not as_json:
+            typer.echo(f"removed {_name(path, place)}, {format_size(place.taken)}")
+    if as_json:
+        typer.echo(json.dumps(removed, indent=2))
+    elif not removed:
+        typer.echo("nothing to remove")
+
+
+def _show(progress: Progress, task: TaskID, done: int, total: int) -> None:
+    progress.update(task, completed=done, total=total)
+
+
+def _find(path: Path) -> list[DiskPlace]:
+    try:
+        return list(find_places(path))
+    except OSError as error:
+        raise InputError(f"{path}: expected the folder of a disk tier: {error.strerror}") from None
+
+
+def _choose(path: Path, names: list[str] | None) -> list[DiskPlace]:
+    """Return the places of these names; without names, all."""
+    found = {_name(path, place): place for place in _find(path)}
+    for name in names or ():
+        if name not in found:
+            raise InputError(f"{name}: expected one of {', '.join(found) or 'no places at all'}")
+    return [found[name] for name in names or found]
+
+
+def _name(path: Path, place: DiskPlace) -> str:
+    return str(place.folder.relative_to(path))
+
+
+def _remark(place: DiskPlace) -> str:
+    if place.version != VERSION:
+        return f"version {place.version}, not known here"
+    if place.header is None:
+        return "its header is damaged"
+    return "in use" if place.owned else ""
+
+
+def _sentence(result: dict[str, Any]) -> str:
+    if "error" in result:
+        return str(result["error"])
+    text = f"{result['whole']:,} rows are whole, {result['bad']:,} are bad"
+    text += f" and were dropped ({result['dropped']:,})" if result["dropped"] else ""
+    return text + (f", {result['damaged_records']:,} damaged records" if result["damaged_records"] else "")
+
+
+def _to_dict(path: Path, place: DiskPlace) -> dict[str, Any]:
+    header = place.header
+    return {
+        "place": _name(path, place),
+        "rank": place.rank,
+        "version": place.version,
+        "namespace": header.namespace if header else None,
+        "row_bytes": header.row_bytes if header else None,
+        "slots": header.slots if header else None,
+        "epoch": header.epoch if header else None,
+        "bytes_on_disk": place.taken,
+        "used_at": place.used_at,
+        "in_use": place.owned,
+    }

@@ -1,0 +1,76 @@
+"""Looking at a disk tier's folder from outside: what is in each place, and whether every row is whole.
+
+For the command line. Everything blocks; a place that a process owns is only listed, never read or changed.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from kvtier.errors import OutsideError
+from kvtier.tiers.base import BackendRow
+from kvtier.tiers.disk.files import DiskFiles, OpenedFiles
+from kvtier.tiers.disk.folder import DiskPlace, FolderLock
+from kvtier.tiers.seal import seal_of
+
+__all__ = ["PlaceCheck", "check_place"]
+
+_READ_BYTES = 8 << 20
+
+
+class PlaceCheck(NamedTuple):
+    """What a check of a place found, in rows."""
+
+    whole: int
+    bad: int
+    """Rows that do not have the bytes that were sealed, or cannot be read."""
+    damaged_records: int
+    dropped: int
+
+
+def check_place(
+    place: DiskPlace, *, drop: bool = False, advance: Callable[[int, int], None] = lambda done, total: None
+) -> PlaceCheck:
+    """Read every row of a place and check its seal; `drop` empties the records of those that fail.
+
+    `advance` hears how many rows are done, of how many. `OutsideError` if a process owns it, or it cannot be read.
+    """
+    if place.header is None:
+        raise OutsideError(f"disk tier: {place.folder}: expected a header of this version, found none that is whole")
+    lock = FolderLock.take_nowait(place.folder.parent)
+    try:
+        opened = DiskFiles.open_again(place.folder, place.header)
+        try:
+            return _check(opened, drop, advance)
+        finally:
+            opened.files.close()
+    finally:
+        lock.release()
+
+
+def _check(opened: OpenedFiles, drop: bool, advance: Callable[[int, int], None]) -> PlaceCheck:
+    files, found, scope = opened
+    stride, total, bad = files.header.stride, len(found.slots), 0
+    count = max(1, _READ_BYTES // stride)
+    buffer = np.frombuffer(mmap.mmap(-1, count * stride), dtype=np.uint8).reshape(count, stride)
+    advance(0, total)
+    for start in range(0, total, count):
+        part = range(start, min(total, start + count))
+        rows = [
+            BackendRow(found.keys[at], (buffer[at - start, : found.lengths[at]].data,), int(found.slots[at]))
+            for at in part
+        ]
+        wrong = [
+            row
+            for row, seal in zip(rows, files.read(rows), strict=True)
+            if not isinstance(seal, bytes) or seal != seal_of(scope, row.key, row.pieces)
+        ]
+        bad += len(wrong)
+        if drop:
+            files.delete(wrong)
+        advance(part.stop, total)
+    return PlaceCheck(total - bad, bad, found.damaged, bad if drop else 0)

@@ -1,0 +1,126 @@
+"""`kvtier disk`: real folders, spoilt and old, through the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from tests.tiers.test_disk import opened, place_of
+
+from kvtier.cli import main
+from kvtier.testing.tier_suite import ROW_BYTES, content, key
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    with opened(tmp_path / "kv", 8) as driver:
+        driver.store(1, 2, 3)
+    return tmp_path / "kv"
+
+
+def flip(path: Path, slot: int) -> None:
+    with (place_of(path) / "slots").open("r+b") as slots:
+        slots.seek(slot * ROW_BYTES + 100)
+        byte = slots.read(1)[0]
+        slots.seek(slot * ROW_BYTES + 100)
+        slots.write(bytes([byte ^ 4]))
+
+
+def test_ls(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with opened(path, 20, "another model"):
+        assert main(["disk", "ls", str(path)]) == 0
+        text = capsys.readouterr().out
+        assert "model" in text
+        assert "4.0 KiB" in text
+        assert text.count("in use") == 2
+    assert main(["disk", "ls", str(path), "--json"]) == 0
+    first, second = sorted(json.loads(capsys.readouterr().out), key=lambda place: str(place["namespace"]))
+    assert (first["namespace"], second["namespace"]) == ("another model", "model")
+    assert (second["slots"], second["row_bytes"], second["rank"], second["in_use"]) == (8, ROW_BYTES, 0, False)
+    assert second["bytes_on_disk"] > 8 * ROW_BYTES
+
+
+def test_ls_of_another_version_and_a_damaged_header(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (path / "rank-0" / f"{'a' * 16}-4096-v7").mkdir()
+    (place_of_first(path) / "records").write_bytes(bytes(10_000))
+    assert main(["disk", "ls", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "version 7, not known here" in text
+    assert "its header is damaged" in text
+
+
+def place_of_first(path: Path) -> Path:
+    return next(folder for folder in (path / "rank-0").iterdir() if folder.name.endswith("-v1"))
+
+
+def test_check(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["disk", "check", str(path)]) == 0
+    assert "3 rows are whole, 0 are bad" in capsys.readouterr().out
+    flip(path, 1)
+    assert main(["disk", "check", str(path)]) == 1
+    assert "2 rows are whole, 1 are bad" in capsys.readouterr().out
+    assert main(["disk", "check", str(path), "--drop", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out).values()
+    assert found == {"whole": 2, "bad": 1, "damaged_records": 0, "dropped": 1}
+    assert main(["disk", "check", str(path)]) == 0
+    with opened(path) as driver:
+        held = [number for number in (1, 2, 3) if driver.tier.lookup(key(number))]
+        assert len(held) == 2
+        assert driver.fetch(*held) == {number: content(number) for number in held}
+
+
+def test_check_of_what_is_in_use(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with opened(path):
+        assert main(["disk", "check", str(path)]) == 1
+    assert "expected to be its only owner" in capsys.readouterr().out
+
+
+def test_gc_removes_what_is_named(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with opened(path, 20, "another model") as driver:
+        driver.store(1)
+    old = place_of_first(path)
+    places = sorted(str(folder.relative_to(path)) for folder in (path / "rank-0").iterdir() if folder.is_dir())
+    assert main(["disk", "gc", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert "expected places to remove" in error
+    assert all(place in error for place in places)
+    assert main(["disk", "gc", str(path), "rank-0/nothing"]) == 2
+    assert old.exists(), "nothing is removed unless asked for"
+    capsys.readouterr()
+    assert main(["disk", "gc", str(path), str(old.relative_to(path)), "--json"]) == 0
+    (removed,) = json.loads(capsys.readouterr().out)
+    assert removed["place"] == str(old.relative_to(path))
+    assert not old.exists()
+    assert len(list((path / "rank-0").iterdir())) == 2, "the lock and the other model's rows"
+
+
+def test_gc_by_age(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = place_of(path)
+    assert main(["disk", "gc", str(path), "--older-than", "1h"]) == 0
+    assert capsys.readouterr().out == "nothing to remove\n"
+    for file in place.iterdir():
+        os.utime(file, (1, 1))
+    assert main(["disk", "gc", str(path), "--older-than", "1h"]) == 0
+    assert not place.exists()
+
+
+def test_gc_leaves_what_is_in_use(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with opened(path) as driver:
+        assert main(["disk", "gc", str(path), "--all"]) == 0
+        assert capsys.readouterr().out == "nothing to remove\n"
+        name = str(place_of(path).relative_to(path))
+        assert main(["disk", "gc", str(path), name]) == 1
+        assert driver.fetch(1) == {1: content(1)}
+    assert main(["disk", "gc", str(path), "--all"]) == 0
+    assert list((path / "rank-0").iterdir()) == [path / "rank-0" / "lock"]
+
+
+@pytest.mark.parametrize("command", ["ls", "check", "gc"])
+def test_a_folder_that_is_none(tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["disk", command, str(tmp_path / "nowhere")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "expected the folder of a disk tier: No such file or directory" in error
+    assert not (tmp_path / "nowhere").exists()

@@ -1,0 +1,367 @@
+"""The small parts of tiers: seals, records, headers, health, the write limit, the queue's order, the books."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from kvtier.errors import InputError, IntegrityError
+from kvtier.keys import OffloadKey, make_offload_key
+from kvtier.policies import LRUPolicy
+from kvtier.tiers.base import Backend, BackendRow, Outcome
+from kvtier.tiers.disk.header import PAGE_BYTES, DiskHeader, pack_header, read_header
+from kvtier.tiers.disk.records import EMPTY, RECORD_BYTES, pack_record, read_records
+from kvtier.tiers.health import TierHealth
+from kvtier.tiers.io import Direction, IOThreads
+from kvtier.tiers.recent import RecentKeys
+from kvtier.tiers.seal import SealScope, seal_of
+from kvtier.tiers.slot_table import SlotTable
+from kvtier.tiers.write_limit import WriteLimit
+
+
+def key(number: int) -> OffloadKey:
+    return make_offload_key(b"%032d" % number, 0)
+
+
+# Seals
+
+
+def test_a_seal_is_bound_to_everything() -> None:
+    payload = random.Random(0).randbytes(10_000)
+    scope = SealScope("model", 3, "suffix")
+    seal = seal_of(scope, key(1), [memoryview(payload)])
+    assert len(seal) == 16
+    assert seal == seal_of(SealScope("model", 3, "suffix"), key(1), [memoryview(payload)[:7], memoryview(payload)[7:]])
+    flipped = bytearray(payload)
+    flipped[5000] ^= 16
+    others = {
+        seal_of(SealScope("model2", 3, "suffix"), key(1), [memoryview(payload)]),
+        seal_of(SealScope("model", 4, "suffix"), key(1), [memoryview(payload)]),
+        seal_of(SealScope("model", 3, "other"), key(1), [memoryview(payload)]),
+        seal_of(scope, key(2), [memoryview(payload)]),
+        seal_of(scope, key(1), [memoryview(payload)[:-1]]),
+        seal_of(scope, key(1), [memoryview(payload + b"\0")]),
+        seal_of(scope, key(1), [memoryview(flipped)]),
+    }
+    assert len(others) == 7
+    assert seal not in others
+
+
+def test_scopes_do_not_run_into_each_other() -> None:
+    scopes = [SealScope("a", 1, "2"), SealScope("a", 12, ""), SealScope("a1", 2, ""), SealScope("", 1, "a")]
+    assert len({scope.number for scope in scopes}) == len({scope.text for scope in scopes}) == 4
+    assert SealScope("a", 1, "2") == scopes[0] != scopes[1]
+
+
+# Records and headers
+
+
+def records(*numbers: int | None, scope: int = 7) -> bytearray:
+    packed = [
+        EMPTY if number is None else pack_record(slot, key(number), b"%016d" % number, 100 + number, scope, slot * 10)
+        for slot, number in enumerate(numbers)
+    ]
+    return bytearray().join(packed)
+
+
+def test_records_are_read_as_they_were_written() -> None:
+    found = read_records(records(5, None, 6, 7), 7)
+    assert found.slots.tolist() == [0, 2, 3]
+    assert found.keys == [key(5), key(6), key(7)]
+    assert [seal.tobytes() for seal in found.seals] == [b"%016d" % number for number in (5, 6, 7)]
+    assert found.lengths.tolist() == [105, 106, 107]
+    assert found.ticks.tolist() == [0, 20, 30]
+    assert found.damaged == 0
+    assert read_records(records(5, 6), 8).keys == [], "another scope"
+    assert read_records(b"", 7).keys == []
+
+
+def test_every_flipped_bit_of_a_record_is_noticed() -> None:
+    whole = records(1, 2, 3)
+    for bit in range(8 * 120):  # what follows is the tick
+        spoilt = bytearray(whole)
+        spoilt[RECORD_BYTES + bit // 8] ^= 1 << bit % 8
+        found = read_records(spoilt, 7)
+        assert found.keys == [key(1), key(3)], bit
+        assert found.damaged == 1
+
+
+def test_a_record_in_another_slots_place_is_not_taken() -> None:
+    content = records(1, 2)
+    assert read_records(content[RECORD_BYTES:] + content[:RECORD_BYTES], 7).keys == []
+
+
+def test_of_two_records_with_one_key_the_newer_counts() -> None:
+    found = read_records(records(1, 2, 1, 3), 7)
+    assert found.slots.tolist() == [1, 2, 3]
+    assert found.keys == [key(2), key(1), key(3)]
+
+
+def test_keys_of_different_lengths() -> None:
+    content = pack_record(0, OffloadKey(b"short"), bytes(16), 1, 7, 0) + pack_record(1, key(1), bytes(16), 1, 7, 0)
+    assert read_records(content, 7).keys == [b"short", key(1)]
+
+
+def test_the_newest_whole_header_counts() -> None:
+    header = DiskHeader(namespace="n", row_bytes=1, stride=4096, slots=2, description_bytes=0)
+    newer = DiskHeader(namespace="n", row_bytes=1, stride=4096, slots=2, description_bytes=0, sequence=1, epoch=5)
+    pages = pack_header(header) + pack_header(newer)
+    assert read_header(pages) == newer
+    spoilt = bytearray(pages)
+    spoilt[PAGE_BYTES + 3000] ^= 1
+    assert read_header(bytes(spoilt)) == header
+    spoilt[30] ^= 1
+    assert read_header(bytes(spoilt)) is None
+    assert read_header(pages[:100]) is None
+    assert read_header(bytes(2 * PAGE_BYTES)) is None
+
+
+# Health
+
+
+def test_failures_in_a_row_suspend_and_pauses_grow() -> None:
+    now = [0.0]
+    health = TierHealth("disk tier: reading", lambda: now[0])
+    for _ in range(5):
+        health.note_failure("EIO")
+        health.note_failure("EIO")
+        health.note_success()
+    assert health.problem is None
+    for _ in range(3):
+        health.note_failure("EIO")
+    assert health.problem == "EIO"
+    due = []
+    for now[0] in np.arange(0, 200, 0.5).tolist():
+        if health.take_due():
+            due.append(now[0])
+    assert due[:5] == [1.0, 3.0, 7.0, 15.0, 31.0]
+    assert max(np.diff(due)) == 60
+    health.resume()
+    assert health.problem is None
+    health.suspend("again")
+    assert not health.take_due(), "the pause is still long: nothing has worked since"
+    health.resume()
+    health.note_success()
+    health.suspend("later")
+    now[0] += 1
+    assert health.take_due()
+
+
+# The write limit
+
+
+def test_a_day_has_a_limit() -> None:
+    now = [1_000_000 * 3600.0]
+    limit = WriteLimit(100, lambda: now[0])
+    assert limit.room == 100
+    limit.spend(60)
+    now[0] += 3600
+    limit.spend(50)
+    assert limit.room == 0
+    now[0] += 22 * 3600
+    assert limit.room == 0
+    now[0] += 3600
+    assert limit.room == 50, "the first hour was a day ago"
+    now[0] += 48 * 3600
+    assert limit.room == 100
+    assert WriteLimit(None).room is None
+
+
+def test_the_count_goes_on_in_another_process() -> None:
+    now = [1_000_000 * 3600.0]
+    first, second = WriteLimit(100, lambda: now[0]), WriteLimit(100, lambda: now[0])
+    first.spend(70)
+    now[0] += 7200
+    second.restore(first.save())
+    assert second.room == 30
+    for nonsense in ([], [1, 2, 3], [-1] * 25, [10**9, *[10**9] * 24]):
+        other = WriteLimit(100, lambda: now[0])
+        other.restore(nonsense)
+        assert other.room == 100
+    now[0] -= 7200
+    assert second.room == 30, "a clock that goes back forgets nothing"
+
+
+# What is remembered of keys
+
+
+def test_only_the_newest_are_remembered() -> None:
+    recent: RecentKeys[int] = RecentKeys(80)
+    for number in range(1000):
+        recent.note([key(number)], number)
+        assert len(recent) <= 90
+    assert recent.get(key(999)) == 999
+    assert recent.get(key(0)) is None
+
+
+# The books
+
+
+@pytest.mark.parametrize("holes", [(), (0,), (3, 4, 9), tuple(range(11))])
+def test_a_table_is_restored(holes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.tiers.slot_table._SLICE", 4)
+    table = SlotTable(12, LRUPolicy(12))
+    slots = np.array([slot for slot in range(12) if slot not in holes], dtype=np.int64)
+    keys = [key(slot) for slot in slots.tolist()]
+    ticks = np.array([100 - slot for slot in slots.tolist()], dtype=np.int64)
+    assert list(table.restore(slots, keys, ticks))
+    table.free_holes()
+    table.check()
+    assert table.ready([key(slot) for slot in range(12)]) == [slot not in holes for slot in range(12)]
+    new = table.reserve([key(100 + number) for number in range(len(holes) + 1)], np.zeros(0, dtype=np.int64))
+    assert sorted(new.slots.tolist())[: len(holes)] == sorted([*holes, 11])[: len(holes)]
+    assert new.evicted == [key(11)], "the oldest"
+    table.written(new.slots)
+    table.check()
+
+
+def test_a_table_says_what_is_wrong() -> None:
+    with pytest.raises(InputError, match="expected one for 3 slots"):
+        SlotTable(3, LRUPolicy(4))
+    table = SlotTable(3, LRUPolicy(3))
+    slots = table.reserve([key(1)], np.zeros(0, dtype=np.int64)).slots
+    with pytest.raises(IntegrityError):
+        table.pin(slots)
+    with pytest.raises(IntegrityError):
+        table.unpin(slots)
+
+
+# The queue
+
+
+class Gate(Backend):
+    """A backend that notes what is asked of it, and waits until it may go on."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+        self.open = threading.Semaphore(0)
+        self.begun = threading.Semaphore(0)
+
+    def write(self, rows: Sequence[BackendRow]) -> list[OSError | None]:
+        self._move(rows)
+        return [None] * len(rows)
+
+    def read(self, rows: Sequence[BackendRow]) -> list[bytes | OSError | None]:
+        self._move(rows)
+        return [None] * len(rows)
+
+    def _move(self, rows: Sequence[BackendRow]) -> None:
+        self.batches.append([row.place for row in rows])
+        self.begun.release()
+        assert self.open.acquire(timeout=30)
+
+    def contains(self, rows: Sequence[BackendRow]) -> list[bool]:
+        return [False] * len(rows)
+
+    def delete(self, rows: Sequence[BackendRow]) -> None:
+        return
+
+
+def lent(*places: int, size: int = 2 << 20) -> list[BackendRow]:
+    return [BackendRow(key(place), (memoryview(bytearray(size)),), place) for place in places]
+
+
+def test_one_job_spreads_over_the_threads_first_rows_first() -> None:
+    gate = Gate()
+    threads = IOThreads(gate, threads=4)
+    threads.submit(Direction.PROMOTE, 1, lent(*range(8)), SealScope("n"), float("inf"))
+    for _ in range(4):
+        assert gate.begun.acquire(timeout=30)
+    assert sorted(gate.batches) == [[0], [1], [2], [3]]
+    for _ in range(100):
+        gate.open.release()
+    assert threads.close(30)
+    assert sorted(gate.batches) == [[place] for place in range(8)]
+
+
+def test_small_rows_travel_together() -> None:
+    gate = Gate()
+    gate.open.release(100)
+    threads = IOThreads(gate, threads=1)
+    threads.submit(Direction.DEMOTE, 1, lent(*range(10), size=512 << 10), SealScope("n"), float("inf"))
+    assert threads.close(30)
+    assert [len(batch) for batch in gate.batches] == [4, 4, 2]
+
+
+def test_the_order_of_jobs() -> None:
+    gate = Gate()
+    threads = IOThreads(gate, threads=1)
+    threads.submit(Direction.DEMOTE, 1, lent(0), SealScope("n"), float("inf"))
+    assert gate.begun.acquire(timeout=30)
+    for job, direction, priority in (
+        (2, Direction.DEMOTE, 0),
+        (3, Direction.PROMOTE, 5),
+        (4, Direction.PROMOTE, 1),
+        (5, Direction.PROMOTE, 1),
+        (6, Direction.DEMOTE, -1),
+    ):
+        threads.submit(direction, job, lent(job), SealScope("n"), float("inf"), priority)
+    gate.open.release(100)
+    assert threads.close(30)
+    assert gate.batches == [[0], [4], [5], [3], [6], [2]]
+
+
+def test_bytes_in_flight_are_bounded() -> None:
+    gate = Gate()
+    threads = IOThreads(gate, threads=8, max_in_flight=4 << 20)
+    threads.submit(Direction.DEMOTE, 1, lent(*range(6)), SealScope("n"), float("inf"))
+    for _ in range(2):
+        assert gate.begun.acquire(timeout=30)
+    assert not gate.begun.acquire(timeout=0.1), "a third would be too much"
+    threads.check()
+    gate.open.release()
+    assert gate.begun.acquire(timeout=30)
+    gate.open.release(100)
+    assert threads.close(30)
+    assert len(gate.batches) == 6
+
+
+def test_rows_that_are_late_are_not_begun() -> None:
+    gate, now = Gate(), [0.0]
+    threads = IOThreads(gate, threads=1, clock=lambda: now[0])
+    threads.submit(Direction.DEMOTE, 1, lent(0), SealScope("n"), 10.0)
+    assert gate.begun.acquire(timeout=30)
+    threads.submit(Direction.DEMOTE, 2, lent(1), SealScope("n"), 5.0)
+    now[0] = 6.0
+    gate.open.release(100)
+    threads.submit(Direction.DEMOTE, 3, lent(2), SealScope("n"), 10.0)
+    outcomes: dict[int, Outcome] = {}
+    while len(outcomes) < 3:
+        assert threads.wait_any(30)
+        outcomes |= {report.job_id: report.outcome for report in threads.poll()}
+    assert outcomes == {1: Outcome.DONE, 2: Outcome.LATE, 3: Outcome.DONE}
+    assert gate.batches == [[0], [2]]
+    threads.check()
+    assert threads.close(30)
+
+
+def test_one_number_one_job() -> None:
+    gate = Gate()
+    threads = IOThreads(gate, threads=1)
+    threads.submit(Direction.DEMOTE, 1, lent(0), SealScope("n"), float("inf"))
+    with pytest.raises(InputError, match="expected one that no open job of this tier has, got 1"):
+        threads.submit(Direction.PROMOTE, 1, lent(0), SealScope("n"), float("inf"))
+    gate.open.release(10)
+    assert threads.close(30)
+
+
+def test_whatever_a_backend_raises_is_a_failure_of_its_rows(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Gate):
+        def write(self, rows: Sequence[BackendRow]) -> list[OSError | None]:
+            raise ZeroDivisionError("a bug")
+
+        def read(self, rows: Sequence[BackendRow]) -> list[bytes | OSError | None]:
+            return []
+
+    threads = IOThreads(Broken(), threads=1)
+    threads.submit(Direction.DEMOTE, 1, lent(0), SealScope("n"), float("inf"))
+    threads.submit(Direction.PROMOTE, 2, lent(0), SealScope("n"), float("inf"))
+    assert threads.close(30)
+    told = {report.job_id: (report.outcome, report.why) for report in threads.poll()}
+    assert told[1] == (Outcome.FAILED, "ZeroDivisionError: a bug")
+    assert told[2] == (Outcome.FAILED, "expected 1 answers of the backend, got 0")
+    assert "the backend raised" in caplog.text
