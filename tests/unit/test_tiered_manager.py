@@ -267,6 +267,27 @@ def test_wrong_bytes_in_memory_are_dropped_below_too_and_not_the_other_way_round
     tiered.manager.check()
 
 
+def test_a_row_on_its_way_that_is_wrong_is_not_waited_for() -> None:
+    """Guards against a request that waits for a row which another job brings by now."""
+    tiered = Tiered()
+    tiered.tier.held = set(keys(1, 2))
+    tiered.wish(1, 2)
+    job = tiered.submit()
+    assert job is not None
+    tiered.tier.begun = set(keys(1, 2))
+    tiered.manager.discard(keys(1))
+    tiered.manager.check()
+    assert not tiered.is_waiting()
+    assert tiered.tier.held == set(keys(2))
+    tiered.tier.held.add(key(1))
+    tiered.wish(1, name="b")
+    tiered.submit()
+    tiered.tier.finish(job.job_id)
+    tiered.poll()
+    assert tiered.ready(1, 2) == [None, True], "the second job has not come"
+    assert tiered.is_waiting("b")
+
+
 # Demotions
 
 

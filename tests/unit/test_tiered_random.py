@@ -66,6 +66,7 @@ class Play:
             self.random.choice(moves)()
             self.take_jobs()
             self.tiered.manager.check()
+            self.expect_ready_rows()
         self.settle()
 
     def take_jobs(self) -> None:
@@ -84,6 +85,14 @@ class Play:
     def expect_whole(self, chunk: OffloadKey, content: bytes) -> None:
         expected = mark(chunk, self.generation)
         assert content == bytes([expected]) * ROW, f"seed {self.seed}: a row has another one's bytes"
+
+    def expect_ready_rows(self) -> None:
+        """Look at every row that could be loaded now."""
+        ready = [chunk for chunk in keys(*range(CHUNKS)) if self.tiered.pool.lookup(chunk, context())]
+        spec = self.tiered.pool.prepare_load(ready, context())
+        for chunk, slot in zip(ready, spec.block_ids.tolist(), strict=True):
+            self.expect_whole(chunk, self.tiered.rows[slot].tobytes())
+        self.tiered.pool.complete_load(ready, spec)
 
     # Moves
 

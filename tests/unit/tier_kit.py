@@ -42,6 +42,7 @@ class HandTier(Tier):
         self.closed: list[float] = []
         self.discarded: list[OffloadKey] = []
         self._left: dict[int, set[OffloadKey]] = {}
+        self._late: dict[int, list[OffloadKey]] = {}
         self._results: list[TierResult] = []
         self._events: list[TierChange] = []
 
@@ -75,6 +76,9 @@ class HandTier(Tier):
 
     def finish(self, job_id: int, *numbers: int, outcome: Outcome = Outcome.DONE, in_use: bool = False) -> None:
         """End some rows of a job, or all that are left."""
+        if outcome is Outcome.RETURNED:
+            self.finish_rows(job_id, self._late.pop(job_id), outcome)
+            return
         job = self.promotions.get(job_id) or self.demotions[job_id]
         left = [row.key for row in job.rows if row.key in self._left[job_id]]
         self.finish_rows(job_id, keys(*numbers) if numbers else left, outcome, in_use)
@@ -89,8 +93,9 @@ class HandTier(Tier):
             self._events.append(TierChange(tuple(ended), self.medium, removed=False))
         if job_id in self.promotions and outcome is Outcome.FAILED_CHECK:
             self.held -= set(ended)
-        if not in_use:
-            self._end(job_id, ended)
+        if in_use:
+            self._late.setdefault(job_id, []).extend(ended)
+        self._end(job_id, ended)
 
     def _end(self, job_id: int, ended: Sequence[OffloadKey]) -> None:
         left = self._left.get(job_id)

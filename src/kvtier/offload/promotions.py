@@ -325,6 +325,14 @@ class Promotions:
             self._note_missed(waiter, theirs, reason, job.tier.name)
             self._wait_no_more(waiter, waiter.useless())
 
+    def drop(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        """Wait no more for rows on their way, because they are wrong, and return them. Their slots come back later."""
+        dropped = [key for key in keys if key in self._arrivals]
+        for key in dropped:
+            if key in self._arrivals:  # else it was withdrawn with one before it
+                self._miss(self._arrivals[key].job, [key], MissReason.FAILED)
+        return dropped
+
     def _take_arrivals(self, job: _PromotionJob, keys: list[OffloadKey]) -> dict[_Waiter, list[OffloadKey]]:
         """Take rows off the list of what is on its way, and return who waited for which."""
         by_waiter: dict[_Waiter, list[OffloadKey]] = {}

@@ -166,15 +166,15 @@ class TieredOffloadingManager(OffloadingManager):
     def discard(self, keys: Iterable[OffloadKey], reason: MissReason = MissReason.FAILED) -> None:
         """Make chunks absent whose bytes are wrong. What was ready may have been written to tiers, so it goes there too.
 
-        A chunk that is being written to the pool says nothing of one below.
+        So does what is on its way from there. A chunk that is being stored says nothing of one below.
         """
         keys = list(keys)
-        ready = [key for key in keys if self.pool.lookup(key, _NOBODY)]
+        wrong = [key for key in keys if self.pool.lookup(key, _NOBODY)] + self._promotions.drop(keys)
         self.pool.discard(keys, reason)
         self._confined.difference_update(keys)
-        if ready:
+        if wrong:
             for tier in self.tiers:
-                tier.discard(ready)
+                tier.discard(wrong)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._promotions.release(req_context)
