@@ -61,7 +61,7 @@ class Play:
 
     def run(self, calls: int = 250) -> None:
         moves = [self.store, self.store, self.end_store, self.wish, self.wish, self.step, self.step, self.end_rows]
-        moves += [self.end_rows, self.load, self.end_load, self.finish, self.disturb, self.restart]
+        moves += [self.end_rows, self.end_rows, self.load, self.end_load, self.finish, self.disturb, self.restart]
         for _ in range(calls):
             self.random.choice(moves)()
             self.take_jobs()
@@ -77,6 +77,7 @@ class Play:
                 if (id(tier), job.job_id) in known:
                     continue
                 left = tier._left[job.job_id]
+                tier.begun |= {chunk for chunk in left if self.random.random() < 0.7}
                 self.lent += [Lent(tier, job, row, self.generation) for row in job.rows if row.key in left]
                 if job.job_id < 0:
                     for row in job.rows:
@@ -97,7 +98,7 @@ class Play:
     # Moves
 
     def some(self, most: int = 8) -> list[int]:
-        start = self.random.randrange(CHUNKS)
+        start = self.random.randrange(0, CHUNKS, 6)
         return [(start + at) % CHUNKS for at in range(self.random.randint(1, most))]
 
     def store(self) -> None:
@@ -119,13 +120,13 @@ class Play:
         name = f"r{self.random.randrange(5)}"
         chunks = self.some(12)
         anywhere = self.tiered.manager.anywhere.lookup_prefix(keys(*chunks), context(name), wait=False) or 0
-        if anywhere:
+        if anywhere and not self.tiered.manager.is_promoting(context(name)):
             self.names.add(name)
             whole = self.random.random() < 0.2
             self.counts["wishes"] += self.tiered.wish(*chunks[:anywhere], name=name, patience=3.0, whole=whole)
 
     def step(self) -> None:
-        self.tiered.clock.now += self.random.choice((0.0, 0.1, 1.0))
+        self.tiered.clock.now += self.random.choice((0.0, 0.1, 0.5))
         self.tiered.manager.submit_promotions()
         self.take_jobs()
         self.tiered.manager.poll_tiers()
