@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import tomllib
 from collections import Counter
@@ -29,10 +30,12 @@ __all__ = [
     "LEAST_STAGING",
     "ROW_ALIGNMENT",
     "CPUConfig",
+    "DiskConfig",
     "GroupConfig",
     "KVTierConfig",
     "OffloadingConfig",
     "Recompute",
+    "TierConfig",
     "format_size",
     "parse_duration",
     "parse_size",
@@ -51,6 +54,8 @@ _MOST = (1 << 31) - 1
 _LONGEST = 365 * 24 * 3600
 """No wait takes more than a year; clocks and polls of the system have bounds of their own."""
 _LONGEST_FILE = 1 << 20
+_WRITES_A_DAY = 4
+"""Times its capacity: what a data-centre disk is commonly made for, or a little more."""
 
 _BINARY = {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGTPE", start=1)}
 _DECIMAL = {f"{prefix}B": 1000**power for power, prefix in enumerate("kMGTPE", start=1)}
@@ -172,12 +177,51 @@ def _read_namespace(path: str, value: object) -> str | Namespace:
     return value
 
 
-def _read_tiers(path: str, value: object) -> tuple[()]:
+def _one_of(*choices: str) -> _Reader:
+    def read(path: str, value: object) -> str:
+        if value not in choices:
+            close = get_close_matches(value, choices, n=1) if isinstance(value, str) else []
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            expected = " or ".join(map(repr, choices))
+            raise ConfigError(path, f"expected {expected}, got {show_value(value)}{hint}")
+        return str(value)
+
+    return read
+
+
+def _read_path(path: str, value: object) -> str:
+    if not isinstance(value, (str, Path)) or not _is_text(str(value)) or not str(value) or "\0" in str(value):
+        raise ConfigError(path, f"expected a folder, got {show_value(value)}")
+    return os.path.abspath(os.path.expanduser(value))
+
+
+def _read_tiers(path: str, value: object) -> tuple[TierConfig, ...]:
     if not isinstance(value, (list, tuple)):
         raise ConfigError(path, f"expected a list of tiers, got {show_value(value)}")
-    if value:
-        raise ConfigError(f"{path}[0]", "expected no tiers: this version of kvtier has none below cpu; remove it")
-    return ()
+    tiers = tuple(_read_tier(f"{path}[{i}]", tier) for i, tier in enumerate(value))
+    kinds = [tier.kind for tier in tiers]
+    for i, kind in enumerate(kinds):
+        if kind in kinds[:i]:
+            raise ConfigError(f"{path}[{i}]", f"expected one tier of each kind, got a second {kind}; remove it")
+    return tiers
+
+
+def _read_tier(path: str, value: object) -> TierConfig:
+    """Read `{"disk": {...}}`: a tier's kind and its settings."""
+    if isinstance(value, DiskConfig):
+        return value
+    table = _expect_table(path, value)
+    if len(table) != 1:
+        example = '{"disk": {"path": ..., "capacity": ...}}'
+        raise ConfigError(path, f"expected the kind of one tier and its settings, {example}, got {show_value(value)}")
+    ((kind, settings),) = table.items()
+    if kind not in _TIER_KINDS:
+        planned = kind in _PLANNED_KINDS
+        close = get_close_matches(str(kind), (*_TIER_KINDS, *_PLANNED_KINDS), n=1)
+        hint = "this version of kvtier has no such tier" if planned else "no such tier"
+        hint += f"; did you mean {close[0]}?" if close and not planned else f"; there is {', '.join(_TIER_KINDS)}"
+        raise ConfigError(f"{path}.{_shown(kind)}", hint)
+    return _TIER_KINDS[kind].from_dict(settings, f"{path}.{kind}")
 
 
 def _read_layer_names(path: str, value: object) -> tuple[str, ...]:
@@ -234,6 +278,56 @@ class CPUConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DiskConfig:
+    """A tier on a local disk: at most `capacity` bytes in the folder `path`, for all files and all ranks together.
+
+    `write`: a row is written when it becomes ready in the pool (`through`), or before it leaves (`evict`). Beyond
+    `write_limit` bytes in 24 hours (by default four times the capacity; 0: no limit) only what is offered a second
+    time is written. `durability`: `periodic` syncs every few seconds, for machines that lose power; right bytes
+    need neither. `required`: an engine does not start without it.
+    """
+
+    path: str = _setting(_read_path)
+    capacity: int = _setting(_read_size)
+    policy: str = _setting(_read_name, "lru")
+    write: str = _setting(_one_of("through", "evict"), "through")
+    write_limit: int | None = _setting(_optional(_read_size), None)
+    durability: str = _setting(_one_of("none", "periodic"), "none")
+    required: bool = _setting(_read_flag, False)
+
+    def __post_init__(self) -> None:
+        _read_fields(self, "disk.")
+        if self.write_limit is None:
+            object.__setattr__(self, "write_limit", _WRITES_A_DAY * self.capacity)
+
+    @classmethod
+    def from_dict(cls, values: object, where: str = "disk") -> Self:
+        """Read what stands in a config under `disk`; `where` is its path there, such as `tiers[0].disk`."""
+        table = _expect_table(where, values)
+        _check_names(cls, table, f"{where}.")
+        try:
+            return cls(**table)
+        except ConfigError as error:
+            problem = str(error).removeprefix(f"{error.path}: ")
+            raise ConfigError(where + error.path.removeprefix("disk"), problem) from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values from which `from_dict` makes an equal config."""
+        return asdict(self)
+
+    @property
+    def kind(self) -> str:
+        """What the config, explanations and metrics call it."""
+        return "disk"
+
+
+TierConfig = DiskConfig
+"""The settings of any tier below the pool."""
+_TIER_KINDS: dict[str, type[TierConfig]] = {"disk": DiskConfig}
+_PLANNED_KINDS = ("valkey", "object", "mooncake")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KVTierConfig:
     """Everything a user may set.
 
@@ -252,7 +346,7 @@ class KVTierConfig:
     load_if_faster: bool = _setting(_read_flag, True)
     staging: int = _setting(_read_staging, 256 << 20)
     self_describing_kv_events: bool = _setting(_read_flag, True)
-    tiers: tuple[()] = _setting(_read_tiers, ())
+    tiers: tuple[TierConfig, ...] = _setting(_read_tiers, ())
 
     def __post_init__(self) -> None:
         _read_fields(self)
@@ -279,7 +373,7 @@ class KVTierConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values from which `from_dict` makes an equal config."""
-        return asdict(self) | {"tiers": list(self.tiers)}
+        return asdict(self) | {"tiers": [{tier.kind: tier.to_dict()} for tier in self.tiers]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,7 +411,9 @@ class OffloadingConfig:
                           max_image_bytes   max_image_bytes
 
     An image of a group with smaller blocks leaves the rest of its place unused. `launch_id` is what all
-    processes of one start of the engine share and no other start has; a unique `engine_id` needs none.
+    processes of one start of the engine share and no other start has; a unique `engine_id` needs none. With
+    `scheduler_apart` the scheduler's process is not that of rank 0. Of `num_engines` that serve one model side by side
+    this is number `engine_index`: they share the capacity of a disk.
     """
 
     settings: KVTierConfig = _setting(_instance(KVTierConfig))
@@ -330,6 +426,9 @@ class OffloadingConfig:
     namespace: str | Namespace = _setting(_read_namespace, "")
     enable_kv_cache_events: bool = _setting(_read_flag, False)
     recompute: Recompute = _setting(_instance(Recompute), Recompute.MISSING)
+    scheduler_apart: bool = _setting(_read_flag, False)
+    engine_index: int = _setting(_at_least(0), 0)
+    num_engines: int = _setting(_at_least(1), 1)
 
     def __post_init__(self) -> None:
         _read_fields(self)
@@ -343,6 +442,18 @@ class OffloadingConfig:
         if 0 < self.settings.cpu.capacity < self.row_bytes:
             expected = f"expected at least one row ({format_size(self.row_bytes)}), or 0 to keep nothing"
             raise ConfigError("cpu.capacity", f"{expected}, got {format_size(self.settings.cpu.capacity)}")
+        self._check_tiers()
+
+    def _check_tiers(self) -> None:
+        """Refuse tiers that could not hold a row, or through no pool."""
+        tiers, row = self.settings.tiers, format_size(self.row_bytes)
+        if tiers and not self.num_slots:
+            remedy = "rows of tiers pass through it; give it some, or remove tiers to keep nothing"
+            raise ConfigError("cpu.capacity", f"expected at least one row ({row}) with tiers, got 0: {remedy}")
+        for i, tier in enumerate(tiers):
+            if tier.capacity < self.row_bytes:
+                problem = f"expected at least one row ({row}), got {format_size(tier.capacity)}"
+                raise ConfigError(f"tiers[{i}].{tier.kind}.capacity", problem)
 
     def namespace_nowait(self) -> str | None:
         """Return the namespace; None while it is not known: nothing may then be shared with another process."""
@@ -361,6 +472,13 @@ class OffloadingConfig:
     def row_bytes(self) -> int:
         """The bytes of one slot."""
         return -(-self.world_size * self.max_image_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+    @property
+    def description_bytes(self) -> int:
+        """Room for what the event stream tells of a chunk: its tokens and hashes, and as much again of extra keys."""
+        blocks = self.settings.blocks_per_chunk
+        tokens = max(group.block_size for group in self.groups) * blocks
+        return -(-(256 + 5 * tokens + 96 * blocks) // 256) * 256
 
     @property
     def num_slots(self) -> int:
@@ -409,17 +527,23 @@ def _check_names(cls: type, values: Mapping[str, Any], prefix: str) -> None:
     known = {setting.name: setting for setting in fields(cls)}
     for name in values:
         if name not in known:
-            shown = name if isinstance(name, str) and name.isprintable() and len(name) < 80 else show_value(name)
-            raise ConfigError(f"{prefix}{shown}", f"no such setting{_suggest(shown, prefix)}")
+            shown = _shown(name)
+            raise ConfigError(f"{prefix}{shown}", f"no such setting{_suggest(cls, shown, prefix)}")
     for name, setting in known.items():
         if setting.default is MISSING and name not in values:
             raise ConfigError(f"{prefix}{name}", "expected a value, got none; this setting is required")
 
 
-def _suggest(name: str, prefix: str) -> str:
+def _shown(name: object) -> str:
+    """Return a name as it stands in the path of an error."""
+    return name if isinstance(name, str) and name.isprintable() and len(name) < 80 else show_value(name)
+
+
+def _suggest(cls: type, name: str, prefix: str) -> str:
     """Say which setting was meant, wherever it belongs, or which there are."""
     outer = {setting.name: setting.name for setting in fields(KVTierConfig)}
-    inner = {setting.name: f"cpu.{setting.name}" for setting in fields(CPUConfig)}
+    table = prefix or "cpu."
+    inner = {setting.name: f"{table}{setting.name}" for setting in fields(cls if prefix else CPUConfig)}
     flat = {path.replace(".", mark): path for path in inner.values() for mark in "._"}
     places = outer | inner | ({} if prefix else flat | {theirs: theirs for theirs in _VLLM_NAMES})
     close = get_close_matches(name, places, n=1, cutoff=0.5)

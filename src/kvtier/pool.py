@@ -82,6 +82,7 @@ class Pool:
         self._hide = weakref.finalize(self, (shown or ExitStack()).close)
         self._header = _read_header(region)
         self._complete = False
+        self._users = 1
         count = self.num_slots * self.row_bytes
         flat = np.frombuffer(region, np.uint8, count, _HEADER_BYTES) if count else np.empty(0, np.uint8)
         self._rows: npt.NDArray[np.uint8] | None = flat.reshape(self.num_slots, self.row_bytes)
@@ -170,12 +171,20 @@ class Pool:
             self._complete = self._region[_RESERVED] == 1 and _all_attached(self._region, self._header)
         return self._complete
 
+    def share(self) -> Self:
+        """Return this mapping to one more user in this process. It is given up when each has closed it."""
+        self._users += 1
+        return self
+
     def close(self) -> None:
         """Give up this mapping. Idempotent. Arrays taken from `rows` stay valid and keep the memory.
 
         A party that closes before all have attached makes room for another one. If the directory is gone or stays
         locked it is given up all the same, as by a process that was killed: the next start removes what is left.
         """
+        self._users -= 1
+        if self._users > 0:
+            return
         region, self._region, self._rows = self._region, None, None
         if region is None:
             return

@@ -207,10 +207,11 @@ class RankedEngine(Engine):
         make_spec: Callable[[OffloadingConfig], OffloadingSpec],
         by_workers: bool = False,
         frees_at_once: bool = False,
+        weights_id: Any = None,
     ) -> None:
         self._num_ranks, self._wire, self._make_spec = num_ranks, wire, make_spec
         self._by_workers, self._frees_at_once = by_workers, frees_at_once
-        super().__init__(RankedModel(model), *args)
+        super().__init__(RankedModel(model), *args, weights_id=weights_id)
 
     def _connect(self, config: OffloadingConfig, spec_factory: Any) -> None:
         assert isinstance(self.model, RankedModel)

@@ -25,6 +25,7 @@ from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.engine import EngineConfig, SamplingParams
 from kvtier.engine.request import RequestOutput
 from kvtier.offload import CPULoadStoreSpec, CPUOffloadingManager, CPUOffloadingSpec, OffloadingSpec
+from kvtier.offload.tiered import TieredOffloadingManager
 from kvtier.testing.faults import Fault, FaultPlan, with_faults
 from kvtier.testing.toy_model import ToyModel
 from kvtier.transfer.base import TransferType
@@ -100,6 +101,12 @@ class Player:
     scenario: Scenario
     engine: RankedEngine
     max_steps: int = 6000
+    num_prompts: int = 3
+    num_requests: tuple[int, int] = 12, 24
+    reset_rate: float = 0.06
+    swap_rate: float = 0.03
+    tiers_too: float = 0.1
+    """How many of the resets are for the tiers too."""
     asked: dict[str, tuple[list[int], SamplingParams]] = field(default_factory=dict)
     tainted: set[str] = field(default_factory=set)
     """Requests that have seen two sets of weights, as they would have without kvtier."""
@@ -107,8 +114,8 @@ class Player:
 
     def play(self) -> None:
         random, steps = self.scenario.random, 0
-        prompts = [tokens(random.randint(9, 40), seed=random.randrange(10**6)) for _ in range(3)]
-        left = random.randint(12, 24)
+        prompts = [tokens(random.randint(9, 40), seed=random.randrange(10**6)) for _ in range(self.num_prompts)]
+        left = random.randint(*self.num_requests)
         while left or self.engine.has_unfinished():
             steps += 1
             assert steps < self.max_steps, f"seed {self.scenario.seed}: a request is stuck"
@@ -135,9 +142,9 @@ class Player:
         random, engine = self.scenario.random, self.engine
         if random.random() < 0.02 and engine._requests:
             engine.abort(random.choice(list(engine._requests)))
-        if random.random() < 0.06:
-            engine.reset_prefix_cache(reset_connector=random.random() < 0.1)
-        if random.random() < 0.03:
+        if random.random() < self.reset_rate:
+            engine.reset_prefix_cache(reset_connector=random.random() < self.tiers_too)
+        if random.random() < self.swap_rate:
             self.counts["swaps"] += 1
             self.tainted |= engine.swap_weights()
         if random.random() < self.scenario.raises:
@@ -168,7 +175,7 @@ class Player:
         self.scenario.wire.loss = self.scenario.wire.delay = self.scenario.wire.stutter = 0.0
         self.scenario.wire.silent.clear()
         manager = self.scheduler.manager
-        assert isinstance(manager, CPUOffloadingManager)
+        assert isinstance(manager, (CPUOffloadingManager, TieredOffloadingManager))
         for _ in range(500):
             self._drain()
             stats = manager.stats()

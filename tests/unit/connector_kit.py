@@ -58,9 +58,9 @@ class Request:
 class ManagerOnlySpec(OffloadingSpec):
     """A spec for tests that move no bytes."""
 
-    def __init__(self, config: OffloadingConfig, num_slots: int) -> None:
+    def __init__(self, config: OffloadingConfig, manager: OffloadingManager) -> None:
         super().__init__(config)
-        self._manager = CPUOffloadingManager(num_slots)
+        self._manager = manager
 
     def get_manager(self) -> OffloadingManager:
         return self._manager
@@ -202,8 +202,10 @@ def make_host(
     windows: Sequence[int | None] = (None,),
     world_size: int = 1,
     clock: Clock | None = None,
+    manager: OffloadingManager | None = None,
     **settings: Any,
 ) -> Host:
-    """Return a host with a fresh scheduler's side."""
-    spec = ManagerOnlySpec(make_config(windows, world_size, **settings), num_slots)
+    """Return a host with a fresh scheduler's side, over the pool alone unless a manager is given."""
+    manager = manager or CPUOffloadingManager(num_slots)
+    spec = ManagerOnlySpec(make_config(windows, world_size, **settings), manager)
     return Host(OffloadingConnectorScheduler(spec, clock or Clock(), Request.describe), world_size)

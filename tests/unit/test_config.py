@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from kvtier.config import (
     CPUConfig,
+    DiskConfig,
     GroupConfig,
     KVTierConfig,
     OffloadingConfig,
@@ -25,6 +26,7 @@ from kvtier.errors import ConfigError
 from kvtier.namespace import Namespace
 
 GIB = 1024**3
+DISK: dict[str, Any] = {"disk": {"path": "/x", "capacity": "1TiB"}}
 NESTED: list[Any] = []
 for _ in range(100_000):
     NESTED = [NESTED]
@@ -169,6 +171,15 @@ class TestFromDict:
         assert (config.load_if_faster, config.self_describing_kv_events, config.tiers) == (True, True, ())
         assert config.staging == 256 << 20
 
+    def test_tiers(self) -> None:
+        config = KVTierConfig.from_dict({"cpu": {"capacity": "8GiB"}, "tiers": [DISK]})
+        assert config.tiers == (DiskConfig(path="/x", capacity=1024 * GIB),)
+        (disk,) = config.tiers
+        assert (disk.kind, disk.write, disk.write_limit, disk.durability, disk.required) == (
+            "disk", "through", 4 << 40, "none", False,
+        )  # fmt: skip
+        assert KVTierConfig.from_dict(config.to_dict()) == config
+
     def test_everything(self) -> None:
         given_settings = {
             "cpu": {"capacity": "1GB", "policy": "arc"},
@@ -275,7 +286,23 @@ class TestFromDict:
             ({"load_deadline": 0}, "load_deadline: expected a time greater than 0, got 0"),
             ({"load_deadline": float("nan")}, "load_deadline: expected a time such as 500ms"),
             ({"tiers": {}}, "tiers: expected a list of tiers, got {}"),
-            ({"tiers": [{"type": "disk"}]}, "tiers[0]: expected no tiers: this version of kvtier has none below cpu"),
+            ({"tiers": [{"type": "disk"}]}, "tiers[0].type: no such tier; there is disk"),
+            ({"tiers": [{"dsik": {}}]}, "tiers[0].dsik: no such tier; did you mean disk?"),
+            ({"tiers": [{"valkey": {}}]}, "tiers[0].valkey: this version of kvtier has no such tier; there is disk"),
+            ({"tiers": ["disk"]}, "tiers[0]: expected a table of settings, got 'disk'"),
+            ({"tiers": [{}]}, "tiers[0]: expected the kind of one tier and its settings"),
+            ({"tiers": [{"disk": {}}]}, "tiers[0].disk.path: expected a value, got none; this setting is required"),
+            ({"tiers": [{"disk": {"path": "/x", "capacity": "much"}}]}, "tiers[0].disk.capacity: expected a size"),
+            ({"tiers": [{"disk": {"path": "", "capacity": 1}}]}, "tiers[0].disk.path: expected a folder"),
+            (
+                {"tiers": [{"disk": {"path": "/x", "capacity": 1, "write_limits": 2}}]},
+                "tiers[0].disk.write_limits: no such setting; did you mean tiers[0].disk.write_limit?",
+            ),
+            (
+                {"tiers": [{"disk": {"path": "/x", "capacity": 1, "write": "thru"}}]},
+                "tiers[0].disk.write: expected 'through' or 'evict', got 'thru'; did you mean 'through'?",
+            ),
+            ({"tiers": [DISK, DISK]}, "tiers[1]: expected one tier of each kind, got a second disk"),
             ({"cpu_bytes_to_use": 1}, "cpu_bytes_to_use: clashes with cpu.capacity, which means the same; keep one"),
             ({"prompt_only": True, "offload_prompt_only": True}, "offload_prompt_only: clashes with prompt_only"),
             ({"block_size": 64, "blocks_per_chunk": 4}, "chunk_tokens: expected this or blocks_per_chunk, got both"),

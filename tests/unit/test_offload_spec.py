@@ -12,12 +12,15 @@ from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
+import numpy as np
 import pytest
 import torch
+from tests.unit.tier_kit import HandTier
 
 import kvtier.offload
 import kvtier.rendezvous
-from kvtier.errors import ConfigError, LayoutError, PoolError
+from kvtier.config import DiskConfig
+from kvtier.errors import ConfigError, LayoutError, OutsideError, PoolError
 from kvtier.keys import make_offload_key
 from kvtier.memory import MemoryBound
 from kvtier.offload import (
@@ -30,6 +33,7 @@ from kvtier.offload import (
     OffloadingSpecFactory,
     ReqContext,
 )
+from kvtier.offload.tiered import TieredOffloadingManager
 from kvtier.testing.caches import ManualClock, make_caches, make_config
 from kvtier.transfer.host import HostHandler
 from kvtier.transfer.layout import canonicalize
@@ -261,3 +265,77 @@ def test_a_capacity_beyond_the_machine_is_refused_before_books_are_made_for_it()
         PoolError, match=r"needs 1\.0 EiB, but only .* of memory is in this machine; lower cpu\.capacity"
     ):
         CPUOffloadingSpec(config).get_manager()
+
+
+# Who maps the pool
+
+
+def test_scheduler_and_worker_of_one_process_share_one_private_mapping(tmp_path: Path) -> None:
+    """Each side of an engine may have a spec of its own. Another engine, by mistake of the same name, shares nothing."""
+    config = tiered_config(tmp_path)
+    scheduler, worker, stranger = (CPUOffloadingSpec(config, make_tier=make_hand_tier) for _ in range(3))
+    manager = scheduler.get_manager()
+    assert isinstance(manager, TieredOffloadingManager)
+    assert scheduler.parties == 1
+    pool, other = worker.open_pool(), stranger.open_pool()
+    assert np.shares_memory(pool.rows, manager._rows)
+    assert not np.shares_memory(pool.rows, other.rows)
+    pool.rows[1] = 7
+    worker.shutdown()
+    assert (manager._rows[1] == 7).all(), "the other side has not closed it"
+    assert scheduler.open_pool().rows.shape == manager._rows.shape
+    manager.shutdown()
+    scheduler.shutdown()
+    stranger.shutdown()
+
+
+def test_a_scheduler_in_a_process_of_its_own_is_a_party(tmp_path: Path) -> None:
+    config = replace(tiered_config(tmp_path), world_size=2, scheduler_apart=True, engine_id=uuid4().hex)
+    specs = [CPUOffloadingSpec(replace(config, rank=rank), make_tier=make_hand_tier) for rank in (0, 1)]
+    scheduler = CPUOffloadingSpec(config, make_tier=make_hand_tier)
+    assert scheduler.parties == 3
+    pools = [spec.open_pool() for spec in specs]
+    assert not pools[0].complete
+    manager = scheduler.get_manager()
+    assert isinstance(manager, TieredOffloadingManager)
+    assert all(pool.complete for pool in pools)
+    pools[1].rows[0] = 9
+    assert (manager._rows[0] == 9).all()
+    manager.shutdown()
+    for spec in (*specs, scheduler):
+        spec.shutdown()
+
+
+def test_without_tiers_the_scheduler_maps_nothing() -> None:
+    config = replace(make_config(make_caches("kv_first")), scheduler_apart=True)
+    spec = CPUOffloadingSpec(config)
+    assert type(spec.get_manager()) is CPUOffloadingManager
+    assert spec._pool is None
+    assert spec.parties == config.world_size
+
+
+def test_a_policy_that_is_none_is_refused_with_its_path(tmp_path: Path) -> None:
+    spec = CPUOffloadingSpec(tiered_config(tmp_path, policy="lur"))
+    with pytest.raises(ConfigError, match=r"tiers\[0\].disk.policy: expected one of .*did you mean 'lru'"):
+        spec.get_manager()
+    spec.shutdown()
+
+
+def test_a_required_tier_that_cannot_be_had_is_an_error_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    spec = CPUOffloadingSpec(tiered_config(tmp_path / "file", required=True))
+    with pytest.raises(OutsideError) as caught:
+        spec.get_manager()
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path / "file") in str(caught.value)
+    spec.shutdown()
+
+
+def tiered_config(folder: Path, **disk: Any) -> Any:
+    config = make_config(make_caches("kv_first"))
+    tier = DiskConfig(path=str(folder), capacity=1 << 20, **disk)
+    return replace(config, settings=replace(config.settings, tiers=(tier,)), namespace="test")
+
+
+def make_hand_tier(tier: Any, config: Any) -> HandTier:
+    return HandTier()

@@ -119,6 +119,13 @@ class OffloadingConnector:
         """Say whether the engine must keep stepping although it has no requests."""
         return self._scheduler.has_pending_push_work()
 
+    def wait_for_tiers(self, timeout: float) -> bool:
+        """Block until chunks from a tier may have come, for an engine that has nothing else to do.
+
+        `False`: there are none to wait for.
+        """
+        return self._scheduler.wait_for_tiers(timeout)
+
     # The worker's side.
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor], *, blocks_first: bool = False) -> None:

@@ -1,18 +1,21 @@
-"""Is a load faster than recomputing? Learned from what the engine and the bus have done so far.
+"""Is a load faster than recomputing? Learned from what the engine, the bus and the tiers have done so far.
 
-`StepTimer` tells how long each step took, also where an engine schedules a step while the one before it still runs. `CostModel`
-keeps two running averages: seconds per byte of finished loads, and seconds per token of prefill-sized steps. A load that was
-given up would have taken at least as long as it was waited for: the first average is no less than that, until a load arrives.
-Until both are known every load is worth doing. A refusal is not for ever: every `_RETRY_AFTER`-th load goes ahead, so that a
-stale average heals; after a load that was given up the next try comes sooner, since a bus that stood still may move again.
-Used by the scheduler's side of the connector, on its thread.
+`StepTimer` tells how long each step took, also where an engine schedules a step while the one before it still runs. `Price` is a
+running average of seconds per byte: of loads, and of each tier's promotions. One that was given up would have taken at least as
+long as it was waited for: the average is no less than that, until one arrives. `CostModel` holds these against the seconds per
+token of prefill-sized steps. Until both are known every load is worth doing. A refusal is not for ever: every `_RETRY_AFTER`-th
+goes ahead, so that a stale average heals; after one that was given up the next try comes sooner, since what stood still may move
+again. Used by the scheduler's side of the connector, on its thread.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Sequence
 
-__all__ = ["CostModel", "StepTimer"]
+from kvtier.offload.promotions import TierCost
+
+__all__ = ["CostModel", "Price", "StepTimer"]
 
 _WEIGHT = 0.2
 _MIN_STEP_TOKENS = 32  # a decode step is bound by latency and says nothing about the price of a prefill token
@@ -47,32 +50,61 @@ class StepTimer:
         return num_tokens, now - begun
 
 
-class CostModel:
-    """Estimates the time of loads and of recomputation."""
+class Price:
+    """What moving a byte costs one way."""
 
     def __init__(self) -> None:
-        self._seconds_per_byte: float | None = None
+        self.seconds_per_byte: float | None = None
+        self._refusals, self._retry_after = 0, _RETRY_AFTER
+        self._has_lost = False  # the last transfer that said anything was given up
+
+    def note(self, num_bytes: int, seconds: float) -> None:
+        """Learn from a transfer that arrived."""
+        if num_bytes > 0 and seconds > 0:
+            # A bound that was just disproved counts for nothing.
+            known = None if self._has_lost else self.seconds_per_byte
+            self.seconds_per_byte = _blend(known, seconds / num_bytes)
+            self._has_lost, self._retry_after = False, _RETRY_AFTER
+
+    def note_lost(self, num_bytes: int, seconds: float) -> None:
+        """Learn from a transfer that was given up after so long: it would have taken longer."""
+        if num_bytes > 0 and seconds > 0:
+            self.seconds_per_byte = max(self.seconds_per_byte or 0.0, seconds / num_bytes)
+            self._retry_after = min(_RETRY_AFTER, 2 * self._retry_after if self._has_lost else _FIRST_RETRY_AFTER)
+            self._has_lost, self._refusals = True, 0
+
+    def recall(self, seconds_per_byte: float | None) -> None:
+        """Begin with what was learnt in another process, unless something is known."""
+        if self.seconds_per_byte is None and seconds_per_byte is not None and 0.0 < seconds_per_byte < 1.0:
+            self.seconds_per_byte = seconds_per_byte
+
+    def seconds(self, num_bytes: int) -> float | None:
+        """Estimate how long bytes take; `None`: not known yet."""
+        return None if self.seconds_per_byte is None else num_bytes * self.seconds_per_byte
+
+    def is_due(self) -> bool:
+        """Count a refusal, and say whether it is time to try all the same."""
+        self._refusals += 1
+        return self._refusals % self._retry_after == 0
+
+
+class CostModel:
+    """Estimates the time of loads, of promotions by tier, and of recomputation."""
+
+    def __init__(self) -> None:
+        self._bus = Price()
+        self._tiers: dict[str, Price] = {}
         self._seconds_per_token: float | None = None
         self.slowest_step = 0.0
         """Seconds of the slowest step of late: half of it is forgotten in `_HALF_LIFE` steps."""
-        self._refusals, self._retry_after = 0, _RETRY_AFTER
-        self._has_lost = False  # the last load that said anything of the bus was given up
 
     def note_load(self, num_bytes: int, seconds: float) -> None:
         """Learn from a load that arrived."""
-        if num_bytes > 0 and seconds > 0:
-            known = (
-                None if self._has_lost else self._seconds_per_byte
-            )  # a bound that was just disproved counts for nothing
-            self._seconds_per_byte = _blend(known, seconds / num_bytes)
-            self._has_lost, self._retry_after = False, _RETRY_AFTER
+        self._bus.note(num_bytes, seconds)
 
     def note_lost_load(self, num_bytes: int, seconds: float) -> None:
         """Learn from a load that was given up after so long: it would have taken longer."""
-        if num_bytes > 0 and seconds > 0:
-            self._seconds_per_byte = max(self._seconds_per_byte or 0.0, seconds / num_bytes)
-            self._retry_after = min(_RETRY_AFTER, 2 * self._retry_after if self._has_lost else _FIRST_RETRY_AFTER)
-            self._has_lost, self._refusals = True, 0
+        self._bus.note_lost(num_bytes, seconds)
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
         """Learn from a step that computed `num_tokens` tokens."""
@@ -80,9 +112,23 @@ class CostModel:
         if num_tokens >= _MIN_STEP_TOKENS and seconds > 0:
             self._seconds_per_token = _blend(self._seconds_per_token, seconds / num_tokens)
 
+    def price_of(self, tier: str) -> Price:
+        """Return the price of a tier's promotions, to be read and to learn."""
+        return self._tiers.setdefault(tier, Price())
+
     def load_seconds(self, num_bytes: int) -> float | None:
         """Estimate how long a load takes; `None`: not known yet."""
-        return None if self._seconds_per_byte is None else num_bytes * self._seconds_per_byte
+        return self._bus.seconds(num_bytes)
+
+    def promotion_seconds(self, costs: Iterable[TierCost]) -> float | None:
+        """Estimate how long promotions take, behind those that are queued; `None`: not known yet. Tiers work at once."""
+        longest = 0.0
+        for cost in costs:
+            seconds = self.price_of(cost.tier).seconds(cost.num_bytes + cost.queued_bytes)
+            if seconds is None:
+                return None
+            longest = max(longest, seconds)
+        return longest
 
     def compute_seconds(self, num_tokens: int) -> float | None:
         """Estimate how long it takes to compute tokens; `None`: not known yet."""
@@ -91,10 +137,14 @@ class CostModel:
     def worth_loading(self, num_bytes: int, num_tokens: int, wait: float = 0.0) -> bool:
         """Say whether loading bytes after a wait of so many seconds is expected to beat computing so many tokens."""
         load, compute = self.load_seconds(num_bytes), self.compute_seconds(num_tokens)
-        if load is None or compute is None or wait + load <= compute:
+        return load is None or compute is None or wait + load <= compute or self._bus.is_due()
+
+    def worth_promoting(self, tiers: Sequence[str], expected: float, compute: float) -> bool:
+        """Say whether bringing chunks from tiers, and loading them, is expected to beat computing."""
+        if expected <= compute:
             return True
-        self._refusals += 1
-        return self._refusals % self._retry_after == 0
+        due = [self.price_of(tier).is_due() for tier in tiers]
+        return any(due)
 
 
 def _blend(average: float | None, sample: float) -> float:

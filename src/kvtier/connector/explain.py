@@ -19,6 +19,7 @@ from kvtier.offload.base import MissReason, OffloadingManager
 __all__ = ["Explainer", "Explanation"]
 
 _REMEMBERED = 4096
+_POOL = "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Explanation:
 
     `first_miss` is the reason of the first chunk that had to be computed although its tokens fill a chunk, and
     `first_missing_token` where that chunk begins; both are `None` if only the unfinished tail of the prompt was computed.
+    `misses` has the reasons of all tiers that have known that chunk; the last is the one that decided.
     """
 
     from_gpu: int = 0
@@ -34,6 +36,7 @@ class Explanation:
     recomputed: int = 0
     first_miss: MissReason | None = None
     first_missing_token: int | None = None
+    misses: dict[str, MissReason] = field(default_factory=dict)
     load_seconds: float | None = None
     """From the order of its load until every rank had reported; `None` without a load."""
 
@@ -47,27 +50,29 @@ class Explainer:
 
     def note_match(self, state: RequestState, match: PrefixMatch, end: int) -> None:
         """Remember why the first chunk beyond `end` could not be had, in case the request runs like this."""
-        state.miss = None, None
+        state.miss = {}, None
         if end < match.end:
-            state.miss = MissReason.NOT_WORTH_LOADING, end
+            state.miss = {_POOL: MissReason.NOT_WORTH_LOADING}, end
         elif match.missing is not None:
-            state.miss = self._manager.explain(match.missing), end
+            state.miss = self._manager.explain_tiers(match.missing, state.context), end
 
     def note_load(self, state: RequestState, job: LoadJob, recompute: Recompute, seconds: float) -> Explanation | None:
         """Explain a request whose load is over after so many seconds, unless that was done before."""
         if job.failed:
-            state.miss = MissReason.FAILED, job.first_failed_token()
-        return self._explain(state, job.tokens_saved(recompute), seconds)
+            state.miss = {_POOL: MissReason.FAILED}, job.first_failed_token()
+        return self._explain(state, job.tokens_saved(recompute), job.from_tiers, seconds)
 
     def note_run(self, state: RequestState) -> Explanation | None:
         """Explain a request that runs, unless that was done before: it has not loaded anything."""
-        return self._explain(state, 0)
+        return self._explain(state, 0, {})
 
     def get(self, req_id: ReqId) -> Explanation | None:
         """Return the explanation of a request; `None` if it has not run or is long forgotten."""
         return self._explained.get(req_id)
 
-    def _explain(self, state: RequestState, loaded: int, seconds: float | None = None) -> Explanation | None:
+    def _explain(
+        self, state: RequestState, loaded: int, from_tiers: dict[str, int], seconds: float | None = None
+    ) -> Explanation | None:
         req_id = state.view.request_id
         if state.explained:
             return None
@@ -75,10 +80,21 @@ class Explainer:
         prompt = state.view.num_prompt_tokens
         local = min(state.local, prompt)
         loaded = max(0, min(loaded, prompt - 1 - local))
-        reason, token = state.miss
-        tiers = {"cpu": loaded} if loaded else {}
-        explanation = Explanation(local, tiers, prompt - local - loaded, reason, token, seconds)
+        misses, token = state.miss
+        reason = list(misses.values())[-1] if misses else None
+        tiers = _split(loaded, from_tiers)
+        explanation = Explanation(local, tiers, prompt - local - loaded, reason, token, misses, seconds)
         self._explained[req_id] = explanation
         if len(self._explained) > _REMEMBERED:
             self._explained.popitem(last=False)
         return explanation
+
+
+def _split(loaded: int, from_tiers: dict[str, int]) -> dict[str, int]:
+    """Divide loaded tokens among the tiers that they came from; the pool had the rest."""
+    counts: dict[str, int] = {}
+    left = loaded
+    for tier, tokens in from_tiers.items():
+        counts[tier] = min(tokens, left)
+        left -= counts[tier]
+    return {tier: tokens for tier, tokens in ({_POOL: left} | counts).items() if tokens}

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvtier.connector.state import ChunkGeometry, GroupGeometry, GroupState, RequestState
 from kvtier.keys import OffloadKey
-from kvtier.offload.base import OffloadingManager
+from kvtier.offload.base import ChunkLookup
 
 __all__ = ["PrefixMatch", "match_prefix"]
 
@@ -27,19 +27,17 @@ class PrefixMatch(NamedTuple):
     """The key of the first chunk that stands in the way, if tokens are left that fill one."""
 
 
-def match_prefix(
-    geometry: ChunkGeometry, manager: OffloadingManager, state: RequestState, num_tokens: int
-) -> PrefixMatch:
-    """Find the longest end beyond `state.local` that all groups can serve."""
+def match_prefix(geometry: ChunkGeometry, places: ChunkLookup, state: RequestState, num_tokens: int) -> PrefixMatch:
+    """Find the longest end beyond `state.local` that all groups can serve with what `places` have."""
     end = num_tokens // geometry.alignment * geometry.alignment
     pending, missing = False, None
     for group in geometry.full:
-        reach, waits, gap = _reach(manager, state, state.groups[group.index], end)
+        reach, waits, gap = _reach(places, state, state.groups[group.index], end)
         if reach < end:
             end, missing = reach // geometry.alignment * geometry.alignment, gap
         pending |= waits
     if geometry.windowed and end > state.local:
-        found = [_Window(manager, state, group, end) for group in geometry.windowed]
+        found = [_Window(places, state, group, end) for group in geometry.windowed]
         best = _last_served(found, state.local, end, geometry.alignment, optimistic=False)
         pending |= _last_served(found, state.local, end, geometry.alignment, optimistic=True) > best
         if best < end:
@@ -48,28 +46,28 @@ def match_prefix(
 
 
 def _reach(
-    manager: OffloadingManager, state: RequestState, group: GroupState, end: int
+    places: ChunkLookup, state: RequestState, group: GroupState, end: int
 ) -> tuple[int, bool, OffloadKey | None]:
     """Return how far a full-attention group reaches, whether it may reach further soon, and the key that stopped it."""
     size = group.geometry.chunk_size
     start, stop = state.local // size, min(end // size, len(group.keys))
     keys = group.keys[start:stop]
-    hits = manager.lookup_prefix(keys, state.context)
+    hits = places.lookup_prefix(keys, state.context)
     waits = hits is None
     if hits is None:
-        hits = manager.lookup_prefix(keys, state.context, wait=False) or 0
+        hits = places.lookup_prefix(keys, state.context, wait=False) or 0
     return (start + hits) * size, waits, keys[hits] if hits < len(keys) else None
 
 
 class _Window:
     """The chunks of a windowed group between the local hit and `end`, and the runs of ready ones among them."""
 
-    def __init__(self, manager: OffloadingManager, state: RequestState, group: GroupGeometry, end: int) -> None:
+    def __init__(self, places: ChunkLookup, state: RequestState, group: GroupGeometry, end: int) -> None:
         self._group = group
         self._local = state.local
         self._start = state.local // group.chunk_size
         self._keys = state.groups[group.index].keys[self._start : end // group.chunk_size]
-        found = manager.lookup_many(self._keys, state.context)
+        found = places.lookup_many(self._keys, state.context)
         self._ready = _run_lengths([hit is True for hit in found])
         self._possible = _run_lengths([hit is not False for hit in found])
 

@@ -43,6 +43,7 @@ from kvtier.connector.metadata import (
     yield_req_data,
 )
 from kvtier.connector.prefill import PrefillQueue
+from kvtier.connector.promotion import PromotionDecision
 from kvtier.connector.running import RunningJobs
 from kvtier.connector.state import ChunkGeometry, GroupState, RequestState
 from kvtier.connector.stats import ConnectorStats
@@ -52,6 +53,7 @@ from kvtier.events.tracker import Describe, OffloadingEventsTracker
 from kvtier.events.types import KVCacheEvent
 from kvtier.keys import OffloadKey
 from kvtier.offload.base import MissReason, OffloadingSpec, ReqContext
+from kvtier.offload.tiered import TieredOffloadingManager
 from kvtier.transfer.base import NULL_BLOCK, TransferResult, TransferSpec
 
 __all__ = ["OffloadingConnectorScheduler"]
@@ -81,6 +83,7 @@ class OffloadingConnectorScheduler:
         self._prefill = PrefillQueue()
         self._load_decision = LoadDecision(self._settings, self._geometry, self.cost, self._jobs, self._prefill, clock)
         self._load_failures = LoadFailures()
+        self._promotion: PromotionDecision | None = None
         self._step = 0
         self._epoch = 0  # resets so far
         self._timer = StepTimer()
@@ -92,7 +95,17 @@ class OffloadingConnectorScheduler:
         described = spec.config.enable_kv_cache_events and self._settings.self_describing_kv_events
         self._tracker = OffloadingEventsTracker(describe if described else None)
         self._told: list[KVCacheEvent] = []
+        self._describe = describe
+        if isinstance(self.manager, TieredOffloadingManager):
+            self._use_tiers(self.manager)
         self._recompute = Recompute.ALL if self._geometry.windowed else spec.config.recompute
+
+    def _use_tiers(self, manager: TieredOffloadingManager) -> None:
+        self._promotion = PromotionDecision(self._settings, self._geometry, self.cost, self._prefill, manager)
+        if self._tracker.enabled:
+            manager.describe_with(self._tracker.encode)
+        if self._describe is None:
+            logger.warning("tiers: nothing is written: without `describe` nobody knows which chunks are of an adapter")
 
     # -- asking ------------------------------------------------------------------------------------------------------------
 
@@ -113,7 +126,15 @@ class OffloadingConnectorScheduler:
         limit = request.num_tokens
         if max_num_new_tokens is not None:
             limit = min(limit, num_computed_tokens + max_num_new_tokens)
+        if self._promotion is not None and self._promotion.is_waiting(state):
+            self.stats.waits += 1
+            return None, False
         match = match_prefix(self._geometry, self.manager, state, limit)
+        if self._promotion is not None:
+            if self._promotion.begins_to_wait(state, match, limit):
+                self.stats.waits += 1
+                return None, False
+            match = self._promotion.without_arrivals(match)
         if self._load_decision.should_wait(state, match):
             self.stats.waits += 1
             return None, False
@@ -138,6 +159,8 @@ class OffloadingConnectorScheduler:
 
     def _plan_load(self, state: RequestState, end: int) -> None:
         job = plan_load(self.spec.config, state, end, self._load_decision.patience(state, end))
+        if self._promotion is not None:
+            job.from_tiers = self._promotion.tokens_by_tier(state, end)
         try:
             job.tier_end = self.manager.prepare_load(job.keys, state.context)
         except InputError as error:  # something came between the ask and this: a reset, or another length
@@ -167,6 +190,8 @@ class OffloadingConnectorScheduler:
         meta.jobs_to_flush = self._jobs.stores_reading(self._allocated)
         meta.jobs_to_end = self._jobs.end_orders(self._clock())
         self.stats.flushes += len(meta.jobs_to_flush)
+        if self._promotion is not None:
+            self._promotion.begin_step()
         for job, spec in self._get_reqs_to_store(step):
             meta.reqs_to_store[job.req_id] = spec
             meta.store_jobs[job.req_id] = job.job_id
@@ -204,6 +229,7 @@ class OffloadingConnectorScheduler:
         """Let go of the blocks: from here on fences protect what running stores still read."""
         state.store_jobs.clear()
         state.next_offer = 0
+        state.may_promote = True
         state.may_load = True  # it has run since a load failed, so it cannot go round in circles
         for group in state.groups:
             group.take_all()
@@ -285,6 +311,8 @@ class OffloadingConnectorScheduler:
             self._take_report(report)
         for job in self._jobs.expire(self._clock()):
             self._give_up(job)
+        if self._promotion is not None:
+            self._promotion.end_step()
         over, self._over = self._over, KVConnectorOutput()
         connector_output.finished_recving = over.finished_recving
         connector_output.finished_sending = over.finished_sending
@@ -472,17 +500,31 @@ class OffloadingConnectorScheduler:
             if not all(job_id in self._jobs for job_id in state.store_jobs):
                 raise IntegrityError(f"request {state.view.request_id} holds blocks for stores that do not exist")
 
+    def wait_for_tiers(self, timeout: float) -> bool:
+        """Block until a promotion may have come, for an engine with nothing else to do. `False`: none is on its way."""
+        return isinstance(self.manager, TieredOffloadingManager) and self.manager.wait_any(timeout)
+
     def shutdown(self) -> None:
         """Release the manager and the pool. Idempotent."""
+        if self._promotion is not None:
+            self._promotion.keep_prices()
         self.manager.shutdown()
         self.spec.shutdown()
 
     def _track(self, request: RequestView) -> RequestState:
         state = self._requests.get(request.request_id)
         if state is None:
-            context = ReqContext(request.kv_transfer_params, request.request_id)
+            stays = self._promotion is not None and self._is_of_an_adapter(request)
+            context = ReqContext(request.kv_transfer_params, request.request_id, stays)
             groups = tuple(GroupState(geometry) for geometry in self._geometry.groups)
             state = self._requests[request.request_id] = RequestState(request, context, groups, self._epoch)
             state.store_limit = read_token_limit(request.kv_transfer_params, "max_offload_tokens")
         state.extend_keys()
         return state
+
+    def _is_of_an_adapter(self, request: RequestView) -> bool:
+        """Say whether a request's KV depends, or may depend, on an adapter, of which its keys say the name alone."""
+        if self._describe is None:
+            return True
+        told = self._describe(request, 0, 0, self._geometry.groups[0].block_size)
+        return told.lora_name is not None or told.lora_id is not None

@@ -61,6 +61,8 @@ class ChunkGeometry:
         )
         self.full = tuple(group for group in self.groups if group.window is None)
         self.windowed = tuple(group for group in self.groups if group.window is not None)
+        self.main_group = (self.full or self.windowed)[0].index
+        """The group by which tokens are counted that came from one tier or another."""
         self.alignment = lcm(*(group.chunk_size for group in self.groups))
         self._block_bytes = tuple(group.bytes_per_block * config.world_size for group in config.groups)
 
@@ -147,6 +149,8 @@ class RequestState:
     """Running stores that read blocks which the request holds."""
     may_load: bool = True
     """False once a load has failed: what failed is computed, and nothing is asked for again."""
+    may_promote: bool = True
+    """False once chunks were wished from tiers, or were not worth it, until the request is preempted."""
     waiting_since: float | None = None
     next_offer: int = 0
     """All chunks that are complete with fewer computed tokens than this have been offered for storing."""
@@ -155,8 +159,8 @@ class RequestState:
     """Tokens from its beginning that may be stored, if the request sets a limit."""
     finished: bool = False
     explained: bool = False
-    miss: tuple[MissReason | None, int | None] = None, None
-    """Why the first chunk that could not be had could not, and its first token."""
+    miss: tuple[dict[str, MissReason], int | None] = field(default_factory=lambda: ({}, None))
+    """Why the first chunk that could not be had could not, by tier, and its first token."""
 
     def start_over(self, local: int, epoch: int) -> None:
         """Begin with `local` tokens on the GPU: the engine asks for a request that holds no blocks."""

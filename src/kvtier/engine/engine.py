@@ -52,6 +52,7 @@ from kvtier.offload.factory import OffloadingSpecFactory
 __all__ = ["Engine", "Model", "Publisher"]
 
 _IDLE_SECONDS = 0.05  # how long a step without tokens waits for a transfer
+_TIER_SECONDS = 0.005  # how long one waits for a tier, while a transfer may end too
 _PAUSE_SECONDS = 0.001  # how long one waits that has none to wait for, but for reports which have not come
 
 
@@ -304,6 +305,8 @@ class Engine:
         if self.worker is not None:
             until = time.monotonic() + _IDLE_SECONDS
             self._speculate(self.worker, until)
+            if self.connector is not None and self.connector.wait_for_tiers(_TIER_SECONDS):
+                return
             if not self.worker.wait_for_transfers(max(0.0, until - time.monotonic())):
                 time.sleep(_PAUSE_SECONDS)
 

@@ -67,11 +67,15 @@ class TierEvent(Protocol):
     """What a tier announces: chunks that a medium holds from now on or, `removed`, no more."""
 
     @property
-    def keys(self) -> list[OffloadKey]: ...
+    def keys(self) -> Sequence[OffloadKey]: ...
     @property
     def medium(self) -> str: ...
     @property
     def removed(self) -> bool: ...
+    @property
+    def descriptions(self) -> tuple[bytes, ...] | None:
+        """What `encode` told of each chunk, if it is a tier's word and not a store's: after a restart."""
+        ...
 
 
 class _Chunk(msgspec.Struct, gc=False):
@@ -90,6 +94,22 @@ class _Chunk(msgspec.Struct, gc=False):
     extra_keys: tuple[tuple[Any, ...] | None, ...] | None
     media: tuple[str, ...] = ()
     """Those that hold the chunk and were announced so with these hashes."""
+
+
+class _Kept(msgspec.Struct, array_like=True, frozen=True):
+    """A chunk as a tier keeps it."""
+
+    hashes: tuple[bytes, ...]
+    parent: bytes | None
+    tokens: bytes
+    block_size: int
+    group: int
+    lora_id: int | None = None
+    lora_name: str | None = None
+    extra_keys: tuple[tuple[Any, ...] | None, ...] | None = None
+
+
+_ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(_Kept)
 
 
 class OffloadingEventsTracker:
@@ -139,6 +159,8 @@ class OffloadingEventsTracker:
                 told += self._removed(event)
                 removed += event.keys
             else:
+                if event.descriptions is not None:
+                    self._recall(event.keys, event.descriptions)
                 told += _announce((self._settle(key, event.medium) for key in event.keys), event.medium)
         if self._held:
             for key in removed:  # only now: a chunk that left one medium may have come to another since
@@ -153,6 +175,24 @@ class OffloadingEventsTracker:
             held = (chunk for chunk in self._held.values() if medium in chunk.media)
             told += _announce(_parents_first(held), medium)
         return told
+
+    def encode(self, key: OffloadKey) -> bytes:
+        """Return what is known of a chunk as bytes that a tier can keep; none if that is nothing, or cannot be written."""
+        chunk = self._held.get(key) or self._planned.get(key)
+        if chunk is None or chunk.block_size == 0:
+            return b""
+        try:
+            return _ENCODER.encode(_Kept(*(getattr(chunk, name) for name in _Kept.__struct_fields__)))
+        except (TypeError, ValueError, OverflowError):  # extra keys are an engine's own
+            return b""
+
+    def _recall(self, keys: Sequence[OffloadKey], descriptions: Sequence[bytes]) -> None:
+        """Note what a tier has kept of chunks. What cannot be read, or is of another chunk, is not described."""
+        for key, description in zip(keys, descriptions, strict=True):
+            if self.enabled and description and key not in self._held and key not in self._planned:
+                chunk = _decode(description)
+                if chunk is not None and _is_of(chunk, key):
+                    self._planned[key] = chunk
 
     def _settle(self, key: OffloadKey, medium: str) -> _Chunk:
         """Return what is known of a chunk that `medium` holds now, and keep it."""
@@ -183,7 +223,7 @@ class OffloadingEventsTracker:
         if not self.enabled and len(self):
             raise IntegrityError(f"events tracker: it is off and yet keeps {len(self)} chunks")
         for key, chunk in (*self._planned.items(), *self._held.items()):
-            if chunk.hashes[-1] != get_offload_block_hash(key) or chunk.group != get_offload_group_idx(key):
+            if not _is_of(chunk, key):
                 raise IntegrityError(f"events tracker: chunk {key.hex()} is described as another one")
         for key, chunk in self._held.items():
             if not chunk.media:
@@ -207,6 +247,29 @@ def _chunk_of(describe: Describe, req: _Request, group: ChunkGroup, index: int) 
         lora_name=told.lora_name,
         extra_keys=tuple(extra) if extra is not None and any(extra) else None,
     )
+
+
+def _decode(description: bytes) -> _Chunk | None:
+    """Return the chunk that a tier has kept; `None` if it makes no sense."""
+    try:
+        kept = _DECODER.decode(description)
+    except msgspec.MsgspecError:
+        return None
+    num_tokens = len(kept.tokens) // array(_TOKEN_TYPE).itemsize
+    is_whole = kept.hashes and kept.block_size > 0 and num_tokens == kept.block_size * len(kept.hashes)
+    extra = (
+        None if kept.extra_keys is None else tuple(None if keys is None else tuple(keys) for keys in kept.extra_keys)
+    )
+    if not is_whole or (extra is not None and len(extra) != len(kept.hashes)):
+        return None
+    return _Chunk(
+        kept.hashes, kept.parent, kept.tokens, kept.block_size, kept.group, kept.lora_id, kept.lora_name, extra
+    )
+
+
+def _is_of(chunk: _Chunk, key: OffloadKey) -> bool:
+    """Say whether a description is of the chunk that a key names."""
+    return chunk.hashes[-1] == get_offload_block_hash(key) and chunk.group == get_offload_group_idx(key)
 
 
 def _undescribed(key: OffloadKey) -> _Chunk:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from kvtier.keys import OffloadKey, get_offload_block_hash, get_offload_group_idx, make_offload_key
 from kvtier.offload.base import (
+    ChunkLookup,
     MissReason,
     OffloadingEvent,
     OffloadingManager,
@@ -17,6 +18,7 @@ from kvtier.offload.base import (
 from kvtier.offload.cpu import CPUOffloadingSpec
 from kvtier.offload.factory import OffloadingSpecFactory
 from kvtier.offload.manager import CPUOffloadingManager
+from kvtier.offload.tiered import TieredOffloadingManager
 from kvtier.transfer.base import (
     BlockIDsLoadStoreSpec,
     CanonicalKVCacheRef,
@@ -39,6 +41,7 @@ __all__ = [
     "CanonicalKVCacheRef",
     "CanonicalKVCacheTensor",
     "CanonicalKVCaches",
+    "ChunkLookup",
     "GPULoadStoreSpec",
     "LoadStoreSpec",
     "MissReason",
@@ -50,6 +53,7 @@ __all__ = [
     "OffloadingSpecFactory",
     "PrepareStoreOutput",
     "ReqContext",
+    "TieredOffloadingManager",
     "TransferResult",
     "TransferSpec",
     "TransferType",

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvtier.keys import OffloadKey
 from kvtier.transfer.base import CanonicalKVCaches, LoadStoreSpec, OffloadingHandler
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvtier.config import OffloadingConfig
 
 __all__ = [
+    "ChunkLookup",
     "MissReason",
     "OffloadingEvent",
     "OffloadingManager",
@@ -38,6 +39,8 @@ class ReqContext:
 
     kv_transfer_params: dict[str, Any] | None = None
     req_id: str = ""
+    stays_in_pool: bool = False
+    """Its chunks must not leave the process: their keys do not say all that their bytes depend on."""
 
 
 @dataclass(slots=True)
@@ -56,6 +59,8 @@ class OffloadingEvent:
     keys: list[OffloadKey]
     medium: str
     removed: bool
+    descriptions: tuple[bytes, ...] | None = None
+    """What a tier has kept of each chunk for the event stream, where nobody else knows it: after a restart."""
 
 
 class MissReason(Enum):
@@ -68,6 +73,25 @@ class MissReason(Enum):
     FAILED = "failed its check"
     CLEARED = "cleared by a reset"
     NOT_WORTH_LOADING = "not worth loading"
+    IO_FAILED = "could not be read or written"
+    TOO_SLOW = "too slow"
+    SUSPENDED = "suspended"
+    NOT_OPEN = "not open yet"
+    NAMESPACE_UNKNOWN = "namespace not known yet"
+    LOST = "lost with its files"
+    NO_ROOM = "no room in the pool to promote it"
+
+
+class ChunkLookup(Protocol):
+    """Answers whether chunks can be had, be it from one place or from several. Changes nothing."""
+
+    def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        """Say of each key whether it can be had; `None`: not known yet."""
+        ...
+
+    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext, *, wait: bool = True) -> int | None:
+        """Count the leading keys that can be had, as `OffloadingManager.lookup_prefix` does."""
+        ...
 
 
 class OffloadingManager(ABC):
@@ -148,6 +172,11 @@ class OffloadingManager(ABC):
     def explain(self, key: OffloadKey) -> MissReason | None:
         """Say why a chunk cannot be read, as far as is remembered; `None`: it can."""
         return MissReason.NEVER_STORED
+
+    def explain_tiers(self, key: OffloadKey, req_context: ReqContext) -> dict[str, MissReason]:
+        """Say for each tier that cannot give a chunk why, as far as is remembered, for one request."""
+        reason = self.explain(key)
+        return {} if reason is None else {"cpu": reason}
 
     def reset_cache(self) -> None:
         """Make everything absent and announce it. Places in use by running jobs are freed when those complete."""

@@ -1,25 +1,32 @@
-"""`CPUOffloadingSpec`: chunks in a pool of host memory.
+"""`CPUOffloadingSpec`: chunks in a pool of host memory, and in the tiers below it.
 
 The scheduler gets a manager that knows the slots, each worker gets the handlers that fill and read them.
-Only workers are parties to the pool: this spec's scheduler touches no bytes, and a single process with
-nobody to share with needs no shared memory. A spec whose scheduler moves rows too (tiers below the pool)
-overrides `parties` and `party`, and calls `open_pool` on both sides. With a capacity of 0 there is no pool:
-the manager takes nothing and workers get no handlers, since none is ever needed.
+Parties to the pool are processes: those of the workers and, with tiers, the scheduler's, which then moves
+rows too. Where scheduler and worker share a process they share its one mapping, also if each has a spec of
+its own, and a single process needs no shared memory. With a capacity of 0 there is no pool: the manager takes
+nothing and workers get no handlers, since none is ever needed. Called while an engine starts and ends.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from threading import Lock
+from typing import TYPE_CHECKING, NamedTuple
 
+from kvtier.config import TierConfig
+from kvtier.errors import ConfigError
 from kvtier.memory import expect_total_memory
 from kvtier.offload.base import OffloadingSpec
 from kvtier.offload.manager import CPUOffloadingManager
+from kvtier.offload.tiered import TieredOffloadingManager, TierSeat
+from kvtier.policies import make_policy
 from kvtier.pool import Pool
+from kvtier.tiers.base import Tier
 from kvtier.transfer.base import (
     CanonicalKVCaches,
     CPULoadStoreSpec,
@@ -31,56 +38,141 @@ from kvtier.transfer.base import (
 if TYPE_CHECKING:
     from kvtier.config import OffloadingConfig
 
-__all__ = ["CPUOffloadingSpec"]
+__all__ = ["CPUOffloadingSpec", "make_tier"]
 
 logger = logging.getLogger(__name__)
 
+_REQUIRED_SECONDS = 30.0
+"""How long a start waits for a tier that it may not go without."""
+
+
+class _OpenPool(NamedTuple):
+    """A mapping of the pool in this process, and which sides of the engine use it."""
+
+    pool: Pool
+    sides: set[str]
+
+
+_open_pools: dict[tuple[int, str, str, int], _OpenPool] = {}
+"""By process, engine, launch and party. A side that is there already is another engine's, by mistake."""
+_lock = Lock()
+
+MakeTier = Callable[[TierConfig, "OffloadingConfig"], Tier]
+
+
+def make_tier(tier: TierConfig, config: OffloadingConfig) -> Tier:
+    """Make a tier of its settings. `OutsideError` in one line if it is required and cannot be had."""
+    from kvtier.tiers.disk import DiskTier
+
+    _expect_policy(tier, f"tiers[{config.settings.tiers.index(tier)}].{tier.kind}.policy")
+    disk = DiskTier(
+        tier,
+        row_bytes=config.row_bytes,
+        namespace=config.namespace_nowait,
+        rank=config.engine_index,
+        ranks=config.num_engines,
+        description_bytes=config.description_bytes,
+    )
+    if tier.required:
+        try:
+            disk.wait_open(_REQUIRED_SECONDS)
+        except BaseException:
+            disk.close(0.0)
+            raise
+    return disk
+
+
+def _expect_policy(tier: TierConfig, path: str) -> None:
+    """Refuse a policy that cannot be made, before a thread of the tier finds out."""
+    try:
+        make_policy(tier.policy, 1)
+    except ConfigError as error:
+        raise ConfigError(path, str(error).removeprefix(f"{error.path}: ")) from None
+
 
 class CPUOffloadingSpec(OffloadingSpec):
-    """Offloads to host memory. `clock` times the deadlines of transfers."""
+    """Offloads to host memory and what is below. `clock` times the deadlines of transfers, `make_tier` makes tiers."""
 
-    def __init__(self, config: OffloadingConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: OffloadingConfig,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        make_tier: MakeTier = make_tier,
+    ) -> None:
         super().__init__(config)
-        self._clock = clock
-        self._manager: CPUOffloadingManager | None = None
+        self._clock, self._make_tier = clock, make_tier
+        self._manager: CPUOffloadingManager | TieredOffloadingManager | None = None
         self._pool: Pool | None = None
+        self._pool_key = 0, "", "", 0
 
     @property
     def parties(self) -> int:
-        """How many times the pool is opened in all processes of the engine."""
-        return self.config.world_size
+        """The processes that map the pool."""
+        return self.config.world_size + bool(self.config.settings.tiers and self.config.scheduler_apart)
 
     @property
     def party(self) -> int:
-        """This process's number among the parties. Ranks come first."""
+        """A worker's number among the parties. Ranks come first; a scheduler of its own comes last."""
         return self.config.rank
 
-    def get_manager(self) -> CPUOffloadingManager:
+    def get_manager(self) -> CPUOffloadingManager | TieredOffloadingManager:
         """Return the manager, the same every time."""
         if self._manager is None:
-            settings = self.config.settings
-            if self.config.num_slots == 0:
-                logger.info("cpu.capacity is 0: nothing is stored and nothing is loaded")
-            # Before books are made for it. Workers may have taken it by now, so what is free says nothing.
-            expect_total_memory(self.config.num_slots * self.config.row_bytes)
-            self._manager = CPUOffloadingManager(
-                self.config.num_slots, settings.cpu.policy, store_threshold=settings.store_threshold
-            )
+            pool = self._make_pool_manager()
+            self._manager = self._make_tiered_manager(pool) if self.config.settings.tiers else pool
         return self._manager
 
-    def open_pool(self) -> Pool:
-        """Return this process's mapping of the pool, opening it the first time."""
+    def _make_pool_manager(self) -> CPUOffloadingManager:
+        settings = self.config.settings
+        if self.config.num_slots == 0:
+            logger.info("cpu.capacity is 0: nothing is stored and nothing is loaded")
+        # Before books are made for it. Workers may have taken it by now, so what is free says nothing.
+        expect_total_memory(self.config.num_slots * self.config.row_bytes)
+        return CPUOffloadingManager(
+            self.config.num_slots, settings.cpu.policy, store_threshold=settings.store_threshold
+        )
+
+    def _make_tiered_manager(self, pool: CPUOffloadingManager) -> TieredOffloadingManager:
+        settings = self.config.settings
+        apart = self.config.scheduler_apart
+        rows = self.open_pool("scheduler", self.parties - 1 if apart else self.party).rows
+        seats = [TierSeat(self._make_tier(tier, self.config), tier.write) for tier in settings.tiers]
+        return TieredOffloadingManager(
+            pool,
+            rows,
+            seats,
+            store_deadline=settings.store_deadline,
+            is_namespace_known=lambda: self.config.namespace_nowait() is not None,
+            clock=self._clock,
+        )
+
+    def open_pool(self, side: str = "worker", party: int | None = None) -> Pool:
+        """Return this process's mapping of the pool, opening it the first time. `side`: who asks."""
         if self._pool is None:
-            config = self.config
-            self._pool = Pool.open(
-                config.engine_id,
-                config.num_slots,
-                config.row_bytes,
-                self.parties,
-                party=self.party,
-                launch_id=config.launch_id,
-            )
+            config, party = self.config, self.party if party is None else party
+            key = os.getpid(), config.engine_id, config.launch_id, party
+            with _lock:
+                shared = _open_pools.get(key)
+                if shared is not None and side not in shared.sides:
+                    shared.sides.add(side)
+                    self._pool = shared.pool.share()
+                else:
+                    self._pool = self._open(party)
+                    _open_pools[key] = _OpenPool(self._pool, {side})
+            self._pool_key = key
         return self._pool
+
+    def _open(self, party: int) -> Pool:
+        config = self.config
+        return Pool.open(
+            config.engine_id,
+            config.num_slots,
+            config.row_bytes,
+            self.parties,
+            party=party,
+            launch_id=config.launch_id,
+        )
 
     def get_handlers(
         self, kv_caches: CanonicalKVCaches
@@ -111,6 +203,9 @@ class CPUOffloadingSpec(OffloadingSpec):
 
     def shutdown(self) -> None:
         """Give up the mapping of the pool. Idempotent."""
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            with _lock:
+                if (shared := _open_pools.get(self._pool_key)) is not None and shared.pool is pool:
+                    del _open_pools[self._pool_key]  # who comes from now on is another start of the engine
+            pool.close()

@@ -127,9 +127,12 @@ class CPUOffloadingManager(OffloadingManager):
 
     # -- store -------------------------------------------------------------------------------------------------------------
 
-    def prepare_store(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+    def prepare_store(
+        self, keys: Iterable[OffloadKey], req_context: ReqContext, *, unasked: bool = False
+    ) -> PrepareStoreOutput | None:
+        """Take what can be stored of an offer; `unasked`: whether or not it has been offered often enough."""
         offered = _as_list(keys)
-        wanted = self._choose(offered)
+        wanted = self._book.missing(offered) if unasked else self._choose(offered)
         if not wanted:
             return PrepareStoreOutput([], CPULoadStoreSpec([]))
         needed = len(wanted) - self._book.num_free()
@@ -171,10 +174,41 @@ class CPUOffloadingManager(OffloadingManager):
     def discard(self, keys: Iterable[OffloadKey], reason: MissReason = MissReason.FAILED) -> None:
         self._drop(self._book.held(_as_list(keys)), reason)
 
+    def abandon_store(self, keys: list[OffloadKey], spec: CPULoadStoreSpec) -> None:
+        """Make chunks absent whose store has come to nothing while something may still write their slots.
+
+        The slots come back with `complete_store`. A key that has another slot by now is left alone, and why these are
+        absent stays what it was.
+        """
+        slots = spec.block_ids
+        self._drop(slots[self._book.find(keys) == slots], None)
+
     def reset_cache(self) -> None:
         self._drop(self._held_slots(), MissReason.CLEARED)
         self.policy.clear()
         self._miss_history.forget_offers()
+
+    # -- for tiers below ---------------------------------------------------------------------------------------------------
+
+    def shortfall(self, keys: list[OffloadKey]) -> int:
+        """Count the slots that storing these keys lacks: neither free nor to be had by eviction."""
+        spared = self._book.held(keys)
+        evictable = int(self._evictable.sum()) - int(self._evictable[spared].sum())
+        return max(0, len(self._book.missing(keys)) - self._book.num_free() - evictable)
+
+    def coldest(self, count: int) -> list[OffloadKey]:
+        """Return up to `count` chunks that would be evicted next, the first to go first."""
+        return self._book.keys(self.policy.coldest(count, self._evictable))
+
+    def hottest(self) -> list[OffloadKey]:
+        """Return all ready chunks that nobody reads, the last to go first."""
+        ranked = self.policy.ranked()[::-1]
+        return self._book.keys(ranked[self._evictable[ranked]])
+
+    @property
+    def num_free(self) -> int:
+        """The slots that hold nothing."""
+        return self._book.num_free()
 
     # -- reports -----------------------------------------------------------------------------------------------------------
 
@@ -265,14 +299,15 @@ class CPUOffloadingManager(OffloadingManager):
         finally:
             self._evictable[spared] = True
 
-    def _drop(self, slots: Slots, reason: MissReason) -> None:
-        """Make held chunks absent; those in use become doomed."""
+    def _drop(self, slots: Slots, reason: MissReason | None) -> None:
+        """Make held chunks absent, and note why; those in use become doomed."""
         ready, busy = self._readers[slots] != WRITING, self._readers[slots] != 0
         self.policy.remove(slots)
         keys = self._book.remove(slots)
         self._doomed.update(compress(zip(slots.tolist(), keys, strict=True), busy.tolist()))
         self._book.free(slots[~busy])
-        self._miss_history.note(keys, reason)
+        if reason is not None:
+            self._miss_history.note(keys, reason)
         self._announce(list(compress(keys, ready.tolist())), removed=True)
 
     def _slots_of_job(self, keys: list[OffloadKey], spec: LoadStoreSpec | None, used: Mask) -> Slots:

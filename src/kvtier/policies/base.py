@@ -65,6 +65,11 @@ class CachePolicy(ABC):
     def ranked(self) -> Slots:
         """Return the ranked slots from worst to best, as `evict` would take them if all were evictable. For tests and reports."""
 
+    def coldest(self, count: int, evictable: npt.NDArray[np.bool_]) -> Slots:
+        """Return up to `count` evictable slots, worst first, as `evict` would take them, and change nothing."""
+        ranked = self.ranked()
+        return ranked[evictable[ranked]][:count]
+
     def check(self) -> None:
         """Raise `IntegrityError` if an invariant of the policy is broken."""
         return

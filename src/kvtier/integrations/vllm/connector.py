@@ -58,6 +58,7 @@ __all__ = ["KVTierConnector", "KVTierMetadata", "KVTierWorkerMetadata", "logger"
 logger = init_logger("vllm.kvtier")  # under vLLM's own logger: it gives others no handler
 
 _IDLE_SECONDS = 0.005  # how long a step without tokens may wait for a transfer
+_TIER_SECONDS = 0.001  # how long one may wait for rows of a tier, instead of asking for them again at once
 
 
 @dataclass(slots=True)
@@ -161,7 +162,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Return this step's orders for the workers."""
         self._load_gate.discard(scheduler_output.num_scheduled_tokens)
         orders = self._connector.build_connector_meta(step_view(scheduler_output))
-        return KVTierMetadata(orders, idle=not scheduler_output.num_scheduled_tokens)
+        idle = not scheduler_output.num_scheduled_tokens
+        if idle:
+            self._connector.wait_for_tiers(_TIER_SECONDS)
+        return KVTierMetadata(orders, idle)
 
     def update_connector_output(self, connector_output: VllmConnectorOutput) -> None:
         """Take in what all workers reported."""

@@ -82,6 +82,9 @@ def describe_engine(
         namespace=_namespace(vllm_config, groups, hash_block_size) if keeps else "",
         enable_kv_cache_events=events is not None and events.enable_kv_cache_events,
         recompute=Recompute.REST if len(groups) == 1 else Recompute.ALL,
+        scheduler_apart=parallel.distributed_executor_backend != "uni",
+        engine_index=parallel.data_parallel_index,
+        num_engines=parallel.data_parallel_size,  # of dense models vLLM has made it 1 by now
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.tiers.disk.config import DiskConfig
+from kvtier.config import DiskConfig
 from kvtier.tiers.disk.files import DiskFiles
 from kvtier.tiers.disk.folder import DiskPlace, find_places
 from kvtier.tiers.disk.tier import DiskTier

@@ -22,11 +22,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvtier.config import DiskConfig
 from kvtier.errors import KVTierError, OutsideError
 from kvtier.keys import OffloadKey
 from kvtier.policies import Slots, make_policy
 from kvtier.tiers.base import Outcome, TierChange, TierMiss, TierResult
-from kvtier.tiers.disk.config import DiskConfig
 from kvtier.tiers.disk.files import DiskFiles
 from kvtier.tiers.disk.folder import FolderLock
 from kvtier.tiers.seal import SealScope

@@ -1,0 +1,144 @@
+"""Is it worth waiting for chunks from tiers below the pool, and for how long?
+
+Asked before the pool's own match. A request wishes once per admission: it is then answered in O(1) until its rows
+have come or its patience is over, and computes what has not come. A promotion is compared with computing what it
+brings *plus the prefill that is queued ahead*, and counts the bytes that the tier has to move first. Patience bounds
+the whole wait; `load_deadline` bounds a batch of I/O beyond the time that it is known to take, so that a tier that
+hangs costs one deadline. Without prices patience is that deadline. Scheduler thread only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kvtier.config import KVTierConfig
+from kvtier.connector.cost import CostModel
+from kvtier.connector.lookup import PrefixMatch, match_prefix
+from kvtier.connector.prefill import PrefillQueue
+from kvtier.connector.state import ChunkGeometry, RequestState
+from kvtier.keys import OffloadKey
+from kvtier.offload.promotions import Wish
+from kvtier.offload.tiered import TieredOffloadingManager
+
+__all__ = ["PromotionDecision"]
+
+_LEAST_PATIENCE = 0.05  # a row is seen when a step ends, and no step is much shorter
+_LEARN_EVERY = 64  # promotions between two notes of their price in the tiers
+
+
+class PromotionDecision:
+    """Decides for requests that could have more from tiers than from the pool alone."""
+
+    def __init__(
+        self,
+        settings: KVTierConfig,
+        geometry: ChunkGeometry,
+        cost: CostModel,
+        prefill: PrefillQueue,
+        manager: TieredOffloadingManager,
+    ) -> None:
+        self._settings, self._geometry = settings, geometry
+        self._cost, self._prefill, self._manager = cost, prefill, manager
+        self._learnt: set[str] = set()
+        self._times = 0
+        self.waits = 0
+        """How many requests were told to wait for a promotion."""
+
+    # -- asking ------------------------------------------------------------------------------------------------------------
+
+    def is_waiting(self, state: RequestState) -> bool:
+        """Say whether a request should be asked about later because its chunks are on their way from a tier."""
+        return not state.may_promote and self._manager.is_promoting(state.context)
+
+    def begins_to_wait(self, state: RequestState, here: PrefixMatch, limit: int) -> bool:
+        """Say whether a request should wait for chunks from tiers beyond what is `here`, and note its wish if so."""
+        if not state.may_promote:
+            return False
+        there = match_prefix(self._geometry, self._manager.anywhere, state, limit)
+        if there.end <= here.end:
+            return False
+        state.may_promote = False
+        wish = self._choose(state, here, there)
+        waits = wish is not None and self._manager.promote(wish, state.context)
+        self.waits += waits
+        return waits
+
+    def without_arrivals(self, match: PrefixMatch) -> PrefixMatch:
+        """Return a match that is not waited for because of a row from a tier: that has been decided here."""
+        if match.pending and match.missing is not None and self._manager.is_arriving(match.missing):
+            return match._replace(pending=False)
+        return match
+
+    def _choose(self, state: RequestState, here: PrefixMatch, there: PrefixMatch) -> Wish | None:
+        """Say what to wish for; `None`: computing is expected to be faster."""
+        needed = self._needed(state, there.end)
+        costs = self._manager.promotion_costs(needed)
+        expected = self._cost.promotion_seconds(costs)
+        ahead = self._prefill.ahead_of(state.view.request_id)
+        compute = self._cost.compute_seconds(there.end - here.end + ahead)
+        patience = deadline = self._settings.load_deadline + (expected or 0.0)
+        if self._settings.load_if_faster and expected is not None and compute is not None:
+            load = self._cost.load_seconds(self._geometry.load_bytes(here.end, there.end)) or 0.0
+            if not self._cost.worth_promoting([cost.tier for cost in costs], expected + load, compute):
+                return None
+            patience = max(_LEAST_PATIENCE, compute)
+        return Wish(needed, patience, deadline, whole=bool(self._geometry.windowed))
+
+    def _needed(self, state: RequestState, end: int) -> list[OffloadKey]:
+        """Return the chunks of a load up to `end`, in the order in which they are of use: those of windows first."""
+        spans = []
+        for group in state.groups:
+            size = group.geometry.chunk_size
+            first, last = group.geometry.first_needed(state.local, end) // size, -(-end // size)
+            spans.append({key: first + at for at, key in enumerate(group.keys[first:last])})
+        windows = [window.index for window in self._geometry.windowed]
+        windowed = [key for index in windows for key in spans[index]]
+        full = [{} if index in windows else span for index, span in enumerate(spans)]
+        return windowed + state.head_to_tail(full)
+
+    # -- loading -----------------------------------------------------------------------------------------------------------
+
+    def tokens_by_tier(self, state: RequestState, end: int) -> dict[str, int]:
+        """Say how many of the tokens up to `end`, which are about to be loaded, have come from which tier."""
+        sources = self._manager.promoted_from(state.context)
+        if not sources:
+            return {}
+        group = state.groups[self._geometry.main_group]
+        size = group.geometry.chunk_size
+        keys = group.keys[group.geometry.first_needed(state.local, end) // size : -(-end // size)]
+        counts = Counter(sources[key] for key in keys if key in sources)
+        return {tier: (end - state.local) * count // len(keys) for tier, count in counts.items()}
+
+    # -- one step ----------------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Start what was wished while this step was scheduled."""
+        self._manager.submit_promotions()
+
+    def end_step(self) -> None:
+        """Take in what the tiers have done, and learn from it."""
+        self._manager.poll_tiers()
+        for time in self._manager.take_promotion_times():
+            price = self._cost.price_of(time.tier)
+            (price.note_lost if time.lost else price.note)(time.num_bytes, time.seconds)
+            self._times += 1
+            if self._times % _LEARN_EVERY == 0:
+                self.keep_prices()
+        self._recall_prices()
+
+    def _recall_prices(self) -> None:
+        """Begin with what an earlier process has learnt, once a tier can tell and unless this one knows better."""
+        if len(self._learnt) == len(self._manager.tiers):
+            return
+        for tier in self._manager.tiers:
+            if tier.name not in self._learnt and (prices := tier.learnt()):
+                self._learnt.add(tier.name)
+                self._cost.price_of(tier.name).recall(prices.get("seconds_per_byte"))
+
+    def keep_prices(self) -> None:
+        """Have the tiers keep what was learnt, for a later process."""
+        for tier in self._manager.tiers:
+            seconds = self._cost.price_of(tier.name).seconds_per_byte
+            if seconds is not None:
+                self._learnt.add(tier.name)
+                tier.learn({"seconds_per_byte": seconds})

@@ -1,0 +1,451 @@
+"""Promotions: rows on their way from tiers into the pool, and the requests that wait for them.
+
+    wish --submit--> under way --results--> over          a wish takes no slot; submitting takes slots and starts I/O
+
+Asking is cheap and changes nothing: `is_waiting` answers in O(1). A row is brought once, whoever waits for it. It
+stays pinned for each of them until that request's load, its end, or its deadline, and is then an ordinary ready row.
+A request waits no longer than its deadline; what has not arrived by then is a miss. A row that arrives in vain is
+kept, one that nobody has begun to read is withdrawn. Slots that a late call may still write stay out of use until
+the call has returned.
+
+What promotions take of the pool is bounded: rows on their way, rows pinned, and slots that calls have not given
+back. Scheduler thread only; nothing blocks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvtier.errors import IntegrityError
+from kvtier.keys import OffloadKey
+from kvtier.offload.base import MissReason, PrepareStoreOutput, ReqContext
+from kvtier.offload.manager import CPUOffloadingManager
+from kvtier.tiers.base import LentRow, Outcome, Piece, Tier, TierJob, TierResult
+from kvtier.transfer.base import CPULoadStoreSpec
+
+__all__ = ["PromotionTime", "Promotions", "TierCost", "Wish"]
+
+_SHARE = 2
+"""One slot in so many may be taken by promotions: the rest keeps what is there, and takes what is computed."""
+
+_REASONS = {
+    Outcome.ABSENT: MissReason.EVICTED,
+    Outcome.FAILED_CHECK: MissReason.FAILED,
+    Outcome.FAILED: MissReason.IO_FAILED,
+    Outcome.LATE: MissReason.TOO_SLOW,
+    Outcome.SUSPENDED: MissReason.SUSPENDED,
+    Outcome.RESET: MissReason.CLEARED,
+}
+
+
+class TierCost(NamedTuple):
+    """What is known of a promotion from one tier before it begins."""
+
+    tier: str
+    num_bytes: int
+    queued_bytes: int
+    """Of promotions that the tier has to do first."""
+
+
+class PromotionTime(NamedTuple):
+    """What a promotion has cost. `lost`: it was given up after so long, and would have taken longer."""
+
+    tier: str
+    num_bytes: int
+    seconds: float
+    lost: bool
+
+
+class Wish(NamedTuple):
+    """What a request wants to have in the pool.
+
+    `needed` are all chunks of its load in the order in which they are of use. It waits for `patience` seconds at most,
+    and a tier may take `io_seconds` over its part. `whole`: a part is of no use.
+    """
+
+    needed: list[OffloadKey]
+    patience: float
+    io_seconds: float
+    whole: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    """A request that waits for rows, or whose rows are pinned."""
+
+    context: ReqContext
+    wish: Wish
+    deadline: float
+    is_submitted: bool = False
+    is_expired: bool = False
+    missing: dict[OffloadKey, None] = field(default_factory=dict)
+    """On their way, and of use to it, in the order in which they are."""
+    pins: list[tuple[list[OffloadKey], CPULoadStoreSpec]] = field(default_factory=list)
+    sources: dict[OffloadKey, str] = field(default_factory=dict)
+    """The tier that each row has come from."""
+    reasons: dict[OffloadKey, tuple[str, MissReason]] = field(default_factory=dict)
+    """The rows that will not come, and why."""
+
+    def take_off(self, keys: Iterable[OffloadKey]) -> None:
+        """Wait for some rows no more."""
+        for key in keys:
+            self.missing.pop(key, None)
+
+    def useless(self) -> list[OffloadKey]:
+        """Return the awaited rows that are of no use without those that will not come."""
+        needed = self.wish.needed
+        if self.wish.whole:
+            return list(self.missing)
+        end = next((at for at, key in enumerate(needed) if key in self.reasons), len(needed))
+        return [key for key in needed[end:] if key in self.missing]
+
+
+@dataclass(slots=True, eq=False)
+class _PromotionJob:
+    """Rows that one tier was asked for."""
+
+    job_id: int
+    tier: Tier
+    slots: dict[OffloadKey, int]
+    """Of rows whose memory is lent."""
+    started: float
+    ahead_bytes: int
+    num_bytes: int
+    seconds: float = 0.0
+    arrived_bytes: int = 0
+    is_late: bool = False
+    """Nothing of it came in time, or not all within its deadline: how long it would have taken is not known."""
+
+    def spec(self, keys: Iterable[OffloadKey]) -> CPULoadStoreSpec:
+        """Return the slots of some of its rows."""
+        return CPULoadStoreSpec([self.slots[key] for key in keys])
+
+
+class _Arrival(NamedTuple):
+    """A row on its way: the job that brings it, and who waits for it."""
+
+    job: _PromotionJob
+    waiters: set[_Waiter]
+
+
+Reserve = Callable[[list[OffloadKey], ReqContext], PrepareStoreOutput | None]
+"""Takes slots of the pool for the keys of an offer that it does not hold."""
+
+
+class Promotions:
+    """Brings rows from `tiers`, the first of them that has a row, into the slots that `reserve` gives."""
+
+    def __init__(
+        self,
+        pool: CPUOffloadingManager,
+        piece_of: Callable[[int], Piece],
+        row_bytes: int,
+        tiers: Sequence[Tier],
+        reserve: Reserve,
+        clock: Callable[[], float],
+    ) -> None:
+        self._pool, self._piece_of, self._row_bytes = pool, piece_of, row_bytes
+        self._tiers, self._reserve, self._clock = tiers, reserve, clock
+        self.max_rows = max(1, pool.num_slots // _SHARE)
+        self._wishes: list[_Waiter] = []
+        self._waiters: dict[str, _Waiter] = {}
+        self._arrivals: dict[OffloadKey, _Arrival] = {}
+        self._jobs: dict[int, _PromotionJob] = {}
+        self._pinned: Counter[OffloadKey] = Counter()
+        self._lent = 0  # slots of all jobs
+        self._newest = 0
+        self._times: list[PromotionTime] = []
+
+    # -- asking ------------------------------------------------------------------------------------------------------------
+
+    def is_arriving(self, key: OffloadKey) -> bool:
+        """Say whether a row is on its way."""
+        return key in self._arrivals
+
+    def is_waiting(self, context: ReqContext) -> bool:
+        """Say whether a request should go on waiting for its rows."""
+        waiter = self._waiters.get(context.req_id)
+        if waiter is None or (waiter.is_submitted and not waiter.missing):
+            return False
+        return self._clock() < waiter.deadline
+
+    def find(self, keys: Sequence[OffloadKey]) -> list[Tier | None]:
+        """Return for each key the first tier that can give it now."""
+        found: list[Tier | None] = [None] * len(keys)
+        for tier in self._tiers:
+            left = [index for index, holder in enumerate(found) if holder is None]
+            for index, is_held in zip(left, tier.lookup_many([keys[index] for index in left]), strict=True):
+                if is_held:
+                    found[index] = tier
+        return found
+
+    def costs(self, needed: Sequence[OffloadKey]) -> list[TierCost]:
+        """Say what has to come from which tier for these chunks to be in the pool. Those on their way cost nothing more."""
+        absent = [key for key in needed if self._pool.lookup(key, _NOBODY) is False]
+        counts = Counter(tier.name for tier in self.find(absent) if tier is not None)
+        counts.update({self._arrivals[key].job.tier.name: 0 for key in needed if key in self._arrivals})
+        return [
+            TierCost(tier.name, counts[tier.name] * self._row_bytes, tier.promotion_bytes)
+            for tier in self._tiers
+            if tier.name in counts
+        ]
+
+    def sources(self, context: ReqContext) -> Mapping[OffloadKey, str]:
+        """Say from which tier each row has come that is pinned for a request."""
+        waiter = self._waiters.get(context.req_id)
+        return {} if waiter is None else waiter.sources
+
+    def failure(self, key: OffloadKey, context: ReqContext) -> tuple[str, MissReason] | None:
+        """Say which tier did not bring a row for a request, and why."""
+        waiter = self._waiters.get(context.req_id)
+        return None if waiter is None else waiter.reasons.get(key)
+
+    # -- wishing and submitting --------------------------------------------------------------------------------------------
+
+    def wish(self, wish: Wish, context: ReqContext) -> bool:
+        """Note that a request wants rows. `False`: there is no room for any of them, and it need not wait."""
+        absent = [key for key in wish.needed if self._pool.lookup(key, context) is False]
+        room = self._room()
+        self.release(context)
+        waiter = self._waiters[context.req_id] = _Waiter(context, wish, self._clock() + wish.patience)
+        if absent and (room == 0 or (wish.whole and room < len(absent))):
+            waiter.is_submitted = True
+            self._note_missed(waiter, absent, MissReason.NO_ROOM)
+            return False
+        self._wishes.append(waiter)
+        return True
+
+    def submit(self) -> None:
+        """Take slots for what was wished, as far as there is room, and have the tiers fill them."""
+        wishes, self._wishes = self._wishes, []
+        for waiter in wishes:
+            if self._waiters.get(waiter.context.req_id) is waiter:
+                self._submit(waiter)
+
+    def _room(self) -> int:
+        return max(0, self.max_rows - self._lent - len(self._pinned))
+
+    def _submit(self, waiter: _Waiter) -> None:
+        waiter.is_submitted = True
+        needed = waiter.wish.needed
+        self._pool.touch(needed, waiter.context)  # the rows that are there must be there when the others have come
+        absent = [key for key in needed if self._pool.lookup(key, waiter.context) is False]
+        holders = {key: tier for key, tier in zip(absent, self.find(absent), strict=True) if tier is not None}
+        wanted = _leading(absent, holders) if not waiter.wish.whole else list(holders)
+        wanted = wanted[: self._room()]
+        taken = self._take_slots(waiter, wanted, set(absent))
+        if waiter.wish.whole and len(taken) < len(absent):
+            self._put_back(taken)
+            self._note_missed(waiter, absent, MissReason.NO_ROOM)
+            return
+        self._note_missed(waiter, [key for key in absent if key not in taken], MissReason.NO_ROOM)
+        self._start_jobs(waiter, taken, holders)
+        joined = [key for key in needed if key in self._arrivals]
+        waiter.missing.update(dict.fromkeys(joined))
+        for key in joined:
+            self._arrivals[key].waiters.add(waiter)
+
+    def _take_slots(self, waiter: _Waiter, wanted: list[OffloadKey], absent: set[OffloadKey]) -> dict[OffloadKey, int]:
+        """Take slots for rows, evicting others, but none that the request needs."""
+        chosen = set(wanted)
+        offer = [key for key in waiter.wish.needed if key in chosen or key not in absent]
+        output = self._reserve(offer, waiter.context) if wanted else None
+        if output is None or not isinstance(output.store_spec, CPULoadStoreSpec):
+            return {}
+        return dict(zip(output.keys_to_store, output.store_spec.block_ids.tolist(), strict=True))
+
+    def _start_jobs(self, waiter: _Waiter, taken: dict[OffloadKey, int], holders: dict[OffloadKey, Tier]) -> None:
+        now = self._clock()
+        deadline = now + waiter.wish.io_seconds
+        for tier in self._tiers:
+            slots = {key: slot for key, slot in taken.items() if holders[key] is tier}
+            if not slots:
+                continue
+            self._newest += 1
+            num_bytes = len(slots) * self._row_bytes
+            job = _PromotionJob(self._newest, tier, slots, now, tier.promotion_bytes, num_bytes)
+            self._jobs[job.job_id] = job
+            self._lent += len(slots)
+            self._arrivals.update({key: _Arrival(job, set()) for key in slots})
+            rows = tuple(LentRow(key, (self._piece_of(slot),)) for key, slot in slots.items())
+            tier.promote(TierJob(job.job_id, rows, deadline))
+
+    def _put_back(self, taken: dict[OffloadKey, int]) -> None:
+        self._free(list(taken), CPULoadStoreSpec(list(taken.values())))
+
+    def _free(self, keys: list[OffloadKey], spec: CPULoadStoreSpec) -> None:
+        """Give back slots that nobody writes, and make their chunks absent."""
+        self._pool.abandon_store(keys, spec)
+        self._pool.complete_store(keys, success=False, spec=spec)
+
+    # -- results -----------------------------------------------------------------------------------------------------------
+
+    def has_job(self, job_id: int) -> bool:
+        """Say whether a job is a promotion that is not over."""
+        return job_id in self._jobs
+
+    def take_result(self, result: TierResult) -> None:
+        """Take in what has become of rows of a job."""
+        job, keys = self._jobs[result.job_id], list(result.keys)
+        spec = job.spec(keys)
+        job.seconds += result.seconds
+        if result.outcome is Outcome.RETURNED:
+            self._pool.complete_store(keys, success=False, spec=spec)
+        elif result.outcome is Outcome.DONE:
+            job.arrived_bytes += result.nbytes
+            self._pool.complete_store(keys, spec=spec)
+            self._deliver(job, keys)
+        else:
+            job.is_late |= result.outcome is Outcome.LATE
+            reason = _REASONS[result.outcome]
+            if result.in_use:
+                self._pool.abandon_store(keys, spec)
+            else:
+                self._free(keys, spec)
+            self._miss(job, keys, reason)
+        if not result.in_use:
+            self._forget(job, keys)
+
+    def _deliver(self, job: _PromotionJob, keys: list[OffloadKey]) -> None:
+        """Pin rows that have come for each request that waits for them."""
+        for waiter, theirs in self._take_arrivals(job, keys).items():
+            ready = [key for key in theirs if self._pool.lookup(key, waiter.context)]  # else a reset came between
+            waiter.take_off(theirs)
+            if ready:
+                waiter.pins.append((ready, self._pool.prepare_load(ready, waiter.context)))
+                waiter.sources.update(dict.fromkeys(ready, job.tier.name))
+                self._pinned.update(ready)
+
+    def _miss(self, job: _PromotionJob, keys: list[OffloadKey], reason: MissReason) -> None:
+        """Tell those who wait for rows that they will not come. Rows behind them are of no use any more."""
+        for waiter, theirs in self._take_arrivals(job, keys).items():
+            self._note_missed(waiter, theirs, reason, job.tier.name)
+            self._wait_no_more(waiter, waiter.useless())
+
+    def drop(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        """Wait no more for rows on their way, because they are wrong, and return them. Their slots come back later."""
+        dropped = [key for key in keys if key in self._arrivals]
+        for key in dropped:
+            if key in self._arrivals:  # else it was withdrawn with one before it
+                self._miss(self._arrivals[key].job, [key], MissReason.FAILED)
+        return dropped
+
+    def _take_arrivals(self, job: _PromotionJob, keys: list[OffloadKey]) -> dict[_Waiter, list[OffloadKey]]:
+        """Take rows off the list of what is on its way, and return who waited for which."""
+        by_waiter: dict[_Waiter, list[OffloadKey]] = {}
+        for key in keys:
+            arrival = self._arrivals.get(key)
+            if arrival is not None and arrival.job is job:
+                del self._arrivals[key]
+                for waiter in arrival.waiters:
+                    by_waiter.setdefault(waiter, []).append(key)
+        return by_waiter
+
+    @staticmethod
+    def _note_missed(waiter: _Waiter, keys: Iterable[OffloadKey], reason: MissReason, tier: str = "cpu") -> None:
+        missed = dict.fromkeys(keys, (tier, reason))
+        waiter.reasons = missed | waiter.reasons
+        waiter.take_off(missed)
+
+    def _forget(self, job: _PromotionJob, keys: list[OffloadKey]) -> None:
+        """Take rows out of a job whose memory is ours again; learn from one that is over."""
+        for key in keys:
+            del job.slots[key]
+        self._lent -= len(keys)
+        if job.slots:
+            return
+        del self._jobs[job.job_id]
+        waited = self._clock() - job.started
+        if job.is_late:
+            self._times.append(PromotionTime(job.tier.name, job.num_bytes + job.ahead_bytes, waited, lost=True))
+        elif job.arrived_bytes:
+            # The calls' own time counts each thread, the whole time counts the queue and the steps: the truth is below both.
+            share = job.arrived_bytes / (job.arrived_bytes + job.ahead_bytes)
+            seconds = min(job.seconds, waited * share) or waited * share
+            self._times.append(PromotionTime(job.tier.name, job.arrived_bytes, seconds, lost=False))
+
+    def take_times(self) -> list[PromotionTime]:
+        """Take what promotions have cost since the last call."""
+        times, self._times = self._times, []
+        return times
+
+    # -- ending ------------------------------------------------------------------------------------------------------------
+
+    def expire(self) -> None:
+        """End the waits that have lasted long enough."""
+        now = self._clock()
+        late_ones = [w for w in self._waiters.values() if not w.is_expired and now >= w.deadline]
+        for waiter in late_ones:
+            waiter.is_expired, late = True, list(waiter.missing)
+            for job in {self._arrivals[key].job for key in late}:
+                job.is_late |= not job.arrived_bytes
+            for key in late:
+                self._note_missed(waiter, [key], MissReason.TOO_SLOW, self._arrivals[key].job.tier.name)
+            self._wait_no_more(waiter, late)
+            self._unpin(waiter)
+
+    def release(self, context: ReqContext) -> None:
+        """Forget a request: its load has begun, or it has ended. Rows that have come for it are ordinary ones."""
+        waiter = self._waiters.pop(context.req_id, None)
+        if waiter is not None:
+            self._wait_no_more(waiter, list(waiter.missing))
+            self._unpin(waiter)
+
+    def reset(self) -> None:
+        """Forget all requests, and what is on its way: it comes into slots that hold nothing any more."""
+        for waiter in list(self._waiters.values()):
+            self.release(waiter.context)
+        self._wishes.clear()
+        self._arrivals.clear()
+
+    def _unpin(self, waiter: _Waiter) -> None:
+        pins, waiter.pins = waiter.pins, []
+        for keys, spec in pins:
+            self._pool.complete_load(keys, spec)
+            self._pinned -= Counter(keys)
+
+    def _wait_no_more(self, waiter: _Waiter, keys: list[OffloadKey]) -> None:
+        """Take a request from those who wait for rows; withdraw what nobody waits for and no thread has begun."""
+        waiter.take_off(keys)
+        unwanted: dict[_PromotionJob, list[OffloadKey]] = {}
+        for key in keys:
+            arrival = self._arrivals.get(key)
+            if arrival is not None:
+                arrival.waiters.discard(waiter)
+                if not arrival.waiters:
+                    unwanted.setdefault(arrival.job, []).append(key)
+        for job, theirs in unwanted.items():
+            withdrawn = job.tier.withdraw(job.job_id, theirs)
+            if withdrawn:
+                self._take_arrivals(job, withdrawn)
+                self._free(withdrawn, job.spec(withdrawn))
+                self._forget(job, withdrawn)
+
+    def check(self) -> None:
+        """Raise `IntegrityError` if the books do not agree."""
+        pinned = Counter(key for waiter in self._waiters.values() for keys, _ in waiter.pins for key in keys)
+        lent = sum(len(job.slots) for job in self._jobs.values())
+        arrivals = self._arrivals.items()
+        for holds, what in (
+            (pinned == self._pinned, "every pin belongs to a request"),
+            (lent == self._lent >= len(self._arrivals), "what is lent is counted"),
+            (all(key in self._arrivals for w in self._waiters.values() for key in w.missing), "awaited rows come"),
+            (all(key in arrival.job.slots for key, arrival in arrivals), "rows come into their slots"),
+            (self._lent + len(self._pinned) <= self.max_rows, "promotions keep to their share"),
+        ):
+            if not holds:
+                raise IntegrityError(f"promotions: expected that {what}")
+
+
+_NOBODY = ReqContext()
+
+
+def _leading(keys: list[OffloadKey], holders: Mapping[OffloadKey, Tier]) -> list[OffloadKey]:
+    """Return the leading keys that some tier holds."""
+    for count, key in enumerate(keys):
+        if key not in holders:
+            return keys[:count]
+    return keys

@@ -1,0 +1,379 @@
+"""`TieredOffloadingManager`: the pool and the tiers below it, behind the face of one manager.
+
+To the connector it is the pool's manager: what can be loaded is in the pool, and `lookup` speaks of the pool alone.
+Beyond that a connector may ask what can be had `anywhere`, and have it brought into the pool:
+
+    ask       anywhere.lookup_prefix, promotion_costs      change nothing, start nothing
+              promote -> a wish; is_promoting answers in O(1) from then on
+    step      submit_promotions     takes slots and starts I/O       (when a step's orders are built)
+              poll_tiers            takes in results, writes rows    (when a step's output comes in)
+    load      prepare_load          pins the rows for the load and lets go of the promotion
+
+Nothing is evicted or completed between an ask and its allocation, since only the two calls of a step do that.
+Rows that become ready are offered to the tiers below (`write: through`), or the coldest are ahead of their eviction
+(`write: evict`). What a tier announces comes before what the pool announces, so that a row that leaves the pool
+is known to be below. A reset makes all of it void, in this process and in later ones. Scheduler thread only; nothing
+blocks but `wait_any` and `shutdown`.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.errors import IntegrityError
+from kvtier.keys import OffloadKey
+from kvtier.offload.base import MissReason, OffloadingEvent, OffloadingManager, PrepareStoreOutput, ReqContext
+from kvtier.offload.demotions import Demotions
+from kvtier.offload.manager import CPUOffloadingManager, ManagerStats
+from kvtier.offload.promotions import Promotions, PromotionTime, TierCost, Wish
+from kvtier.tiers.base import Piece, Tier, TierMiss, TierStats
+from kvtier.transfer.base import LoadStoreSpec
+
+__all__ = ["TierSeat", "TieredOffloadingManager"]
+
+logger = logging.getLogger(__name__)
+
+_LOOKED_UP_FIRST = 32
+"""How much of a prefix is looked up at first; twice as much each time that all of it was found."""
+_SHUTDOWN_SECONDS = 5.0
+_AHEAD_SHARE = 16
+"""With `write: evict`, one slot in so many holds a row that may go at once: it is written already."""
+
+_AHEAD_POLLS = 8
+"""Looking for the coldest rows walks over all of them: it is done once in so many steps."""
+
+_REASONS = {
+    TierMiss.NEVER_STORED: MissReason.NEVER_STORED,
+    TierMiss.WRITING: MissReason.WRITING,
+    TierMiss.EVICTED: MissReason.EVICTED,
+    TierMiss.REFUSED: MissReason.REFUSED,
+    TierMiss.FAILED: MissReason.IO_FAILED,
+    TierMiss.FAILED_CHECK: MissReason.FAILED,
+    TierMiss.CLEARED: MissReason.CLEARED,
+    TierMiss.LOST: MissReason.LOST,
+    TierMiss.SUSPENDED: MissReason.SUSPENDED,
+    TierMiss.NOT_OPEN: MissReason.NOT_OPEN,
+}
+
+
+class TierSeat(NamedTuple):
+    """A tier, and when rows are written to it: `through`, as soon as they are ready, or ahead of their eviction."""
+
+    tier: Tier
+    write: str = "through"
+
+
+class TieredOffloadingManager(OffloadingManager):
+    """Keeps chunks in the pool and in tiers. `rows` are the pool's bytes, `(num_slots, row_bytes)`."""
+
+    def __init__(
+        self,
+        pool: CPUOffloadingManager,
+        rows: npt.NDArray[np.uint8],
+        seats: Sequence[TierSeat],
+        *,
+        store_deadline: float = 30.0,
+        is_namespace_known: Callable[[], bool] = lambda: True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.pool, self.tiers = pool, [seat.tier for seat in seats]
+        self._rows = rows
+        self._through = [seat.tier for seat in seats if seat.write == "through"]
+        self._ahead = [seat.tier for seat in seats if seat.write == "evict"]
+        self._is_namespace_known, self._clock = is_namespace_known, clock
+        row_bytes = rows.shape[1]
+        self._promotions = Promotions(pool, self._piece, row_bytes, self.tiers, self._reserve, clock)
+        self._demotions = Demotions(pool, self._piece, row_bytes, self.tiers, store_deadline, clock)
+        self._confined: set[OffloadKey] = set()
+        """Chunks of the pool that must not leave it."""
+        self._offered_ahead: set[OffloadKey] = set()
+        """The coldest chunks that were offered when last looked: a tier that did not want them is not asked again."""
+        self._polls = 0
+        self._is_closed = False
+        self.anywhere = _Anywhere(self)
+        """What can be had, be it from the pool or from a tier."""
+
+    def describe_with(self, describe: Callable[[OffloadKey], bytes]) -> None:
+        """Have tiers keep what the event stream tells of a chunk."""
+        self._demotions.describe = describe
+
+    # -- the pool's manager ------------------------------------------------------------------------------------------------
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        return self.pool.lookup(key, req_context)
+
+    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext, *, wait: bool = True) -> int | None:
+        return self.pool.lookup_prefix(keys, req_context, wait=wait)
+
+    def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        """Pin ready chunks. What was brought for the request is from here on held by its load alone."""
+        spec = self.pool.prepare_load(keys, req_context)
+        self._promotions.release(req_context)
+        return spec
+
+    def complete_load(self, keys: Iterable[OffloadKey], spec: LoadStoreSpec | None = None) -> None:
+        self.pool.complete_load(keys, spec)
+
+    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        self.pool.touch(keys, req_context)
+        for tier in self.tiers:
+            tier.touch(keys)
+
+    def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        """Take what can be stored of an offer. Demotions that have not begun give way to it."""
+        offered = list(keys)
+        self._make_room(offered)
+        output = self.pool.prepare_store(offered, req_context)
+        if output is not None:
+            self._confined.difference_update(output.evicted_keys)
+            if req_context.stays_in_pool:
+                self._confined.update(output.keys_to_store)
+        return output
+
+    def _reserve(self, keys: list[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        """Take slots for a promotion."""
+        self._make_room(keys)
+        output = self.pool.prepare_store(keys, req_context, unasked=True)
+        if output is not None:
+            self._confined.difference_update(output.evicted_keys)
+        return output
+
+    def _make_room(self, keys: list[OffloadKey]) -> None:
+        if len(self._demotions) and len(keys) > self.pool.num_free:
+            self._demotions.make_room(self.pool.shortfall(keys))
+
+    def complete_store(
+        self, keys: Iterable[OffloadKey], success: bool = True, spec: LoadStoreSpec | None = None
+    ) -> None:
+        """End the writing of chunks. Those that are ready now may be written to tiers."""
+        keys = list(keys)
+        self.pool.complete_store(keys, success, spec)
+        if not success:
+            self._confined.difference_update(keys)
+        elif self._through:
+            ready = [key for key in keys if key not in self._confined and self.pool.lookup(key, _NOBODY)]
+            for tier in self._through:
+                self._demotions.offer(tier, ready)
+
+    def discard(self, keys: Iterable[OffloadKey], reason: MissReason = MissReason.FAILED) -> None:
+        """Make chunks absent whose bytes are wrong. What was ready may have been written to tiers, so it goes there too.
+
+        So does what is on its way from there. A chunk that is being stored says nothing of one below.
+        """
+        keys = list(keys)
+        wrong = [key for key in keys if self.pool.lookup(key, _NOBODY)] + self._promotions.drop(keys)
+        self.pool.discard(keys, reason)
+        self._confined.difference_update(keys)
+        if wrong:
+            for tier in self.tiers:
+                tier.discard(wrong)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._promotions.release(req_context)
+
+    def reset_cache(self) -> None:
+        """Make everything absent, everywhere and for good: nothing from before comes back, here or after a restart."""
+        for tier in self.tiers:  # first: whatever happens, their rows are void
+            tier.reset(secrets.token_hex(8))
+        self._promotions.reset()
+        self._demotions.reset()
+        self._confined.clear()
+        self.pool.reset_cache()
+
+    # -- promotions --------------------------------------------------------------------------------------------------------
+
+    def promotion_costs(self, needed: Sequence[OffloadKey]) -> list[TierCost]:
+        """Say what would have to come from which tier for these chunks to be in the pool. Changes nothing."""
+        return self._promotions.costs(needed)
+
+    def promote(self, wish: Wish, req_context: ReqContext) -> bool:
+        """Note that a request wants chunks in the pool and will wait. `False`: there is no room, compute instead."""
+        return self._promotions.wish(wish, req_context)
+
+    def is_promoting(self, req_context: ReqContext) -> bool:
+        """Say in O(1) whether a request should go on waiting for what it wished."""
+        return self._promotions.is_waiting(req_context)
+
+    def is_arriving(self, key: OffloadKey) -> bool:
+        """Say whether a chunk is on its way from a tier."""
+        return self._promotions.is_arriving(key)
+
+    def promoted_from(self, req_context: ReqContext) -> Mapping[OffloadKey, str]:
+        """Say from which tier each chunk has come that was brought for a request and waits for its load."""
+        return self._promotions.sources(req_context)
+
+    def take_promotion_times(self) -> list[PromotionTime]:
+        """Take what promotions have cost since the last call."""
+        return self._promotions.take_times()
+
+    def submit_promotions(self) -> None:
+        """Take slots for what was wished in this step, and start its I/O."""
+        self._promotions.submit()
+
+    def poll_tiers(self) -> None:
+        """Take in what has become of rows under way, end waits that are over, and have rows written."""
+        for tier in self.tiers:
+            for result in tier.poll():
+                jobs = self._promotions if result.job_id > 0 else self._demotions
+                if jobs.has_job(result.job_id):
+                    jobs.take_result(result)
+                else:
+                    logger.error("%s: a result of job %d, which is over", tier.name, result.job_id)
+        self._promotions.expire()
+        self._write_ahead()
+        self._demotions.submit()
+
+    def _write_ahead(self) -> None:
+        """Offer the rows that will be evicted next to tiers that are written to then."""
+        self._polls += 1
+        margin = max(1, self.pool.num_slots // _AHEAD_SHARE)
+        if not self._ahead or self._polls % _AHEAD_POLLS or self.pool.num_free >= margin:
+            return
+        coldest = [key for key in self.pool.coldest(margin) if key not in self._confined]
+        new = [key for key in coldest if key not in self._offered_ahead]
+        self._offered_ahead = set(coldest)
+        for tier in self._ahead:
+            self._offer_absent(tier, new)
+
+    def _offer_absent(self, tier: Tier, keys: list[OffloadKey]) -> None:
+        """Offer chunks to a tier that does not have them."""
+        held = tier.lookup_many(keys)
+        absent = [key for key, is_held in zip(keys, held, strict=True) if not is_held]
+        if absent:
+            self._demotions.offer(tier, absent)
+
+    # -- reports -----------------------------------------------------------------------------------------------------------
+
+    def explain(self, key: OffloadKey) -> MissReason | None:
+        """Say why a chunk cannot be loaded as things are: why the pool does not have it."""
+        return self.pool.explain(key)
+
+    def explain_tiers(self, key: OffloadKey, req_context: ReqContext) -> dict[str, MissReason]:
+        """Say why no tier gave a chunk to a request: by tier, those that have never had it left out if others have."""
+        in_pool = self.pool.explain(key)
+        if in_pool is None:
+            return {}
+        reasons: dict[str, MissReason] = {"cpu": in_pool} | {tier.name: self._explain(tier, key) for tier in self.tiers}
+        failure = self._promotions.failure(key, req_context)
+        if failure is not None:
+            name, reason = failure
+            reasons = {other: why for other, why in reasons.items() if other != name} | {name: reason}
+        known = [name for name, why in reasons.items() if why is not MissReason.NEVER_STORED]
+        return {name: reasons[name] for name in known or ["cpu"]}
+
+    def _explain(self, tier: Tier, key: OffloadKey) -> MissReason:
+        miss = tier.explain(key)
+        if miss is None:
+            return MissReason.NOT_WORTH_LOADING
+        if miss is TierMiss.NOT_OPEN and not self._is_namespace_known():
+            return MissReason.NAMESPACE_UNKNOWN
+        return _REASONS[miss]
+
+    def take_events(self) -> list[OffloadingEvent]:
+        """Drain the changes of all tiers and the pool; those below first."""
+        below = [
+            OffloadingEvent(list(change.keys), change.medium, change.removed, change.descriptions)
+            for tier in reversed(self.tiers)
+            for change in tier.take_events()
+        ]
+        return below + self.pool.take_events()
+
+    def stats(self) -> ManagerStats:
+        """Count the pool's slots by state, and what has happened so far."""
+        return self.pool.stats()
+
+    def tier_stats(self) -> list[TierStats]:
+        """Count what each tier holds, and what has happened there."""
+        return [tier.stats() for tier in self.tiers]
+
+    @property
+    def unwritten(self) -> int:
+        """Rows that were offered to a tier and left the pool, or were needed, before they were written."""
+        return self._demotions.unwritten
+
+    def has_pending_work(self) -> bool:
+        """Say whether an idle engine should step: rows are being written, and something has moved of late."""
+        return any(tier.has_pending_work() for tier in self.tiers) or self._demotions.has_offers()
+
+    def wait_any(self, timeout: float) -> bool:
+        """Block until a tier may have something to tell, for an engine that has nothing to do. `False`: none will."""
+        busy = [tier for tier in self.tiers if tier.promotion_bytes]
+        for tier in busy[:1]:
+            tier.wait_any(timeout)
+        return bool(busy)
+
+    def check(self) -> None:
+        self.pool.check()
+        self._promotions.check()
+        self._demotions.check()
+        for tier in self.tiers:
+            tier.check()
+        if any(self.pool.lookup(key, _NOBODY) is False for key in self._confined):
+            raise IntegrityError("tiered manager: a chunk is confined to the pool and not in it")
+
+    # -- ending ------------------------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Write what is ready and nowhere else, the hottest first, for a few seconds at most, and close the tiers."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        until = self._clock() + _SHUTDOWN_SECONDS
+        self._promotions.reset()
+        hot = [key for key in self.pool.hottest() if key not in self._confined]
+        for tier in self.tiers:
+            self._offer_absent(tier, hot)
+        self.poll_tiers()
+        while self.has_pending_work() and self._clock() < until:
+            for tier in self.tiers:
+                tier.wait_any(0.05)
+            self.poll_tiers()
+        ended = [tier.close(max(0.0, until - self._clock())) for tier in self.tiers]
+        if all(ended):
+            self._rows = self._rows[:0]  # else a call still uses the memory, which goes with the process
+
+    def _piece(self, slot: int) -> Piece:
+        return memoryview(self._rows[slot])
+
+
+class _Anywhere:
+    """Looks chunks up in the pool and in all tiers: what can be loaded, after a promotion if need be."""
+
+    def __init__(self, manager: TieredOffloadingManager) -> None:
+        self._manager = manager
+
+    def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        pool, promotions = self._manager.pool, self._manager._promotions
+        found = pool.lookup_many(keys, req_context)
+        absent = []
+        for index, (key, is_ready) in enumerate(zip(keys, found, strict=True)):
+            if is_ready is None and promotions.is_arriving(key):
+                found[index] = True
+            elif is_ready is False:
+                absent.append(index)
+        for index, tier in zip(absent, promotions.find([keys[index] for index in absent]), strict=True):
+            found[index] = tier is not None
+        return found
+
+    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext, *, wait: bool = True) -> int | None:
+        """Count the leading keys that can be had. What is behind the first gap costs little."""
+        hits, size = self._manager.pool.lookup_prefix(keys, req_context, wait=False) or 0, _LOOKED_UP_FIRST
+        while hits < len(keys):
+            found = self.lookup_many(list(islice(keys, hits, hits + size)), req_context)
+            for is_there in found:
+                if not is_there:
+                    return None if is_there is None and wait else hits
+                hits += 1
+            size *= 2
+        return hits
+
+
+_NOBODY = ReqContext()

@@ -1,0 +1,28 @@
+"""An engine over a disk, to be killed: `python -m tests.engine.killed_engine FOLDER` computes prompts until it is."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tests.engine.drive import tokens
+from tests.engine.tier_kit import disk_engine, manager_of
+
+from kvtier.engine import SamplingParams
+
+
+def main() -> None:
+    """Compute some prompts, say when their rows are on disk, and go on with others."""
+    engine = disk_engine(Path(sys.argv[1]))
+    engine.generate([tokens(33, seed=seed) for seed in range(4)], SamplingParams(max_tokens=4))
+    engine.drain()
+    (stats,) = manager_of(engine).tier_stats()
+    print(stats.demoted, flush=True)
+    seed = 4
+    while True:
+        engine.generate([tokens(33, seed=seed)], SamplingParams(max_tokens=4))
+        seed += 1
+
+
+if __name__ == "__main__":
+    main()

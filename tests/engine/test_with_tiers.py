@@ -1,0 +1,152 @@
+"""The engine over a pool and a tier below it: what the pool has forgotten comes back, and nothing waits in vain."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.engine.drive import ONE_GROUP, TWO_GROUPS, expect, expect_idle, run, tokens
+from tests.engine.tier_kit import MemoryTiers, disk_engine, manager_of, tiered_engine
+
+from kvtier.engine import Engine, SamplingParams
+from kvtier.offload import MissReason
+
+ROOT = Path(__file__).parents[2]
+WINDOWS = [ONE_GROUP, TWO_GROUPS]
+
+
+def ask(engine: Engine, prompt: list[int], name: str, max_tokens: int = 4) -> Any:
+    params = SamplingParams(max_tokens=max_tokens)
+    engine.add_request(prompt, params, request_id=name)
+    output = run(engine)[name]
+    assert output.token_ids == expect(engine, prompt, params)
+    return output
+
+
+def forget(engine: Engine) -> None:
+    """Make the engine and the pool forget everything, but not the tier."""
+    engine.drain()
+    engine.reset_prefix_cache()
+    manager_of(engine).pool.reset_cache()
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+def test_what_the_pool_has_forgotten_comes_from_the_tier(windows: Sequence[int | None]) -> None:
+    with tiered_engine(MemoryTiers(), windows) as engine:
+        ask(engine, tokens(33), "first")
+        forget(engine)
+        assert manager_of(engine).tier_stats()[0].used > 0
+        again = ask(engine, tokens(33), "again")
+        assert (again.source.gpu, again.source.tiers, again.source.recomputed) == (0, {"disk": 32}, 1)
+        assert again.source.first_miss is None
+        engine.reset_prefix_cache()
+        third = ask(engine, tokens(33), "third")
+        assert third.source.tiers == {"cpu": 32}, "it is in the pool again"
+        expect_idle(engine)
+        manager_of(engine).check()
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+def test_an_engine_starts_warm_from_disk(windows: Sequence[int | None], tmp_path: Path) -> None:
+    with disk_engine(tmp_path, windows) as engine:
+        ask(engine, tokens(33), "first")
+        expect_idle(engine)
+    with disk_engine(tmp_path, windows) as engine:
+        again = ask(engine, tokens(33), "again")
+        assert (again.source.tiers, again.source.recomputed) == ({"disk": 32}, 1)
+        expect_idle(engine)
+
+
+def test_an_engine_that_was_killed_starts_warm(tmp_path: Path) -> None:
+    """SIGKILL in the middle of its work: what was written is found, and the tokens are the same."""
+    command = [sys.executable, "-m", "tests.engine.killed_engine", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True) as process:
+        assert process.stdout is not None
+        written = int(process.stdout.readline())
+        process.kill()
+    assert written == 36
+    with disk_engine(tmp_path) as engine:
+        for seed in range(4):
+            again = ask(engine, tokens(33, seed=seed), f"again {seed}")
+            assert (again.source.tiers, again.source.recomputed) == ({"disk": 32}, 1)
+        expect_idle(engine)
+
+
+# A tier that hangs
+
+
+def test_a_tier_that_hangs_costs_one_deadline_and_then_nothing() -> None:
+    tiers = MemoryTiers()
+    with tiered_engine(tiers, settings={"load_deadline": 0.3}) as engine:
+        for index in range(4):
+            ask(engine, tokens(33, seed=index), f"first {index}")
+        forget(engine)
+        tiers.backend.hang()
+        try:
+            began = time.monotonic()
+            late = ask(engine, tokens(33), "late")
+            assert time.monotonic() - began >= 0.3
+            assert late.source.tiers == {}
+            explained = engine.explain("late")
+            assert explained is not None
+            assert explained.misses["disk"] is MissReason.TOO_SLOW
+            suspended = suspend(engine)
+            steps = count_steps(engine, tokens(33, seed=1), "then")
+            assert steps < 40, "nobody waits for a tier that is suspended"
+            explained = engine.explain("then")
+            assert explained is not None
+            assert explained.misses == {"cpu": MissReason.CLEARED, "disk": MissReason.SUSPENDED}
+            assert suspended == "a call does not return"
+            expect_sleep(engine)
+        finally:
+            tiers.backend.release()
+        manager = manager_of(engine)
+        while manager.stats().doomed:
+            engine.step()
+        expect_idle(engine)
+
+
+def suspend(engine: Engine) -> str | None:
+    """Step until the tier is suspended."""
+    manager = manager_of(engine)
+    while (why := manager.tier_stats()[0].suspended) is None:
+        engine.step()
+    return why
+
+
+def count_steps(engine: Engine, prompt: list[int], name: str) -> int:
+    params, steps = SamplingParams(max_tokens=4), 0
+    engine.add_request(prompt, params, request_id=name)
+    while engine.has_unfinished():
+        for output in engine.step():
+            assert not output.finished or output.token_ids == expect(engine, prompt, params)
+        steps += 1
+    return steps
+
+
+def expect_sleep(engine: Engine) -> None:
+    """Expect that an engine without requests need not step, as soon as nothing has moved for a second."""
+    assert engine.connector is not None
+    until = time.monotonic() + 10.0
+    while engine.connector.has_pending_push_work():
+        assert time.monotonic() < until, "an idle engine is kept stepping"
+        engine.step()
+
+
+def test_writes_that_hang_keep_no_engine_awake() -> None:
+    tiers = MemoryTiers()
+    with tiered_engine(tiers, rows=16) as engine:
+        tiers.backend.hang()
+        try:
+            for index in range(3):
+                ask(engine, tokens(33, seed=index), f"r{index}")
+            expect_sleep(engine)
+            manager = manager_of(engine)
+            assert manager.stats().reading <= 4, "demotions keep to their share of the pool"
+        finally:
+            tiers.backend.release()

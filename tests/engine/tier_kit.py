@@ -1,0 +1,79 @@
+"""Engines over a pool and a tier below it: in memory, with faults on request, and alive beyond one engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvtier.config import KVTierConfig, OffloadingConfig, TierConfig
+from kvtier.engine import Engine, EngineConfig
+from kvtier.offload import CPUOffloadingSpec
+from kvtier.offload.tiered import TieredOffloadingManager
+from kvtier.testing.faulty_backend import FaultyBackend
+from kvtier.testing.memory_tier import MemoryBackend, make_memory_tier
+from kvtier.testing.toy_model import ToyModel
+from kvtier.tiers.base import Tier
+
+ROW = 4096
+ONE_GROUP: tuple[int | None, ...] = (None, None)
+
+
+@dataclass
+class MemoryTiers:
+    """Makes tiers in memory for specs, all over one backend."""
+
+    num_slots: int = 256
+    backend: FaultyBackend = field(default_factory=lambda: FaultyBackend(MemoryBackend()))
+    options: dict[str, Any] = field(default_factory=dict)
+    made: list[Tier] = field(default_factory=list)
+
+    def make(self, tier: TierConfig, config: OffloadingConfig) -> Tier:
+        made = make_memory_tier(self.num_slots, config.row_bytes, backend=self.backend, **self.options)
+        self.made.append(made)
+        return made
+
+    def spec(self, config: OffloadingConfig) -> CPUOffloadingSpec:
+        return CPUOffloadingSpec(config, make_tier=self.make)
+
+
+def tiered_engine(
+    tiers: MemoryTiers,
+    windows: Sequence[int | None] = ONE_GROUP,
+    *,
+    rows: int = 64,
+    write: str = "through",
+    settings: dict[str, Any] | None = None,
+    **engine: Any,
+) -> Engine:
+    """Make a toy engine with a pool of `rows` chunks over a tier. Nothing is too slow to be worth it unless told so."""
+    kvtier = {
+        "cpu": {"capacity": rows * ROW},
+        "load_if_faster": False,
+        "tiers": [{"disk": {"path": "in memory", "capacity": tiers.num_slots * ROW, "write": write}}],
+    } | (settings or {})
+    config = EngineConfig(
+        **{"num_blocks": 65, "block_size": 4, "max_num_batched_tokens": 16, "kv_events": True} | engine
+    )
+    return Engine(ToyModel(windows), config, KVTierConfig.from_dict(kvtier), spec_factory=tiers.spec)
+
+
+def disk_engine(folder: Path, windows: Sequence[int | None] = ONE_GROUP, **engine: Any) -> Engine:
+    """Make an engine over a pool and a real folder; its weights are those of every other that is made like it."""
+    kvtier = {
+        "cpu": {"capacity": 64 * ROW},
+        "load_if_faster": False,
+        "tiers": [{"disk": {"path": str(folder), "capacity": "4MiB", "required": True}}],
+    }
+    config = EngineConfig(**{"num_blocks": 65, "block_size": 4, "kv_events": True} | engine)
+    return Engine(ToyModel(windows), config, KVTierConfig.from_dict(kvtier), weights_id="toy")
+
+
+def manager_of(engine: Engine) -> TieredOffloadingManager:
+    """Return an engine's manager."""
+    assert engine.connector is not None
+    assert engine.connector.connector_scheduler is not None
+    manager = engine.connector.connector_scheduler.manager
+    assert isinstance(manager, TieredOffloadingManager)
+    return manager

@@ -1,0 +1,441 @@
+"""The pool and tiers behind one manager, step by step: who waits for what, who gives way, and what comes back."""
+
+from __future__ import annotations
+
+import pytest
+from tests.unit.connector_kit import Clock
+from tests.unit.tier_kit import ROW, Tiered, context, key, keys
+
+from kvtier.offload import MissReason
+from kvtier.tiers.base import Outcome, TierMiss
+
+
+class TickingClock(Clock):
+    """A clock that goes on when it is looked at."""
+
+    def __call__(self) -> float:
+        self.now += 0.01
+        return self.now
+
+
+# Promotions
+
+
+def test_asking_starts_nothing_and_a_step_does() -> None:
+    tiered = Tiered()
+    tiered.tier.held = set(keys(1, 2, 3))
+    anywhere = tiered.manager.anywhere
+    assert anywhere.lookup_prefix(keys(1, 2, 3, 4), context()) == 3
+    assert anywhere.lookup_many(keys(3, 4), context()) == [True, False]
+    assert tiered.ready(1, 2, 3) == [False] * 3, "the pool has none of it"
+    assert tiered.wish(1, 2, 3)
+    assert tiered.pool.num_free == tiered.num_slots, "a wish takes no slot"
+    assert not tiered.tier.promotions
+    job = tiered.submit()
+    assert job is not None
+    assert [row.key for row in job.rows] == keys(1, 2, 3), "the first chunks first"
+    assert tiered.ready(1) == [None]
+    assert tiered.pool.num_free == tiered.num_slots - 3
+
+
+def test_rows_that_have_come_are_pinned_until_the_load() -> None:
+    tiered = Tiered(4)
+    tiered.tier.held = set(keys(1, 2))
+    tiered.wish(1, 2)
+    job = tiered.submit()
+    assert job is not None
+    for row, number in zip(job.rows, (1, 2), strict=True):
+        row.pieces[0][:] = bytes([number]) * ROW
+    assert tiered.is_waiting()
+    tiered.tier.finish(job.job_id)
+    tiered.poll()
+    assert not tiered.is_waiting()
+    assert tiered.ready(1, 2) == [True, True]
+    assert not tiered.can_evict(1, 2)
+    assert tiered.manager.promoted_from(context()) == {key(1): "disk", key(2): "disk"}
+    spec = tiered.manager.prepare_load(keys(1, 2), context())
+    assert [int(tiered.rows[slot][0]) for slot in spec.block_ids] == [1, 2]  # type: ignore[attr-defined]
+    assert tiered.manager.promoted_from(context()) == {}
+    tiered.manager.complete_load(keys(1, 2), spec)
+    assert tiered.can_evict(1, 2)
+    tiered.manager.check()
+
+
+def test_a_request_under_promotion_is_answered_without_a_lookup() -> None:
+    tiered = Tiered()
+    tiered.tier.held = set(keys(1, 2))
+    tiered.wish(1, 2)
+    tiered.submit()
+    before = tiered.tier.lookups
+    assert all(tiered.is_waiting() for _ in range(1000))
+    assert tiered.tier.lookups == before
+
+
+def test_a_row_is_brought_once_for_all_who_wait() -> None:
+    tiered = Tiered()
+    tiered.tier.held = set(keys(1, 2, 3))
+    tiered.wish(1, 2, name="a")
+    first = tiered.submit()
+    assert tiered.manager.anywhere.lookup_prefix(keys(1, 2, 3), context("b")) == 3
+    tiered.wish(1, 2, 3, name="b")
+    second = tiered.submit()
+    assert first is not None
+    assert second is not None
+    assert [row.key for row in second.rows] == keys(3)
+    tiered.tier.finish(first.job_id)
+    tiered.tier.finish(second.job_id)
+    tiered.poll()
+    tiered.manager.on_request_finished(context("a"))
+    assert not tiered.can_evict(1), "another request waits for its load"
+    tiered.manager.on_request_finished(context("b"))
+    assert tiered.can_evict(1, 2, 3), "after an abort they are ordinary rows"
+    assert tiered.ready(1, 2, 3) == [True] * 3
+    tiered.manager.check()
+
+
+def test_at_the_deadline_the_leading_run_counts_and_the_rest_is_withdrawn() -> None:
+    tiered = Tiered()
+    tiered.tier.held = set(keys(1, 2, 3, 4))
+    tiered.wish(1, 2, 3, 4, patience=1.0)
+    job = tiered.submit()
+    assert job is not None
+    tiered.tier.begun = set(keys(3))
+    tiered.tier.finish(job.job_id, 1, 2)
+    tiered.poll()
+    assert tiered.is_waiting()
+    tiered.clock.now = 1.0
+    assert not tiered.is_waiting(), "it is over before anybody has polled"
+    tiered.poll()
+    assert tiered.ready(1, 2, 3, 4) == [True, True, None, False]
+    assert tiered.can_evict(1, 2)
+    why = tiered.manager.explain_tiers(key(3), context())
+    assert why["disk"] is MissReason.TOO_SLOW
+    tiered.tier.finish(job.job_id, 3)
+    tiered.poll()
+    assert tiered.ready(3) == [True], "what comes in vain is kept"
+    assert tiered.can_evict(3)
+
+
+def test_late_means_failed_but_not_freed() -> None:
+    tiered = Tiered(4)
+    tiered.tier.held = set(keys(1))
+    tiered.wish(1)
+    job = tiered.submit()
+    assert job is not None
+    tiered.tier.finish(job.job_id, outcome=Outcome.LATE, in_use=True)
+    tiered.poll()
+    assert not tiered.is_waiting()
+    assert tiered.ready(1) == [False]
+    assert tiered.manager.stats().doomed == 1, "a call may still write there"
+    tiered.store(1)
+    assert tiered.ready(1) == [True], "the key has another slot meanwhile"
+    tiered.tier.finish(job.job_id, outcome=Outcome.RETURNED)
+    tiered.poll()
+    assert tiered.manager.stats().doomed == 0
+    assert tiered.ready(1) == [True]
+
+
+def test_slots_of_late_calls_count_as_taken() -> None:
+    tiered = Tiered(4)
+    tiered.tier.held = set(keys(1, 2, 3))
+    tiered.wish(1, 2)
+    job = tiered.submit()
+    assert job is not None
+    tiered.tier.finish(job.job_id, outcome=Outcome.LATE, in_use=True)
+    tiered.poll()
+    assert not tiered.wish(3, name="b"), "half of the pool is lost to a hung tier, and no more"
+    why = tiered.manager.explain_tiers(key(3), context("b"))
+    assert why["cpu"] is MissReason.NO_ROOM
+
+
+def test_a_prompt_above_the_share_gets_its_leading_part() -> None:
+    tiered = Tiered(8)
+    tiered.tier.held = set(keys(*range(10)))
+    assert tiered.wish(*range(10))
+    job = tiered.submit()
+    assert job is not None
+    assert [row.key for row in job.rows] == keys(0, 1, 2, 3)
+
+
+def test_what_the_request_needs_is_not_evicted_for_it() -> None:
+    tiered = Tiered(4)
+    tiered.store(1, 2, 8, 9)
+    tiered.tier.held = set(keys(3, 4))
+    tiered.wish(1, 2, 3, 4)
+    tiered.submit()
+    assert tiered.ready(1, 2, 3, 4, 8, 9) == [True, True, None, None, False, False]
+
+
+@pytest.mark.parametrize("vanishes", [False, True])
+def test_with_windows_all_or_nothing(vanishes: bool) -> None:
+    tiered = Tiered(8)
+    tiered.tier.held = set(keys(1, 2, 3))
+    assert not tiered.wish(*range(9), whole=True), "more than the share"
+    assert tiered.wish(1, 2, 3, whole=True)
+    if vanishes:
+        tiered.tier.held.discard(key(2))
+        assert tiered.submit() is None
+        assert not tiered.is_waiting()
+        assert tiered.pool.num_free == 8
+        return
+    job = tiered.submit()
+    assert job is not None
+    tiered.tier.finish(job.job_id, 2, outcome=Outcome.FAILED)
+    tiered.poll()
+    assert not tiered.is_waiting(), "without one row the others are of no use"
+    assert tiered.pool.num_free == 8
+
+
+def test_rows_behind_one_that_does_not_come_are_not_waited_for() -> None:
+    tiered = Tiered()
+    tiered.tier.held = set(keys(1, 2, 3))
+    tiered.wish(1, 2, 3)
+    job = tiered.submit()
+    assert job is not None
+    tiered.tier.finish(job.job_id, 2, outcome=Outcome.FAILED_CHECK)
+    tiered.poll()
+    assert tiered.is_waiting(), "the first may still come"
+    tiered.tier.finish(job.job_id, 1)
+    tiered.poll()
+    assert not tiered.is_waiting()
+    assert tiered.ready(1, 2, 3) == [True, False, False]
+    assert tiered.manager.explain_tiers(key(2), context())["disk"] is MissReason.FAILED
+
+
+def test_the_first_tier_that_has_a_row_gives_it() -> None:
+    tiered = Tiered(num_tiers=2)
+    disk, distant = tiered.tiers
+    disk.held, distant.held = set(keys(1)), set(keys(1, 2))
+    assert tiered.manager.anywhere.lookup_prefix(keys(1, 2), context()) == 2
+    costs = tiered.manager.promotion_costs(keys(1, 2))
+    assert [(cost.tier, cost.num_bytes) for cost in costs] == [("disk", ROW), ("object", ROW)]
+    tiered.wish(1, 2)
+    tiered.submit()
+    assert [[row.key for job in tier.promotions.values() for row in job.rows] for tier in tiered.tiers] == [
+        keys(1),
+        keys(2),
+    ]
+
+
+def test_promotions_come_whether_or_not_a_chunk_was_offered_often_enough() -> None:
+    tiered = Tiered()
+    tiered.pool._store_threshold = 2
+    tiered.tier.held = set(keys(1))
+    tiered.wish(1)
+    assert tiered.submit() is not None
+
+
+# Resets and discards
+
+
+def test_nothing_from_before_a_reset_comes_back() -> None:
+    tiered = Tiered()
+    tiered.store(8)
+    tiered.tier.held = set(keys(1, 2, 3))
+    tiered.wish(1, 2)
+    job = tiered.submit()
+    assert job is not None
+    tiered.tier.begun = set(keys(2))
+    tiered.tier.finish(job.job_id, 1)
+    tiered.poll()
+    tiered.manager.reset_cache()
+    tiered.manager.check()
+    assert not tiered.is_waiting()
+    (written,) = tiered.tier.demotions
+    tiered.tier.finish(written, outcome=Outcome.RESET)
+    tiered.tier.finish(job.job_id, 2)  # it was read before, and says so after
+    tiered.poll()
+    assert tiered.ready(1, 2, 8) == [False] * 3
+    assert tiered.manager.anywhere.lookup_prefix(keys(1, 2, 3), context()) == 0
+    assert tiered.pool.num_free == tiered.num_slots
+    tiered.manager.reset_cache()
+    assert len(set(tiered.tier.suffixes)) == 2, "every reset has a suffix of its own"
+    assert all(len(suffix) == 16 for suffix in tiered.tier.suffixes)
+
+
+def test_wrong_bytes_in_memory_are_dropped_below_too_and_not_the_other_way_round() -> None:
+    tiered = Tiered()
+    tiered.store(1, 2)
+    tiered.tier.held = set(keys(1, 3))
+    tiered.manager.discard(keys(1))
+    assert tiered.tier.held == set(keys(3))
+    output = tiered.manager.prepare_store(keys(3), context())
+    assert output is not None
+    tiered.manager.discard(keys(3))
+    assert tiered.tier.held == set(keys(3)), "a store that came to nothing says nothing of a row below"
+    tiered.manager.complete_store(keys(3), False, output.store_spec)
+    tiered.manager.check()
+
+
+def test_a_row_on_its_way_that_is_wrong_is_not_waited_for() -> None:
+    """Guards against a request that waits for a row which another job brings by now."""
+    tiered = Tiered()
+    tiered.tier.held = set(keys(1, 2))
+    tiered.wish(1, 2)
+    job = tiered.submit()
+    assert job is not None
+    tiered.tier.begun = set(keys(1, 2))
+    tiered.manager.discard(keys(1))
+    tiered.manager.check()
+    assert not tiered.is_waiting()
+    assert tiered.tier.held == set(keys(2))
+    tiered.tier.held.add(key(1))
+    tiered.wish(1, name="b")
+    tiered.submit()
+    tiered.tier.finish(job.job_id)
+    tiered.poll()
+    assert tiered.ready(1, 2) == [None, True], "the second job has not come"
+    assert tiered.is_waiting("b")
+
+
+# Demotions
+
+
+def demoted(tiered: Tiered) -> list[bytes]:
+    return [row.key for job in tiered.tier.demotions.values() for row in job.rows]
+
+
+def test_ready_rows_are_written_through_and_pinned_meanwhile() -> None:
+    tiered = Tiered()
+    tiered.manager.describe_with(lambda key: b"told of " + key[-5:-4])
+    tiered.store(1, 2)
+    assert not tiered.tier.demotions, "between steps nothing is submitted"
+    tiered.poll()
+    assert demoted(tiered) == keys(1, 2)
+    (job,) = tiered.tier.demotions.values()
+    assert [row.description for row in job.rows] == [b"told of 1", b"told of 2"]
+    assert not tiered.can_evict(1)
+    tiered.tier.finish(job.job_id)
+    tiered.poll()
+    assert tiered.can_evict(1, 2)
+    events = [(event.medium, event.removed) for event in tiered.manager.take_events()]
+    assert events == [("STORAGE", False), ("CPU", False)], "what is below is told first"
+
+
+def test_what_a_tier_does_not_want_is_let_go_at_once() -> None:
+    tiered = Tiered()
+    tiered.tier.refuses = set(keys(1, 2))
+    tiered.store(1, 2)
+    tiered.poll()
+    assert tiered.can_evict(1, 2)
+
+
+def test_a_row_whose_slot_is_needed_leaves_unwritten() -> None:
+    tiered = Tiered(4)
+    tiered.store(1, 2, 3, 4)
+    tiered.poll()
+    assert demoted(tiered) == keys(1), "one slot in four may be pinned"
+    tiered.store(5, 6, 7, 8)
+    assert tiered.ready(1, 5, 6, 7, 8) == [False, True, True, True, True]
+    assert tiered.manager.unwritten == 4, "the others had left the pool before it was their turn"
+    tiered.tier.begun = set(keys(5, 6, 7, 8))
+    tiered.poll()
+    assert demoted(tiered) == keys(5)
+    output = tiered.manager.prepare_store(keys(9, 10, 11, 12), context())
+    assert output is not None
+    assert len(output.keys_to_store) == 3, "a thread writes the fourth"
+    tiered.manager.check()
+
+
+def test_promotions_go_before_demotions_that_have_not_begun() -> None:
+    tiered = Tiered(4)
+    tiered.store(1)
+    tiered.poll()
+    assert tiered.manager.prepare_store(keys(2, 3), context()) is not None
+    tiered.tier.held = set(keys(8, 9))
+    tiered.wish(8, 9)
+    job = tiered.submit()
+    assert job is not None
+    assert [row.key for row in job.rows] == keys(8, 9)
+    assert tiered.manager.unwritten == 1
+
+
+def test_promoted_rows_are_not_offered_back() -> None:
+    tiered = Tiered()
+    tiered.tier.held = set(keys(1))
+    tiered.wish(1)
+    job = tiered.submit()
+    assert job is not None
+    tiered.tier.finish(job.job_id)
+    tiered.tier.held.clear()  # even if it has been evicted there meanwhile
+    tiered.poll()
+    tiered.poll()
+    assert demoted(tiered) == []
+
+
+def test_ahead_of_their_eviction_the_coldest_rows_are_written() -> None:
+    tiered = Tiered(32, write="evict")
+    tiered.store(*range(16))
+    for _ in range(8):
+        tiered.poll()
+    assert demoted(tiered) == [], "there is room"
+    tiered.store(*range(16, 32))
+    tiered.manager.touch(keys(*range(15)), context("b"))
+    for _ in range(8):
+        tiered.poll()
+    assert demoted(tiered) == tiered.pool.coldest(2) or set(demoted(tiered)) == {key(15), key(31)}
+    tiered.tier.refuses = set(keys(*range(32)))
+    tiered.tier.finish(next(iter(tiered.tier.demotions)), outcome=Outcome.FAILED)
+    for _ in range(16):
+        tiered.poll()
+    assert demoted(tiered) == [], "nobody is asked twice because it was not wanted"
+
+
+def test_chunks_of_an_adapter_stay_in_the_pool() -> None:
+    tiered = Tiered(4, clock=TickingClock())
+    tiered.store(1, 2, stays_in_pool=True)
+    tiered.store(3)
+    tiered.poll()
+    assert demoted(tiered) == keys(3)
+    tiered.store(4, 5, 6, 7, name="b")
+    tiered.manager.shutdown()
+    assert key(1) not in demoted(tiered)
+    tiered.manager.check()
+
+
+def test_a_clean_end_writes_what_is_hot_for_a_few_seconds_at_most() -> None:
+    tiered = Tiered(16, write="evict", clock=TickingClock())
+    tiered.store(1, 2, 3)
+    tiered.tier.held = set(keys(2))
+    tiered.manager.shutdown()
+    assert demoted(tiered) == keys(1, 3)
+    (timeout,) = tiered.tier.closed
+    assert 0.0 < timeout <= 5.0
+    tiered.manager.shutdown()
+    assert len(tiered.tier.closed) == 1
+
+
+def test_an_idle_engine_is_kept_for_offers_only_while_something_moves() -> None:
+    tiered = Tiered(8)
+    tiered.store(1, 2, 3, 4, 5)
+    tiered.poll()
+    assert len(demoted(tiered)) == 2
+    assert tiered.manager.has_pending_work(), "three rows wait for their turn"
+    tiered.clock.now = 1.5
+    assert not tiered.manager.has_pending_work(), "a hung tier does not keep anybody awake"
+
+
+# Reports
+
+
+@pytest.mark.parametrize(
+    ("miss", "reason"),
+    [
+        (TierMiss.EVICTED, MissReason.EVICTED),
+        (TierMiss.SUSPENDED, MissReason.SUSPENDED),
+        (TierMiss.NOT_OPEN, MissReason.NOT_OPEN),
+        (TierMiss.FAILED_CHECK, MissReason.FAILED),
+        (TierMiss.LOST, MissReason.LOST),
+    ],
+)
+def test_each_tier_says_why(miss: TierMiss, reason: MissReason) -> None:
+    tiered = Tiered(1)
+    assert tiered.manager.explain_tiers(key(1), context()) == {"cpu": MissReason.NEVER_STORED}
+    tiered.store(1)
+    assert tiered.manager.explain_tiers(key(1), context()) == {}
+    tiered.store(2)
+    tiered.tier.misses[key(1)] = miss
+    assert tiered.manager.explain_tiers(key(1), context()) == {"cpu": MissReason.EVICTED, "disk": reason}
+    tiered.manager._is_namespace_known = lambda: False
+    why = tiered.manager.explain_tiers(key(1), context())["disk"]
+    assert why is (MissReason.NAMESPACE_UNKNOWN if miss is TierMiss.NOT_OPEN else reason)

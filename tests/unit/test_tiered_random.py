@@ -1,0 +1,258 @@
+"""Random calls of a manager over the pool and two tiers: nothing is lent twice, read half written, or lost.
+
+Every row has bytes that follow from its key. Tiers answer late, in any order and with any outcome, and write to the memory
+that they were lent until they say that they are done with it. Whatever a load pins must hold its own bytes, whatever a
+demotion writes too, and once all is over every slot is free or ready.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from random import Random
+
+import pytest
+from tests.unit.tier_kit import ROW, HandTier, Tiered, context, keys
+
+from kvtier.keys import OffloadKey
+from kvtier.offload.promotions import Promotions
+from kvtier.tiers.base import LentRow, Outcome, TierJob, TierResult
+from kvtier.transfer.base import CPULoadStoreSpec
+
+FIRST = int(os.environ.get("KVTIER_SEED", "0"))
+NUM_SEEDS = int(os.environ.get("KVTIER_SEEDS", "40"))
+CHUNKS = 24
+OUTCOMES = [Outcome.DONE] * 6 + [Outcome.FAILED_CHECK, Outcome.FAILED, Outcome.LATE, Outcome.SUSPENDED, Outcome.ABSENT]
+
+
+def mark(chunk: OffloadKey, generation: int) -> int:
+    """Return the byte that fills a chunk's row, between two resets."""
+    return (hash((chunk, generation)) % 255) + 1
+
+
+@dataclass
+class Lent:
+    """A row of a job that is not over."""
+
+    tier: HandTier
+    job: TierJob
+    row: LentRow
+    generation: int
+    is_late: bool = False
+
+
+@dataclass
+class Play:
+    """Makes random calls and knows what must be true."""
+
+    seed: int
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.random = Random(self.seed)
+        slots = self.random.choice((2, 5, 12, 32))
+        self.tiered = Tiered(slots, self.random.choice(("through", "evict")), num_tiers=self.random.choice((1, 2)))
+        self.generation = 0
+        self.stores: list[tuple[list[OffloadKey], CPULoadStoreSpec, int]] = []
+        self.loads: list[tuple[list[OffloadKey], CPULoadStoreSpec]] = []
+        self.lent: list[Lent] = []
+        self.names: set[str] = set()
+
+    def run(self, calls: int = 250) -> None:
+        moves = [self.store, self.store, self.end_store, self.wish, self.wish, self.step, self.step, self.end_rows]
+        moves += [self.end_rows, self.end_rows, self.load, self.end_load, self.finish, self.disturb, self.restart]
+        for _ in range(calls):
+            self.random.choice(moves)()
+            self.take_jobs()
+            self.tiered.manager.check()
+            self.expect_ready_rows()
+        self.settle()
+
+    def take_jobs(self) -> None:
+        """Look at what tiers were newly given; what is to be written must be whole."""
+        known = {(id(lent.tier), lent.job.job_id) for lent in self.lent}
+        for tier in self.tiered.tiers:
+            for job in (*tier.promotions.values(), *tier.demotions.values()):
+                if (id(tier), job.job_id) in known:
+                    continue
+                left = tier._left[job.job_id]
+                tier.begun |= {chunk for chunk in left if self.random.random() < 0.7}
+                self.lent += [Lent(tier, job, row, self.generation) for row in job.rows if row.key in left]
+                if job.job_id < 0:
+                    for row in job.rows:
+                        self.expect_whole(row.key, bytes(row.pieces[0]))
+
+    def expect_whole(self, chunk: OffloadKey, content: bytes) -> None:
+        expected = mark(chunk, self.generation)
+        assert content == bytes([expected]) * ROW, f"seed {self.seed}: a row has another one's bytes"
+
+    def expect_ready_rows(self) -> None:
+        """Look at every row that could be loaded now."""
+        ready = [chunk for chunk in keys(*range(CHUNKS)) if self.tiered.pool.lookup(chunk, context())]
+        spec = self.tiered.pool.prepare_load(ready, context())
+        for chunk, slot in zip(ready, spec.block_ids.tolist(), strict=True):
+            self.expect_whole(chunk, self.tiered.rows[slot].tobytes())
+        self.tiered.pool.complete_load(ready, spec)
+
+    # Moves
+
+    def some(self, most: int = 8) -> list[int]:
+        start = self.random.randrange(0, CHUNKS, 6)
+        return [(start + at) % CHUNKS for at in range(self.random.randint(1, most))]
+
+    def store(self) -> None:
+        confined = self.random.random() < 0.1
+        output = self.tiered.manager.prepare_store(keys(*self.some()), context("s", confined))
+        if output is not None and output.keys_to_store:
+            assert isinstance(output.store_spec, CPULoadStoreSpec)
+            self.stores.append((output.keys_to_store, output.store_spec, self.generation))
+
+    def end_store(self) -> None:
+        if not self.stores:
+            return
+        chunks, spec, generation = self.stores.pop(self.random.randrange(len(self.stores)))
+        for chunk, slot in zip(chunks, spec.block_ids.tolist(), strict=True):
+            self.tiered.rows[slot] = mark(chunk, generation)
+        self.tiered.manager.complete_store(chunks, self.random.random() < 0.9, spec)
+
+    def wish(self) -> None:
+        name = f"r{self.random.randrange(5)}"
+        chunks = self.some(12)
+        anywhere = self.tiered.manager.anywhere.lookup_prefix(keys(*chunks), context(name), wait=False) or 0
+        if anywhere and not self.tiered.manager.is_promoting(context(name)):
+            self.names.add(name)
+            whole = self.random.random() < 0.2
+            self.counts["wishes"] += self.tiered.wish(*chunks[:anywhere], name=name, patience=3.0, whole=whole)
+
+    def step(self) -> None:
+        self.tiered.clock.now += self.random.choice((0.0, 0.1, 0.5))
+        self.tiered.manager.submit_promotions()
+        self.take_jobs()
+        self.tiered.manager.poll_tiers()
+
+    def end_rows(self) -> None:
+        """Have a tier end some of its rows, or give memory back."""
+        self.lent = [
+            lent for lent in self.lent if lent.is_late or lent.row.key in lent.tier._left.get(lent.job.job_id, ())
+        ]
+        for lent in self.random.sample(self.lent, min(len(self.lent), self.random.randint(1, 4))):
+            self.end_row(lent)
+
+    def end_row(self, lent: Lent) -> None:
+        tier, job_id, chunk = lent.tier, lent.job.job_id, lent.row.key
+        outcome = self.random.choice(OUTCOMES)
+        if lent.is_late:
+            self.fill(lent, 0)  # the last word of a call that was given up
+            self.lent.remove(lent)
+            tier.finish_rows(job_id, [chunk], Outcome.RETURNED)
+            self.counts["returned"] += 1
+        elif outcome is Outcome.LATE and self.random.random() < 0.7:
+            lent.is_late = True
+            tier.finish_rows(job_id, [chunk], outcome, in_use=True)
+        else:
+            if lent.generation != self.generation:
+                outcome = Outcome.RESET
+            self.fill(lent, mark(chunk, self.generation) if outcome is Outcome.DONE else 0)
+            self.lent.remove(lent)
+            tier.finish_rows(job_id, [chunk], outcome)
+            self.counts[("promoted " if job_id > 0 else "demoted ") + outcome.name] += 1
+
+    def fill(self, lent: Lent, value: int) -> None:
+        if lent.job.job_id > 0:
+            lent.row.pieces[0][:] = bytes([value]) * ROW
+        elif value:
+            self.expect_whole(lent.row.key, bytes(lent.row.pieces[0]))
+
+    def load(self) -> None:
+        """Load what is ready of a wish or of any chunks, as a connector does; its bytes must be right."""
+        name = self.random.choice([*sorted(self.names), "other"])
+        chunks = keys(*self.some(12))
+        ready = self.tiered.manager.lookup_prefix(chunks, context(name), wait=False) or 0
+        if not ready or self.tiered.manager.is_promoting(context(name)):
+            return
+        spec = self.tiered.manager.prepare_load(chunks[:ready], context(name))
+        assert isinstance(spec, CPULoadStoreSpec)
+        self.loads.append((chunks[:ready], spec))
+        for chunk, slot in zip(chunks, spec.block_ids.tolist(), strict=False):
+            self.expect_whole(chunk, self.tiered.rows[slot].tobytes())
+        self.counts["loaded"] += ready
+
+    def end_load(self) -> None:
+        if self.loads:
+            self.tiered.manager.complete_load(*self.loads.pop(self.random.randrange(len(self.loads))))
+
+    def finish(self) -> None:
+        if self.names:
+            name = self.random.choice(sorted(self.names))
+            self.names.discard(name)
+            self.tiered.manager.on_request_finished(context(name))
+
+    def disturb(self) -> None:
+        if self.random.random() < 0.1:
+            self.counts["resets"] += 1
+            self.generation += 1
+            self.tiered.manager.reset_cache()
+        elif self.random.random() < 0.5:
+            self.tiered.manager.discard(keys(*self.some(3)))
+        elif self.random.random() < 0.5:
+            for tier in self.tiered.tiers:
+                tier.held -= set(self.random.sample(sorted(tier.held), len(tier.held) // 2))
+
+    def restart(self) -> None:
+        """Let a tier have more rows than it was given here, as one does that outlives its process."""
+        self.random.choice(self.tiered.tiers).held |= set(keys(*self.some(12)))
+
+    def settle(self) -> None:
+        """Once everything is over, every slot is free or ready, and nobody reads."""
+        for name in sorted(self.names):
+            self.tiered.manager.on_request_finished(context(name))
+        while self.stores:
+            self.end_store()
+        while self.loads:
+            self.end_load()
+        for _ in range(100):
+            self.take_jobs()
+            while self.lent:
+                self.end_rows()
+            self.tiered.manager.poll_tiers()
+        self.tiered.manager.check()
+        stats = self.tiered.manager.stats()
+        assert (stats.reading, stats.writing, stats.doomed) == (0, 0, 0), f"seed {self.seed}: {stats}"
+        assert stats.free + stats.ready == stats.slots
+
+
+@pytest.fixture(scope="module")
+def totals() -> Counter[str]:
+    return Counter()
+
+
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + NUM_SEEDS))
+def test_rows_are_right_and_no_slot_is_lost(seed: int, totals: Counter[str]) -> None:
+    play = Play(seed)
+    play.run()
+    totals.update(play.counts)
+
+
+def test_the_calls_exercised_what_they_claim(totals: Counter[str]) -> None:
+    if not totals:
+        pytest.skip("runs after test_rows_are_right_and_no_slot_is_lost in the same session only")
+    for what in ("wishes", "promoted DONE", "promoted FAILED_CHECK", "demoted DONE", "returned", "loaded", "resets"):
+        assert totals[what] > NUM_SEEDS // 4, (what, totals)
+
+
+def test_a_slot_that_is_freed_while_a_call_writes_it_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the test above: late taken as freed, wrong bytes are loaded, or the books break."""
+    take = Promotions.take_result
+
+    def take_result(self: Promotions, result: TierResult) -> None:
+        if result.outcome is not Outcome.RETURNED:
+            take(self, replace(result, in_use=False))
+
+    monkeypatch.setattr(Promotions, "take_result", take_result)
+    for seed in range(200):
+        try:
+            Play(seed).run()
+        except (AssertionError, KeyError):
+            return
+    raise AssertionError("nothing was noticed")

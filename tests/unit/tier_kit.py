@@ -1,0 +1,210 @@
+"""A tier by hand: it holds what the test says, and its jobs end when and how the test says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from tests.unit.connector_kit import Clock
+
+from kvtier.keys import OffloadKey
+from kvtier.offload import CPUOffloadingManager, ReqContext
+from kvtier.offload.promotions import Wish
+from kvtier.offload.tiered import TieredOffloadingManager, TierSeat
+from kvtier.testing.manager_suite import key, keys
+from kvtier.tiers.base import MEDIUM_STORAGE, Outcome, Tier, TierChange, TierJob, TierMiss, TierResult, TierStats
+
+__all__ = ["ROW", "HandTier", "Tiered", "context", "key", "keys"]
+
+ROW = 4096
+
+
+class HandTier(Tier):
+    """Counts what it is asked. `promotions` and `demotions` are jobs that are not over, by id."""
+
+    medium = MEDIUM_STORAGE
+
+    def __init__(self, name: str = "disk") -> None:
+        self.name = name
+        self.held: set[OffloadKey] = set()
+        self.misses: dict[OffloadKey, TierMiss] = {}
+        self.refuses: set[OffloadKey] = set()
+        """Keys that it does not want."""
+        self.begun: set[OffloadKey] = set()
+        """Rows that a thread works on: they cannot be withdrawn."""
+        self.promotions: dict[int, TierJob] = {}
+        self.demotions: dict[int, TierJob] = {}
+        self.lookups = 0
+        self.queued_bytes = 0
+        self.suffixes: list[str] = []
+        self.prices: dict[str, float] = {}
+        self.closed: list[float] = []
+        self.discarded: list[OffloadKey] = []
+        self._left: dict[int, set[OffloadKey]] = {}
+        self._late: dict[int, list[OffloadKey]] = {}
+        self._results: list[TierResult] = []
+        self._events: list[TierChange] = []
+
+    def lookup_many(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
+        self.lookups += 1
+        return [key in self.held for key in keys]
+
+    def explain(self, key: OffloadKey) -> TierMiss | None:
+        return None if key in self.held else self.misses.get(key, TierMiss.NEVER_STORED)
+
+    @property
+    def promotion_bytes(self) -> int:
+        return self.queued_bytes
+
+    def promote(self, job: TierJob) -> None:
+        self.promotions[job.job_id] = job
+        self._left[job.job_id] = {row.key for row in job.rows}
+
+    def demote(self, job: TierJob) -> list[OffloadKey]:
+        taken = [row.key for row in job.rows if row.key not in self.held | self.refuses]
+        if taken:
+            self.demotions[job.job_id] = job
+            self._left[job.job_id] = set(taken)
+        return taken
+
+    def withdraw(self, job_id: int, keys: Sequence[OffloadKey] | None = None) -> list[OffloadKey]:
+        left = self._left.get(job_id, set())
+        given = [key for key in (left if keys is None else keys) if key in left and key not in self.begun]
+        self._end(job_id, given)
+        return given
+
+    def finish(self, job_id: int, *numbers: int, outcome: Outcome = Outcome.DONE, in_use: bool = False) -> None:
+        """End some rows of a job, or all that are left."""
+        if outcome is Outcome.RETURNED:
+            self.finish_rows(job_id, self._late.pop(job_id), outcome)
+            return
+        job = self.promotions.get(job_id) or self.demotions[job_id]
+        left = [row.key for row in job.rows if row.key in self._left[job_id]]
+        self.finish_rows(job_id, keys(*numbers) if numbers else left, outcome, in_use)
+
+    def finish_rows(
+        self, job_id: int, ended: list[OffloadKey], outcome: Outcome = Outcome.DONE, in_use: bool = False
+    ) -> None:
+        """End rows of a job."""
+        self._results.append(TierResult(job_id, tuple(ended), outcome, in_use, len(ended) * ROW, 0.001))
+        if job_id in self.demotions and outcome is Outcome.DONE:
+            self.held |= set(ended)
+            self._events.append(TierChange(tuple(ended), self.medium, removed=False))
+        if job_id in self.promotions and outcome is Outcome.FAILED_CHECK:
+            self.held -= set(ended)
+        if in_use:
+            self._late.setdefault(job_id, []).extend(ended)
+        self._end(job_id, ended)
+
+    def _end(self, job_id: int, ended: Sequence[OffloadKey]) -> None:
+        left = self._left.get(job_id)
+        if left is not None:
+            left.difference_update(ended)
+            if not left:
+                del self._left[job_id]
+                self.promotions.pop(job_id, None)
+                self.demotions.pop(job_id, None)
+
+    def poll(self) -> list[TierResult]:
+        results, self._results = self._results, []
+        return results
+
+    def discard(self, keys: Sequence[OffloadKey]) -> None:
+        self.discarded += keys
+        self.held -= set(keys)
+
+    def reset(self, suffix: str) -> None:
+        self.suffixes.append(suffix)
+        gone, self.held = tuple(self.held), set()
+        if gone:
+            self._events.append(TierChange(gone, self.medium, removed=True))
+
+    def take_events(self) -> list[TierChange]:
+        events, self._events = self._events, []
+        return events
+
+    def learn(self, prices: Mapping[str, float]) -> None:
+        self.prices = dict(prices)
+
+    def learnt(self) -> dict[str, float]:
+        return self.prices
+
+    def stats(self) -> TierStats:
+        raise NotImplementedError
+
+    def has_pending_work(self) -> bool:
+        return False
+
+    def wait_any(self, timeout: float) -> bool:
+        return bool(self._results)
+
+    def check(self) -> None:
+        return
+
+    def close(self, timeout: float = 5.0) -> bool:
+        self.closed.append(timeout)
+        return True
+
+
+def context(name: str = "a", stays_in_pool: bool = False) -> ReqContext:
+    """Return the context of a request."""
+    return ReqContext(None, name, stays_in_pool)
+
+
+@dataclass
+class Tiered:
+    """A manager over `num_slots` slots and tiers by hand."""
+
+    num_slots: int = 16
+    write: str = "through"
+    num_tiers: int = 1
+    clock: Clock = field(default_factory=Clock)
+    tiers: list[HandTier] = field(init=False)
+    manager: TieredOffloadingManager = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tiers = [HandTier(name) for name in ("disk", "object")[: self.num_tiers]]
+        self.pool = CPUOffloadingManager(self.num_slots)
+        self.rows = np.zeros((self.num_slots, ROW), np.uint8)
+        seats = [TierSeat(tier, self.write) for tier in self.tiers]
+        self.manager = TieredOffloadingManager(self.pool, self.rows, seats, clock=self.clock)
+
+    @property
+    def tier(self) -> HandTier:
+        """The first tier."""
+        return self.tiers[0]
+
+    def store(self, *numbers: int, name: str = "a", stays_in_pool: bool = False) -> None:
+        """Store chunks in the pool."""
+        output = self.manager.prepare_store(keys(*numbers), context(name, stays_in_pool))
+        assert output is not None
+        self.manager.complete_store(output.keys_to_store, True, output.store_spec)
+        self.manager.check()
+
+    def wish(self, *numbers: int, name: str = "a", patience: float = 10.0, whole: bool = False) -> bool:
+        """Have a request wish for chunks."""
+        return self.manager.promote(Wish(keys(*numbers), patience, patience, whole), context(name))
+
+    def submit(self) -> TierJob | None:
+        """Begin a step's promotions; return the newest job."""
+        self.manager.submit_promotions()
+        self.manager.check()
+        return list(self.tier.promotions.values())[-1] if self.tier.promotions else None
+
+    def poll(self) -> None:
+        """End a step."""
+        self.manager.poll_tiers()
+        self.manager.check()
+
+    def ready(self, *numbers: int) -> list[bool | None]:
+        """Look chunks up in the pool."""
+        return [self.manager.lookup(key(number), context()) for number in numbers]
+
+    def is_waiting(self, name: str = "a") -> bool:
+        """Say whether a request waits."""
+        return self.manager.is_promoting(context(name))
+
+    def can_evict(self, *numbers: int) -> bool:
+        """Say whether the pool would let all of these chunks go."""
+        return set(keys(*numbers)) <= set(self.pool.coldest(self.num_slots))
