@@ -179,10 +179,10 @@ def test_a_late_joiner_gets_all_and_follows(publisher: ZmqEventPublisher) -> Non
         publish(publisher, 1 << 40 | i)
     with Subscriber([source_of(publisher)]) as subscriber:
         pictures: dict[str, Picture] = {}
-        until(subscriber, is_exact(subscriber, "p", 100), pictures)
+        until(subscriber, lambda: "p" in pictures and len(pictures["p"].held) == 100, pictures)
         publish(publisher, 5 << 40)
-        until(subscriber, is_exact(subscriber, "p", 101), pictures)
-        assert len(pictures["p"].held) == 101
+        until(subscriber, lambda: len(pictures["p"].held) == 101, pictures)
+        until(subscriber, is_exact(subscriber, "p"), pictures)
         status = subscriber.status("p")
         assert (status.kind, status.blocks, status.connected) == (Kind.KVTIER, 101, True)
         assert status.epoch == publisher.stats().epoch

@@ -63,8 +63,7 @@ class Outbox:
     def wake(self) -> None:
         """Make the sending thread look."""
         self._asleep = False
-        with suppress(BlockingIOError):
-            os.eventfd_write(self.wake_fd, 1)
+        os.eventfd_write(self.wake_fd, 1)
 
     def close(self) -> None:
         """Take no more batches."""
