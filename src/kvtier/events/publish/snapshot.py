@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _BATCH_BYTES = 32 << 10
 _REMOVED_AT_ONCE = 4096
-_STEPS, _BLOCKS_A_STEP = 4, 32  # between two looks at the clock
+_STEPS, _BLOCKS_A_STEP = 2, 32  # between two looks at the clock
 _NAMES = BlockStored.__struct_fields__
 
 _Need = tuple[int, Record, int]
@@ -133,7 +133,7 @@ class _Walk:
                 if place % _BLOCKS_A_STEP == 0:
                     yield None
                 record = was(block)
-                if record is not None and (record.snapshot != number or record.sent != len(record.hashes)):
+                if record is not None and record.walked != number:
                     yield record
         yield from holding.blocks.changed()
 
@@ -153,6 +153,7 @@ class _Walk:
                 yield None
                 continue
             path.pop()
+            record.walked = self._number
             if is_plain and (record.parent is None or (parent and self._sent(parent) == len(parent.hashes))):
                 self._set_sent(record, len(record.hashes))
                 yield record.data
@@ -176,8 +177,6 @@ class _Walk:
             path.pop()
             on_path.discard(id(record))
             yield from self._events(record, stop)
-            if stop == self._end(record):
-                self._set_sent(record, len(record.hashes))
 
     def _needs(self, record: Record, stop: int) -> Iterator[_Need]:
         """Yield what must be sent before this record's blocks up to `stop`, with the place before which it must."""

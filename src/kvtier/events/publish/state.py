@@ -121,7 +121,8 @@ class BlockTable(Generic[V]):
 class Record(msgspec.Struct, gc=False, eq=False):
     """An event that went out as stored. `uses` counts the blocks that are held or ghosts.
 
-    `snapshot` and `sent` belong to the snapshot that is being made: its number, and how many blocks it has dealt with.
+    `snapshot`, `sent` and `walked` belong to the snapshot that is being made: its number, how many blocks it has sent,
+    and its number again once it has sent all that the record held.
     """
 
     place: Place
@@ -131,6 +132,7 @@ class Record(msgspec.Struct, gc=False, eq=False):
     uses: int
     snapshot: int = 0
     sent: int = 0
+    walked: int = 0
 
 
 class Holding:
