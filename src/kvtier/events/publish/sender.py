@@ -443,11 +443,7 @@ def _join_removals(events: list[Any]) -> list[Any]:
         if kind.__name__ != "BlockRemoved":
             joined += run
             continue
-        removals = list(run)
-        if len(set(map(_place, removals))) == 1:
-            joined += _join(_place(removals[0]), removals)
-        else:
-            joined += chain.from_iterable(_join(place, list(some)) for place, some in groupby(removals, _place))
+        joined += chain.from_iterable(_join(place, list(some)) for place, some in groupby(run, _place))
     return joined
 
 

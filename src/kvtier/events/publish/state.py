@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import groupby, islice
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
@@ -250,9 +250,9 @@ class PublishedState:
     def _drop_all(self, holding: Holding, hashes: list[ExternalBlockHash]) -> list[ExternalBlockHash]:
         """Let go blocks that are counted once and have no children; return those that were held."""
         records = holding.blocks.pop_all(hashes)
-        for record in records:
+        for record, same in groupby(records):  # mostly a record leaves as it came
             if record is not None:
-                record.uses -= 1
+                record.uses -= len(list(same))
                 if not record.uses and record.parent is not None:
                     self._let_go(record.parent)
         if None in records:
