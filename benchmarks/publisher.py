@@ -1,17 +1,20 @@
-"""What publishing costs, beside vLLM's publisher: batches per second, the time that `publish()` takes, and replay.
+"""What publishing costs, beside vLLM's publisher: batches per second, the time that `publish()` takes, and
+replay.
 
-Both publish the same batches in one run, in turns, each from this process to a subscriber in another, replay endpoint on, kvtier
-with everything at its default: set-like filter, state, digest, marks, which vLLM's has not. A rate counts from the first
-`publish()` until the subscriber has the last batch. Every batch stores blocks of 16 tokens, in a cache that has room; with a
-*full cache* it also removes as many, the last of the oldest prompt first, one event each, as vLLM's block pool does. Where more
-than 64 batches wait, as they do here, kvtier joins them into messages of up to 32, and `batches_per_message` says how many it
-came to; vLLM sends one message a batch. `publish()` is timed in that burst, while the publisher's thread is busy, and at a
-thousand batches a second (*paced*), when the thread rests in between. Idle round trip: a replay request that has nothing to
-give. A replay that loses its end marker, as vLLM's may when the client is slow, counts as none. *Snapshot*: while kvtier sends
-the state of a million blocks to a client, a thread of this process sleeps a moment and notes how much too late it gets the
-interpreter back, which is an engine's view of it; and the publisher's thread notes how much CPU time it takes between
-two rests. The former has the machine's own noise in it, which `quiet` shows: the same thread before the snapshot.
-Needs vLLM 0.32 for the comparison (`make bench` builds an environment that has it); without it, kvtier is measured alone.
+Both publish the same batches in one run, in turns, each from this process to a subscriber in another, replay
+endpoint on, kvtier with everything at its default: set-like filter, state, digest, marks, which vLLM's has
+not. A rate counts from the first `publish()` until the subscriber has the last batch. Every batch stores
+blocks of 16 tokens, in a cache that has room; with a *full cache* it also removes as many, the last of the
+oldest prompt first, one event each, as vLLM's block pool does. Where more than 64 batches wait, as they do
+here, kvtier joins them into messages of up to 32, and `batches_per_message` says how many it came to; vLLM
+sends one message a batch. `publish()` is timed in that burst, while the publisher's thread is busy, and at a
+thousand batches a second (*paced*), when the thread rests in between. Idle round trip: a replay request that
+has nothing to give. A replay that loses its end marker, as vLLM's may when the client is slow, counts as
+none. *Snapshot*: while kvtier sends the state of a million blocks to a client, a thread of this process
+sleeps a moment and notes how much too late it gets the interpreter back, which is an engine's view of it;
+and the publisher's thread notes how much CPU time it takes between two rests. The former has the machine's
+own noise in it, which `quiet` shows: the same thread before the snapshot. Needs vLLM 0.32 for the comparison
+(`make bench` builds an environment that has it); without it, kvtier is measured alone.
 """
 
 from __future__ import annotations
@@ -54,18 +57,21 @@ BLOCK_SIZE, PROMPT_BATCHES = 16, 8
 SIZES = {1: 15_000, 64: 5_000}
 """Blocks a batch: how many batches are timed."""
 CACHE = {1: 4_096, 64: 65_536}
-WARM_UP = 12_000  # beyond both buffers of 10,000 batches: what is measured is how it goes on, not how it starts
+# Beyond both buffers of 10,000 batches: what is measured is how it goes on, not how it starts.
+WARM_UP = 12_000
 PACED, ROUND_TRIPS, RING = 1_000, 10, 10_000
 SNAPSHOT_BLOCKS, SNAPSHOT_BATCH = 1_000_000, 16
 WAIT_MS, LOST_AFTER_MS = 60_000, 3_000
 END = b"\xff" * 8
 
 
-# -- the subscriber, a process of its own -------------------------------------------------------------------------------------
+# -- the subscriber, a process of its own -------------------------------------------------------------------
 
 
 def subscribe(endpoint: str, replay_endpoint: str, control: str) -> None:
-    """Receive and answer: `live` until a batch with the given time, `idle` round trips, `replay` of all since the first."""
+    """Receive and answer: `live` until a batch with the given time, `idle` round trips, `replay` of all
+    since the first.
+    """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     sub, dealer, boss = (context.socket(kind) for kind in (zmq.SUB, zmq.DEALER, zmq.PAIR))
     sub.rcvhwm = dealer.rcvhwm = 0
@@ -100,7 +106,10 @@ def receive_until(sub: zmq.Socket[bytes], ts: bytes) -> tuple[int, bytes]:
 
 
 def ask(dealer: zmq.Socket[bytes], request: bytes) -> tuple[int, float]:
-    """Ask for a replay; return how many batches came, and the seconds it took; forever, if the end marker was lost."""
+    """Ask for a replay; return how many batches came, and the seconds it took.
+
+    Forever, if the end marker was lost.
+    """
     begin, count = time.perf_counter(), 0
     dealer.send_multipart((b"", request))
     while dealer.poll(LOST_AFTER_MS):
@@ -110,7 +119,7 @@ def ask(dealer: zmq.Socket[bytes], request: bytes) -> tuple[int, float]:
     return count, math.inf
 
 
-# -- what is published ----------------------------------------------------------------------------------------------------------
+# -- what is published --------------------------------------------------------------------------------------
 
 
 @lru_cache
@@ -234,7 +243,7 @@ def bench(module: Any) -> Iterator[Bench]:
         context.destroy(linger=0)
 
 
-# -- what is measured -----------------------------------------------------------------------------------------------------------
+# -- what is measured ---------------------------------------------------------------------------------------
 
 
 def measure_rate(module: Any, blocks: int, room: bool) -> dict[str, float]:
@@ -282,7 +291,9 @@ def measure_snapshot() -> dict[str, float]:
 
 
 def note_held(loop: Any) -> list[float]:
-    """Return a list that fills with the CPU milliseconds that the publisher's thread takes between two rests."""
+    """Return a list that fills with the CPU milliseconds that the publisher's thread takes between two
+    rests.
+    """
     held: list[float] = []
     turn, begin = loop._turn, 0.0
 
@@ -302,7 +313,10 @@ def note_held(loop: Any) -> list[float]:
 
 
 def lateness(work: Callable[[], object]) -> dict[str, float]:
-    """Do something in another thread; return the milliseconds by which a thread that sleeps a moment wakes too late."""
+    """Do something in another thread.
+
+    Return the milliseconds by which a thread that sleeps a moment wakes too late.
+    """
     thread = threading.Thread(target=work)
     thread.start()
     late = []
@@ -353,7 +367,10 @@ def print_table(console: Console, results: dict[str, dict[str, dict[str, float]]
 
 
 def judge(results: dict[str, dict[str, dict[str, float]]]) -> dict[str, dict[str, float | bool]]:
-    """Hold the figures against the gates; a rate, its ratio to vLLM's while filling and when full, the lower of both."""
+    """Hold the figures against the gates.
+
+    A rate, its ratio to vLLM's while filling and when full, the lower of both.
+    """
     found: dict[str, dict[str, float | bool]] = {}
     for name, gate in GATES.items():
         figure, _, size = name.partition(", ")

@@ -1,4 +1,6 @@
-"""A publisher's states against plain dicts, through much traffic of all kinds, and what a plain dict once was not."""
+"""A publisher's states against plain dicts, through much traffic of all kinds, and what a plain dict once
+was not.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +102,9 @@ def held_by_rank(payloads: list[bytes]) -> dict[int, set[Any]]:
 @pytest.mark.parametrize("counting", ["count", "set"])
 @pytest.mark.parametrize("seed", range(2))
 def test_the_states_are_dicts(seed: int, counting: str, queue: int) -> None:
-    """At random moments a snapshot is what the dicts hold, rank by rank, and its mark is what they add up to."""
+    """At random moments a snapshot is what the dicts hold, rank by rank, and its mark is what they add up
+    to.
+    """
     source = random.Random(seed)
     engine, model, client = Engine(source), Dicts(counting), Client()
     settings = {"counting": counting, "max_queue_size": queue, "buffer_steps": 50, "heartbeat_interval": 60.0}
@@ -131,7 +135,9 @@ def test_the_states_are_dicts(seed: int, counting: str, queue: int) -> None:
 
 
 def test_a_publisher_survives_random_replacement() -> None:
-    """4,000 blocks, each new one in the place of a random old one: it hung within 11,000 batches, interpreter and all."""
+    """4,000 blocks, each new one in the place of a random old one: it hung within 11,000 batches,
+    interpreter and all.
+    """
     code = """
         import random
         from kvtier.events import BlockRemoved, BlockStored, KVEventBatch, ZmqEventPublisher

@@ -360,3 +360,12 @@ def test_check_notices(breaker: Callable[[PublishedState], None]) -> None:
     breaker(state)
     with pytest.raises(IntegrityError):
         state.check()
+
+
+def test_a_ghost_behind_the_end_of_a_record_comes_before_its_child() -> None:
+    """The walk took a record for dealt with as a whole once its held blocks were sent."""
+    state, _, _ = run([stored([1, 2, 3]), stored([4], 3), removed([3])])
+    sent = decode_batch(frame_batch(0.0, snapshot_of(state), 0)).events
+    assert sent[0] == AllBlocksCleared()
+    assert sent[-1] == removed([3])
+    assert consume(snapshot_of(state)).linked == {(GPU, block) for block in (1, 2, 4)}

@@ -1,8 +1,9 @@
 """CURVE: encrypted, authenticated sockets, and the key files they need.
 
-A publisher is a server: clients know its public key. With a folder of clients' public keys only those may come; without
-one, whoever knows the server's key. Keys are ZeroMQ certificates: `NAME.key` (public, to hand out) and `NAME.key_secret`
-(only the owner may read it). The dataclasses here are immutable; a `Gate` belongs to the thread that serves it.
+A publisher is a server: clients know its public key. With a folder of clients' public keys only those may
+come; without one, whoever knows the server's key. Keys are ZeroMQ certificates: `NAME.key` (public, to hand
+out) and `NAME.key_secret` (only the owner may read it). The dataclasses here are immutable; a `Gate` belongs
+to the thread that serves it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ logger = logging.getLogger(__name__)
 
 
 def make_keys(folder: str | Path, name: str) -> tuple[Path, Path]:
-    """Make a key pair and return its files, public and secret; an existing pair is an error, not replaced."""
+    """Make a key pair and return its files, public and secret.
+
+    An existing pair is an error, not replaced.
+    """
     folder = Path(folder)
     public, secret = folder / f"{name}.key", folder / f"{name}.key_secret"
     for file in (public, secret):
@@ -59,7 +63,9 @@ def _need_curve() -> None:
 
 @dataclass(frozen=True)
 class CurveServer:
-    """The keys of a publisher: its own, and the folder with the public keys of those who may come (`None`: anybody)."""
+    """The keys of a publisher: its own, and the folder with the public keys of those who may come (`None`:
+    anybody).
+    """
 
     secret_key_file: str
     clients_dir: str | None = None
@@ -85,7 +91,9 @@ class CurveServer:
 
 @dataclass(frozen=True)
 class CurveClient:
-    """The keys of a subscriber: its own, and the publisher's public key (40 characters, or a file that has it)."""
+    """The keys of a subscriber: its own, and the publisher's public key (40 characters, or a file that has
+    it).
+    """
 
     secret_key_file: str
     server_public_key: str
@@ -105,8 +113,8 @@ class CurveClient:
 class Gate:
     """Answers libzmq's question who may come, for one context (ZeroMQ RFC 27).
 
-    The folder is read again when it or any file in it changed, so that a key can be added, replaced or taken away while the
-    publisher runs; who is connected stays.
+    The folder is read again when it or any file in it changed, so that a key can be added, replaced or taken
+    away while the publisher runs; who is connected stays.
     """
 
     def __init__(self, context: zmq.Context[Any], clients_dir: str) -> None:

@@ -1,11 +1,12 @@
 """Publishers of KV events: the contract, the one that does nothing, the one over ZeroMQ, and the factory.
 
-`ZmqEventPublisher` guarantees: batches leave in the order of `publish()`, numbered without reuse, several under one number
-only where more than 64 wait; whatever a subscriber missed it gets by replay, batch by batch while the buffer has them and
-as state after that. `publish()` never waits: when the thread is far behind, batches overflow: their effect is in the state
-and their numbers are left out, a gap that everybody sees. `shutdown()` returns within `SHUTDOWN_TIMEOUT`. Any thread may
-call the methods; one thread owns the sockets and the states. A forked child has a closed publisher. One that is forgotten
-is shut down when it is collected, or at exit.
+`ZmqEventPublisher` guarantees: batches leave in the order of `publish()`, numbered without reuse, several
+under one number only where more than 64 wait; whatever a subscriber missed it gets by replay, batch by batch
+while the buffer has them and as state after that. `publish()` never waits: when the thread is far behind,
+batches overflow: their effect is in the state and their numbers are left out, a gap that everybody sees.
+`shutdown()` returns within `SHUTDOWN_TIMEOUT`. Any thread may call the methods; one thread owns the sockets
+and the states. A forked child has a closed publisher. One that is forgotten is shut down when it is
+collected, or at exit.
 """
 
 from __future__ import annotations
@@ -88,7 +89,9 @@ class PublisherStats:
 
 
 class ZmqEventPublisher(EventPublisher):
-    """Publishes over a PUB socket and answers replay requests on a ROUTER socket, from one thread of its own."""
+    """Publishes over a PUB socket and answers replay requests on a ROUTER socket, from one thread of its
+    own.
+    """
 
     SHUTDOWN_TIMEOUT: ClassVar[float] = 1.0
     END_SEQ: ClassVar[bytes] = END_SEQ
@@ -104,7 +107,10 @@ class ZmqEventPublisher(EventPublisher):
         topic: str | None = None,
         config: KVEventsConfig | None = None,
     ) -> None:
-        """Open the sockets and start. `config` says all that is not said here, `KVEventsConfig` what the names mean."""
+        """Open the sockets and start.
+
+        `config` says all that is not said here, `KVEventsConfig` what the names mean.
+        """
         super().__init__(data_parallel_rank)
         said: dict[str, Any] = {
             "endpoint": endpoint,
@@ -131,11 +137,17 @@ class ZmqEventPublisher(EventPublisher):
         self._put(events)
 
     def shutdown(self) -> None:
-        """Send what waits as far as `SHUTDOWN_TIMEOUT` goes, and close everything. A second call does nothing."""
+        """Send what waits as far as `SHUTDOWN_TIMEOUT` goes, and close everything.
+
+        A second call does nothing.
+        """
         self._end()
 
     def get_publisher_config(self) -> KVEventsConfig:
-        """Return what the publisher runs with; addresses are this rank's, and have the port that the system gave them."""
+        """Return what the publisher runs with.
+
+        Addresses are this rank's, and have the port that the system gave them.
+        """
         return self._config
 
     def stats(self) -> PublisherStats:
@@ -191,8 +203,8 @@ class EventPublisherFactory:
     def create(cls, config: Any | None, data_parallel_rank: int = 0) -> EventPublisher:
         """Make the publisher that a config asks for; ours or an engine's own with the same fields.
 
-        The constructor is given the rank and the fields that vLLM's config has; and as `config` all of it, if a field
-        that is only ours is not at its default: it need not know those.
+        The constructor is given the rank and the fields that vLLM's config has; and as `config` all of it,
+        if a field that is only ours is not at its default: it need not know those.
         """
         if config is None or not config.enable_kv_cache_events or config.publisher == "null":
             return NullEventPublisher()

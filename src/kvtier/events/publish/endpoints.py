@@ -1,7 +1,8 @@
-"""Addresses of a publisher: which port a data-parallel rank has, what is bound and what connected to, and what clients use.
+"""Addresses of a publisher: which port a data-parallel rank has, what is bound and what connected to, and
+what clients use.
 
-Rank r has its base address moved by r: the port of tcp, a suffix `_dp{r}` of ipc and inproc. Pure functions but for `attach`,
-which binds or connects a socket; any thread may call them.
+Rank r has its base address moved by r: the port of tcp, a suffix `_dp{r}` of ipc and inproc. Pure functions
+but for `attach`, which binds or connects a socket; any thread may call them.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ def _split_tcp(endpoint: str) -> tuple[str, int]:
 
 
 def check_ports(endpoint: str, replay_endpoint: str | None, rank: int) -> None:
-    """Raise if this rank's ports are known to meet those of this rank or a lower one. Takes the base addresses."""
+    """Raise if this rank's ports are known to meet those of this rank or a lower one.
+
+    Takes the base addresses.
+    """
     if replay_endpoint is None:
         return
     if endpoint == replay_endpoint and not endpoint.endswith(":0"):
@@ -68,7 +72,10 @@ def is_bound(endpoint: str) -> bool:
 
 
 def attach(sock: zmq.Socket[bytes], endpoint: str, rank: int, *, bind: bool) -> str:
-    """Bind or connect a socket, and return the address that it has; `tcp://*:0` gets the port that it was given."""
+    """Bind or connect a socket, and return the address that it has.
+
+    `tcp://*:0` gets the port that it was given.
+    """
     try:
         if not bind:
             sock.connect(endpoint)
@@ -86,7 +93,9 @@ def attach(sock: zmq.Socket[bytes], endpoint: str, rank: int, *, bind: bool) -> 
 
 
 def client_endpoint(endpoint: str) -> str:
-    """Return the address under which clients reach a bound one: a wildcard becomes this machine's own address."""
+    """Return the address under which clients reach a bound one: a wildcard becomes this machine's own
+    address.
+    """
     host, colon, port = endpoint.removeprefix("tcp://").rpartition(":")
     if not endpoint.startswith("tcp://") or host not in ("*", "0.0.0.0", "::", "[::]"):
         return endpoint
@@ -97,7 +106,8 @@ def _own_address() -> str:
     """Return the address that this machine uses towards others, or the loopback one. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # reserved for documentation: routed like any other, reached by nobody
+            # Reserved for documentation: routed like any other, reached by nobody.
+            probe.connect(("192.0.2.1", 9))
             address: str = probe.getsockname()[0]
         except OSError:
             return "127.0.0.1"

@@ -1,9 +1,10 @@
 """The thread behind a `ZmqEventPublisher`: its sockets, and the order in which it does things.
 
-Each turn sends a few waiting batches, a slice of the replays, a bit of a snapshot, and a heartbeat if one is due. With
-replays and snapshots to go on with, the thread rests between two turns so that others get the interpreter. When nothing is
-left to do it dozes a moment, then sleeps until a batch, a request or a deadline comes. It never ticks. What goes wrong in
-a turn is logged and counted, and the next turn begins. `PublisherLoop` may be made and stopped by any thread.
+Each turn sends a few waiting batches, a slice of the replays, a bit of a snapshot, and a heartbeat if one is
+due. With replays and snapshots to go on with, the thread rests between two turns so that others get the
+interpreter. When nothing is left to do it dozes a moment, then sleeps until a batch, a request or a deadline
+comes. It never ticks. What goes wrong in a turn is logged and counted, and the next turn begins.
+`PublisherLoop` may be made and stopped by any thread.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class PublisherLoop:
         self.thread = threading.Thread(target=self._run, name=f"kvtier-publisher-{rank}", daemon=True)
         _loops.add(self)
 
-    # -- any thread -----------------------------------------------------------------------------------------------------
+    # -- any thread -----------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Begin to send."""
@@ -102,7 +103,10 @@ class PublisherLoop:
             self._close(linger=0)
 
     def check(self, timeout: float = 10.0) -> None:
-        """Raise `IntegrityError` where anything of the publisher is broken; the thread looks between two turns."""
+        """Raise `IntegrityError` where anything of the publisher is broken.
+
+        The thread looks between two turns.
+        """
         task = _Task(self._check)
         self.outbox.call(task)
         until = time.monotonic() + timeout
@@ -118,7 +122,7 @@ class PublisherLoop:
         """Let a forked child know that the thread is not there."""
         self.outbox.closed = True
 
-    # -- the thread -------------------------------------------------------------------------------------------------------
+    # -- the thread -----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         begun = not self._config.clear_on_start
@@ -158,7 +162,10 @@ class PublisherLoop:
                 self._sleep(wait)
 
     def _send_some(self) -> int:
-        """Send waiting batches, but not too many; return how many. With many behind it, a batch may travel with the next."""
+        """Send waiting batches, but not too many; return how many.
+
+        With many behind it, a batch may travel with the next.
+        """
         outbox, sender = self.outbox, self.sender
         sent = 0
         try:
@@ -179,7 +186,9 @@ class PublisherLoop:
             sender.flush()
 
     def _doze(self, seconds: float) -> None:
-        """Rest a moment without asking to be woken by batches: where one came others follow, and waking costs the engine time."""
+        """Rest a moment without asking to be woken by batches: where one came others follow, and waking
+        costs the engine time.
+        """
         if self._poller.poll(math.ceil(1000 * seconds)):
             self.outbox.wake_up()  # costs ten microseconds where nothing was written
 
@@ -196,7 +205,7 @@ class PublisherLoop:
             if part is not None:
                 part.check()
 
-    # -- sockets ------------------------------------------------------------------------------------------------------
+    # -- sockets --------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
         config, rank = self._config, self._rank
@@ -205,7 +214,8 @@ class PublisherLoop:
         assert endpoint is not None
         if config.sequence_file is not None:
             self._numbers = SequenceFile(config.sequence_file + (f".dp{rank}" if rank else ""))
-        # Others in this process reach an inproc endpoint through the common context only; that one is not ours to end.
+        # Others in this process reach an inproc endpoint through the common context only; that one is not
+        # ours to end.
         common = any(address is not None and address.startswith("inproc") for address in (endpoint, replay_endpoint))
         self._context = zmq.Context.instance() if common else zmq.Context()
         self._owns_context = not common

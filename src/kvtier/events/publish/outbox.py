@@ -1,8 +1,9 @@
 """Between the threads that publish and the one that sends: a bounded queue that never makes anybody wait.
 
-`put` is one append, and one write to an eventfd if the sending thread sleeps. When the queue is full, batches go into an
-overflow until the sending thread has come to it: at most one exists, always last, so nothing is overtaken. Any thread
-may call `put`, `call`, `wake` and `close`; the others belong to the sending thread.
+`put` is one append, and one write to an eventfd if the sending thread sleeps. When the queue is full,
+batches go into an overflow until the sending thread has come to it: at most one exists, always last, so
+nothing is overtaken. Any thread may call `put`, `call`, `wake` and `close`; the others belong to the sending
+thread.
 """
 
 from __future__ import annotations
@@ -63,15 +64,14 @@ class Outbox:
     def wake(self) -> None:
         """Make the sending thread look."""
         self._asleep = False
-        with suppress(BlockingIOError):
-            os.eventfd_write(self.wake_fd, 1)
+        os.eventfd_write(self.wake_fd, 1)
 
     def close(self) -> None:
         """Take no more batches."""
         self.closed = True
         self.wake()
 
-    # -- the sending thread's -------------------------------------------------------------------------------------------
+    # -- the sending thread's -------------------------------------------------------------------------------
 
     def take(self) -> Any | None:
         """Take the next item, `None` if there is none; an overflow that was taken grows no more."""
@@ -100,7 +100,8 @@ class Outbox:
         return len(self._queue)
 
     def __del__(self) -> None:
-        # Not before: a `put` that is under way in another thread must not write to whatever gets the number next.
+        # Not before: a `put` that is under way in another thread must not write to whatever gets the number
+        # next.
         os.close(self.wake_fd)
 
     def check(self) -> None:

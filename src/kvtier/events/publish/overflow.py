@@ -1,9 +1,10 @@
 """Batches that found no room in the queue, reduced to what they do to the published state.
 
-Per block the counts of a publisher change by +1, by -1 but not below 0, or to a constant. All of these, one after
-another, are some `n -> max(n + step, least)`, so a block needs two numbers however many batches overflow; besides them,
-the event that stored it last. An overflow is therefore never larger than what the cache holds or held, not as long as the
-backlog. `Overflow` is not for several threads at once; the outbox locks.
+Per block the counts of a publisher change by +1, by -1 but not below 0, or to a constant. All of these, one
+after another, are some `n -> max(n + step, least)`, so a block needs two numbers however many batches
+overflow; besides them, the event that stored it last. An overflow is therefore never larger than what the
+cache holds or held, not as long as the backlog. `Overflow` is not for several threads at once; the outbox
+locks.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ _UNREADABLE = (AttributeError, OverflowError, TypeError, ValueError)
 
 
 class _Net:
-    """What became of one block: its count `n` is now `max(n + step, least)`; `event` stored it last, or removed it."""
+    """What became of one block: its count `n` is now `max(n + step, least)`.
+
+    `event` stored it last, or removed it.
+    """
 
     __slots__ = ("event", "least", "step")
 
@@ -41,7 +45,10 @@ class Overflow:
         self._nets: dict[int, dict[Place, dict[ExternalBlockHash, _Net]]] = {}
 
     def add(self, batch: Any) -> None:
-        """Add one batch. An event of an unknown kind does nothing to the state, nor does one that cannot be read."""
+        """Add one batch.
+
+        An event of an unknown kind does nothing to the state, nor does one that cannot be read.
+        """
         self.batches += 1
         rank = batch.data_parallel_rank
         for event in batch.events:
@@ -75,7 +82,8 @@ class Overflow:
     def apply(self, rank: int, state: PublishedState, prepare: Callable[[Any], Any]) -> int:
         """Do to a rank's state, emptied where it was cleared, what the batches would have done.
 
-        `prepare` brings an event into the form in which it is published, or raises. Return how many blocks are lost.
+        `prepare` brings an event into the form in which it is published, or raises. Return how many blocks
+        are lost.
         """
         return sum(_apply_nets(state, nets, prepare) for nets in self._nets.get(rank, {}).values())
 

@@ -1,13 +1,14 @@
 """Replay and snapshots for clients of a publisher's ROUTER socket, in slices between live batches.
 
-A request is one frame: up to 8 bytes are the sequence number to start at, `snapshot` asks for the state, `kvtier:status`
-for the mark. Each is answered with batches and an end marker, or with an end marker that says what was wrong. Nothing is
-lost to a slow client: a session waits while the client's queue is full, and ends when the client is gone or has not read
-for long. A start before the ring is answered from the state, spread over the sequence numbers in between. A REQ client can
-read one message only and gets everything merged into it, if that is of one rank and not large.
+A request is one frame: up to 8 bytes are the sequence number to start at, `snapshot` asks for the state,
+`kvtier:status` for the mark. Each is answered with batches and an end marker, or with an end marker that
+says what was wrong. Nothing is lost to a slow client: a session waits while the client's queue is full, and
+ends when the client is gone or has not read for long. A start before the ring is answered from the state,
+spread over the sequence numbers in between. A REQ client can read one message only and gets everything
+merged into it, if that is of one rank and not large.
 
-Bounds: sessions, requests of each, their sizes, the messages that ZeroMQ queues for a client, and the bytes that it may
-have queued for all of them. One thread owns a server.
+Bounds: sessions, requests of each, their sizes, the messages that ZeroMQ queues for a client, and the bytes
+that it may have queued for all of them. One thread owns a server.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ END_SEQ = b"\xff" * 8
 MAX_SESSIONS = 256
 MAX_WAITING = 16  # further requests of one client while it is served
 STALLED_AFTER = 30.0  # seconds without the client reading
-CLIENT_QUEUE = 32  # messages, a mebibyte of a snapshot; the rest of a replay waits as a generator, not as bytes
+# Messages, a mebibyte of a snapshot; the rest of a replay waits as a generator, not as bytes.
+CLIENT_QUEUE = 32
 MAX_QUEUED = 64 << 20  # bytes that clients may not have read, all together
 _MAX_MERGED = 16 << 20
 _MAX_FILLERS = 1_000_000
@@ -95,7 +97,10 @@ class ReplayServer:
         return len(self._sessions)
 
     def serve(self) -> float:
-        """Take requests and give sessions a slice each, as time allows; return the seconds until it is of use again."""
+        """Take requests and give sessions a slice each, as time allows.
+
+        Return the seconds until it is of use again.
+        """
         self._take_requests()
         if not self._sessions:
             return math.inf
@@ -113,7 +118,10 @@ class ReplayServer:
         return max(0.0, min((session.retry_at for session in self._sessions.values()), default=math.inf) - now)
 
     def queued_bytes(self) -> int:
-        """Return the most bytes that clients may not have read. Who has not read for long is cut off by TCP."""
+        """Return the most bytes that clients may not have read.
+
+        Who has not read for long is cut off by TCP.
+        """
         for session in [one for one in self._served.values() if self._clock() - one.read_at > STALLED_AFTER]:
             del self._served[session.identity]
         return sum(session.queued for session in (*self._sessions.values(), *self._served.values()))
@@ -124,7 +132,7 @@ class ReplayServer:
         if len(self._sessions) > MAX_SESSIONS or crowded:
             raise IntegrityError(f"replay: {len(self._sessions)} sessions, too many requests of {crowded}")
 
-    # -- requests -------------------------------------------------------------------------------------------------------
+    # -- requests -------------------------------------------------------------------------------------------
 
     def _take_requests(self) -> None:
         for _ in range(_REQUESTS_AT_ONCE):
@@ -190,10 +198,13 @@ class ReplayServer:
         text = f"error: {problem}".encode() if problem else b""
         return [text, END_SEQ, b""] if self._topic else [END_SEQ, text]
 
-    # -- answers --------------------------------------------------------------------------------------------------------
+    # -- answers --------------------------------------------------------------------------------------------
 
     def _replay(self, start: int) -> Iterator[_Message | None]:
-        """Yield all batches from `start` to the one that is newest now; from the state where the ring begins later."""
+        """Yield all batches from `start` to the one that is newest now.
+
+        From the state where the ring begins later.
+        """
         ring = self._sender.ring
         newest = self._sender.next_seq - 1
         while start <= newest:
@@ -229,7 +240,10 @@ class ReplayServer:
             yield sender.next_seq - 1, _frame(RankBatch(sender.rank, 1, sender.encoder.mark(sender.mark())))
 
     def _merge(self, messages: Iterator[_Message | None]) -> Iterator[list[bytes] | None]:
-        """Yield all messages as one, under the last one's number; an end marker if there are none or they do not fit."""
+        """Yield all messages as one, under the last one's number.
+
+        An end marker if there are none or they do not fit.
+        """
         events: list[bytes] = []
         last, size = None, 0
         ranks: set[int | None] = set()
@@ -248,7 +262,7 @@ class ReplayServer:
         rank = self._sender.rank if rank is None else rank
         yield self._end() if last is None else self._reply(last, _frame(RankBatch(rank, len(events), b"".join(events))))
 
-    # -- sending ----------------------------------------------------------------------------------------------------------
+    # -- sending --------------------------------------------------------------------------------------------
 
     def _advance(self, session: _Session, now: float, deadline: float) -> bool:
         """Send a slice; return whether the session goes on."""
@@ -289,7 +303,10 @@ class ReplayServer:
         return True
 
     def _wait_for_client(self, session: _Session, now: float) -> bool:
-        """Come back later to a client whose queue is full, each time a little later; give up when it does not read at all."""
+        """Come back later to a client whose queue is full, each time a little later.
+
+        Give up when it does not read at all.
+        """
         if now - session.read_at > STALLED_AFTER:
             self.counters["stalled"] += 1
             return False
@@ -329,7 +346,8 @@ def _read(snapshot: Snapshot) -> Iterator[RankBatch | None]:
 
 
 def _spread(batches: Iterable[RankBatch | None], numbers: int, ranks: int) -> Iterator[RankBatch | None]:
-    """Yield batches so that there are no more than numbers: where those run short, a rank's last one has all the rest.
+    """Yield batches so that there are no more than numbers: where those run short, a rank's last one has all
+    the rest.
 
     With fewer numbers than ranks there are more, all the same. `None` comes where that takes time.
     """

@@ -1,8 +1,8 @@
 """The sending half of a publisher: batches in, numbered messages out, and the states that they add up to.
 
-Every message is in the ring before it is on the wire, and the states, one for each rank, are exactly what all messages
-together say. Where many batches wait, several of one rank travel as one: their events in order, under one number. One
-thread owns a sender.
+Every message is in the ring before it is on the wire, and the states, one for each rank, are exactly what
+all messages together say. Where many batches wait, several of one rank travel as one: their events in order,
+under one number. One thread owns a sender.
 """
 
 from __future__ import annotations
@@ -52,9 +52,11 @@ _hashes, _place = attrgetter("block_hashes"), attrgetter("medium", "group_idx", 
 
 
 class Ring:
-    """The last messages, of consecutive sequence numbers `[head, next)`, within a count of batches and of bytes.
+    """The last messages, of consecutive sequence numbers `[head, next)`, within a count of batches and of
+    bytes.
 
-    Batches that travelled together count one by one, so that what is kept reaches back equally far however they went.
+    Batches that travelled together count one by one, so that what is kept reaches back equally far however
+    they went.
     """
 
     def __init__(self, capacity: int, max_bytes: int, start: int) -> None:
@@ -66,7 +68,10 @@ class Ring:
         self._messages: dict[int, tuple[int, bytes]] = {}
 
     def append(self, payload: bytes, batches: int = 1) -> None:
-        """Keep the message of number `next`, which carries so many batches; the newest stays however many they are."""
+        """Keep the message of number `next`, which carries so many batches.
+
+        The newest stays however many they are.
+        """
         while self.head < self.next and self.batches + batches > self._capacity:
             self._forget_oldest()
         self._messages[self.next] = batches, payload
@@ -128,7 +133,8 @@ class Sender:
         self._as_u64 = config.hash_format == "u64"
         self._most_blocks = config.max_blocks_per_event
         self._states = {rank: self._make_state()}
-        # The batches that are to leave together: their events, how many they are, their rank, the last one's time.
+        # The batches that are to leave together: their events, how many they are, their rank, the last one's
+        # time.
         self._events: list[bytes] = []
         self._batches = self._bytes = 0
         self._batch_rank = rank
@@ -142,14 +148,15 @@ class Sender:
         self._used: list[Snapshot] = []  # that serve no newcomers any more
         self._waste: list[dict[Any, Any]] = []  # to be freed bit by bit
 
-    # -- out ----------------------------------------------------------------------------------------------------------
+    # -- out ------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Send the first batch: whatever an earlier process said is void."""
         self._say(self.encoder.event(AllBlocksCleared()), self.take_mark())
 
     def send(self, batch: Any, more: bool = False) -> None:
-        """Send what of a batch is news. One that cannot be encoded is logged; it changes nothing and takes no number.
+        """Send what of a batch is news. One that cannot be encoded is logged; it changes nothing and takes
+        no number.
 
         If there is `more` to come it may wait for the next one, or for `flush`, to travel with it.
         """
@@ -186,14 +193,18 @@ class Sender:
             return
         if self._mark_due:
             self._events.append(self.take_mark())
-        batches = self._batches or 1  # a batch that failed halfway, say without memory, has changed the state
+        # A batch that failed halfway, say without memory, has changed the state.
+        batches = self._batches or 1
         self.counters["joined"] += batches - 1
         ts = self._ts if self._batches else time.time()
         events, self._events, self._batches, self._bytes = self._events, [], 0, 0
         self._emit(ts, events, self._batch_rank, batches)
 
     def absorb(self, overflow: Overflow) -> None:
-        """Take over what batches did that found no room. Their numbers stay unused, so that everybody sees a gap."""
+        """Take over what batches did that found no room.
+
+        Their numbers stay unused, so that everybody sees a gap.
+        """
         self.flush()
         lost = 0
         for rank in overflow.ranks():
@@ -216,7 +227,10 @@ class Sender:
             self._say(self.take_mark())
 
     def beat(self, now: float) -> float:
-        """Do what time alone makes due: a heartbeat, a mark, an old snapshot; return the seconds until there is more."""
+        """Do what time alone makes due: a heartbeat, a mark, an old snapshot.
+
+        Return the seconds until there is more.
+        """
         wait = math.inf
         if self._snapshot is not None:
             wait = max(self._snapshot_at + _SHARED_FOR - now, 0.0)
@@ -264,7 +278,7 @@ class Sender:
             self._numbers.reserve(seq)
             self._reserved = self._numbers.reserved
 
-    # -- events ---------------------------------------------------------------------------------------------------------
+    # -- events ---------------------------------------------------------------------------------------------
 
     def _prepared(self, events: list[Any]) -> list[Any]:
         """Return a batch's events cut and joined as they are to travel."""
@@ -280,7 +294,10 @@ class Sender:
         return kind, event, self.encoder.event(event)
 
     def _prepare(self, event: Any) -> Any:
-        """Return an event of blocks in the form in which it is published; raise `TypeError` for fields of wrong types."""
+        """Return an event of blocks in the form in which it is published.
+
+        Raise `TypeError` for fields of wrong types.
+        """
         check_fields(event)
         return _with_u64(event) if self._as_u64 else event
 
@@ -299,7 +316,7 @@ class Sender:
             self._clear(rank)
         self._events.append(data)
 
-    # -- states -----------------------------------------------------------------------------------------------------------
+    # -- states ---------------------------------------------------------------------------------------------
 
     def _make_state(self) -> PublishedState:
         return PublishedState(self.encoder, self._counting)
@@ -333,10 +350,11 @@ class Sender:
         """Return who speaks and what is held, over all ranks."""
         return Mark(self.epoch, self.blocks, self.digest)
 
-    # -- snapshots --------------------------------------------------------------------------------------------------------
+    # -- snapshots ------------------------------------------------------------------------------------------
 
     def take_snapshot(self) -> Snapshot | None:
-        """Return the state as of the newest message, or as of one shortly before that the ring still follows on.
+        """Return the state as of the newest message, or as of one shortly before that the ring still follows
+        on.
 
         `None` while another one is being made, or too many are being read: ask again.
         """
@@ -358,7 +376,10 @@ class Sender:
         return self._snapshot is not None and not self._snapshot.is_made
 
     def work(self, seconds: float) -> bool:
-        """Make snapshots and free what is not needed any more, for about so long; return whether more is to be done."""
+        """Make snapshots and free what is not needed any more, for about so long.
+
+        Return whether more is to be done.
+        """
         snapshot = self._snapshot
         if snapshot is not None and not snapshot.is_made:
             snapshot.advance(seconds)
@@ -435,7 +456,10 @@ def _are_u64(hashes: Sequence[Any]) -> bool:
 
 
 def _join_removals(events: list[Any]) -> list[Any]:
-    """Return the events with each run of removals from one place as one; engines send them block by block."""
+    """Return the events with each run of removals from one place as one.
+
+    Engines send them block by block.
+    """
     joined: list[Any] = []
     if len(events) == 1:
         return events
@@ -443,16 +467,14 @@ def _join_removals(events: list[Any]) -> list[Any]:
         if kind.__name__ != "BlockRemoved":
             joined += run
             continue
-        removals = list(run)
-        if len(set(map(_place, removals))) == 1:
-            joined += _join(_place(removals[0]), removals)
-        else:
-            joined += chain.from_iterable(_join(place, list(some)) for place, some in groupby(removals, _place))
+        joined += chain.from_iterable(_join(place, list(some)) for place, some in groupby(run, _place))
     return joined
 
 
 def _join(place: tuple[Any, ...], removals: list[Any]) -> list[Any]:
-    """Return removals from one place as one, or as they are if there is one only or one has no list of hashes."""
+    """Return removals from one place as one, or as they are if there is one only or one has no list of
+    hashes.
+    """
     lists = list(map(_hashes, removals))
     if len(lists) == 1 or set(map(type, lists)) != {list}:
         return removals

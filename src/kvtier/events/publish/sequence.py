@@ -1,12 +1,13 @@
-"""Where a publisher's sequence numbers begin, so that a restart never goes back: at the clock, or where a file says.
+"""Where a publisher's sequence numbers begin, so that a restart never goes back: at the clock, or where a
+file says.
 
-The clock gives microseconds since 1970: no publisher sends a million messages a second, so a process begins above all
-numbers of the one before it unless the clock was set back. The numbers stay below 2^53 until the year 2255, so consumers
-with signed 64-bit ints and with doubles take them too.
+The clock gives microseconds since 1970: no publisher sends a million messages a second, so a process begins
+above all numbers of the one before it unless the clock was set back. The numbers stay below 2^53 until the
+year 2255, so consumers with signed 64-bit ints and with doubles take them too.
 
-A sequence file holds one number: no message was ever sent under it or a higher one. It is moved ahead in steps before
-numbers are used, so a process that dies leaves a gap, never a number used twice; a clean end writes the exact number. One
-process at a time may have the file open. One thread owns it.
+A sequence file holds one number: no message was ever sent under it or a higher one. It is moved ahead in
+steps before numbers are used, so a process that dies leaves a gap, never a number used twice; a clean end
+writes the exact number. One process at a time may have the file open. One thread owns it.
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ class SequenceFile:
         self.start = self.reserved = self._read(self._file)
 
     def reserve(self, seq: int) -> None:
-        """Make sure that numbers up to `seq` may be used. A file that cannot be written is logged, and tried again later."""
+        """Make sure that numbers up to `seq` may be used.
+
+        A file that cannot be written is logged, and tried again later.
+        """
         if seq < self.reserved:
             return
         self.reserved = seq + self._step
@@ -78,7 +82,8 @@ class SequenceFile:
         return int(text or 0)
 
     def _write(self, number: int) -> None:
-        # One sector, fixed width, no rename: a torn write is not possible, and a lock stays on the same file.
+        # One sector, fixed width, no rename: a torn write is not possible, and a lock stays on the same
+        # file.
         assert self._file is not None
         try:
             os.pwrite(self._file, b"%020d\n" % number, 0)

@@ -1,9 +1,11 @@
-"""A publisher's state at one moment, as encoded events: parents before children, removed ancestors stored, then removed.
+"""A publisher's state at one moment, as encoded events: parents before children, removed ancestors stored,
+then removed.
 
-Taking a snapshot copies nothing: the states are frozen and go on changing, and `advance` makes the events bit by bit, once
-for all who read them. Of every rank the first event is `AllBlocksCleared`; the last event of all carries the mark.
-Applied in order they give exactly the state as it was. A record that cannot be encoded again is left out, counted and
-logged. One thread owns a snapshot; a state can be in one unfinished snapshot at a time.
+Taking a snapshot copies nothing: the states are frozen and go on changing, and `advance` makes the events
+bit by bit, once for all who read them. Of every rank the first event is `AllBlocksCleared`; the last event
+of all carries the mark. Applied in order they give exactly the state as it was. A record that cannot be
+encoded again is left out, counted and logged. One thread owns a snapshot; a state can be in one unfinished
+snapshot at a time.
 """
 
 from __future__ import annotations
@@ -26,11 +28,13 @@ logger = logging.getLogger(__name__)
 
 _BATCH_BYTES = 32 << 10
 _REMOVED_AT_ONCE = 4096
-_STEPS, _BLOCKS_A_STEP = 4, 32  # between two looks at the clock
+_STEPS, _BLOCKS_A_STEP = 2, 32  # between two looks at the clock
 _NAMES = BlockStored.__struct_fields__
 
 _Need = tuple[int, Record, int]
-"""Before which place of a record it is needed, another record, and how many of its blocks must have been sent."""
+"""Before which place of a record it is needed, another record, and how many of its blocks must have been
+sent.
+"""
 
 
 class RankBatch(NamedTuple):
@@ -42,7 +46,9 @@ class RankBatch(NamedTuple):
 
 
 class Snapshot:
-    """The events that lead from anything to the state as of sequence number `as_of`, in batches of one rank each."""
+    """The events that lead from anything to the state as of sequence number `as_of`, in batches of one rank
+    each.
+    """
 
     def __init__(
         self, states: Mapping[int, PublishedState], encoder: EventEncoder, as_of: int, mark: Mark, number: int = 1
@@ -126,14 +132,18 @@ class _Walk:
                 yield self._encoder.event(removal)
 
     def _unsent(self, holding: Holding) -> Iterator[Record | None]:
-        """Yield the records of blocks that were held and have not all been dealt with; `None` where it only took time."""
+        """Yield the records of blocks that were held and have not all been dealt with.
+
+        `None` where it only took time.
+        """
         was, number = holding.blocks.was, self._number
         for part in holding.blocks.parts:
-            for place, block in enumerate(list(part)):  # not the items: new tuples wake the garbage collector
+            # Not the items: new tuples wake the garbage collector.
+            for place, block in enumerate(list(part)):
                 if place % _BLOCKS_A_STEP == 0:
                     yield None
                 record = was(block)
-                if record is not None and (record.snapshot != number or record.sent != len(record.hashes)):
+                if record is not None and record.walked != number:
                     yield record
         yield from holding.blocks.changed()
 
@@ -153,6 +163,7 @@ class _Walk:
                 yield None
                 continue
             path.pop()
+            record.walked = self._number
             if is_plain and (record.parent is None or (parent and self._sent(parent) == len(parent.hashes))):
                 self._set_sent(record, len(record.hashes))
                 yield record.data
@@ -176,11 +187,11 @@ class _Walk:
             path.pop()
             on_path.discard(id(record))
             yield from self._events(record, stop)
-            if stop == self._end(record):
-                self._set_sent(record, len(record.hashes))
 
     def _needs(self, record: Record, stop: int) -> Iterator[_Need]:
-        """Yield what must be sent before this record's blocks up to `stop`, with the place before which it must."""
+        """Yield what must be sent before this record's blocks up to `stop`, with the place before which it
+        must.
+        """
         start = self._sent(record)
         if start >= stop:
             return

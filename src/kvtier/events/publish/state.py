@@ -1,20 +1,22 @@
-"""What one rank of a publisher has published: which blocks consumers hold now, and the events that told them so.
+"""What one rank of a publisher has published: which blocks consumers hold now, and the events that told them
+so.
 
-The stream is set-like: per place (medium, group, ownership, locality) a block goes out as stored when its count leaves 0
-and as removed when it returns there. An event that is known in part goes out in parts. The state keeps one record per
-event that went out: its bytes, its hashes and its parent's hash. A snapshot is those bytes again, parents first.
+The stream is set-like: per place (medium, group, ownership, locality) a block goes out as stored when its
+count leaves 0 and as removed when it returns there. An event that is known in part goes out in parts. The
+state keeps one record per event that went out: its bytes, its hashes and its parent's hash. A snapshot is
+those bytes again, parents first.
 
-A removed block that others still hang from is a *ghost*: its record stays, so that a snapshot can give tree-building
-consumers the way to its children. Ghosts are counted, bounded, and leave with their last child. `blocks` and `digest`
-always equal the sum of `change_of` over all that went out. Between `freeze` and `thaw` the tables can also be read as
-they were at `freeze`. One thread owns a state.
+A removed block that others still hang from is a *ghost*: its record stays, so that a snapshot can give
+tree-building consumers the way to its children. Ghosts are counted, bounded, and leave with their last
+child. `blocks` and `digest` always equal the sum of `change_of` over all that went out. Between `freeze` and
+`thaw` the tables can also be read as they were at `freeze`. One thread owns a state.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import groupby, islice
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
@@ -37,7 +39,9 @@ _where = attrgetter("medium", "group_idx", "ownership", "locality")
 
 
 class BlockMap(Generic[V]):
-    """Values by block hash, in many small dicts: growing, one dict of a million would stop all threads for 60 ms."""
+    """Values by block hash, in many small dicts: growing, one dict of a million would stop all threads for
+    60 ms.
+    """
 
     __slots__ = ("_before", "parts")
 
@@ -110,7 +114,10 @@ class BlockMap(Generic[V]):
         return [value for value in (self._before or {}).values() if value is not None]
 
     def items(self) -> Iterator[tuple[ExternalBlockHash, V]]:
-        """Yield all blocks with their values; the table may change meanwhile, part by part it is read at one moment."""
+        """Yield all blocks with their values.
+
+        The table may change meanwhile, part by part it is read at one moment.
+        """
         for part in self.parts:
             yield from list(part.items())
 
@@ -121,7 +128,8 @@ class BlockMap(Generic[V]):
 class Record(msgspec.Struct, gc=False, eq=False):
     """An event that went out as stored. `uses` counts the blocks that are held or ghosts.
 
-    `snapshot` and `sent` belong to the snapshot that is being made: its number, and how many blocks it has dealt with.
+    `snapshot`, `sent` and `walked` belong to the snapshot that is being made: its number, how many blocks it
+    has sent, and its number again once it has sent all that the record held.
     """
 
     place: Place
@@ -131,6 +139,7 @@ class Record(msgspec.Struct, gc=False, eq=False):
     uses: int
     snapshot: int = 0
     sent: int = 0
+    walked: int = 0
 
 
 class Holding:
@@ -153,8 +162,8 @@ class Holding:
 class PublishedState:
     """The set of published blocks, as a filter that events pass on their way out.
 
-    `store` and `remove` take an event with its bytes and append to `out` what of it is news. They raise before they
-    change anything.
+    `store` and `remove` take an event with its bytes and append to `out` what of it is news. They raise
+    before they change anything.
     """
 
     def __init__(self, encoder: EventEncoder, counting: str = "count") -> None:
@@ -170,7 +179,7 @@ class PublishedState:
         self._holdings: dict[Place, Holding] = {}
         self._children: BlockMap[int] = BlockMap()  # how many records hang from a block
 
-    # -- events ------------------------------------------------------------------------------------------------------
+    # -- events ---------------------------------------------------------------------------------------------
 
     def store(self, event: BlockStored, data: bytes, out: list[bytes]) -> None:
         """Take blocks in; `data` is the whole event's bytes."""
@@ -200,7 +209,10 @@ class PublishedState:
         return sent
 
     def _add_parts(self, holding: Holding, event: BlockStored, wanted: list[int]) -> list[bytes]:
-        """Take in the blocks at the wanted places, one part for each run of them; return the parts' bytes."""
+        """Take in the blocks at the wanted places, one part for each run of them.
+
+        Return the parts' bytes.
+        """
         parts = [blocks_of(event, start, stop) for start, stop in runs(wanted)]
         encoded = [self._encoder.event(part) for part in parts]
         for part, data in zip(parts, encoded, strict=True):
@@ -248,9 +260,9 @@ class PublishedState:
     def _drop_all(self, holding: Holding, hashes: list[ExternalBlockHash]) -> list[ExternalBlockHash]:
         """Let go blocks that are counted once and have no children; return those that were held."""
         records = holding.blocks.pop_all(hashes)
-        for record in records:
+        for record, same in groupby(records):  # mostly a record leaves as it came
             if record is not None:
-                record.uses -= 1
+                record.uses -= len(list(same))
                 if not record.uses and record.parent is not None:
                     self._let_go(record.parent)
         if None in records:
@@ -277,7 +289,7 @@ class PublishedState:
         """Return whether some place holds a block that was just let go in another."""
         return any(holding.blocks.get(block) is not None for holding in self._holdings.values())
 
-    # -- what consumers were not told -----------------------------------------------------------------------------------
+    # -- what consumers were not told -----------------------------------------------------------------------
 
     def count_of(self, event: BlockStored | BlockRemoved, block: ExternalBlockHash) -> int:
         """Return how often a block is held where the event is."""
@@ -304,7 +316,7 @@ class PublishedState:
                 places.append(place)
         self._add_parts(holding, event, places)
 
-    # -- reading ------------------------------------------------------------------------------------------------------
+    # -- reading --------------------------------------------------------------------------------------------
 
     def holdings(self) -> list[Holding]:
         """Return what each place holds."""
@@ -324,7 +336,9 @@ class PublishedState:
         return [self.ghosts, *(holding.blocks for holding in self._holdings.values())]
 
     def take_apart(self) -> list[dict[Any, Any]]:
-        """Return all that the state consists of, for others to free bit by bit: at once, it takes half a second."""
+        """Return all that the state consists of, for others to free bit by bit: at once, it takes half a
+        second.
+        """
         pieces: list[dict[Any, Any]] = [*self._children.parts, *self.ghosts.parts]
         for holding in self._holdings.values():
             pieces += [*holding.blocks.parts, holding.counts]
@@ -359,7 +373,7 @@ class PublishedState:
         _expect(dict(self._children.items()), dict(children), "children")
         _expect(ghosts.keys() - children.keys(), set(), "ghosts without children")
 
-    # -- inside ---------------------------------------------------------------------------------------------------------
+    # -- inside ---------------------------------------------------------------------------------------------
 
     def _holding(self, event: BlockStored | BlockRemoved) -> Holding:
         key = _where(event)
@@ -376,7 +390,10 @@ class PublishedState:
             self._let_go(record.parent)
 
     def _let_go(self, parent: ExternalBlockHash) -> None:
-        """Take a child from a block; with its last child a ghost goes, and may let go its own parent, and so on up."""
+        """Take a child from a block.
+
+        With its last child a ghost goes, and may let go its own parent, and so on up.
+        """
         above: ExternalBlockHash | None = parent
         while above is not None:
             left = (self._children.get(above) or 0) - 1
@@ -392,7 +409,10 @@ class PublishedState:
             above = None if ghost.uses else ghost.parent
 
     def _add_ghost(self, block: ExternalBlockHash, record: Record) -> None:
-        """Keep a removed block's record; with too many ghosts old ones are forgotten, and their children are orphans."""
+        """Keep a removed block's record.
+
+        With too many ghosts old ones are forgotten, and their children are orphans.
+        """
         self.ghosts.put(block, record)
         self.ghost_count += 1
         while self.ghost_count > max(self.blocks, _LEAST_GHOSTS):  # part by part the oldest
