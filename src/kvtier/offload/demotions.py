@@ -18,7 +18,7 @@ from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey
 from kvtier.offload.base import ReqContext
 from kvtier.offload.manager import CPUOffloadingManager
-from kvtier.tiers.base import LentRow, Piece, Tier, TierJob, TierResult
+from kvtier.tiers.base import LentRow, Piece, Tier, TierJob, TierMiss, TierResult
 from kvtier.transfer.base import CPULoadStoreSpec
 
 __all__ = ["Demotions"]
@@ -51,6 +51,10 @@ class _TierQueue:
     tier: Tier
     offers: dict[OffloadKey, None] = field(default_factory=dict)
     num_submitted: int = 0
+
+    def is_closed(self) -> bool:
+        """Say whether the tier is not open yet: offers then wait, as long as their rows are in the pool."""
+        return self.tier.explain(next(iter(self.offers))) is TierMiss.NOT_OPEN
 
 
 class Demotions:
@@ -102,7 +106,7 @@ class Demotions:
         """Give each tier as many of its offers as it may have at a time."""
         for queue in self._queues.values():
             room = self._most_submitted - queue.num_submitted
-            if queue.offers and room > 0:
+            if queue.offers and room > 0 and not queue.is_closed():
                 keys = list(islice(queue.offers, room))
                 for key in keys:
                     del queue.offers[key]
