@@ -459,6 +459,14 @@ class OffloadingConfig:
         """Return the namespace; None while it is not known: nothing may then be shared with another process."""
         return self.namespace if isinstance(self.namespace, str) else self.namespace.get_nowait()
 
+    def tier_namespace_nowait(self) -> str | None:
+        """Return the namespace of rows that outlive the process; None while it is not known.
+
+        One that could not be computed is like no other: its rows would only take the place of those of others.
+        """
+        could_not = isinstance(self.namespace, Namespace) and self.namespace.problem is not None
+        return None if could_not else self.namespace_nowait()
+
     def image_bytes(self, group: int) -> int:
         """Return the bytes of one chunk of a group on one rank."""
         return self.settings.blocks_per_chunk * self.groups[group].bytes_per_block

@@ -69,7 +69,7 @@ def make_tier(tier: TierConfig, config: OffloadingConfig) -> Tier:
     disk = DiskTier(
         tier,
         row_bytes=config.row_bytes,
-        namespace=config.namespace_nowait,
+        namespace=config.tier_namespace_nowait,
         rank=config.engine_index,
         ranks=config.num_engines,
         description_bytes=config.description_bytes,
@@ -147,7 +147,7 @@ class CPUOffloadingSpec(OffloadingSpec):
             rows,
             seats,
             store_deadline=settings.store_deadline,
-            is_namespace_known=lambda: self.config.namespace_nowait() is not None,
+            is_namespace_known=lambda: self.config.tier_namespace_nowait() is not None,
             clock=self._clock,
         )
 
