@@ -1,13 +1,14 @@
-"""Claim: the disk tier, sealed and checked, stores and loads as fast as the disk does, and faster than vLLM's `fs` tier.
+"""Claim: the disk tier, sealed, is as fast as the disk, and faster than vLLM's `fs` tier.
 
     python benchmarks/disk.py [--folder DIR] [--fio PROGRAM] [--mib 256] [--rounds 7] [--json FILE]
 
-`rows` moves rows of 256 KiB, 1 MiB and 2 MiB through three contenders in turns, in one run: fio (io_uring, 16 in
-flight, direct), vLLM's own `fs` tier (16 jobs, and one job, which is one request; unchecked) and ours (16 jobs, and
-one). Ours is full, so every store evicts. Ratios are of one round; their median counts. CPU seconds are the
-process's own. `open` opens files of 10^4 to 10^6 records as a restart does. `thread` times 20 µs of Python every
-millisecond, alone and beside full I/O: what an engine's scheduler feels. Needs an environment with vLLM 0.32
-and kvtier (`make bench` builds one), and fio for its part (Debian: `apt install fio`); what is missing is left out.
+`rows` moves rows of 256 KiB, 1 MiB and 2 MiB through three contenders in turns, in one run: fio (io_uring,
+16 in flight, direct), vLLM's own `fs` tier (16 jobs, and one job, which is one request; unchecked) and
+ours (16 jobs, and one). Ours is full, so every store evicts. Ratios are of one round; their median counts.
+CPU seconds are the process's own. `open` opens files of 10^4 to 10^6 records as a restart does. `thread`
+times 20 µs of Python every millisecond, alone and beside full I/O: what an engine's scheduler feels. Needs
+an environment with vLLM 0.32 and kvtier (`make bench` builds one), and fio for its part (Debian: `apt
+install fio`); what is missing is left out.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 from types import SimpleNamespace
@@ -61,8 +63,11 @@ class Cell(NamedTuple):
 
 
 def make_rows(count: int, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return page-aligned rows of random bytes, as a pool has them."""
-    rows = np.frombuffer(mmap.mmap(-1, count * size), dtype=np.uint8).reshape(count, size)
+    """Return page-aligned rows of random bytes in large pages, as a pool of one process has them."""
+    region = mmap.mmap(-1, count * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
+        region.madvise(mmap.MADV_HUGEPAGE)
+    rows = np.frombuffer(region, dtype=np.uint8).reshape(count, size)
     rows[:] = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
     rows[:, :8] = np.arange(count, dtype=np.uint64).view(np.uint8).reshape(count, 8)
     return rows
@@ -235,7 +240,7 @@ def bench_rows(folder: Path, size: int, nbytes: int, rounds: int, fio_program: s
                         continue
                     if way == "store":
                         contender.new_keys()
-                    note(f"{name} {way} {many}", timed(nbytes, lambda: getattr(contender, way)(jobs)))  # noqa: B023
+                    note(f"{name} {way} {many}", timed(nbytes, partial(getattr(contender, way), jobs)))
                 if fio is not None and jobs == JOBS:
                     note(f"fio {way} after", fio.run("randwrite" if way == "store" else "randread"))
     hashing = timed(nbytes, lambda: [xxhash.xxh3_128_digest(row.data, 1) for row in rows])
@@ -416,15 +421,15 @@ def show(results: dict[str, Any]) -> None:
             asked = f"({at} {bar})" if bar is not None else ""
             print(f"  {name:26} {ratio['median']:5.2f}  {ratio['least']:.2f}–{ratio['most']:.2f} {asked}")
     for result in results.get("open", ()):
-        print(
-            f"{result['slots']:>9,} slots: open in {result['open_seconds']:.2f} s ({result['open_cpu_seconds']:.2f} of CPU),"
-            f" {result['bytes_per_slot']:.0f} bytes a slot, lookup {result['lookup_ns_per_key']:.0f} ns a key"
-        )
+        seconds, cpu = result["open_seconds"], result["open_cpu_seconds"]
+        print(f"{result['slots']:>9,} slots: open in {seconds:.2f} s ({cpu:.2f} of CPU)", end="")
+        print(f", {result['bytes_per_slot']:.0f} bytes a slot, lookup {result['lookup_ns_per_key']:.0f} ns a key")
     for result in results.get("thread", ()):
+        alone, beside, ratio = result["alone_p99_us"], result["beside_p99_us"], result["p99_ratio"]
         print(
-            f"a thread beside I/O of {result['row_bytes'] >> 10} KiB rows: p99 {result['alone_p99_us']:.0f} ->"
-            f" {result['beside_p99_us']:.0f} µs, {result['p99_ratio']:.1f} × (at most 3)"
+            f"a thread beside I/O of {result['row_bytes'] >> 10} KiB rows: p99 {alone:.0f} -> {beside:.0f} µs,", end=""
         )
+        print(f" {ratio:.1f} × (at most 3)")
 
 
 def main() -> None:

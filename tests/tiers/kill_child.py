@@ -1,8 +1,9 @@
 """A program: demotes rows to a disk and is killed at one of its writes. `kill_child.py FOLDER FIRST LAST`.
 
-For each number from FIRST on, a fork works in FOLDER/NUMBER and is killed with SIGKILL before its NUMBER-th write,
-wherever that is: header, emptied record, row, description, record. What it was told to be done stands in
-FOLDER/NUMBER/log. It ends early when a fork comes to its own end: then there are no more writes.
+For each number from FIRST on, a fork works in FOLDER/NUMBER and is killed with SIGKILL before its
+NUMBER-th write, wherever that is: header, emptied record, row, description, record. What it was told to be
+done stands in FOLDER/NUMBER/log. It ends early when a fork comes to its own end: then there are no more
+writes.
 """
 
 from __future__ import annotations

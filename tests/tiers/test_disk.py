@@ -1,4 +1,4 @@
-"""What only the disk tier promises: it is there after a restart, bounded, owned by one, and survives what disks do."""
+"""What only the disk tier promises: warm after a restart, bounded, owned by one, hard to kill."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from kvtier.errors import ConfigError, OutsideError
 from kvtier.keys import OffloadKey
 from kvtier.testing.faulty_backend import FaultyBackend
-from kvtier.testing.tier_suite import ROW_BYTES, ManualClock, TierDriver, churn, content, key, keys
+from kvtier.testing.tier_suite import ROW_BYTES, StandingClock, TierDriver, churn, content, key, keys
 from kvtier.tiers.base import Outcome, TierMiss
 from kvtier.tiers.disk import DiskConfig, DiskFiles, DiskTier, find_places
 from kvtier.tiers.disk import files as files_module
@@ -34,7 +34,7 @@ def capacity(slots: int) -> int:
 
 def make_tier(path: Path, slots: int = 8, namespace: str | Callable[[], str | None] = "model", **more: Any) -> DiskTier:
     settings = {"write_limit": 0, "capacity": capacity(slots)} | more.pop("settings", {})
-    more = {"row_bytes": ROW_BYTES, "threads": 2, "clock": ManualClock()} | more
+    more = {"row_bytes": ROW_BYTES, "threads": 2, "clock": StandingClock()} | more
     config = DiskConfig(path=str(path), **settings)
     return DiskTier(config, namespace=namespace if callable(namespace) else lambda: str(namespace), **more)
 
@@ -49,7 +49,7 @@ def opened(path: Path, slots: int = 8, namespace: str = "model", **more: Any) ->
         assert backend is not None
         faulty = tier._io.backend = FaultyBackend(backend)
         clock = tier._clock
-        assert isinstance(clock, ManualClock)
+        assert isinstance(clock, StandingClock)
         yield TierDriver(tier, faulty, clock)
         faulty.release()
         tier.check()
@@ -174,7 +174,7 @@ def test_restarts_at_random_points(tmp_path: Path, seed: int) -> None:
         with opened(tmp_path, 6) as driver:
             table = disk(driver)._table
             assert table is not None
-            # More may be there: a row that was evicted for one that was never written is whole, and found again.
+            # More may be there: a row that was evicted for one never written is whole, and found again.
             assert before <= set(table.keys(table.held_slots()))
             resets = churn(driver, source, 40)
             # After a reset the weights are others; a process that starts has those of the files again.

@@ -1,4 +1,4 @@
-"""The small parts of tiers: seals, records, headers, health, the write limit, the queue's order, the books."""
+"""The small parts of tiers: seals, records, headers, health, the write limit, the queue, the books."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvtier disk`: what lies in a disk tier's folder, whether it is whole, and the removal of what is not wanted."""
+"""`kvtier disk`: what lies in a disk tier's folder, whether it is whole, and the removal of what is old."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def gc_command(
     everything: Annotated[bool, Option("--all", help="All places that no process owns.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """Remove places with all their rows: those named, those not used for long, or all. Names none, removes none."""
+    """Remove places with all their rows: those named, those not used for long, or all."""
     found = _find(path)
     if places:
         chosen = _choose(path, places)

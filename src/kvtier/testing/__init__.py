@@ -1,7 +1,7 @@
 """What we test with, for others to use: contract suites, faults, caches of every layout, a toy model.
 
-The suites are classes for pytest. Subclass one in your own tests, say how to make your policy, manager, handlers,
-tier or backend, and every promise of the contract is tested:
+The suites are classes for pytest. Subclass one in your own tests, say how to make your policy, manager,
+handlers, tier or backend, and every promise of the contract is tested:
 
     from kvtier.testing import PolicySuite
 

@@ -1,12 +1,12 @@
-"""The contract of a backend as tests: subclass `BackendSuite`, say how to make yours, and let pytest collect it.
+"""The contract of a backend as tests: subclass `BackendSuite` and say how to make yours.
 
     class TestMine(BackendSuite):
         def make(self):
             return MyBackend(...)
 
 Every key of the suite has a place of its own below `NUM_PLACES`, for backends that go by place. Rows have
-`ROW_BYTES`. The second half puts the backend behind faults and the real I/O threads: whatever is flipped, swapped,
-torn, cut short, refused or hung, no wrong byte is ever reported as right.
+`ROW_BYTES`. The second half puts the backend behind faults and the real I/O threads: whatever is flipped,
+swapped, torn, cut short, refused or hung, no wrong byte is ever reported as right.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class BackendSuite:
         assert wrong > 0
 
     def _churn(self, backend: Backend, plan: BackendFaultPlan, *, check_seals: bool) -> tuple[int, int]:
-        """Write and read rows in many versions; count the reads that are said to be right, and those that are not."""
+        """Write and read rows in many versions; count the reads said to be right, and those that are not."""
         threads = IOThreads(FaultyBackend(backend, plan), threads=4, check_seals=check_seals)
         source, versions = random.Random(plan.seed), dict.fromkeys(range(NUM_PLACES), 0)
         done = wrong = 0

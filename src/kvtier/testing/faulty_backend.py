@@ -1,9 +1,10 @@
 """A backend that goes wrong on purpose: `FaultyBackend(backend, plan)`.
 
-Rows come back flipped, swapped with another, torn (half of the bytes are of before) or cut short; calls fail
-with `EIO`, say that the disk is full, or hang until `release()`. Which call goes wrong, and how, follows from the
-plan's seed and the number of the row's call. Nothing is reported that a broken disk would not report: whether
-somebody notices is what is tested. `KillPoint` ends the process at a given write, as SIGKILL does.
+Rows come back flipped, swapped with another, torn (half of the bytes are of before) or cut short; calls
+fail with `EIO`, say that the disk is full, or hang until `release()`. Which call goes wrong, and how,
+follows from the plan's seed and the number of the row's call. Nothing is reported that a broken disk would
+not report: whether somebody notices is what is tested. `KillPoint` ends the process at a given write, as
+SIGKILL does.
 
 Any I/O thread, several at once.
 """
@@ -44,7 +45,7 @@ WRITE_FAULTS = (BackendFault.TORN, BackendFault.EIO, BackendFault.FULL)
 
 @dataclass(frozen=True, slots=True)
 class BackendFaultPlan:
-    """Which rows go wrong: `rate` of them, evenly over the kinds that a direction has. `injected` counts them."""
+    """Which rows go wrong: `rate` of them, evenly over a direction's kinds. `injected` counts them."""
 
     seed: int = 0
     rate: float = 0.0
@@ -178,7 +179,7 @@ def _fill(row: BackendRow, payload: bytes) -> None:
 
 
 class KillPoint:
-    """Kills this process at its `number`-th passing, as SIGKILL does: no handler runs, no buffer is flushed."""
+    """Kills this process at its `number`-th passing: no handler runs, no buffer is flushed."""
 
     def __init__(self, number: int) -> None:
         self._left = number

@@ -1,8 +1,8 @@
-"""A backend in memory, and a whole tier over it: for tests of managers, and the plainest example of a backend.
+"""A backend in memory, and a whole tier over it: for tests, and the plainest example of a backend.
 
-`MemoryBackend` keeps rows by key in a dict; it passes `BackendSuite`. `make_memory_tier` is the disk's tier
-without the disk: the same books, threads, seals and suspension. Its threads are real; who wants a result waits
-for it with `wait_any`.
+`MemoryBackend` keeps rows by key in a dict; it passes `BackendSuite`. `make_memory_tier` is the disk's
+tier without the disk: the same books, threads, seals and suspension. Its threads are real; who wants a
+result waits for it with `wait_any`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""The contract of an exact tier as tests: subclass `TierSuite`, say how to make yours, and let pytest collect it.
+"""The contract of an exact tier as tests: subclass `TierSuite` and say how to make yours.
 
     class TestMine(TierSuite):
         def make(self, num_slots, clock, plan):
             faulty = FaultyBackend(MyBackend(), plan)
             return MyTier(num_slots, faulty, clock=clock), faulty
 
-The suite's clock stands still until a test moves it; threads are real, and results are waited for. The last tests
-make random calls, with faults, resets and hangs, and hold every byte and every event to a model of a few dicts.
+The suite's clock stands still until a test moves it; threads are real, and results are waited for. The
+last tests make random calls, with faults, resets and hangs, and hold every byte and every event to a model
+of a few dicts.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from kvtier.keys import OffloadKey, make_offload_key
 from kvtier.testing.faulty_backend import BackendFaultPlan, FaultyBackend
 from kvtier.tiers.base import LentRow, Outcome, Tier, TierChange, TierJob, TierMiss, TierResult
 
-__all__ = ["ROW_BYTES", "ManualClock", "TierDriver", "TierSuite"]
+__all__ = ["ROW_BYTES", "StandingClock", "TierDriver", "TierSuite"]
 
 ROW_BYTES = 4096
 _PATIENCE = 30.0
@@ -45,7 +46,7 @@ def content(number: int, version: int = 0) -> bytes:
     return random.Random(f"{number} {version}").randbytes(ROW_BYTES)
 
 
-class ManualClock:
+class StandingClock:
     """A clock that a test moves."""
 
     def __init__(self) -> None:
@@ -61,7 +62,7 @@ class TierDriver:
 
     tier: Tier
     faulty: FaultyBackend
-    clock: ManualClock
+    clock: StandingClock
     results: list[TierResult] = field(default_factory=list)
     memory: dict[int, dict[OffloadKey, bytearray]] = field(default_factory=dict)
     """By job, what was lent."""
@@ -151,8 +152,8 @@ class TierDriver:
 class TierSuite:
     """Every exact tier passes this."""
 
-    def make(self, num_slots: int, clock: ManualClock, plan: BackendFaultPlan) -> tuple[Tier, FaultyBackend]:
-        """Return an open, empty tier of `num_slots` rows of `ROW_BYTES` with two threads, over a faulty backend."""
+    def make(self, num_slots: int, clock: StandingClock, plan: BackendFaultPlan) -> tuple[Tier, FaultyBackend]:
+        """Return an open, empty tier of `num_slots` rows of `ROW_BYTES`, with two threads and faults."""
         raise NotImplementedError
 
     @pytest.fixture
@@ -166,7 +167,7 @@ class TierSuite:
 
     def drive(self, drivers: list[TierDriver], num_slots: int = 8, plan: BackendFaultPlan | None = None) -> TierDriver:
         """Make a tier that is closed when the test ends."""
-        clock = ManualClock()
+        clock = StandingClock()
         tier, faulty = self.make(num_slots, clock, plan or BackendFaultPlan())
         drivers.append(TierDriver(tier, faulty, clock))
         return drivers[-1]
@@ -465,7 +466,7 @@ class TierSuite:
 
 
 def churn(driver: TierDriver, source: random.Random, calls: int, version: int = 0) -> int:
-    """Make random calls and hold what comes to what was stored. Returns the version that chunks have at the end."""
+    """Make random calls and hold what comes to what was stored. Returns the version at the end."""
     tier, clock, jobs = driver.tier, driver.clock, dict[int, int]()
     for call in range(calls):
         numbers = source.sample(range(24), source.randint(1, 6))
@@ -499,7 +500,7 @@ def churn(driver: TierDriver, source: random.Random, calls: int, version: int = 
 
 
 def _expect_right(driver: TierDriver, jobs: dict[int, int]) -> None:
-    """Every promotion that is said to be done has the bytes of its chunk, of the version when it was asked for."""
+    """Every promotion that is done has the bytes of its chunk, of the version when it was asked for."""
     for result in driver.results:
         if result.outcome is Outcome.DONE and result.job_id in jobs:
             for name in result.keys:

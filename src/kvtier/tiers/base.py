@@ -2,9 +2,10 @@
 
     manager (scheduler thread)  ->  Tier  ->  tiers/io (its threads)  ->  Backend  ->  disk, server, ...
 
-A `Tier` belongs to the scheduler thread: it knows what it holds, takes promotions and demotions, and tells by
-`poll` what became of them. None of its methods blocks except `wait_any` and `close`. A `Backend` blocks, knows
-nothing of requests or policies, and is called by I/O threads only. Seals are put on and checked between the two.
+A `Tier` belongs to the scheduler thread: it knows what it holds, takes promotions and demotions, and tells
+by `poll` what became of them. None of its methods blocks except `wait_any` and `close`. A `Backend`
+blocks, knows nothing of requests or policies, and is called by I/O threads only. Seals are put on and
+checked between the two.
 
 Memory is lent: from the call that takes a job until a result says that a row's memory is free, nobody else
 may write it (promotions) or change it (demotions). Late means failed, not freed: a result may be out while a
@@ -45,7 +46,7 @@ Piece = memoryview
 
 
 class LentRow(NamedTuple):
-    """The memory of one row of a job, lent to the tier. `description`: what events tell of the chunk, opaque here.
+    """The memory of one row of a job, lent to the tier; and what events tell of the chunk, opaque here.
 
     Pieces that begin and end at multiples of 4,096 bytes are moved as they are; others may be copied.
     """
@@ -59,9 +60,9 @@ class LentRow(NamedTuple):
 class TierJob:
     """Rows to promote or to demote, in the order of their prefix: the first are moved first.
 
-    `job_id` is the caller's, unique among its jobs in this tier. At `deadline` (of the tier's clock, by default
-    `time.monotonic`) what has not arrived is late. Of two jobs of one direction the lower `priority` goes first,
-    then the older; promotions always go before demotions.
+    `job_id` is the caller's, unique among its jobs in this tier. At `deadline` (of the tier's clock, by
+    default `time.monotonic`) what has not arrived is late. Of two jobs of one direction the lower
+    `priority` goes first, then the older; promotions always go before demotions.
     """
 
     job_id: int
@@ -88,9 +89,10 @@ class Outcome(Enum):
 class TierResult:
     """What became of some rows of a job, all the same.
 
-    Every row that was taken is in one result; its memory is free from then on unless `in_use`, in which case it
-    is in a second one, `RETURNED`, when the last call that uses it has ended. `nbytes` and `seconds` are those of
-    the I/O, zero where there was none. `why` says more of a failure, in words for people.
+    Every row that was taken is in one result; its memory is free from then on unless `in_use`, in which
+    case it is in a second one, `RETURNED`, when the last call that uses it has ended. `nbytes` and
+    `seconds` are those of the I/O, zero where there was none. `why` says more of a failure, in words for
+    people.
     """
 
     job_id: int
@@ -106,8 +108,8 @@ class TierResult:
 class TierChange:
     """Chunks that can be promoted from now on or, `removed`, no more. In the order in which it happened.
 
-    `descriptions` has one for each key where only the tier knows them: after a warm restart. An empty one: not
-    known either.
+    `descriptions` has one for each key where only the tier knows them: after a warm restart. An empty one:
+    not known either.
     """
 
     keys: tuple[OffloadKey, ...]
@@ -150,7 +152,7 @@ class TierStats:
     promoted: int
     promoted_bytes: int
     promote_seconds: float
-    """The I/O time of promotions, over all threads; with their bytes it gives what a thread moves in a second."""
+    """The I/O time of promotions, over all threads."""
     demoted: int
     demoted_bytes: int
     demote_seconds: float
@@ -177,7 +179,7 @@ class Tier(ABC):
     medium: str
     """What events call it."""
 
-    # -- asking ------------------------------------------------------------------------------------------------
+    # -- asking ------------------------------------------------------------------------------------
 
     @abstractmethod
     def lookup_many(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
@@ -206,41 +208,42 @@ class Tier(ABC):
     def promotion_bytes(self) -> int:
         """The bytes of promotions that are queued or on their way: what a further one waits for."""
 
-    # -- moving ------------------------------------------------------------------------------------------------
+    # -- moving ------------------------------------------------------------------------------------
 
     @abstractmethod
     def promote(self, job: TierJob) -> None:
         """Fill the memory of each row with what the tier holds. Always taken; results come by `poll`.
 
-        A row that is not held, or a tier that is suspended, is a result like any other. After any outcome but
-        `DONE` the memory holds no particular bytes.
+        A row that is not held, or a tier that is suspended, is a result like any other. After any outcome
+        but `DONE` the memory holds no particular bytes.
         """
 
     @abstractmethod
     def demote(self, job: TierJob) -> list[OffloadKey]:
         """Take copies of rows, and return the keys that were taken; of those, results come by `poll`.
 
-        Not taken, in this order, are: what is held or being written, what the write limit forbids, what finds no
-        slot, and the end of the job if the queue is full. Their memory is not used. Others may be evicted for it.
+        Not taken, in this order, are: what is held or being written, what the write limit forbids, what
+        finds no slot, and the end of the job if the queue is full. Their memory is not used. Others may be
+        evicted for it.
         """
 
     @abstractmethod
     def withdraw(self, job_id: int, keys: Sequence[OffloadKey] | None = None) -> list[OffloadKey]:
         """Take back those rows of a job (all, or these) that no thread has begun, and return their keys.
 
-        Their memory is free at once and no result follows. For demotions whose slot in the pool is needed, and
-        promotions that nobody waits for.
+        Their memory is free at once and no result follows. For demotions whose slot in the pool is needed,
+        and promotions that nobody waits for.
         """
 
     @abstractmethod
     def poll(self) -> list[TierResult]:
         """Take what has become of jobs since the last call, and let the tier do what falls due. Once a step.
 
-        Deadlines, suspension, probes and slices of announcements are noticed here, so call it when idle, too,
-        whenever the engine steps.
+        Deadlines, suspension, probes and slices of announcements are noticed here, so call it when idle,
+        too, whenever the engine steps.
         """
 
-    # -- what is held ------------------------------------------------------------------------------------------
+    # -- what is held ------------------------------------------------------------------------------
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Note a use of these chunks, ordered from the head of a prefix. Absent keys are ignored."""
@@ -254,25 +257,25 @@ class Tier(ABC):
     def reset(self, suffix: str) -> None:
         """Make everything absent, for good: no row from before comes back, in this process or a later one.
 
-        Rows from now on belong to the namespace with this suffix, which no other reset has had. Jobs from before
-        end as `RESET`. Removals are announced.
+        Rows from now on belong to the namespace with this suffix, which no other reset has had. Jobs from
+        before end as `RESET`. Removals are announced.
         """
 
     def take_events(self) -> list[TierChange]:
         """Drain the changes since the last call, in order."""
         return []
 
-    # -- prices ------------------------------------------------------------------------------------------------
+    # -- prices ------------------------------------------------------------------------------------
 
     def learn(self, prices: Mapping[str, float]) -> None:
-        """Keep what the caller has learnt of this tier, for a later process. Replaces what was kept before."""
+        """Keep what the caller has learnt of this tier, for a later process, in place of what was kept."""
         return
 
     def learnt(self) -> dict[str, float]:
-        """Return what a process before this one, or this one, has learnt; empty if nothing is known (yet)."""
+        """Return what this process, or one before it, has learnt; empty if nothing is known (yet)."""
         return {}
 
-    # -- reports and ends --------------------------------------------------------------------------------------
+    # -- reports and ends --------------------------------------------------------------------------
 
     @abstractmethod
     def stats(self) -> TierStats:
@@ -282,13 +285,13 @@ class Tier(ABC):
     def has_pending_work(self) -> bool:
         """Say whether an idle engine should step for this tier: demotions or announcements are under way.
 
-        True only while one was taken or has ended within the last second; never for stuck calls and probes, so
-        that a hung disk does not keep an idle engine stepping.
+        True only while one was taken or has ended within the last second; never for stuck calls and
+        probes, so that a hung disk does not keep an idle engine stepping.
         """
 
     @abstractmethod
     def wait_any(self, timeout: float) -> bool:
-        """Block until `poll` may have something to tell, or for `timeout` seconds. Not for a scheduler's thread."""
+        """Block until `poll` may have something to tell, for `timeout` seconds at most. For facades."""
 
     @abstractmethod
     def check(self) -> None:
@@ -296,19 +299,19 @@ class Tier(ABC):
 
     @abstractmethod
     def close(self, timeout: float = 5.0) -> bool:
-        """End: write what is queued until `timeout` seconds are over, then give up the rest. Blocks; idempotent.
+        """End: write what is queued while there is time, then give up the rest. Blocks; idempotent.
 
-        False: a call still uses memory that was lent, so that memory must outlive the process's threads. Results
-        can be polled afterwards.
+        False: a call still uses memory that was lent, so that memory must outlive the process's threads.
+        Results can be polled afterwards.
         """
 
 
 class BackendRow(NamedTuple):
     """A row as a backend gets it.
 
-    `place` is where its tier has put it, for backends whose tier decides that (a slot file); others go by key.
-    `scope` is the number of the namespace and epoch that the row belongs to, to be kept beside it. `seal` is to be
-    stored with it; empty when reading.
+    `place` is where its tier has put it, for backends whose tier decides that (a slot file); others go by
+    key. `scope` is the number of the namespace and epoch that the row belongs to, to be kept beside it.
+    `seal` is to be stored with it; empty when reading.
     """
 
     key: OffloadKey
@@ -327,11 +330,11 @@ class BackendRow(NamedTuple):
 class Backend(ABC):
     """Moves the bytes of rows, in batches, and blocks while it does. Any I/O thread; several at once.
 
-    Rows may be read by several calls at once; a row is never written or deleted beside another call about it or
-    about its place. Calls release the GIL while they wait.
-    A failure of one row is a value in the answer and says nothing of the others; a call may raise `OSError`
-    if all of it failed. After a failed `write` the row is absent, old or new, never a mixture that its seal would
-    not show. A backend makes no promise about the bytes: whoever reads checks the seal.
+    Rows may be read by several calls at once; a row is never written or deleted beside another call about
+    it or about its place. Calls release the GIL while they wait. A failure of one row is a value in the
+    answer and says nothing of the others; a call may raise `OSError` if all of it failed. After a failed
+    `write` the row is absent, old or new, never a mixture that its seal would not show. A backend makes no
+    promise about the bytes: whoever reads checks the seal.
     """
 
     @abstractmethod
@@ -344,7 +347,7 @@ class Backend(ABC):
 
     @abstractmethod
     def contains(self, rows: Sequence[BackendRow]) -> list[bool]:
-        """Say of each row whether it is there; its pieces are not looked at. `OSError` if that cannot be known."""
+        """Say of each row whether it is there. `OSError` if that cannot be known."""
 
     @abstractmethod
     def delete(self, rows: Sequence[BackendRow]) -> None:

@@ -1,9 +1,9 @@
 """When a tier is suspended, probed, and taken back.
 
-Some calls in a row that fail suspend the direction that they were for (a disk that turned read-only can still
-be read); one call that is stuck suspends both. While suspended, a probe falls due after a pause that doubles each
-time it is of no use. A probe that works ends the suspension; only real work that succeeds makes the next pause
-short again. Scheduler thread only.
+Some calls in a row that fail suspend the direction that they were for (a disk that turned read-only can
+still be read); one call that is stuck suspends both. While suspended, a probe falls due after a pause that
+doubles each time it is of no use. A probe that works ends the suspension; only real work that succeeds
+makes the next pause short again. Scheduler thread only.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """The only threads that touch a backend, and the queue in front of them.
 
-Work goes by direction and priority: small calls of the tier itself first, then promotions, then demotions; of
-one direction the lower priority, then the older job. A thread takes the next few rows of the first job, so one
-request gets all threads, and its first rows come first. Seals are put on and checked here, in the same thread,
-while the bytes are in its cache. At most `max_in_flight` bytes are with the backend at a time: more depth only
-adds latency, and what waits here can still be reordered or dropped.
+Work goes by direction and priority: small calls of the tier itself first, then promotions, then demotions;
+of one direction the lower priority, then the older job. A thread takes the next few rows of the first job,
+so one request gets all threads, and its first rows come first. Seals are put on and checked here, in the
+same thread, while the bytes are in its cache. At most `max_in_flight` bytes are with the backend at a
+time: more depth only adds latency, and what waits here can still be reordered or dropped.
 
-`poll` tells what has become of rows. At a job's deadline rows that were not begun are late and free; rows that a
-call is working on are late and in use, and a second report says when the call has returned.
+`poll` tells what has become of rows. At a job's deadline rows that were not begun are late and free; rows
+that a call is working on are late and in use, and a second report says when the call has returned.
 
-The scheduler thread calls all methods; it never waits, but for a lock that is held for microseconds. `wait_any`
-and `close` block.
+The scheduler thread calls all methods; it never waits, but for a lock that is held for microseconds.
+`wait_any` and `close` block.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class IOReport(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Work:
-    """A job in the queue. Rows `[0, cursor)` are not queued any more, of the others some may be withdrawn."""
+    """A job in the queue. Rows `[0, cursor)` are not queued any more; others may be withdrawn."""
 
     job_id: int
     direction: Direction
@@ -184,6 +184,8 @@ class IOThreads:
         self._stuck: set[_Batch] = set()
         self._next_deadline = float("inf")
         self._count = 0
+        self.open_calls = 0
+        """Functions given to `call` of which `tell` has not heard yet."""
         self._reports: list[IOReport] = []
         self._threads = [
             threading.Thread(target=self._run, name=f"kvtier-{name}-{number}", daemon=True) for number in range(threads)
@@ -191,7 +193,7 @@ class IOThreads:
         for thread in self._threads:
             thread.start()
 
-    # -- the scheduler's side ----------------------------------------------------------------------------------
+    # -- the scheduler's side ----------------------------------------------------------------------
 
     def submit(
         self,
@@ -214,13 +216,15 @@ class IOThreads:
             self._lock.notify(min(len(rows), self._num_threads))
 
     def call(self, function: Callable[[], Any], tell: Callable[[Any, BaseException | None], None]) -> None:
-        """Run a function on a thread, before all rows; `poll` then calls `tell` with its value or its error."""
+        """Run a function on a thread, before all rows; `poll` then calls `tell` with its value or error."""
+        self.open_calls += 1
         with self._lock:
             self._calls.append(_Call(function, tell))
             self._lock.notify()
 
     def call_last(self, function: Callable[[], Any]) -> None:
-        """Run a function on a thread when `close` has been called and all rows are done; nobody hears of it."""
+        """Run a function on a thread when `close` was called and all rows are done. Nobody hears of it."""
+        self.open_calls += 1
         with self._lock:
             self._last = _Call(function, lambda _value, _error: None)
 
@@ -284,7 +288,7 @@ class IOThreads:
         return bool(self._reports) or bool(self._ended) or self._something.wait(timeout)
 
     def close(self, timeout: float) -> bool:
-        """End: work off the queue until the time is over, give up the rest. False: a call has not returned."""
+        """End: work off the queue while there is time, give up the rest. False: a call has not returned."""
         until = time.monotonic() + timeout
         self._settle_all()
         self._give_up_late()
@@ -320,7 +324,7 @@ class IOThreads:
                 if work.left != sum(state is not _RowState.OVER for state in work.states) or not work.left:
                     raise IntegrityError(f"tier I/O: job {work.job_id} is over and kept, or miscounted")
 
-    # -- inside, on the scheduler's thread ---------------------------------------------------------------------
+    # -- inside, on the scheduler's thread ---------------------------------------------------------
 
     def _take_out(self, work: _Work, places: list[int]) -> list[BackendRow]:
         """Unqueue rows; under the lock."""
@@ -353,6 +357,7 @@ class IOThreads:
         while self._ended:
             ended = self._ended.popleft()
             if isinstance(ended, _Answer):
+                self.open_calls -= 1
                 ended.call.tell(ended.value, ended.error)
             else:
                 self._settle(ended)
@@ -383,7 +388,7 @@ class IOThreads:
         self._forget_if_over(work)
 
     def _add(self, report: IOReport) -> None:
-        """Add a report, to the last one if it tells the same of the same job: a step hears of many calls at once."""
+        """Add a report; to the last one, if it tells the same of the same job."""
         last = self._reports[-1] if self._reports else None
         same = last is not None and (last.job_id, last.in_use, last.why) == (report.job_id, report.in_use, report.why)
         if last is not None and same and last.outcome is report.outcome and last.returned is report.returned:
@@ -401,7 +406,7 @@ class IOThreads:
             if self._works.get(work.job_id) is work:
                 del self._works[work.job_id]
 
-    # -- inside, on the threads --------------------------------------------------------------------------------
+    # -- inside, on the threads --------------------------------------------------------------------
 
     def _run(self) -> None:
         ended: _Batch | None = None
@@ -418,7 +423,7 @@ class IOThreads:
                 self._something.set()
 
     def _claim(self, ended: _Batch | None) -> _Call | _Batch | None:
-        """Give back the room of what has ended, and wait for something to do; `None`: there will be nothing more."""
+        """Give back the room of what has ended, and wait for work; `None`: there will be none."""
         with self._lock:
             if ended is not None:
                 self._running_bytes[ended.work.direction] -= ended.nbytes

@@ -3,9 +3,10 @@
     seed = XXH3-64(scope . key . length of the row, u64)
     seal = XXH3-128(payload, seed)
 
-The scope is the namespace with the epoch and the suffix of the last reset. So a row that was damaged, cut short,
-swapped with another, left from before a reset, or made by another model fails its check. The seed costs nothing;
-the payload is hashed at memory speed with the GIL released. Any thread may call what is here.
+The scope is the namespace with the epoch and the suffix of the last reset. So a row that was damaged, cut
+short, swapped with another, left from before a reset, or made by another model fails its check. The seed
+costs nothing; the payload is hashed at memory speed with the GIL released. Any thread may call what is
+here.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ SEAL_BYTES = 16
 
 
 class SealScope:
-    """Whose bytes a row is: namespace, epoch, and the suffix of the reset that began the epoch in this process.
+    """Whose bytes a row is: namespace, epoch, and the suffix of this process's last reset.
 
     Immutable. `number` stands for it in records: 64 bits, 0 never.
     """

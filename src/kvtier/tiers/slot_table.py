@@ -1,9 +1,9 @@
 """Which chunk is in which slot of an exact tier, who uses it, who leaves, and when each was last used.
 
-The states of a slot are those of the pool: free, writing, ready, reading; and doomed, for a slot whose chunk was
-made absent while a call was using it: it comes back when that call has returned. Last uses are ticks of a
-counter, never of a clock, so that they can be written down and the order restored. One thread at a time: an I/O
-thread fills a table with what records say, then the scheduler's thread has it.
+The states of a slot are those of the pool: free, writing, ready, reading; and doomed, for a slot whose
+chunk was made absent while a call was using it: it comes back when that call has returned. Last uses are
+ticks of a counter, never of a clock, so that they can be written down and the order restored. One thread
+at a time: an I/O thread fills a table with what records say, then the scheduler's thread has it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SlotTable:
         """Count the chunks that are held, ready or writing."""
         return len(self._book)
 
-    # -- asking ------------------------------------------------------------------------------------------------
+    # -- asking ------------------------------------------------------------------------------------
 
     def leading(self, keys: list[OffloadKey]) -> int:
         """Count the leading keys that are ready."""
@@ -97,7 +97,7 @@ class SlotTable:
         held[list(self._doomed)] = False
         return np.flatnonzero(held)
 
-    # -- using -------------------------------------------------------------------------------------------------
+    # -- using -------------------------------------------------------------------------------------
 
     def pin(self, slots: Slots) -> None:
         """Add a reader to slots that are ready."""
@@ -116,7 +116,7 @@ class SlotTable:
         self._stamp(slots)
 
     def reserve(self, keys: list[OffloadKey], spared: Slots) -> Reserved:
-        """Give slots to new keys, evicting if need be, none that is spared; as many as can be had, from the first."""
+        """Give slots to new keys, as many as can be had. Others leave for it, but none that is spared."""
         needed = len(keys) - self._book.num_free()
         evicted: list[OffloadKey] = []
         victims = np.zeros(0, dtype=np.int64)
@@ -185,7 +185,7 @@ class SlotTable:
         self._tick += len(slots)
         self.ticks[slots] = self._tick - np.arange(len(slots))
 
-    # -- restoring ---------------------------------------------------------------------------------------------
+    # -- restoring ---------------------------------------------------------------------------------
 
     def restore(self, slots: Slots, keys: Sequence[OffloadKey], ticks: npt.NDArray[np.int64]) -> Iterator[int]:
         """Fill an empty table: these slots, ascending, hold these different keys, last used at these ticks.
@@ -194,7 +194,7 @@ class SlotTable:
         """
         if not len(slots):
             return
-        # A book gives out slots from 0 on. So all up to the last are taken, and those between are given back.
+        # A book gives out slots from 0 on: all up to the last are taken, and holes are given back.
         end, at = int(slots[-1]) + 1, 0
         for start in range(0, end, _SLICE):
             stop = min(end, start + _SLICE)
@@ -215,7 +215,7 @@ class SlotTable:
 
     @staticmethod
     def _name_all(places: Slots, keys: Sequence[OffloadKey], start: int, stop: int) -> tuple[list[OffloadKey], Slots]:
-        """Return a key for each place from `start` to `stop`, made up where there is none, and where that is."""
+        """Return a key for each place from `start` to `stop`, and the places where it is made up."""
         if len(keys) == stop - start:
             return list(keys), np.zeros(0, dtype=np.int64)
         names = [OffloadKey(b"%d" % slot) for slot in range(start, stop)]
@@ -226,7 +226,7 @@ class SlotTable:
         return names, np.flatnonzero(is_hole)
 
     def _holes(self, slots: Slots) -> None:
-        """Empty slots that are to be free; they are freed at the end, since freed ones would be given out again."""
+        """Empty slots that are to be free. They are freed at the end, or they would be given out again."""
         self._book.remove(slots)
         self._doomed.update(slots.tolist())
 

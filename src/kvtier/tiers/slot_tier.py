@@ -1,11 +1,13 @@
-"""`SlotTier`: a tier that decides itself what is in which slot of its backend, and so knows exactly what it holds.
+"""`SlotTier`: a tier that decides what is in which slot of its backend, and so knows what it holds.
 
-Lookups are answered from memory. A demotion takes a slot, evicting if it must, and is announced when its call has
-ended well; a promotion pins its slots until its call has returned. A row that fails its check is dropped here and
-nowhere else. What is bounded: bytes queued for demotion (the end of a job that is too long is refused), bytes with
-the backend (`tiers/io`), bytes written in a day. Calls that are stuck or fail suspend the tier (`tiers/health`).
+Lookups are answered from memory. A demotion takes a slot, evicting if it must, and is announced when its
+call has ended well; a promotion pins its slots until its call has returned. A row that fails its check is
+dropped here and nowhere else. What is bounded: bytes queued for demotion (the end of a job that is too
+long is refused), bytes with the backend (`tiers/io`), bytes written in a day. Calls that are stuck or fail
+suspend the tier (`tiers/health`).
 
-`DiskTier` is one over files; with a backend in memory it is what a manager is tested with. Scheduler thread only.
+`DiskTier` is one over files; with a backend in memory it is what a manager is tested with. Scheduler
+thread only.
 """
 
 from __future__ import annotations
@@ -98,7 +100,7 @@ class SlotTier(Tier):
         """Begin: these slots, of this backend, of this scope."""
         self._table, self._io.backend, self._scope = table, backend, scope
 
-    # -- asking ------------------------------------------------------------------------------------------------
+    # -- asking ------------------------------------------------------------------------------------
 
     def lookup_many(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
         table = self._readable()
@@ -131,7 +133,7 @@ class SlotTier(Tier):
         suspended = self._health[Direction.DEMOTE].problem is not None
         return None if suspended or self._closed else self._table
 
-    # -- moving ------------------------------------------------------------------------------------------------
+    # -- moving ------------------------------------------------------------------------------------
 
     def promote(self, job: TierJob) -> None:
         table, keys = self._readable(), [row.key for row in job.rows]
@@ -186,7 +188,7 @@ class SlotTier(Tier):
         return results
 
     def _within_limit(self, rows: list[LentRow]) -> list[LentRow]:
-        """Leave out what the write limit forbids: once it is reached, a row must be offered a second time."""
+        """Leave out what the write limit forbids: beyond it, a row must be offered a second time."""
         room = self._limit.room
         if room is None:
             return rows
@@ -220,7 +222,7 @@ class SlotTier(Tier):
         if keys:
             self._results.append(TierResult(job_id, tuple(keys), outcome))
 
-    # -- what becomes of rows ----------------------------------------------------------------------------------
+    # -- what becomes of rows ----------------------------------------------------------------------
 
     def _settle(self, report: IOReport) -> None:
         """Enter what has become of rows into the books, and tell."""
@@ -306,7 +308,7 @@ class SlotTier(Tier):
         self._drop_rows(twice, TierMiss.FAILED)
 
     def _drop_rows(self, rows: list[BackendRow], reason: TierMiss) -> None:
-        """Drop rows whose bytes are at fault. A slot that has spoilt two is not used again: it would spoil more."""
+        """Drop rows whose bytes are at fault. A slot that has spoilt two is not used again."""
         table = self._expect_table()
         slots = _slots([row for row in rows if table.is_held(row.place, row.key)])
         self._bad_rows.update(slots.tolist())
@@ -360,7 +362,7 @@ class SlotTier(Tier):
         if keys:
             self._events.append(TierChange(tuple(keys), self.medium, True))
 
-    # -- suspension --------------------------------------------------------------------------------------------
+    # -- suspension --------------------------------------------------------------------------------
 
     def _look_after_health(self) -> None:
         if self._io.take_stuck(_STUCK_AFTER):
@@ -381,7 +383,7 @@ class SlotTier(Tier):
             for health in self._health.values():
                 health.resume()
 
-    # -- what is held ------------------------------------------------------------------------------------------
+    # -- what is held ------------------------------------------------------------------------------
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         if self._table is not None:
@@ -414,7 +416,7 @@ class SlotTier(Tier):
         events, self._events = self._events, []
         return events
 
-    # -- reports and ends --------------------------------------------------------------------------------------
+    # -- reports and ends --------------------------------------------------------------------------
 
     def state(self) -> str:
         """Say in a word or two how the tier is."""

@@ -1,8 +1,8 @@
 """How much a tier may write: so many bytes in any 24 hours, counted by the hour.
 
-Flash wears out, and an engine can write more in a day than a disk is made for in a month. The hours are those of
-the wall clock, because the count outlives the process; a clock that goes back counts into the newest hour.
-Scheduler thread only.
+Flash wears out, and an engine can write more in a day than a disk is made for in a month. The hours are
+those of the wall clock, because the count outlives the process; a clock that goes back counts into the
+newest hour. Scheduler thread only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The disk tier: a bounded folder of slots that a restart finds as it was. docs/tiers.md, docs/formats.md."""
+"""The disk tier: a bounded folder of slots that a restart finds as it was (docs/tiers.md)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Descriptions: what events tell of each chunk (parent, hashes, tokens, extra keys), kept for a restart.
 
-By slot, of one length: `XXH3-64 of the payload, seeded by the key, u64 | length u32 | 4 of zero | payload`. Opaque
-here: whoever demotes a row says what it is. One that is too long is not kept, and the chunk is announced without;
-so is one that belongs to another key or was damaged. Pure functions; any thread.
+By slot, of one length: `XXH3-64 of the payload, seeded by the key, u64 | length u32 | 4 of zero |
+payload`. Opaque here: whoever demotes a row says what it is. One that is too long is not kept, and the
+chunk is announced without; so is one that belongs to another key or was damaged. Pure functions; any
+thread.
 """
 
 from __future__ import annotations

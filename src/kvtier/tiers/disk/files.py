@@ -1,10 +1,11 @@
 """`DiskFiles`: the three files of a place, as a backend whose tier says which slot a row is in.
 
-Slots are `stride` bytes apart in one preallocated file that is read and written directly, past the page cache;
-memory that is not aligned goes through a buffer, and a file system that refuses direct I/O is used through
-its cache. Storing a row into a slot: 1. the record is emptied, 2. the row is written, 3. its description, 4. the
-record with the seal. A process that is killed in between leaves an empty slot; after a power cut any of it may be
-missing, and the seal decides. Nothing is ever deleted or grown on the way: space is taken when it is opened.
+Slots are `stride` bytes apart in one preallocated file that is read and written directly, past the page
+cache; memory that is not aligned goes through a buffer, and a file system that refuses direct I/O is used
+through its cache. Storing a row into a slot: 1. the record is emptied, 2. the row is written, 3. its
+description, 4. the record with the seal. A process that is killed in between leaves an empty slot; after a
+power cut any of it may be missing, and the seal decides. Nothing is ever deleted or grown on the way:
+space is taken when it is opened.
 
 Everything blocks; several I/O threads at once, on different slots.
 """
@@ -62,7 +63,7 @@ class OpenedFiles(NamedTuple):
 
 
 class DiskFiles(Backend):
-    """The files of one place. `passing` is called before every write, for tests that end the process there."""
+    """The files of one place. `passing` is called before every write: tests end the process there."""
 
     def __init__(self, folder: Path, header: DiskHeader, descriptors: tuple[int, int, int], *, direct: bool) -> None:
         self.folder, self.direct = folder, direct
@@ -80,11 +81,11 @@ class DiskFiles(Backend):
         self.passing: Callable[[str], None] = _pass
         self._dirty = False
 
-    # -- opening -----------------------------------------------------------------------------------------------
+    # -- opening -----------------------------------------------------------------------------------
 
     @classmethod
     def open(cls, parent: Path, namespace: str, row_bytes: int, capacity: int, description_bytes: int) -> OpenedFiles:
-        """Open or make the place of a namespace, with as many slots as the capacity allows, and read its records.
+        """Open or make the place of a namespace, with the slots that the capacity allows; read its records.
 
         Other places below `parent` are left alone and count. `OutsideError` in one line if there is no room.
         """
@@ -182,13 +183,13 @@ class DiskFiles(Backend):
         self._saved_ticks[found.slots] = found.ticks
         return found
 
-    # -- rows --------------------------------------------------------------------------------------------------
+    # -- rows --------------------------------------------------------------------------------------
 
     def write(self, rows: Sequence[BackendRow]) -> list[OSError | None]:
         return [error for run in self._runs(rows) for error in self._write(run)]
 
     def _write(self, run: list[BackendRow]) -> list[OSError | None]:
-        """Write rows of adjacent slots at once; if that fails, one by one, so that only the bad ones are lost."""
+        """Write rows of adjacent slots at once; if that fails, one by one: only the bad ones are lost."""
         try:
             self._store(run)
         except OSError as error:
@@ -294,7 +295,7 @@ class DiskFiles(Backend):
             _copy_pieces(row.pieces, buffer, into_memory=True)
         return moved
 
-    # -- what is beside rows -----------------------------------------------------------------------------------
+    # -- what is beside rows -----------------------------------------------------------------------
 
     def read_descriptions(self, slots: Sequence[int], keys: Sequence[OffloadKey]) -> tuple[bytes, ...]:
         """Return the descriptions that were kept for these slots and keys; empty where there is none."""
@@ -321,7 +322,7 @@ class DiskFiles(Backend):
         prices: Mapping[str, float] | None = None,
         written: Sequence[int] | None = None,
     ) -> None:
-        """Write the header with what has changed. A new epoch is on both pages and synced before this returns."""
+        """Write the header with what has changed. A new epoch goes to both pages, and is synced."""
         with self._header_lock:
             changes: dict[str, object] = {"sequence": self.header.sequence + 1}
             changes |= {} if epoch is None else {"epoch": epoch}
@@ -346,7 +347,7 @@ class DiskFiles(Backend):
                 os.fdatasync(descriptor)
 
     def expect_there(self) -> None:
-        """Raise `FileNotFoundError` if a file is not where it was opened any more: what is written would be lost."""
+        """Raise `FileNotFoundError` if a file is not where it was opened: what is written would be lost."""
         for name, descriptor in zip((RECORDS, DESCRIPTIONS, SLOTS), self._descriptors, strict=True):
             ours, found = os.fstat(descriptor), os.stat(self.folder / name)
             if (ours.st_dev, ours.st_ino) != (found.st_dev, found.st_ino):
@@ -392,8 +393,8 @@ def _count_slots(parent: Path, folder: Path, capacity: int, stride: int, describ
         )
     if others:
         logger.warning(
-            "disk tier: %s: rows of other models, row sizes or versions take %s of the capacity; `kvtier disk ls %s` "
-            "lists and `kvtier disk gc` removes them",
+            "disk tier: %s: rows of other models, row sizes or versions take %s of the capacity;"
+            " `kvtier disk ls %s` lists and `kvtier disk gc` removes them",
             parent,
             format_size(others),
             parent.parent,
@@ -415,8 +416,9 @@ def _read_old(folder: Path, namespace: str, description_bytes: int) -> DiskHeade
         return None
     if header.version != VERSION or header.namespace != namespace:
         raise OutsideError(
-            f"disk tier: {folder}: expected version {VERSION} and this model's namespace, found version"
-            f" {header.version} and {header.namespace[:16]!r}; remove it with kvtier disk gc, or choose another path"
+            f"disk tier: {folder}: expected version {VERSION} and this model's namespace,"
+            f" found version {header.version} and {header.namespace[:16]!r};"
+            " remove it with kvtier disk gc, or choose another path"
         )
     if header.description_bytes != description_bytes:
         (folder / DESCRIPTIONS).unlink(missing_ok=True)

@@ -3,8 +3,8 @@
     PATH/rank-0/lock                            held with flock by the owner
     PATH/rank-0/NAMESPACE-ROWBYTES-v1/          records, descriptions, slots
 
-A place that another model, row size or version left is never touched; what it takes counts against the capacity,
-and `kvtier disk gc` removes it. Everything here blocks: I/O threads and the command line only.
+A place that another model, row size or version left is never touched; what it takes counts against the
+capacity, and `kvtier disk gc` removes it. Everything here blocks: I/O threads and the command line only.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     magic `kvtdisk1` | XXH3-64 of the rest, u64 | length u32 | JSON, `length` bytes
 
-The page that is whole and has the higher sequence counts, so a write that was cut short costs nothing but itself.
-A new epoch is written to both: no older page may bring an older one back. Pure functions; any thread.
+The page that is whole and has the higher sequence counts, so a write that was cut short costs nothing but
+itself. A new epoch is written to both: no older page may bring an older one back. Pure functions; any
+thread.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _BODY_AT = 20
 
 
 class DiskHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What holds for all slots. `written` is what the write limit has counted: an hour, and bytes by hour of day."""
+    """What holds for all slots. `written`: what the write limit has counted, an hour and bytes by hour."""
 
     namespace: str
     row_bytes: int

@@ -37,7 +37,8 @@ def check_place(
 ) -> PlaceCheck:
     """Read every row of a place and check its seal; `drop` empties the records of those that fail.
 
-    `advance` hears how many rows are done, of how many. `OutsideError` if a process owns it, or it cannot be read.
+    `advance` hears how many rows are done, of how many. `OutsideError` if a process owns it, or it cannot
+    be read.
     """
     if place.header is None:
         raise OutsideError(f"disk tier: {place.folder}: expected a header of this version, found none that is whole")

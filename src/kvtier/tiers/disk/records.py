@@ -3,10 +3,10 @@
     0 checksum u64 | 8 scope u64 | 16 length u64 | 24 slot u32 | 28 key length u8, 3 of zero | 32 key, 64
     | 96 seal, 16 | 112 zero, 8 | 120 tick i64
 
-A record is overwritten with its slot and lies within one sector. A scope of 0: the slot is empty. The tick, when
-the slot was last used, is outside the checksum: it is rewritten alone, and a wrong one costs an order, no bytes.
-The checksum mixes 64-bit words so that numpy can check a million records in a tenth of a second. Pure functions;
-any thread.
+A record is overwritten with its slot and lies within one sector. A scope of 0: the slot is empty. The
+tick, when the slot was last used, is outside the checksum: it is rewritten alone, and a wrong one costs an
+order, no bytes. The checksum mixes 64-bit words so that numpy can check a million records in a tenth of a
+second. Pure functions; any thread.
 """
 
 from __future__ import annotations
@@ -110,6 +110,6 @@ def _keys(records: npt.NDArray[np.void], slots: npt.NDArray[np.int64]) -> list[O
 
 
 def _may_repeat(records: npt.NDArray[np.void], slots: npt.NDArray[np.int64]) -> bool:
-    """Say whether two keys may be the same: their first bytes are. A set of the keys would take half a second."""
+    """Say whether two keys may be the same: their first bytes are. A set of all would take long."""
     starts = np.sort(_bytes(records, slots, _KEY_AT, _KEY_AT + 8).view("<u8").ravel())
     return bool((starts[1:] == starts[:-1]).any())

@@ -1,13 +1,14 @@
 """`DiskTier`: rows in files that outlive the process.
 
-It opens by itself, on its I/O threads: first it owns the folder, then, when the namespace is known, it opens that
-namespace's place, reads the records and has everything that a process before it had. Until then it has nothing,
-and what cannot be opened is tried again with growing pauses. So a second engine on one folder runs without the
-tier and takes over when the first has gone, and a folder that has vanished is made anew.
+It opens by itself, on its I/O threads: first it owns the folder, then, when the namespace is known, it
+opens that namespace's place, reads the records and has everything that a process before it had. Until then
+it has nothing, and what cannot be opened is tried again with growing pauses. So a second engine on one
+folder runs without the tier and takes over when the first has gone, and a folder that has vanished is made
+anew.
 
-What a restart brought is announced in slices, newest first, with the descriptions that were kept. Every few
-seconds last uses, prices and the count of the write limit are written down. A reset writes a new epoch before
-any row is written again. Scheduler thread only, but for what says that it runs on an I/O thread.
+What a restart brought is announced in slices, newest first, with the descriptions that were kept. Every
+few seconds last uses, prices and the count of the write limit are written down. A reset writes a new epoch
+before any row is written again. Scheduler thread only, but for what says that it runs on an I/O thread.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class _Opened(NamedTuple):
 
 
 class DiskTier(SlotTier):
-    """Rows of one namespace in a folder. `namespace()` is asked until it is known; `rank` is the data-parallel one."""
+    """Rows of one namespace in a folder; `namespace()` is asked until it is known. `rank`: data-parallel."""
 
     def __init__(
         self,
@@ -109,7 +110,7 @@ class DiskTier(SlotTier):
         self._save_at = 0.0
         self._advance()
 
-    # -- opening -----------------------------------------------------------------------------------------------
+    # -- opening -----------------------------------------------------------------------------------
 
     @property
     def problem(self) -> str | None:
@@ -219,7 +220,7 @@ class DiskTier(SlotTier):
             logger.warning("disk tier: %s: can be used now", self._folder)
         self._problem, self._pause, self._retry_at = None, _FIRST_PAUSE, 0.0
 
-    # -- a step ------------------------------------------------------------------------------------------------
+    # -- a step ------------------------------------------------------------------------------------
 
     def poll(self) -> list[TierResult]:
         results = super().poll()
@@ -265,7 +266,7 @@ class DiskTier(SlotTier):
         super()._announce_removed(list(compress(keys, (~silent).tolist())), slots)
 
     def _save(self) -> None:
-        """Every few seconds, have written down what a restart should know, and look whether the files are there."""
+        """Every few seconds, have written down what a restart should know, and look after the files."""
         files = self._files
         if files is None or self._saving or self._clock() < self._save_at or self._table is None:
             return
@@ -304,8 +305,8 @@ class DiskTier(SlotTier):
             self._settle(report)
         self._to_announce = _NO_SLOTS
         self._forget_all(TierMiss.LOST)
-        if self._io.stuck_rows():
-            return  # calls still use the old slots: again at the next poll
+        if self._io.stuck_rows() or self._io.open_calls:
+            return  # some still use the old slots and files: again at the next poll
         self._lost = None
         if self._files is not None:
             self._io.call(self._files.close, _ignore)
@@ -320,7 +321,7 @@ class DiskTier(SlotTier):
         if lock is not None:
             self._io.call(lock.release, _ignore)
 
-    # -- resets and prices -------------------------------------------------------------------------------------
+    # -- resets and prices -------------------------------------------------------------------------
 
     def reset(self, suffix: str) -> None:
         self._suffix = suffix
@@ -357,7 +358,7 @@ class DiskTier(SlotTier):
     def learnt(self) -> dict[str, float]:
         return dict(self._prices)
 
-    # -- reports and ends --------------------------------------------------------------------------------------
+    # -- reports and ends --------------------------------------------------------------------------
 
     def state(self) -> str:
         if self._table is None and not self._closed:
