@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtier.transfer.cuda import driver, lanes, pieces, steps
+from kvtier.transfer.cuda import commands, driver, lanes, pieces
 from kvtier.transfer.cuda.driver import Launch
 from kvtier.transfer.cuda.pieces import Part
 
@@ -31,7 +31,9 @@ SIGNATURES: dict[str, list[Any]] = {
 }
 
 
-compiled_only = pytest.mark.skipif(steps.STEPS_BY == "python", reason="kvtier.native._cuda was not compiled here")
+compiled_only = pytest.mark.skipif(
+    commands.SUBMITTED_BY == "python", reason="kvtier.native._cuda was not compiled here"
+)
 
 
 def cut_small(monkeypatch: pytest.MonkeyPatch, size: int) -> None:

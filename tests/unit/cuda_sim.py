@@ -45,7 +45,7 @@ class SimDriver(FakeDriver):
 
         def call(*args: Any) -> int:
             with self._lock:
-                while self.rng.random() > self.laziness and self.step():
+                while self.rng.random() > self.laziness and self.advance():
                     pass
                 return self._failure(name) or do(*args) or 0
 
@@ -59,7 +59,7 @@ class SimDriver(FakeDriver):
                 return 1
         return self.failing.get(name, 0)
 
-    def step(self) -> bool:
+    def advance(self) -> bool:
         """Do the next thing of a stream that need not wait; say whether there was any."""
         streams = [stream for stream, queue in self.streams.items() if queue and stream not in self.frozen]
         self.rng.shuffle(streams)
@@ -80,7 +80,7 @@ class SimDriver(FakeDriver):
         """Let streams do all that they have been told."""
         for stream in streams:
             while self.streams[stream]:
-                assert self.step()
+                assert self.advance()
 
     def _cuMemcpyAsync(self, dst: int, src: int, size: int, stream: int) -> Any:
         self.streams[stream].append(lambda: ctypes.memmove(dst, src, size))
@@ -119,7 +119,7 @@ class SimDriver(FakeDriver):
     def _cuEventSynchronize(self, event: int) -> None:
         times = self._recorded[event]
         while self._happened[event] < times:
-            assert self.step()
+            assert self.advance()
 
     def _cuStreamSynchronize(self, stream: int) -> None:
         self.run(stream)

@@ -1,4 +1,4 @@
-"""Handlers over real lanes, with steps in both forms, over a driver that copies on the host: every byte arrives, and alike."""
+"""Handlers over real lanes, commands in both forms, and a driver that copies on the host: every byte arrives, and alike."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvtier.config import OffloadingConfig
 from kvtier.pool import Pool
 from kvtier.testing.handler_suite import Handlers, HandlerSuite, Rig, random_job
 from kvtier.transfer.base import CanonicalKVCaches, CPULoadStoreSpec, GPULoadStoreSpec, OffloadingHandler
-from kvtier.transfer.cuda import CudaHandler, CudaLoadHandler, CudaMemory, CudaStoreHandler, handlers, lanes, steps
+from kvtier.transfer.cuda import CudaHandler, CudaLoadHandler, CudaMemory, CudaStoreHandler, commands, handlers, lanes
+from kvtier.transfer.cuda.commands import PythonSubmitter
 from kvtier.transfer.cuda.handlers import CudaJob
 from kvtier.transfer.cuda.lanes import Begun, LoadLane, StoreLane
 from kvtier.transfer.cuda.pieces import Piece, group_sizes
 from kvtier.transfer.cuda.pinning import Pinning
-from kvtier.transfer.cuda.steps import PythonSteps
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
 
 class TestLanes(HandlerSuite):
-    """Small jobs begin in one step."""
+    """Small jobs begin in one call."""
 
     options: ClassVar[dict[str, Any]] = {}
 
@@ -89,12 +89,12 @@ class TestLargePages(TestLanes):
             monkeypatch.setattr(lane, "short_bytes", 0)
 
 
-class TestPythonSteps(TestManyPieces):
-    """No step is compiled."""
+class TestPythonSubmitter(TestManyPieces):
+    """No command is compiled."""
 
     @pytest.fixture(autouse=True)
     def _compile_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(steps, "CompiledSteps", None)
+        monkeypatch.setattr(commands, "CompiledSubmitter", None)
 
 
 @compiled_only
@@ -111,14 +111,14 @@ def test_both_forms_tell_the_driver_the_same(
     suite = TestLanes()
     monkeypatch.setattr(TestLanes, "options", options)
     told = []
-    for compiled in (steps.CompiledSteps, None):
-        monkeypatch.setattr(steps, "CompiledSteps", compiled)
+    for compiled in (commands.CompiledSubmitter, None):
+        monkeypatch.setattr(commands, "CompiledSubmitter", compiled)
         fake.kernels.clear()
         rig = Rig(suite, "kv_first", page=4096, blocks_per_chunk=1 + seed % 2)
         fake.calls.clear()
         for handler in (rig.store, rig.load):
             assert isinstance(handler, CudaHandler)
-            assert isinstance(handler._lane._steps, PythonSteps) == (compiled is None)
+            assert isinstance(handler._lane._submitter, PythonSubmitter) == (compiled is None)
             enqueue_some(random.Random(seed), rig, handler)
         rig.close()
         told.append([(name, small_numbers(args)) for name, *args in fake.calls])
@@ -176,7 +176,7 @@ def test_stores_give_way_to_the_copies_of_others(
     """Whoever copies to the host has a turn when a stream ends and the next one begins."""
     cut_small(monkeypatch, 1 << 12)
     monkeypatch.setattr(lanes, "BURST_BYTES", burst)
-    monkeypatch.setattr(steps, "SMALL_RANGE", 1)
+    monkeypatch.setattr(commands, "SMALL_RANGE", 1)
     monkeypatch.setattr(TestLanes, "options", options)
     rig = Rig(TestLanes(), "kv_first", page=1024, num_blocks=40, num_slots=40)
     handler = rig.store if way == "store" else rig.load

@@ -1,6 +1,6 @@
 """Whatever order streams run in, as far as events leave it open, every byte is where it should be, and no job is lost.
 
-The handlers are the real ones, over lanes and steps in both forms; the driver is a simulation whose streams run later.
+The handlers are the real ones, over lanes and commands in both forms; the driver is a simulation whose streams run later.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.unit.test_cuda_lanes import TestLanes as Lanes
 
 from kvtier.testing.handler_suite import PATIENCE, Rig, finish
 from kvtier.transfer.base import CPULoadStoreSpec, GPULoadStoreSpec, OffloadingHandler, TransferResult
-from kvtier.transfer.cuda import CudaHandler, lanes, steps
+from kvtier.transfer.cuda import CudaHandler, commands, lanes
 from kvtier.transfer.cuda.lanes import Lane, LoadLane, StoreLane
 
 PAGE = 4096
@@ -46,7 +46,7 @@ class Soak:
         sim.engine_is_busy = self.rng.random() < 0.5
         size = self.rng.choice([1, 2, 5]) * BLOCK
         cut_small(monkeypatch, size)
-        monkeypatch.setattr(steps, "SMALL_RANGE", self.rng.choice([1, 2048, 1 << 20]))
+        monkeypatch.setattr(commands, "SMALL_RANGE", self.rng.choice([1, 2048, 1 << 20]))
         monkeypatch.setattr(lanes, "BURST_BYTES", self.rng.choice([1, 2 * size, 1 << 30]))
         monkeypatch.setattr(lanes, "ALONE_BYTES", self.rng.choice([1, 1 << 30]))
         for lane in (StoreLane, LoadLane):
@@ -137,7 +137,7 @@ def test_bytes_arrive_in_any_order_of_streams(
     seed: int, form: str, options: dict[str, Any], sim: SimDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if form == "python":
-        monkeypatch.setattr(steps, "CompiledSteps", None)
+        monkeypatch.setattr(commands, "CompiledSubmitter", None)
     monkeypatch.setattr(Lanes, "options", options)
     soak = Soak(seed, sim, monkeypatch)
     for _ in range(50):

@@ -50,7 +50,7 @@ def test_one_variable_turns_all_of_them_off() -> None:
 
 def test_the_variable_also_turns_off_what_tells_cuda() -> None:
     pytest.importorskip("torch")
-    code = "from kvtier.transfer.cuda import steps; print(steps.STEPS_BY, steps.CompiledSteps)"
+    code = "from kvtier.transfer.cuda import commands; print(commands.SUBMITTED_BY, commands.CompiledSubmitter)"
     assert run_with("python", code).stdout.split() == ["python", "None"]
 
 

@@ -200,5 +200,5 @@ class OutputAggregator:
             if not req_ids.isdisjoint(complete):
                 taken |= blocks
                 req_ids -= complete
-        self._invalid = [held for held in self._invalid if held[0]]
+        self._invalid = [entry for entry in self._invalid if entry[0]]
         return taken

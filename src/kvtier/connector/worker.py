@@ -54,7 +54,7 @@ class OffloadingConnectorWorker:
         """The newest of the loads whose requests were named. An engine may count how often that is done."""
         self._unstarted: set[ReqId] = set()
         """Requests to name whose load never came here."""
-        self._held: set[ReqId] = set()
+        self._pending: set[ReqId] = set()
         self._reports: list[TransferReport] = []
         self._invalid_block_ids: set[int] = set()
         self._failed_loads: set[ReqId] = set()
@@ -127,7 +127,7 @@ class OffloadingConnectorWorker:
         for req_id, job_id in metadata.store_jobs.items():
             if job_id not in self._started and job_id not in self._stores:
                 self._refuse(self._stores, job_id, req_id, metadata.reqs_to_store[req_id])
-        self._held |= metadata.reqs_to_hold
+        self._pending |= metadata.reqs_to_hold
 
     def await_layer(self, req_id: ReqId, layer: str, timeout: float) -> bool:
         """Let what the caller does next find a layer of a request's load in place; say whether that could be done.
@@ -147,7 +147,7 @@ class OffloadingConnectorWorker:
         """Start this step's stores. The forward pass has been given to the device by now."""
         for req_id, spec in metadata.reqs_to_store.items():
             self._start(self._stores, metadata.store_jobs[req_id], req_id, spec)
-        self._held |= metadata.reqs_to_hold
+        self._pending |= metadata.reqs_to_hold
 
     def get_finished(self, finished_req_ids: set[ReqId]) -> tuple[set[ReqId], set[ReqId]]:
         """Return requests whose stores are over after they finished, and requests whose load is over.
@@ -165,8 +165,8 @@ class OffloadingConnectorWorker:
                 recving.add(load.req_id)
                 self._note_missing_blocks(load, result)
         busy = {store.req_id for store in self._stores.values()}
-        sending = self._held - busy
-        self._held &= busy
+        sending = self._pending - busy
+        self._pending &= busy
         return sending, recving
 
     def get_block_ids_with_load_errors(self) -> set[int]:

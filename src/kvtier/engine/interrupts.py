@@ -21,17 +21,17 @@ def uninterrupted() -> Iterator[None]:
     if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    held: list[int] = []
+    pending: list[int] = []
 
     def hold(number: int, frame: object) -> None:
-        if held:
+        if pending:
             raise KeyboardInterrupt
-        held.append(number)
+        pending.append(number)
 
     signal.signal(signal.SIGINT, hold)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if held:
+    if pending:
         raise KeyboardInterrupt

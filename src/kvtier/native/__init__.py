@@ -7,7 +7,7 @@ specification; a test runs the two beside each other.
     chain   _chain.c   kvtier.keys: _chain_python                             tests/unit/test_keys.py
     slots   _slots.c   kvtier.policies.slots: PythonBook and its neighbours   tests/unit/test_slots.py
     pages   _pages.c   kvtier.transfer.pages: store_python, load_python       tests/unit/test_pages.py
-    cuda    _cuda.c    kvtier.transfer.cuda.steps: PythonSteps                tests/unit/test_cuda_steps.py
+    cuda    _cuda.c    kvtier.transfer.cuda.commands: PythonSubmitter                tests/unit/test_cuda_commands.py
 
 C is used where it was compiled, unless the environment says `KVTIER_NATIVE=python`. The choice is made once, when the
 module that calls a loop is imported; results are the same either way. Any thread may call this.

@@ -1,10 +1,11 @@
-/* What CUDA streams are told for a piece, step by step in one call: what `kvtier.transfer.cuda.steps.PythonSteps` does, with next
- * to no time between the calls of the driver. Optional: where this was not compiled, that class does the same; what each method
- * promises is written there. tests/unit/test_cuda_steps.py holds the two against each other, call by call.
+/* What CUDA streams are told for a piece, command by command in one call: what `PythonSubmitter` of
+ * `kvtier.transfer.cuda.commands` does, with next to no time between the calls of the driver. Optional: where this was not
+ * compiled, that class does the same; what each method promises is written there. tests/unit/test_cuda_commands.py holds
+ * the two against each other, call by call.
  *
  * Needs no header and no library of CUDA: it is given the addresses of the driver's functions. Streams, events and device
  * memory are numbers, and 0 stands for no event. Calls that only enqueue keep the GIL: they are short, and getting it back from
- * a busy thread may take longer than the bus has work for. What fails is reported by the function that `Steps` was made with.
+ * a busy thread may take longer than the bus has work for. What fails is reported by the function that `Submitter` was made with.
  */
 #define Py_LIMITED_API 0x030B0000 /* one binary for every Python from 3.11 on */
 #define PY_SSIZE_T_CLEAN
@@ -22,7 +23,7 @@ typedef struct {
     unsigned flags;
 } BatchAttributes;
 
-/* The driver's functions, in the order of `driver.STEP_FUNCTIONS`. Older drivers have no `copy_batch`. */
+/* The driver's functions, in the order of `driver.SUBMIT_FUNCTIONS`. Older drivers have no `copy_batch`. */
 typedef struct {
     int (*launch)(Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Handle, void **, void **);
     int (*copy)(Handle, Handle, size_t, Handle);
@@ -40,12 +41,12 @@ typedef struct {
     Driver driver;
     PyObject *fail;
     int64_t to_pool, address, seam, small_range, first_ranges, batch_ranges;
-} Steps;
+} Submitter;
 
-/* `driver.Launch`, `steps.Note` and `steps.Plain`, and the columns of `pieces.Pages`. */
+/* `driver.Launch`, `commands.Note` and `commands.Plain`, and the columns of `pieces.Pages`. */
 typedef struct { int64_t function, threads, shared_bytes, programs, tiles, table, num_tiles; } Launch;
 typedef struct { int64_t told, heard, notes, noted, most_blocks; } Note;
-typedef struct { int64_t first, step, num_blocks, num_slots; } Plain;
+typedef struct { int64_t first, stride, num_blocks, num_slots; } Plain;
 enum { BASE, STRIDE, SIZE, OFFSET, NUM_COLUMNS };
 
 /* -- arguments ------------------------------------------------------------------------------------------------------------- */
@@ -115,22 +116,22 @@ static void give_back(Array *array) { PyBuffer_Release(&array->view); }
 /* `pieces.Rows`: where the blocks of a job are. */
 typedef struct {
     Array ids;
-    int64_t base, step;
+    int64_t base, stride;
 } Rows;
 
 static int borrow_rows(PyObject *tuple, int64_t last, Rows *rows) {
     if (expect_tuple(tuple, 3) < 0) return -1;
     PyObject *numbers[] = {PyTuple_GetItem(tuple, 1), PyTuple_GetItem(tuple, 2)};
-    if (read_integers(numbers, 1, &rows->base) < 0 || read_integers(numbers + 1, 1, &rows->step) < 0) return -1;
+    if (read_integers(numbers, 1, &rows->base) < 0 || read_integers(numbers + 1, 1, &rows->stride) < 0) return -1;
     return borrow(PyTuple_GetItem(tuple, 0), last, 1, &rows->ids);
 }
 
 static int64_t place(const Rows *rows, int64_t first, int64_t i) {
-    return rows->base + rows->step * (rows->ids.count ? get(&rows->ids, first + i) : i);
+    return rows->base + rows->stride * (rows->ids.count ? get(&rows->ids, first + i) : i);
 }
 
 /* Return None, or let `fail` raise. */
-static PyObject *report(Steps *self, int status, const char *what) {
+static PyObject *report(Submitter *self, int status, const char *what) {
     if (status == 0) Py_RETURN_NONE;
     PyObject *result = PyObject_CallFunction(self->fail, "is", status, what);
     if (result != NULL) PyErr_SetString(PyExc_RuntimeError, "expected a failed call to raise");
@@ -154,7 +155,7 @@ static int hear(const Driver *driver, const Note *note, int64_t count) {
 }
 
 /* tell(note, blocks, first, last, rows, offset) */
-static PyObject *steps_tell(Steps *self, PyObject *const *args, Py_ssize_t given) {
+static PyObject *submitter_tell(Submitter *self, PyObject *const *args, Py_ssize_t given) {
     Note note;
     Rows rows;
     Array blocks;
@@ -180,7 +181,7 @@ static int start_kernel(const Driver *driver, const Launch *launch, Handle told,
                           stream, arguments, NULL);
 }
 
-static int launch_step(const Driver *driver, const Launch *launch, const Note *note, const int64_t *numbers) {
+static int launch_kernel(const Driver *driver, const Launch *launch, const Note *note, const int64_t *numbers) {
     Handle stream = numbers[1], start = numbers[2], wait = numbers[3], done = numbers[4];
     int status = start ? driver->record(start, stream) : 0;
     if (!status && note->heard) status = driver->wait_for(stream, note->noted, 0);
@@ -190,13 +191,13 @@ static int launch_step(const Driver *driver, const Launch *launch, const Note *n
 }
 
 /* launch(kernel, note, num_blocks, stream, start, wait, done) */
-static PyObject *steps_launch(Steps *self, PyObject *const *args, Py_ssize_t given) {
+static PyObject *submitter_launch(Submitter *self, PyObject *const *args, Py_ssize_t given) {
     Launch launch;
     Note note;
     int64_t numbers[5];
     if (expect_count(given, 7) < 0 || read_tuple(args[0], 7, &launch.function) < 0) return NULL;
     if (read_tuple(args[1], 5, &note.told) < 0 || read_integers(args + 2, 5, numbers) < 0) return NULL;
-    return report(self, launch_step(&self->driver, &launch, &note, numbers), "launching a kernel");
+    return report(self, launch_kernel(&self->driver, &launch, &note, numbers), "launching a kernel");
 }
 
 static int are_within(const Array *ids, int64_t first, int64_t limit) {
@@ -206,20 +207,20 @@ static int are_within(const Array *ids, int64_t first, int64_t limit) {
 }
 
 /* Return 0, NOT_READY if a job is not plain or the engine not idle, or an error of the driver. */
-static int expect_plain(const Steps *self, const Plain *plain, const Array *blocks, const Array *slots, Handle engine) {
+static int expect_plain(const Submitter *self, const Plain *plain, const Array *blocks, const Array *slots, Handle engine) {
     int is_plain = blocks->count && blocks->count == slots->count && are_within(blocks, NULL_BLOCK + 1, plain->num_blocks) &&
                    are_within(slots, 0, plain->num_slots);
     return is_plain ? self->driver.query_stream(engine) : NOT_READY;
 }
 
-static PyObject *answer(Steps *self, int status, const char *what) {
+static PyObject *answer(Submitter *self, int status, const char *what) {
     if (status == NOT_READY) Py_RETURN_FALSE;
     if (status == 0) Py_RETURN_TRUE;
     return report(self, status, what);
 }
 
 /* is_plain(plain, blocks, slots, engine) */
-static PyObject *steps_is_plain(Steps *self, PyObject *const *args, Py_ssize_t given) {
+static PyObject *submitter_is_plain(Submitter *self, PyObject *const *args, Py_ssize_t given) {
     Plain plain;
     Array blocks, slots;
     int64_t engine;
@@ -241,7 +242,7 @@ typedef struct {
 } Ranges;
 
 /* Append a page, to the range before it if it goes on from there at both ends, and not across a seam of the pool. */
-static void append(const Steps *self, Ranges *ranges, Handle device, Handle host, size_t size) {
+static void append(const Submitter *self, Ranges *ranges, Handle device, Handle host, size_t size) {
     int64_t last = ranges->count - 1;
     if (last >= 0 && ranges->device[last] + ranges->size[last] == device && ranges->host[last] + ranges->size[last] == host &&
         (host - self->address) / self->seam == (ranges->host[last] - self->address) / self->seam) {
@@ -253,7 +254,7 @@ static void append(const Steps *self, Ranges *ranges, Handle device, Handle host
     ranges->size[ranges->count++] = size;
 }
 
-static void find_ranges(const Steps *self, const Array *pages, const Array *blocks, const Rows *rows, const int64_t *span,
+static void find_ranges(const Submitter *self, const Array *pages, const Array *blocks, const Rows *rows, const int64_t *span,
                         Ranges *ranges) {
     for (int64_t i = 0; i < span[1] - span[0]; i++) {
         int64_t block = blocks->count ? get(blocks, span[0] + i) : i, row = place(rows, span[0], i);
@@ -265,7 +266,7 @@ static void find_ranges(const Steps *self, const Array *pages, const Array *bloc
 }
 
 /* Copy some ranges, in batches of at first `some` on two streams in turn: on one if they are the same. */
-static int copy_ranges(const Steps *self, const Ranges *ranges, const Handle *streams, int64_t some) {
+static int copy_ranges(const Submitter *self, const Ranges *ranges, const Handle *streams, int64_t some) {
     Handle *dst = self->to_pool ? ranges->host : ranges->device, *src = self->to_pool ? ranges->device : ranges->host;
     int64_t most = self->driver.copy_batch == NULL ? 1 : self->batch_ranges;
     int status = 0;
@@ -287,7 +288,7 @@ static int wait_on(const Driver *driver, const Handle *streams, int two, Handle 
     return status || !two ? status : driver->wait_for(streams[1], event, 0);
 }
 
-static int copy_step(const Steps *self, const Ranges *ranges, const int64_t *handles) {
+static int copy_all(const Submitter *self, const Ranges *ranges, const int64_t *handles) {
     const Driver *driver = &self->driver;
     Handle side_done = handles[2], after = handles[3], start = handles[4], wait = handles[5], done = handles[6];
     int two = side_done && ranges->count > 1 && ranges->size[0] < (size_t)self->small_range;
@@ -301,20 +302,20 @@ static int copy_step(const Steps *self, const Ranges *ranges, const int64_t *han
     return status || !done ? status : driver->record(done, stream);
 }
 
-static PyObject *copy_pages(Steps *self, const Array *pages, const Array *blocks, const Rows *rows, const int64_t *span,
+static PyObject *copy_pages(Submitter *self, const Array *pages, const Array *blocks, const Rows *rows, const int64_t *span,
                             const int64_t *handles) {
     size_t most = (span[1] - span[0]) * pages[BASE].count;
     uint64_t *room = PyMem_Malloc((3 * most + 1) * sizeof(uint64_t));
     if (room == NULL) return PyErr_NoMemory();
     Ranges ranges = {room, room + most, (size_t *)(room + 2 * most), 0};
     find_ranges(self, pages, blocks, rows, span, &ranges);
-    int status = copy_step(self, &ranges, handles);
+    int status = copy_all(self, &ranges, handles);
     PyMem_Free(room);
     return report(self, status, "copying over the bus");
 }
 
 /* copy(pages, blocks, first, last, rows, stream, side, side_done, after, start, wait, done) */
-static PyObject *steps_copy(Steps *self, PyObject *const *args, Py_ssize_t given) {
+static PyObject *submitter_copy(Submitter *self, PyObject *const *args, Py_ssize_t given) {
     PyObject *result = NULL;
     int64_t span[2], handles[7];
     Array pages[NUM_COLUMNS], blocks;
@@ -335,11 +336,11 @@ release:
 
 /* -- a piece --------------------------------------------------------------------------------------------------------------- */
 
-typedef PyObject *(*Step)(Steps *, PyObject *const *, Py_ssize_t);
-enum { NUM_STEPS = 3, MOST_ARGUMENTS = 12 };
-static const Step STEPS[NUM_STEPS] = {steps_tell, steps_launch, steps_copy}; /* TELL, LAUNCH, COPY */
+typedef PyObject *(*Command)(Submitter *, PyObject *const *, Py_ssize_t);
+enum { NUM_COMMANDS = 3, MOST_ARGUMENTS = 12 };
+static const Command COMMANDS[NUM_COMMANDS] = {submitter_tell, submitter_launch, submitter_copy}; /* by `CommandKind`, which ends a command */
 
-/* Return an argument of a step: a string is the name of what the piece has its own, which are the arguments of `play`. */
+/* Return an argument of a command: a string is a `Placeholder` of what the piece has its own, the arguments of `play`. */
 static PyObject *find_argument(PyObject *named, PyObject *const *own) {
     static const char *const NAMES[] = {"blocks", "first", "last", "count", "rows", "start", "wait"}; /* no two begin alike */
     if (!PyUnicode_Check(named) || PyUnicode_GetLength(named) == 0) return named;
@@ -349,22 +350,23 @@ static PyObject *find_argument(PyObject *named, PyObject *const *own) {
     return named;
 }
 
-static PyObject *play_step(Steps *self, PyObject *step, PyObject *const *own) {
-    PyObject *args[MOST_ARGUMENTS], *first = PyTuple_Check(step) ? PyTuple_GetItem(step, 0) : NULL;
-    Py_ssize_t given = first != NULL ? PyTuple_Size(step) - 1 : -1;
+static PyObject *play_command(Submitter *self, PyObject *command, PyObject *const *own) {
+    PyObject *args[MOST_ARGUMENTS];
+    Py_ssize_t given = PyTuple_Check(command) ? PyTuple_Size(command) - 1 : -1;
+    PyObject *kind = given >= 0 ? PyTuple_GetItem(command, given) : NULL;
     int64_t which = -1;
-    if (first != NULL && read_integers(&first, 1, &which) < 0) return NULL;
-    if (which < 0 || which >= NUM_STEPS || given > MOST_ARGUMENTS) return PyErr_Clear(), refuse("a script of steps");
-    for (int i = 0; i < given; i++) args[i] = find_argument(PyTuple_GetItem(step, i + 1), own);
-    return STEPS[which](self, args, given);
+    if (kind != NULL && read_integers(&kind, 1, &which) < 0) return NULL;
+    if (which < 0 || which >= NUM_COMMANDS || given > MOST_ARGUMENTS) return PyErr_Clear(), refuse("a script of commands");
+    for (int i = 0; i < given; i++) args[i] = find_argument(PyTuple_GetItem(command, i), own);
+    return COMMANDS[which](self, args, given);
 }
 
 /* play(script, blocks, first, last, count, rows, start, wait) */
-static PyObject *steps_play(Steps *self, PyObject *const *args, Py_ssize_t given) {
+static PyObject *submitter_play(Submitter *self, PyObject *const *args, Py_ssize_t given) {
     if (expect_count(given, 8) < 0) return NULL;
-    if (!PyTuple_Check(args[0])) return refuse("a script of steps");
+    if (!PyTuple_Check(args[0])) return refuse("a script of commands");
     for (Py_ssize_t i = 0; i < PyTuple_Size(args[0]); i++) {
-        PyObject *done = play_step(self, PyTuple_GetItem(args[0], i), args + 1);
+        PyObject *done = play_command(self, PyTuple_GetItem(args[0], i), args + 1);
         if (done == NULL) return NULL;
         Py_DECREF(done);
     }
@@ -373,21 +375,21 @@ static PyObject *steps_play(Steps *self, PyObject *const *args, Py_ssize_t given
 
 /* -- asking and waiting ---------------------------------------------------------------------------------------------------- */
 
-static PyObject *ask(Steps *self, int (*query)(Handle), PyObject *handle, const char *what) {
+static PyObject *ask(Submitter *self, int (*query)(Handle), PyObject *handle, const char *what) {
     int64_t number;
     if (read_integers(&handle, 1, &number) < 0) return NULL;
     return answer(self, query(number), what);
 }
 
-static PyObject *steps_is_over(Steps *self, PyObject *event) {
+static PyObject *submitter_is_over(Submitter *self, PyObject *event) {
     return ask(self, self->driver.query_event, event, "asking for an event");
 }
 
-static PyObject *steps_is_idle(Steps *self, PyObject *stream) {
+static PyObject *submitter_is_idle(Submitter *self, PyObject *stream) {
     return ask(self, self->driver.query_stream, stream, "asking for a stream");
 }
 
-static PyObject *steps_wait_over(Steps *self, PyObject *event) {
+static PyObject *submitter_wait_over(Submitter *self, PyObject *event) {
     int64_t number;
     int status;
     if (read_integers(&event, 1, &number) < 0) return NULL;
@@ -397,7 +399,7 @@ static PyObject *steps_wait_over(Steps *self, PyObject *event) {
     return report(self, status, "waiting for an event");
 }
 
-static PyObject *steps_seconds_between(Steps *self, PyObject *const *args, Py_ssize_t given) {
+static PyObject *submitter_seconds_between(Submitter *self, PyObject *const *args, Py_ssize_t given) {
     int64_t events[2];
     float milliseconds = 0;
     if (expect_count(given, 2) < 0 || read_integers(args, 2, events) < 0) return NULL;
@@ -407,15 +409,15 @@ static PyObject *steps_seconds_between(Steps *self, PyObject *const *args, Py_ss
 
 /* -- the type -------------------------------------------------------------------------------------------------------------- */
 
-/* Steps(functions, fail, to_pool, address, seam, small_range, first_ranges, batch_ranges): `functions` are addresses. */
-static PyObject *steps_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+/* Submitter(functions, fail, to_pool, address, seam, small_range, first_ranges, batch_ranges): `functions` are addresses. */
+static PyObject *submitter_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     PyObject *functions, *fail;
     long long of[6];
     if (kwargs != NULL && PyDict_Size(kwargs) > 0) return refuse("no keywords");
     if (!PyArg_ParseTuple(args, "SOLLLLLL", &functions, &fail, &of[0], &of[1], &of[2], &of[3], &of[4], &of[5])) return NULL;
     if (PyBytes_Size(functions) != sizeof(Driver) || of[2] < 1 || of[4] < 1 || of[5] < 1)
         return refuse("nine addresses, a seam and batches");
-    Steps *self = (Steps *)PyType_GenericAlloc(type, 0);
+    Submitter *self = (Submitter *)PyType_GenericAlloc(type, 0);
     if (self == NULL) return NULL;
     memcpy(&self->driver, PyBytes_AsString(functions), sizeof(Driver));
     self->fail = Py_NewRef(fail);
@@ -424,32 +426,32 @@ static PyObject *steps_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 }
 
-static void steps_dealloc(PyObject *self) {
+static void submitter_dealloc(PyObject *self) {
     PyTypeObject *type = Py_TYPE(self);
-    Py_XDECREF(((Steps *)self)->fail);
+    Py_XDECREF(((Submitter *)self)->fail);
     PyObject_Free(self);
     Py_DECREF(type);
 }
 
-static PyMethodDef steps_methods[] = {
-    {"tell", (PyCFunction)(void (*)(void))steps_tell, METH_FASTCALL, NULL},
-    {"is_plain", (PyCFunction)(void (*)(void))steps_is_plain, METH_FASTCALL, NULL},
-    {"play", (PyCFunction)(void (*)(void))steps_play, METH_FASTCALL, NULL},
-    {"launch", (PyCFunction)(void (*)(void))steps_launch, METH_FASTCALL, NULL},
-    {"copy", (PyCFunction)(void (*)(void))steps_copy, METH_FASTCALL, NULL},
-    {"is_over", (PyCFunction)steps_is_over, METH_O, NULL},
-    {"is_idle", (PyCFunction)steps_is_idle, METH_O, NULL},
-    {"wait_over", (PyCFunction)steps_wait_over, METH_O, NULL},
-    {"seconds_between", (PyCFunction)(void (*)(void))steps_seconds_between, METH_FASTCALL, NULL},
+static PyMethodDef submitter_methods[] = {
+    {"tell", (PyCFunction)(void (*)(void))submitter_tell, METH_FASTCALL, NULL},
+    {"is_plain", (PyCFunction)(void (*)(void))submitter_is_plain, METH_FASTCALL, NULL},
+    {"play", (PyCFunction)(void (*)(void))submitter_play, METH_FASTCALL, NULL},
+    {"launch", (PyCFunction)(void (*)(void))submitter_launch, METH_FASTCALL, NULL},
+    {"copy", (PyCFunction)(void (*)(void))submitter_copy, METH_FASTCALL, NULL},
+    {"is_over", (PyCFunction)submitter_is_over, METH_O, NULL},
+    {"is_idle", (PyCFunction)submitter_is_idle, METH_O, NULL},
+    {"wait_over", (PyCFunction)submitter_wait_over, METH_O, NULL},
+    {"seconds_between", (PyCFunction)(void (*)(void))submitter_seconds_between, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
-static PyType_Slot steps_slots[] = {
-    {Py_tp_new, steps_new}, {Py_tp_dealloc, steps_dealloc}, {Py_tp_methods, steps_methods}, {0, NULL},
+static PyType_Slot submitter_slots[] = {
+    {Py_tp_new, submitter_new}, {Py_tp_dealloc, submitter_dealloc}, {Py_tp_methods, submitter_methods}, {0, NULL},
 };
-static PyType_Spec steps_spec = {"kvtier.native._cuda.Steps", sizeof(Steps), 0, Py_TPFLAGS_DEFAULT, steps_slots};
+static PyType_Spec submitter_spec = {"kvtier.native._cuda.Submitter", sizeof(Submitter), 0, Py_TPFLAGS_DEFAULT, submitter_slots};
 
 static int fill_module(PyObject *module) {
-    PyObject *type = PyType_FromSpec(&steps_spec);
+    PyObject *type = PyType_FromSpec(&submitter_spec);
     int status = type == NULL ? -1 : PyModule_AddType(module, (PyTypeObject *)type);
     Py_XDECREF(type);
     return status;

@@ -1,17 +1,17 @@
 from collections.abc import Callable
 from typing import NoReturn
 
+from kvtier.transfer.cuda.commands import Note, Plain, Script
 from kvtier.transfer.cuda.driver import Launch
 from kvtier.transfer.cuda.pieces import Ints, Pages, Rows
-from kvtier.transfer.cuda.steps import Note, Plain, Script
 
-class Steps:
-    """See `kvtier.transfer.cuda.steps.Steps`."""
+class Submitter:
+    """See `kvtier.transfer.cuda.commands.Submitter`."""
 
     def __new__(
         cls, functions: bytes, fail: Callable[[int, str], NoReturn], to_pool: int, address: int, seam: int,
         small_range: int, first_ranges: int, batch_ranges: int, /,
-    ) -> Steps: ...  # fmt: skip
+    ) -> Submitter: ...  # fmt: skip
     def is_plain(self, plain: Plain, blocks: Ints, slots: Ints, engine: int, /) -> bool: ...
     def play(
         self, script: Script, blocks: Ints, first: int, last: int, count: int, rows: Rows, start: int, wait: int, /

@@ -48,7 +48,7 @@ class Scale(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """Even steps from `low` to `high`."""
+    """Even distances from `low` to `high`."""
 
     low: float
     high: float
@@ -64,9 +64,9 @@ class Linear:
     def ticks(self) -> list[float]:
         raw = (self.high - self.low) / 6
         power = 10 ** math.floor(math.log10(raw))
-        step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= raw * 0.999)
-        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
-        return [index * step for index in range(first, last + 1)]
+        spacing = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= raw * 0.999)
+        first, last = math.ceil(self.low / spacing - 1e-9), math.floor(self.high / spacing + 1e-9)
+        return [index * spacing for index in range(first, last + 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +90,8 @@ class Log:
 
     def ticks(self) -> list[float]:
         decades = math.log10(self.high / self.low)
-        steps = ((0.9, (1, 1.5, 2, 3, 5, 7)), (2.5, (1, 2, 5)), (4, (1, 3)), (math.inf, (1,)))
-        factors = next(factors for most, factors in steps if decades < most)
+        densities = ((0.9, (1, 1.5, 2, 3, 5, 7)), (2.5, (1, 2, 5)), (4, (1, 3)), (math.inf, (1,)))
+        factors = next(factors for most, factors in densities if decades < most)
         powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
         values = (factor * 10.0**power for power in powers for factor in factors)
         return [value for value in values if self.low <= value <= self.high]

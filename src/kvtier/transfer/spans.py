@@ -133,22 +133,22 @@ def _stack_refs(kv_caches: CanonicalKVCaches, group: int) -> list[torch.Tensor]:
 
 
 def _continues(stack: list[torch.Tensor], tensor: torch.Tensor) -> bool:
-    """Say whether a tensor lies in the same allocation as a stack, shaped alike and one equal step further."""
+    """Say whether a tensor lies in the same allocation as a stack, shaped alike and one equal distance further."""
     last = stack[-1]
     alike = tensor.shape == last.shape and tensor.stride() == last.stride()
     together = tensor.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
-    step = tensor.data_ptr() - last.data_ptr()
+    distance = tensor.data_ptr() - last.data_ptr()
     fits = (len(stack) + 1) * tensor.shape[1] <= BATCH_BYTES
-    return alike and together and fits and step > 0 and step == (_step(stack) or step)
+    return alike and together and fits and distance > 0 and distance == (_distance(stack) or distance)
 
 
-def _step(stack: list[torch.Tensor]) -> int | None:
+def _distance(stack: list[torch.Tensor]) -> int | None:
     return stack[1].data_ptr() - stack[0].data_ptr() if len(stack) > 1 else None
 
 
 def _view_as_one(stack: list[torch.Tensor]) -> torch.Tensor:
     num_blocks, page = stack[0].shape
-    return stack[0].as_strided((num_blocks, len(stack), page), (stack[0].stride(0), _step(stack) or page, 1))
+    return stack[0].as_strided((num_blocks, len(stack), page), (stack[0].stride(0), _distance(stack) or page, 1))
 
 
 def _batches(spans: Iterator[Span]) -> Iterator[list[Span]]:

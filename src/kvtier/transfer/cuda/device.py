@@ -1,6 +1,6 @@
 """What a lane has of its device: streams, events, memory and kernels, most of them torch's, kept for as long as it lives.
 
-All are given out as handles and addresses, which is how `steps` and `driver` take them. Any thread may ask for the current
+All are given out as handles and addresses, which is how `commands` and `driver` take them. Any thread may ask for the current
 stream; the rest is for one thread at a time.
 """
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from kvtier.errors import TransferError
 
 __all__ = [
-    "STEP_FUNCTIONS",
+    "SUBMIT_FUNCTIONS",
     "Addresses",
     "Launch",
     "copy_range",
@@ -111,7 +111,7 @@ def has_batches() -> bool:
     return hasattr(_enqueuing(), "cuMemcpyBatchAsync")
 
 
-STEP_FUNCTIONS = (
+SUBMIT_FUNCTIONS = (
     "cuLaunchKernel", "cuMemcpyAsync", "cuMemcpyBatchAsync", "cuEventRecord", "cuStreamWaitEvent",
     "cuEventQuery", "cuStreamQuery", "cuEventSynchronize", "cuEventElapsedTime",
 )  # fmt: skip
@@ -123,9 +123,9 @@ _NEWER = {"cuEventElapsedTime": "cuEventElapsedTime_v2"}
 
 
 def find_functions() -> bytes:
-    """Return the addresses of `STEP_FUNCTIONS`, 0 for one that the driver does not have."""
+    """Return the addresses of `SUBMIT_FUNCTIONS`, 0 for one that the driver does not have."""
     library = _enqueuing()
-    names = [_NEWER.get(name, name) if hasattr(library, _NEWER.get(name, name)) else name for name in STEP_FUNCTIONS]
+    names = [_NEWER.get(name, name) if hasattr(library, _NEWER.get(name, name)) else name for name in SUBMIT_FUNCTIONS]
     found = [getattr(library, name, None) for name in names]
     return struct.pack("9Q", *(ctypes.cast(function, ctypes.c_void_p).value if function else 0 for function in found))
 

@@ -15,7 +15,7 @@ The engine copies too: its tokens, to the host. The device's copy engine serves 
 and stores always have something to do; so they go over to another stream after every `BURST_BYTES`, which waits for the first.
 
 What streams are told for a piece is a script, written once for each part, route and turn (its place in the ring of events and
-buffers), and played by `steps` in one call.
+buffers), and played by `commands` in one call.
 
 A lane knows nothing of jobs and has no lock: its handler calls it from one thread at a time. The engine's work that a
 piece must follow is over when the piece is enqueued. Errors of the device are `TransferError`. Streams and events are
@@ -26,11 +26,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
 from kvtier.transfer.cuda import driver
+from kvtier.transfer.cuda.commands import (
+    CopyPages,
+    LaunchKernel,
+    Note,
+    OpenEvent,
+    Placeholder,
+    Plain,
+    Script,
+    TellKernel,
+    make_submitter,
+)
 from kvtier.transfer.cuda.device import Device
 from kvtier.transfer.cuda.memory import BUFFERS, CudaMemory
 from kvtier.transfer.cuda.pieces import (
@@ -43,7 +54,6 @@ from kvtier.transfer.cuda.pieces import (
     Piece,
     Rows,
 )
-from kvtier.transfer.cuda.steps import COPY, LAUNCH, TELL, Note, Plain, Script, Step, make_steps
 
 __all__ = ["ALONE_BYTES", "BURST_BYTES", "OPENING_PROGRAMS", "RUN_AHEAD", "Begun", "Lane", "LoadLane", "StoreLane"]
 
@@ -77,8 +87,13 @@ Beside a prefill 4 move 19 GB/s and 16 38, for as many cycles of it a byte: what
 
 _CopyStreams = tuple[int, int, int, int]
 """A stream, one beside it for small ranges, an event to join them by, and another that both begin after."""
-_Open = int | str
-"""An event, or the name of one that each piece has its own."""
+_BLOCKS: Final = Placeholder.BLOCKS
+_FIRST: Final = Placeholder.FIRST
+_LAST: Final = Placeholder.LAST
+_COUNT: Final = Placeholder.COUNT
+_ROWS: Final = Placeholder.ROWS
+_START: Final = Placeholder.START
+_WAIT: Final = Placeholder.WAIT
 _Route = Literal["direct", "short", "opening", "alone", "staged"]
 """How a piece is copied: page by page; by a kernel, over the bus, with others to follow or not; through a buffer, on one stream
 or beside other pieces."""
@@ -120,7 +135,7 @@ class Lane(ABC):
 
     def __init__(self, memory: CudaMemory) -> None:
         self._pinned = memory.pinning.pinned
-        self._steps = make_steps(memory.pool_map, to_pool=self.gathers, pinned=self._pinned)
+        self._submitter = make_submitter(memory.pool_map, to_pool=self.gathers, pinned=self._pinned)
         self._enqueued = 0
         device = self._device = Device(memory.device)
         self._kernels, self._notes = device.stream(), device.stream()
@@ -178,7 +193,7 @@ class Lane(ABC):
     def fence(self) -> int | None:
         """Mark what the caller's current stream has been told so far; `None`: it has done it all."""
         stream = self._device.current_stream()
-        if self._steps.is_idle(stream):
+        if self._submitter.is_idle(stream):
             return None
         if not self._spare_fences:
             self._spare_fences.append(self._device.event(blocking=True))
@@ -187,11 +202,11 @@ class Lane(ABC):
 
     def is_over(self, fence: int) -> bool:
         """Say whether what is before a fence has been done."""
-        return self._steps.is_over(fence)
+        return self._submitter.is_over(fence)
 
     def wait_over(self, fence: int) -> None:
         """Block until what is before a fence has been done."""
-        self._steps.wait_over(fence)
+        self._submitter.wait_over(fence)
 
     def timer(self) -> int:
         """Return what `enqueue` starts and `seconds` reads."""
@@ -207,16 +222,16 @@ class Lane(ABC):
 
     def is_plain(self, blocks: Ints, slots: Ints) -> bool:
         """Say whether a job is paired by `pair_plain` and needs no fence. If not, it may be so all the same."""
-        return self._plain is not None and self._steps.is_plain(
+        return self._plain is not None and self._submitter.is_plain(
             self._plain, blocks, slots, self._device.current_stream()
         )
 
     def begin(self, pieces: Sequence[Piece], blocks: Ints, slots: Ints) -> Begun | None:
         """Enqueue the first of its pieces, with nothing before it, if a job is plain; `None`: it takes the usual way."""
         plain = self._plain
-        if plain is None or not self._steps.is_plain(plain, blocks, slots, self._device.current_stream()):
+        if plain is None or not self._submitter.is_plain(plain, blocks, slots, self._device.current_stream()):
             return None
-        rows = Rows(slots, plain.first, plain.step)
+        rows = Rows(slots, plain.first, plain.stride)
         if not self._spare_timers:
             self._spare_timers.append(self._device.event(timing=True))
         timer = self._spare_timers[-1]
@@ -239,7 +254,7 @@ class Lane(ABC):
         script = self._find_script(part, route, number % RUN_AHEAD, begins=timer is not None, changes=changes)
         is_taken = oldest is not None and number - BUFFERS >= oldest
         free = self._done[(number - BUFFERS) % RUN_AHEAD] if is_taken else 0
-        self._steps.play(script, blocks, first, last, last - first, rows, timer or 0, free)
+        self._submitter.play(script, blocks, first, last, last - first, rows, timer or 0, free)
         self._enqueued = number + 1
         return number
 
@@ -287,13 +302,13 @@ class Lane(ABC):
 
     def _write_direct(self, part: Part, turn: int, after: int) -> Script:
         streams = self._copy_streams(turn, after)
-        return ((COPY, part.pages, "blocks", "first", "last", "rows", *streams, "start", 0, self._done[turn]),)
+        return (CopyPages(part.pages, _BLOCKS, _FIRST, _LAST, _ROWS, *streams, _START, 0, self._done[turn]),)
 
     def _write_short(self, part: Part, turn: int, kernel: driver.Launch) -> Script:
         note = self._told[turn]
         return (
-            (TELL, note, "blocks", "first", "last", "rows", part.offset),
-            (LAUNCH, kernel, note, "count", self._side, "start", 0, self._done[turn]),
+            TellKernel(note, _BLOCKS, _FIRST, _LAST, _ROWS, part.offset),
+            LaunchKernel(kernel, note, _COUNT, self._side, _START, 0, self._done[turn]),
         )
 
     @abstractmethod
@@ -307,28 +322,32 @@ class Lane(ABC):
     def _copy_streams(self, turn: int, after: int) -> _CopyStreams:
         return self._copies, self._side, self._joined[turn], after
 
-    def _tell(self, note: Note, part: Part, turn: int) -> Step:
+    def _tell(self, note: Note, part: Part, turn: int) -> TellKernel:
         """Tell a kernel the blocks of a piece, and that their rows are in its buffer."""
-        return (TELL, note, "blocks", "first", "last", self._ways[id(part)].rows[turn % BUFFERS], 0)
+        return TellKernel(note, _BLOCKS, _FIRST, _LAST, self._ways[id(part)].rows[turn % BUFFERS], 0)
 
-    def _launch(self, note: Note, part: Part, stream: int, start: _Open, wait: _Open, done: int) -> Step:
+    def _launch(
+        self, note: Note, part: Part, stream: int, start: OpenEvent, wait: OpenEvent, done: int
+    ) -> LaunchKernel:
         """Let a kernel copy a piece between the engine and its buffer."""
-        return (LAUNCH, self._ways[id(part)].staged, note, "count", stream, start, wait, done)
+        return LaunchKernel(self._ways[id(part)].staged, note, _COUNT, stream, start, wait, done)
 
-    def _copy(self, part: Part, turn: int, streams: _CopyStreams, start: _Open, wait: _Open, done: int) -> Step:
+    def _copy(
+        self, part: Part, turn: int, streams: _CopyStreams, start: OpenEvent, wait: OpenEvent, done: int
+    ) -> CopyPages:
         """Copy a piece between its buffer and the pool."""
         pages = self._ways[id(part)].pages[turn % BUFFERS]
-        return (COPY, pages, None, "first", "last", "rows", *streams, start, wait, done)
+        return CopyPages(pages, None, _FIRST, _LAST, _ROWS, *streams, start, wait, done)
 
     # -- what has arrived --------------------------------------------------------------------------------------------------
 
     def is_done(self, number: int) -> bool:
         """Say whether a piece that was enqueued has arrived. It is one of the last `RUN_AHEAD`."""
-        return self._steps.is_over(self._done[number % RUN_AHEAD])
+        return self._submitter.is_over(self._done[number % RUN_AHEAD])
 
     def wait_done(self, number: int) -> None:
         """Block until a piece has arrived. May be called beside the thread that enqueues."""
-        self._steps.wait_over(self._done[number % RUN_AHEAD])
+        self._submitter.wait_over(self._done[number % RUN_AHEAD])
 
     def let_follow(self, number: int) -> None:
         """Let what the caller's current stream is told from now on wait for a piece, on the device."""
@@ -336,7 +355,7 @@ class Lane(ABC):
 
     def seconds(self, timer: int, number: int) -> float:
         """Return the device's time from the start of a timer to the end of a piece that has arrived."""
-        return self._steps.seconds_between(timer, self._done[number % RUN_AHEAD])
+        return self._submitter.seconds_between(timer, self._done[number % RUN_AHEAD])
 
     def drain(self) -> None:
         """Block until the streams are empty, also of a piece that could not be enqueued whole."""
@@ -356,7 +375,7 @@ class StoreLane(Lane):
         note, stream = self._told[turn], self._copies
         return (
             self._tell(note, part, turn),
-            self._launch(note, part, stream, "start", 0, 0),
+            self._launch(note, part, stream, _START, 0, 0),
             self._copy(part, turn, (stream, 0, 0, 0), 0, 0, self._done[turn]),
         )
 
@@ -364,7 +383,7 @@ class StoreLane(Lane):
         note, ready = self._heard[turn], self._ready[turn]
         return (
             self._tell(note, part, turn),
-            self._launch(note, part, self._kernels, "start", "wait", ready),
+            self._launch(note, part, self._kernels, _START, _WAIT, ready),
             self._copy(part, turn, self._copy_streams(turn, after), 0, ready, self._done[turn]),
         )
 
@@ -387,7 +406,7 @@ class LoadLane(Lane):
     def _write_alone(self, part: Part, turn: int) -> Script:
         note, stream = self._told[turn], self._copies
         return (
-            self._copy(part, turn, (stream, 0, 0, 0), "start", 0, 0),
+            self._copy(part, turn, (stream, 0, 0, 0), _START, 0, 0),
             self._tell(note, part, turn),
             self._launch(note, part, stream, 0, 0, self._done[turn]),
         )
@@ -395,7 +414,7 @@ class LoadLane(Lane):
     def _write_staged(self, part: Part, turn: int, after: int, begins: bool) -> Script:
         note, ready = self._heard[turn], self._ready[turn]
         tell = self._tell(note, part, turn)
-        copy = self._copy(part, turn, self._copy_streams(turn, after), "start", "wait", ready)
+        copy = self._copy(part, turn, self._copy_streams(turn, after), _START, _WAIT, ready)
         # A note that is behind the copy waits for it, but a job's first bytes should not wait for a note.
         return (
             *((copy, tell) if begins else (tell, copy)),

@@ -107,16 +107,16 @@ class Piece(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Where blocks are: block i of a job at `base + ids[i] * step`, in the pool, or in a buffer one after the other."""
+    """Where blocks are: block i of a job at `base + ids[i] * stride`, in the pool, or in a buffer one after the other."""
 
     ids: Ints | None
     base: int
-    step: int
+    stride: int
 
     def places(self, first: int, last: int) -> Ints:
         """Return the addresses of blocks `[first, last)` of a job."""
         ids = np.arange(last - first) if self.ids is None else self.ids[first:last]
-        places: Ints = ids * self.step + self.base
+        places: Ints = ids * self.stride + self.base
         return places
 
 
@@ -236,8 +236,8 @@ def cut_by_layer(
         for parts, (start, end) in zip(stage, spans, strict=True):
             for part in parts:
                 most = max(1, min(piece_bytes // part.bytes, MOST_BLOCKS))
-                step = -(-(end - start) // -(-(end - start) // most)) if end > start else 1  # all about as long
-                pieces += [Piece(part, first, min(first + step, end), 0) for first in range(start, end, step)]
+                length = -(-(end - start) // -(-(end - start) // most)) if end > start else 1  # all about as long
+                pieces += [Piece(part, first, min(first + length, end), 0) for first in range(start, end, length)]
         ends.append(len(pieces))
     if pieces:
         pieces[-1] = pieces[-1]._replace(completes=len(plan))

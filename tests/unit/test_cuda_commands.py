@@ -1,4 +1,4 @@
-"""Compiled steps tell the driver what those in Python tell it, call by call; the driver only writes it down."""
+"""Compiled commands tell the driver what those in Python tell it, call by call; the driver only writes it down."""
 
 from __future__ import annotations
 
@@ -13,9 +13,19 @@ from tests.unit.cuda_kit import FakeDriver, compiled_only
 
 from kvtier.errors import TransferError
 from kvtier.testing.caches import make_caches, make_config
+from kvtier.transfer.cuda.commands import (
+    CommandKind,
+    CopyPages,
+    LaunchKernel,
+    Note,
+    Placeholder,
+    Plain,
+    PythonSubmitter,
+    TellKernel,
+    make_submitter,
+)
 from kvtier.transfer.cuda.driver import Launch
 from kvtier.transfer.cuda.pieces import Pages, PoolMap, Rows
-from kvtier.transfer.cuda.steps import COPY, LAUNCH, TELL, Note, Plain, PythonSteps, make_steps
 
 POOL = 1 << 40
 
@@ -33,9 +43,9 @@ def pool_map() -> PoolMap:
 
 
 def forms(*, to_pool: bool = True) -> list[Any]:
-    compiled = make_steps(pool_map(), to_pool=to_pool, pinned=True)
-    assert not isinstance(compiled, PythonSteps)
-    return [compiled, PythonSteps(pool_map(), to_pool=to_pool)]
+    compiled = make_submitter(pool_map(), to_pool=to_pool, pinned=True)
+    assert not isinstance(compiled, PythonSubmitter)
+    return [compiled, PythonSubmitter(pool_map(), to_pool=to_pool)]
 
 
 numbers = st.integers(1, 1 << 47)
@@ -131,43 +141,55 @@ def test_a_plain_job_has_all_blocks_and_slots_and_an_engine_that_is_idle(
 
 @compiled_only
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.data(), st.lists(st.integers(0, 2), max_size=6), maybe, maybe)
-def test_scripts_are_played_step_by_step(
-    fake: FakeDriver, data: st.DataObject, which: list[int], start: int, wait: int
+@given(st.data(), st.lists(st.sampled_from(CommandKind), max_size=6), maybe, maybe)
+def test_scripts_are_played_command_by_command(
+    fake: FakeDriver, data: st.DataObject, which: list[CommandKind], start: int, wait: int
 ) -> None:
     memory = (ctypes.c_int64 * 16)()
     note = Note(ctypes.addressof(memory), 0, 0, 0, most_blocks=4)
     blocks, rows = np.array([5, 6, 7, 8]), Rows(np.array([3, 1, 2, 0]), POOL, 64)
     first = data.draw(st.integers(0, 3))
     last = data.draw(st.integers(first + 1, 4))
-    either = st.sampled_from(["start", 0, 21])
-    steps_of = {
-        TELL: lambda: (note, "blocks", "first", "last", data.draw(st.sampled_from(["rows", ROWS])), 8),
-        LAUNCH: lambda: (KERNEL, note, "count", 1, data.draw(either), data.draw(st.sampled_from(["wait", 0, 22])), 23),
-        COPY: lambda: (PAGES, data.draw(st.sampled_from(["blocks", None])), "first", "last", "rows", 1, 2, 3,
-                       data.draw(st.sampled_from([0, 20])), data.draw(either), "wait", 24),
+    own = Placeholder
+    either, wait_for = st.sampled_from([own.START, 0, 21]), st.sampled_from([own.WAIT, 0, 22])
+    span = own.FIRST, own.LAST
+    any_rows, any_blocks = st.sampled_from([own.ROWS, ROWS]), st.sampled_from([own.BLOCKS, None])
+    commands_of = {
+        CommandKind.TELL: lambda: TellKernel(note, own.BLOCKS, *span, data.draw(any_rows), 8),
+        CommandKind.LAUNCH: lambda: LaunchKernel(
+            KERNEL, note, own.COUNT, 1, data.draw(either), data.draw(wait_for), 23
+        ),
+        CommandKind.COPY: lambda: CopyPages(
+            PAGES, data.draw(any_blocks), *span, own.ROWS, 1, 2, 3, data.draw(st.sampled_from([0, 20])),
+            data.draw(either), own.WAIT, 24,
+        ),
     }  # fmt: skip
-    script = tuple((kind, *steps_of[kind]()) for kind in which)
-    own = {"blocks": blocks, "first": first, "last": last, "count": last - first, "rows": rows}
-    own |= {"start": start, "wait": wait}
-    one_by_one = PythonSteps(pool_map(), to_pool=True)
-    names = [one_by_one.tell, one_by_one.launch, one_by_one.copy]
+    script = tuple(commands_of[kind]() for kind in which)
+    given = {"blocks": blocks, "first": first, "last": last, "count": last - first, "rows": rows}
+    given |= {"start": start, "wait": wait}
+    one_by_one = PythonSubmitter(pool_map(), to_pool=True)
+    calls = {
+        TellKernel: one_by_one.tell,
+        LaunchKernel: one_by_one.launch,
+        CopyPages: one_by_one.copy,
+    }
     fake.calls.clear()
-    for kind, *args in script:
-        names[kind](*(own[arg] if isinstance(arg, str) else arg for arg in args))
+    for command in script:
+        arguments = command[:-1]
+        calls[type(command)](*(given[item] if isinstance(item, str) else item for item in arguments))
     expected, told = list(fake.calls), memory[:]
     for form in forms():
         memory[:] = [0] * 16
         fake.calls.clear()
-        form.play(script, *own.values())
+        form.play(script, *given.values())
         assert fake.calls == expected
-        assert memory[:] == (told if TELL in which else [0] * 16)
+        assert memory[:] == (told if CommandKind.TELL in which else [0] * 16)
 
 
 NOTE = Note(0, 0, 0, 0, 4)
 KERNEL = Launch(1, 1, 0, 1, 1, 1, 1)
 IDS = np.arange(4)
-SCRIPT = (LAUNCH, KERNEL, NOTE, "count", 1, 0, 0, 0)
+COMMAND = LaunchKernel(KERNEL, NOTE, Placeholder.COUNT, 1, 0, 0, 0)
 ROWS = Rows(IDS, POOL, 2048)
 PAGES = Pages(*(np.array([value]) for value in (0, 64, 64, 0)))
 
@@ -183,7 +205,7 @@ PAGES = Pages(*(np.array([value]) for value in (0, 64, 64, 0)))
         ("cuStreamWaitEvent", "copy", (PAGES, None, 0, 1, ROWS, 1, 0, 0, 2, 0, 0, 0)),
         ("cuMemcpyAsync", "copy", (PAGES, None, 0, 1, ROWS, 1, 0, 0, 0, 0, 0, 0)),
         ("cuMemcpyBatchAsync", "copy", (PAGES, None, 0, 4, ROWS, 1, 0, 0, 0, 0, 0, 0)),
-        ("cuLaunchKernel", "play", (((LAUNCH, KERNEL, NOTE, "count", 1, 0, 0, 0),), IDS, 0, 1, 1, ROWS, 0, 0)),
+        ("cuLaunchKernel", "play", ((COMMAND,), IDS, 0, 1, 1, ROWS, 0, 0)),
         ("cuEventQuery", "is_over", (1,)),
         ("cuStreamQuery", "is_idle", (1,)),
         ("cuEventSynchronize", "wait_over", (1,)),
@@ -226,18 +248,18 @@ def test_a_call_that_fails_is_told_by_its_name(
         ("copy", (PAGES[:3], None, 0, 1, ROWS, 1, 0, 0, 0, 0, 0, 0)),
         ("copy", (PAGES._replace(size=IDS[:0]), None, 0, 1, ROWS, 1, 0, 0, 0, 0, 0, 0)),
         ("is_over", ("1",)),
-        ("play", ((SCRIPT,), IDS, 0, 1, 1, ROWS, 0)),
-        ("play", ([SCRIPT], IDS, 0, 1, 1, ROWS, 0, 0)),
-        ("play", (((3, *SCRIPT[1:]),), IDS, 0, 1, 1, ROWS, 0, 0)),
-        ("play", (((-1, *SCRIPT[1:]),), IDS, 0, 1, 1, ROWS, 0, 0)),
-        ("play", (((LAUNCH, *range(13)),), IDS, 0, 1, 1, ROWS, 0, 0)),
+        ("play", ((COMMAND,), IDS, 0, 1, 1, ROWS, 0)),
+        ("play", ([COMMAND], IDS, 0, 1, 1, ROWS, 0, 0)),
+        ("play", ((COMMAND._replace(kind=3),), IDS, 0, 1, 1, ROWS, 0, 0)),
+        ("play", ((COMMAND._replace(kind=-1),), IDS, 0, 1, 1, ROWS, 0, 0)),
+        ("play", (((*range(13), CommandKind.LAUNCH),), IDS, 0, 1, 1, ROWS, 0, 0)),
         ("play", (((),), IDS, 0, 1, 1, ROWS, 0, 0)),
         ("play", ((7,), IDS, 0, 1, 1, ROWS, 0, 0)),
-        ("play", (((*SCRIPT[:-1], "starts"),), IDS, 0, 1, 1, ROWS, 0, 0)),
-        ("play", (((*SCRIPT[:-1], "no such name"),), IDS, 0, 1, 1, ROWS, 0, 0)),
-        ("play", (((*SCRIPT[:-1], "\0"),), IDS, 0, 1, 1, ROWS, 0, 0)),
-        ("play", (((*SCRIPT[:-1], ""),), IDS, 0, 1, 1, ROWS, 0, 0)),
-        ("play", (((*SCRIPT[:-1], "start"),), IDS, 0, 1, 1, ROWS, None, 0)),
+        ("play", ((COMMAND._replace(done="starts"),), IDS, 0, 1, 1, ROWS, 0, 0)),
+        ("play", ((COMMAND._replace(done="no such name"),), IDS, 0, 1, 1, ROWS, 0, 0)),
+        ("play", ((COMMAND._replace(done="\0"),), IDS, 0, 1, 1, ROWS, 0, 0)),
+        ("play", ((COMMAND._replace(done=""),), IDS, 0, 1, 1, ROWS, 0, 0)),
+        ("play", ((COMMAND._replace(done="start"),), IDS, 0, 1, 1, ROWS, None, 0)),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_the_driver_is_told(
@@ -250,4 +272,4 @@ def test_what_makes_no_sense_is_refused_before_the_driver_is_told(
 
 def test_python_serves_memory_that_is_not_pinned() -> None:
     """Its copies may wait, and must not keep the GIL while they do."""
-    assert isinstance(make_steps(pool_map(), to_pool=True, pinned=False), PythonSteps)
+    assert isinstance(make_submitter(pool_map(), to_pool=True, pinned=False), PythonSubmitter)

@@ -1,8 +1,9 @@
-"""The steps of a piece: a kernel or a copy over the bus, with the events around it. A script is all of a piece, in one call.
+"""Commands to the streams of a lane: tell a kernel its blocks, launch it, copy over the bus, with the events around it.
 
-A step starts a timer, waits for an event, does its work and records another event, each if there is one (0: none). `PythonSteps`
-says how, call by call; compiled, a script takes little longer than the driver does, and small jobs wait for nothing else.
-`make_steps` chooses. `STEPS_BY` says which was compiled.
+A command starts a timer, waits for an event, does its work and records another event, each if there is one (0: none).
+A script is the commands of a whole piece, submitted in one call. `PythonSubmitter` says how, call by call; compiled
+(`native/_cuda.c`), a script takes little longer than the driver does, and small jobs wait for nothing else.
+`make_submitter` chooses. `SUBMITTED_BY` says which was compiled.
 
 Streams, events and addresses are numbers. One thread at a time; any may wait. Errors of the driver are `TransferError`.
 """
@@ -11,7 +12,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from enum import IntEnum, StrEnum
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -20,28 +22,31 @@ from kvtier.transfer.cuda import driver
 from kvtier.transfer.cuda.pieces import Ints, Pages, PoolMap, Rows
 
 if uses_c("cuda"):
-    from kvtier.native._cuda import Steps as CompiledSteps
+    from kvtier.native._cuda import Submitter as CompiledSubmitter
 else:
-    CompiledSteps = None  # type: ignore[assignment, misc]
+    CompiledSubmitter = None  # type: ignore[assignment, misc]
 
 __all__ = [
     "BATCH_RANGES",
-    "COPY",
     "FIRST_RANGES",
-    "LAUNCH",
     "SMALL_RANGE",
-    "STEPS_BY",
-    "TELL",
+    "SUBMITTED_BY",
+    "Command",
+    "CommandKind",
+    "CopyPages",
+    "LaunchKernel",
     "Note",
+    "OpenEvent",
+    "Placeholder",
     "Plain",
-    "PythonSteps",
+    "PythonSubmitter",
     "Script",
-    "Step",
-    "Steps",
-    "make_steps",
+    "Submitter",
+    "TellKernel",
+    "make_submitter",
 ]
 
-STEPS_BY = form_of("cuda")
+SUBMITTED_BY = form_of("cuda")
 """Who tells streams what to do. Both tell them the same."""
 
 SMALL_RANGE = 1 << 20
@@ -72,21 +77,86 @@ class Note(NamedTuple):
 
 
 class Plain(NamedTuple):
-    """What a plain job keeps to. Blocks are chunks: slot i is `i * step` bytes behind `first`."""
+    """What a plain job keeps to. Blocks are chunks: slot i is `i * stride` bytes behind `first`."""
 
     first: int
-    step: int
+    stride: int
     num_blocks: int
     num_slots: int
 
 
-TELL, LAUNCH, COPY = range(3)
-Step = tuple[Any, ...]
-"""One of these three and its arguments, of which a string is the name of what each piece has its own: see `Steps.play`."""
-Script = tuple[Step, ...]
+class Placeholder(StrEnum):
+    """Stands in a command for what every piece has its own: scripts are written once, and played for many pieces."""
+
+    BLOCKS = "blocks"
+    FIRST = "first"
+    LAST = "last"
+    COUNT = "count"
+    ROWS = "rows"
+    START = "start"
+    WAIT = "wait"
 
 
-class Steps(Protocol):
+class CommandKind(IntEnum):
+    """What a command does. The last field of each, and the place of its function in C."""
+
+    TELL = 0
+    LAUNCH = 1
+    COPY = 2
+
+
+OpenEvent = int | Literal[Placeholder.START, Placeholder.WAIT]
+"""An event, 0 for none, or the name of one that every piece has its own."""
+
+
+class TellKernel(NamedTuple):
+    """The arguments of `Submitter.tell`."""
+
+    note: Note
+    blocks: Literal[Placeholder.BLOCKS]
+    first: Literal[Placeholder.FIRST]
+    last: Literal[Placeholder.LAST]
+    rows: Rows | Literal[Placeholder.ROWS]
+    offset: int
+    kind: CommandKind = CommandKind.TELL
+
+
+class LaunchKernel(NamedTuple):
+    """The arguments of `Submitter.launch`."""
+
+    kernel: driver.Launch
+    note: Note
+    num_blocks: Literal[Placeholder.COUNT]
+    stream: int
+    start: OpenEvent
+    wait: OpenEvent
+    done: int
+    kind: CommandKind = CommandKind.LAUNCH
+
+
+class CopyPages(NamedTuple):
+    """The arguments of `Submitter.copy`."""
+
+    pages: Pages
+    blocks: Literal[Placeholder.BLOCKS] | None
+    first: Literal[Placeholder.FIRST]
+    last: Literal[Placeholder.LAST]
+    rows: Literal[Placeholder.ROWS]
+    stream: int
+    side: int
+    side_done: int
+    after: int
+    start: OpenEvent
+    wait: OpenEvent
+    done: int
+    kind: CommandKind = CommandKind.COPY
+
+
+Command = TellKernel | LaunchKernel | CopyPages
+Script = tuple[Command, ...]
+
+
+class Submitter(Protocol):
     """What both forms do."""
 
     def is_plain(self, plain: Plain, blocks: Ints, slots: Ints, engine: int, /) -> bool:
@@ -95,7 +165,7 @@ class Steps(Protocol):
     def play(
         self, script: Script, blocks: Ints, first: int, last: int, count: int, rows: Rows, start: int, wait: int, /
     ) -> None:
-        """Do the steps of a script for a piece. Arguments have the names that scripts call them by."""
+        """Submit the commands of a script for a piece. The other arguments take the place of `Placeholder`s, in that order."""
 
     def tell(self, note: Note, blocks: Ints, first: int, last: int, rows: Rows, offset: int, /) -> None:
         """Write down blocks `[first, last)` for a kernel, and the places of their rows, plus `offset`."""
@@ -129,17 +199,17 @@ class Steps(Protocol):
         """Return the device's time between two events that have happened."""
 
 
-def make_steps(pool: PoolMap, *, to_pool: bool, pinned: bool) -> Steps:
-    """Return what tells streams the steps of one direction."""
-    if CompiledSteps is None or not pinned:  # copies of pageable memory may wait, and must not hold the GIL
-        return PythonSteps(pool, to_pool=to_pool, pinned=pinned)
-    return CompiledSteps(
+def make_submitter(pool: PoolMap, *, to_pool: bool, pinned: bool) -> Submitter:
+    """Return what submits the commands of one direction."""
+    if CompiledSubmitter is None or not pinned:  # copies of pageable memory may wait, and must not hold the GIL
+        return PythonSubmitter(pool, to_pool=to_pool, pinned=pinned)
+    return CompiledSubmitter(
         driver.find_functions(), driver.fail, to_pool, pool.address, pool.seam, SMALL_RANGE, FIRST_RANGES, BATCH_RANGES
     )
 
 
-class PythonSteps:
-    """Tells streams step by step, from Python."""
+class PythonSubmitter:
+    """Submits command by command, from Python."""
 
     def __init__(self, pool: PoolMap, *, to_pool: bool, pinned: bool = True) -> None:
         self._pool, self._to_pool, self._pinned = pool, to_pool, pinned
@@ -152,11 +222,17 @@ class PythonSteps:
         self, script: Script, blocks: Ints, first: int, last: int, count: int, rows: Rows, start: int, wait: int, /
     ) -> None:
         """Do one after the other."""
-        own: dict[str, Any] = {"blocks": blocks, "first": first, "last": last, "count": count, "rows": rows}
-        own |= {"start": start, "wait": wait}
-        steps: list[Callable[..., None]] = [self.tell, self.launch, self.copy]
-        for which, *args in script:
-            steps[which](*(own[arg] if isinstance(arg, str) else arg for arg in args))
+        own: dict[Placeholder, Any] = dict(
+            zip(Placeholder, (blocks, first, last, count, rows, start, wait), strict=True)
+        )
+        calls: dict[CommandKind, Callable[..., None]] = {
+            CommandKind.TELL: self.tell,
+            CommandKind.LAUNCH: self.launch,
+            CommandKind.COPY: self.copy,
+        }
+        for command in script:
+            *arguments, kind = command
+            calls[kind](*(own[item] if isinstance(item, Placeholder) else item for item in arguments))
 
     def tell(self, note: Note, blocks: Ints, first: int, last: int, rows: Rows, offset: int, /) -> None:
         """Write a note, and bring it to the device."""
