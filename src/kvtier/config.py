@@ -279,12 +279,12 @@ class CPUConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskConfig:
-    """A tier on a local disk: at most `capacity` bytes in the folder `path`, for all files and all ranks together.
+    """A tier on a local disk: at most `capacity` bytes in the folder `path`, all files and ranks together.
 
-    `write`: a row is written when it becomes ready in the pool (`through`), or before it leaves (`evict`). Beyond
-    `write_limit` bytes in 24 hours (by default four times the capacity; 0: no limit) only what is offered a second
-    time is written. `durability`: `periodic` syncs every few seconds, for machines that lose power; right bytes
-    need neither. `required`: an engine does not start without it.
+    `write`: a row is written when it becomes ready in the pool (`through`), or before it leaves (`evict`).
+    Beyond `write_limit` bytes in 24 hours (by default four times the capacity; 0: no limit) only what is offered
+    a second time is written. `durability`: `periodic` syncs every few seconds, for machines that lose power;
+    right bytes need neither. `required`: an engine does not start without it.
     """
 
     path: str = _setting(_read_path)
@@ -412,8 +412,8 @@ class OffloadingConfig:
 
     An image of a group with smaller blocks leaves the rest of its place unused. `launch_id` is what all
     processes of one start of the engine share and no other start has; a unique `engine_id` needs none. With
-    `scheduler_apart` the scheduler's process is not that of rank 0. Of `num_engines` that serve one model side by side
-    this is number `engine_index`: they share the capacity of a disk.
+    `scheduler_apart` the scheduler's process is not that of rank 0. Of `num_engines` that serve one model side
+    by side this is number `engine_index`: they share the capacity of a disk.
     """
 
     settings: KVTierConfig = _setting(_instance(KVTierConfig))
@@ -459,6 +459,14 @@ class OffloadingConfig:
         """Return the namespace; None while it is not known: nothing may then be shared with another process."""
         return self.namespace if isinstance(self.namespace, str) else self.namespace.get_nowait()
 
+    def tier_namespace_nowait(self) -> str | None:
+        """Return the namespace of rows that outlive the process; None while it is not known.
+
+        One that could not be computed is like no other: its rows would only take the place of those of others.
+        """
+        could_not = isinstance(self.namespace, Namespace) and self.namespace.problem is not None
+        return None if could_not else self.namespace_nowait()
+
     def image_bytes(self, group: int) -> int:
         """Return the bytes of one chunk of a group on one rank."""
         return self.settings.blocks_per_chunk * self.groups[group].bytes_per_block
@@ -475,7 +483,7 @@ class OffloadingConfig:
 
     @property
     def description_bytes(self) -> int:
-        """Room for what the event stream tells of a chunk: its tokens and hashes, and as much again of extra keys."""
+        """Room for what the event stream tells of a chunk: tokens, hashes, and as much again of extra keys."""
         blocks = self.settings.blocks_per_chunk
         tokens = max(group.block_size for group in self.groups) * blocks
         return -(-(256 + 5 * tokens + 96 * blocks) // 256) * 256

@@ -136,6 +136,9 @@ class FakeConnector:
     def has_pending_push_work(self) -> bool:
         return bool(self._transfers)
 
+    def wait_for_tiers(self, timeout: float) -> bool:
+        return False
+
     def explain(self, request_id: str) -> None:
         return None
 

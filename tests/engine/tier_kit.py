@@ -1,4 +1,4 @@
-"""Engines over a pool and a tier below it: in memory, with faults on request, and alive beyond one engine."""
+"""Engines over a pool and a tier below it: in memory, with faults on request, or on disk."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def tiered_engine(
     settings: dict[str, Any] | None = None,
     **engine: Any,
 ) -> Engine:
-    """Make a toy engine with a pool of `rows` chunks over a tier. Nothing is too slow to be worth it unless told so."""
+    """Make a toy engine with a pool of `rows` chunks over a tier.
+
+    Nothing is too slow to be worth it unless told so.
+    """
     kvtier = {
         "cpu": {"capacity": rows * ROW},
         "load_if_faster": False,
@@ -60,7 +63,7 @@ def tiered_engine(
 
 
 def disk_engine(folder: Path, windows: Sequence[int | None] = ONE_GROUP, **engine: Any) -> Engine:
-    """Make an engine over a pool and a real folder; its weights are those of every other that is made like it."""
+    """Make an engine over a pool and a real folder; all that are made so have one namespace."""
     kvtier = {
         "cpu": {"capacity": 64 * ROW},
         "load_if_faster": False,

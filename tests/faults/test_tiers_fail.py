@@ -1,8 +1,10 @@
-"""Never a wrong token, never a stalled engine, over a pool and a disk that go wrong, against what the model must say.
+"""Never a wrong token, never a stalled engine, over a pool and a disk that go wrong, against what the model
+must say.
 
-Random workloads as in `test_ranks_and_resets`, over small pools, so that most comes from the disk: rows that come back
-flipped, swapped, torn or short, calls that fail, say that the disk is full or hang, and restarts at random points,
-some of them without a word to the disk. The control takes the seal's check out and must change tokens.
+Random workloads as in `test_ranks_and_resets`, over small pools, so that most comes from the disk: rows
+that come back flipped, swapped, torn or short, calls that fail, say that the disk is full or hang, and
+restarts at random points, some of them without a word to the disk. The control takes the seal's check out
+and must change tokens.
 """
 
 from __future__ import annotations
@@ -130,8 +132,8 @@ class DiskPlayer(Player):
     def _restart(self) -> None:
         """End the process, in a way, and start another over the same folder, with the weights of the first.
 
-        Those may have been swapped meanwhile: KV of the others must not come back. Half of the time nothing is written
-        on the way out.
+        Those may have been swapped meanwhile: KV of the others must not come back. Half of the time nothing is
+        written on the way out.
         """
         self.counts["restarts"] += 1
         self._collect()

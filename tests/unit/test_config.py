@@ -162,6 +162,23 @@ def test_refuses_durations(bad: object) -> None:
         parse_duration(bad, "load_deadline")
 
 
+def test_rows_of_a_namespace_that_could_not_be_computed_stay_at_home() -> None:
+    def fail() -> str:
+        raise OSError("no such file")
+
+    group = GroupConfig(block_size=4, bytes_per_block=64, layer_names=("layer",))
+    settings = KVTierConfig(cpu=CPUConfig(capacity=1 << 20))
+    config = OffloadingConfig(
+        settings=settings, groups=(group,), hash_block_size=4, engine_id="test", namespace="known"
+    )
+    assert config.tier_namespace_nowait() == "known"
+    failed = Namespace(fail)
+    assert failed.wait(30.0) is not None
+    config = replace(config, namespace=failed)
+    assert config.namespace_nowait() is not None
+    assert config.tier_namespace_nowait() is None
+
+
 class TestFromDict:
     def test_defaults(self) -> None:
         config = KVTierConfig.from_dict({"cpu": {"capacity": "8GiB"}})

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from kvtier.connector.cost import CostModel, StepTimer
+import pytest
+
+from kvtier.connector.cost import CostModel, Price, StepTimer
+from kvtier.offload.promotions import TierCost
 
 
 def test_until_both_prices_are_known_every_load_is_worth_doing() -> None:
@@ -73,3 +76,37 @@ def test_a_bus_that_stood_still_is_tried_again_ever_more_rarely() -> None:
             tries.append(ask)
             cost.note_lost_load(1000, 2.0)
     assert tries == [4, 12, 28, 60, 124, 188, 252]
+
+
+def test_each_tier_has_a_price_of_its_own() -> None:
+    cost = CostModel()
+    disk, distant = TierCost("disk", 1000, 1000), TierCost("object", 1000, 0)
+    assert cost.promotion_seconds([]) == 0.0
+    assert cost.promotion_seconds([disk]) is None
+    cost.price_of("disk").note(1000, 0.1)
+    assert cost.promotion_seconds([disk]) == pytest.approx(0.2), "behind the bytes that are queued"
+    assert cost.promotion_seconds([disk, distant]) is None
+    cost.price_of("object").note(1000, 1.0)
+    assert cost.promotion_seconds([disk, distant]) == pytest.approx(1.0), "tiers work beside one another"
+    cost.price_of("disk").note_lost(1000, 5.0)
+    assert cost.promotion_seconds([disk]) == pytest.approx(10.0)
+    assert cost.load_seconds(1000) is None, "a slow disk says nothing of the bus"
+
+
+def test_a_slow_tier_is_tried_again_now_and_then() -> None:
+    cost = CostModel()
+    cost.price_of("disk").note(1000, 1.0)
+    answers = [cost.worth_promoting(["disk"], 1.0, 0.1) for _ in range(200)]
+    assert 0 < sum(answers) < 10
+    assert cost.worth_promoting(["disk"], 0.1, 0.1)
+
+
+def test_a_price_of_another_process_is_believed_if_nothing_is_known() -> None:
+    price = Price()
+    for nonsense in (None, 0.0, -1.0, 2.0, float("nan")):
+        price.recall(nonsense)
+        assert price.seconds_per_byte is None
+    price.recall(1e-9)
+    assert price.seconds(1000) == pytest.approx(1e-6)
+    price.recall(2e-9)
+    assert price.seconds_per_byte == 1e-9

@@ -347,3 +347,55 @@ def test_switched_off_the_stream_has_hashes_alone() -> None:
         ([get_offload_block_hash(make_offload_key(each, 0))], 0) for each in hash_blocks(list(range(8)), BLOCK)
     ]
     assert not host.scheduler._tracker.enabled
+
+
+# What a tier keeps of a chunk
+
+
+def restarted(*events: OffloadingEvent) -> tuple[OffloadingEventsTracker, list[KVCacheEvent]]:
+    """Return a tracker that has heard of chunks from tiers alone, and what it told."""
+    tracker = OffloadingEventsTracker(Prompt.describe)
+    events_told = tracker.take_events(events)
+    tracker.check()
+    return tracker, events_told
+
+
+def as_lists(value: Any) -> Any:
+    """Return a value with lists for tuples, as msgpack brings them back."""
+    return [as_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+@pytest.mark.parametrize("extra", [{}, {0: ("salt", b"image", 7), 3: ((1, 2), None)}])
+def test_what_a_tier_has_kept_announces_a_chunk_in_full(extra: dict[int, tuple[Any, ...]]) -> None:
+    prompt = Prompt(extra=extra, lora="adapter")
+    first = make(prompt, 0, 1)
+    keys = [prompt.key(0), prompt.key(1)]
+    (before,) = told(first, False, *keys, medium="STORAGE")
+    kept = tuple(first.encode(key) for key in keys)
+    tracker, (after,) = restarted(OffloadingEvent(keys, "STORAGE", False, kept))
+    assert isinstance(before, BlockStored)
+    assert isinstance(after, BlockStored)
+    assert (after.token_ids, after.block_hashes, after.lora_name) == (
+        before.token_ids, before.block_hashes, "adapter",
+    )  # fmt: skip
+    assert as_lists(after.extra_keys) == as_lists(before.extra_keys)
+    (removed,) = told(tracker, True, *keys, medium="STORAGE")
+    assert isinstance(removed, BlockRemoved)
+    assert removed.block_hashes == before.block_hashes
+    assert len(tracker) == 0
+
+
+def test_nonsense_that_a_tier_has_kept_is_not_believed() -> None:
+    prompt = Prompt()
+    other = make(prompt, 1).encode(prompt.key(1))
+    whole = make(prompt, 0).encode(prompt.key(0))
+    for kept in (b"", b"\x90", b"\xc1", whole[:-1], whole + b"0", other, bytes(len(whole))):
+        _, (event,) = restarted(OffloadingEvent([prompt.key(0)], "STORAGE", False, (kept,)))
+        assert isinstance(event, BlockStored)
+        assert (event.block_size, event.token_ids) == (0, []), kept
+
+
+def test_extra_keys_that_cannot_be_written_are_not_kept() -> None:
+    prompt = Prompt(extra={0: (object(),)})
+    assert make(prompt, 0).encode(prompt.key(0)) == b""
+    assert make(prompt).encode(prompt.key(0)) == b""

@@ -312,6 +312,19 @@ def test_ready_rows_are_written_through_and_pinned_meanwhile() -> None:
     assert events == [("STORAGE", False), ("CPU", False)], "what is below is told first"
 
 
+def test_offers_wait_for_a_tier_that_is_not_open_yet() -> None:
+    tiered = Tiered()
+    tiered.tier.misses = dict.fromkeys(keys(1, 2), TierMiss.NOT_OPEN)
+    tiered.store(1, 2)
+    tiered.poll()
+    assert demoted(tiered) == []
+    tiered.clock.now = 2.0
+    assert not tiered.manager.has_pending_work(), "an idle engine does not wait for it"
+    tiered.tier.misses.clear()
+    tiered.poll()
+    assert demoted(tiered) == keys(1, 2)
+
+
 def test_what_a_tier_does_not_want_is_let_go_at_once() -> None:
     tiered = Tiered()
     tiered.tier.refuses = set(keys(1, 2))

@@ -1,8 +1,8 @@
 """Random calls of a manager over the pool and two tiers: nothing is lent twice, read half written, or lost.
 
-Every row has bytes that follow from its key. Tiers answer late, in any order and with any outcome, and write to the memory
-that they were lent until they say that they are done with it. Whatever a load pins must hold its own bytes, whatever a
-demotion writes too, and once all is over every slot is free or ready.
+Every row has bytes that follow from its key. Tiers answer late, in any order and with any outcome, and
+write to the memory that they were lent until they say that they are done with it. Whatever a load pins must
+hold its own bytes, whatever a demotion writes too, and once all is over every slot is free or ready.
 """
 
 from __future__ import annotations

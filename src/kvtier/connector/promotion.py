@@ -1,10 +1,11 @@
 """Is it worth waiting for chunks from tiers below the pool, and for how long?
 
-Asked before the pool's own match. A request wishes once per admission: it is then answered in O(1) until its rows
-have come or its patience is over, and computes what has not come. A promotion is compared with computing what it
-brings *plus the prefill that is queued ahead*, and counts the bytes that the tier has to move first. Patience bounds
-the whole wait; `load_deadline` bounds a batch of I/O beyond the time that it is known to take, so that a tier that
-hangs costs one deadline. Without prices patience is that deadline. Scheduler thread only.
+Asked before the pool's own match. A request wishes once per admission: it is then answered in O(1) until
+its rows have come or its patience is over, and computes what has not come. A promotion is compared with
+computing what it brings *plus the prefill that is queued ahead*, and counts the bytes that the tier has to
+move first. Patience bounds the whole wait; `load_deadline` bounds a batch of I/O beyond the time that it is
+known to take, so that a tier that hangs costs one deadline. Without prices patience is that deadline.
+Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ class PromotionDecision:
         self.waits = 0
         """How many requests were told to wait for a promotion."""
 
-    # -- asking ------------------------------------------------------------------------------------------------------------
+    # -- asking ------------------------------------------------------------------------------------
 
     def is_waiting(self, state: RequestState) -> bool:
-        """Say whether a request should be asked about later because its chunks are on their way from a tier."""
+        """Say whether a request should be asked about later: its chunks come from a tier."""
         return not state.may_promote and self._manager.is_promoting(state.context)
 
     def begins_to_wait(self, state: RequestState, here: PrefixMatch, limit: int) -> bool:
-        """Say whether a request should wait for chunks from tiers beyond what is `here`, and note its wish if so."""
+        """Say whether a request should wait for more than is `here`, and note its wish if so."""
         if not state.may_promote:
             return False
         there = match_prefix(self._geometry, self._manager.anywhere, state, limit)
@@ -85,7 +86,7 @@ class PromotionDecision:
         return Wish(needed, patience, deadline, whole=bool(self._geometry.windowed))
 
     def _needed(self, state: RequestState, end: int) -> list[OffloadKey]:
-        """Return the chunks of a load up to `end`, in the order in which they are of use: those of windows first."""
+        """Return the chunks of a load up to `end`, in the order of their use: windows first."""
         spans = []
         for group in state.groups:
             size = group.geometry.chunk_size
@@ -96,10 +97,10 @@ class PromotionDecision:
         full = [{} if index in windows else span for index, span in enumerate(spans)]
         return windowed + state.head_to_tail(full)
 
-    # -- loading -----------------------------------------------------------------------------------------------------------
+    # -- loading -----------------------------------------------------------------------------------
 
     def tokens_by_tier(self, state: RequestState, end: int) -> dict[str, int]:
-        """Say how many of the tokens up to `end`, which are about to be loaded, have come from which tier."""
+        """Say how many of the tokens up to `end`, which are to be loaded, came from which tier."""
         sources = self._manager.promoted_from(state.context)
         if not sources:
             return {}
@@ -127,7 +128,7 @@ class PromotionDecision:
         self._recall_prices()
 
     def _recall_prices(self) -> None:
-        """Begin with what an earlier process has learnt, once a tier can tell and unless this one knows better."""
+        """Begin with what an earlier process has learnt, unless this one knows better."""
         if len(self._learnt) == len(self._manager.tiers):
             return
         for tier in self._manager.tiers:

@@ -105,7 +105,7 @@ class OffloadingConnectorScheduler:
         if self._tracker.enabled:
             manager.describe_with(self._tracker.encode)
         if self._describe is None:
-            logger.warning("tiers: nothing is written: without `describe` nobody knows which chunks are of an adapter")
+            logger.warning("tiers: nothing is written: without `describe` no chunk is known to be of no adapter")
 
     # -- asking ------------------------------------------------------------------------------------------------------------
 
@@ -501,7 +501,7 @@ class OffloadingConnectorScheduler:
                 raise IntegrityError(f"request {state.view.request_id} holds blocks for stores that do not exist")
 
     def wait_for_tiers(self, timeout: float) -> bool:
-        """Block until a promotion may have come, for an engine with nothing else to do. `False`: none is on its way."""
+        """Block until a promotion may have come, for an engine with nothing else to do. `False`: none comes."""
         return isinstance(self.manager, TieredOffloadingManager) and self.manager.wait_any(timeout)
 
     def shutdown(self) -> None:
@@ -523,7 +523,7 @@ class OffloadingConnectorScheduler:
         return state
 
     def _is_of_an_adapter(self, request: RequestView) -> bool:
-        """Say whether a request's KV depends, or may depend, on an adapter, of which its keys say the name alone."""
+        """Say whether a request's KV may depend on an adapter, of which its keys say the name alone."""
         if self._describe is None:
             return True
         told = self._describe(request, 0, 0, self._geometry.groups[0].block_size)

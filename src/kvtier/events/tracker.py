@@ -177,7 +177,7 @@ class OffloadingEventsTracker:
         return told
 
     def encode(self, key: OffloadKey) -> bytes:
-        """Return what is known of a chunk as bytes that a tier can keep; none if that is nothing, or cannot be written."""
+        """Return what is known of a chunk as bytes for a tier to keep; none if it cannot be written."""
         chunk = self._held.get(key) or self._planned.get(key)
         if chunk is None or chunk.block_size == 0:
             return b""
@@ -187,7 +187,7 @@ class OffloadingEventsTracker:
             return b""
 
     def _recall(self, keys: Sequence[OffloadKey], descriptions: Sequence[bytes]) -> None:
-        """Note what a tier has kept of chunks. What cannot be read, or is of another chunk, is not described."""
+        """Note what a tier has kept of chunks, unless it makes no sense or is of another chunk."""
         for key, description in zip(keys, descriptions, strict=True):
             if self.enabled and description and key not in self._held and key not in self._planned:
                 chunk = _decode(description)

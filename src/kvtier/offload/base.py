@@ -60,7 +60,7 @@ class OffloadingEvent:
     medium: str
     removed: bool
     descriptions: tuple[bytes, ...] | None = None
-    """What a tier has kept of each chunk for the event stream, where nobody else knows it: after a restart."""
+    """What a tier has kept of each chunk for the event stream, if nobody else knows: after a restart."""
 
 
 class MissReason(Enum):

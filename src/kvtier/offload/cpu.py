@@ -3,8 +3,9 @@
 The scheduler gets a manager that knows the slots, each worker gets the handlers that fill and read them.
 Parties to the pool are processes: those of the workers and, with tiers, the scheduler's, which then moves
 rows too. Where scheduler and worker share a process they share its one mapping, also if each has a spec of
-its own, and a single process needs no shared memory. With a capacity of 0 there is no pool: the manager takes
-nothing and workers get no handlers, since none is ever needed. Called while an engine starts and ends.
+its own, and a single process needs no shared memory. With a capacity of 0 there is no pool: the manager
+takes nothing and workers get no handlers, since none is ever needed. Called while an engine starts and
+ends.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def make_tier(tier: TierConfig, config: OffloadingConfig) -> Tier:
     disk = DiskTier(
         tier,
         row_bytes=config.row_bytes,
-        namespace=config.namespace_nowait,
+        namespace=config.tier_namespace_nowait,
         rank=config.engine_index,
         ranks=config.num_engines,
         description_bytes=config.description_bytes,
@@ -91,7 +92,10 @@ def _expect_policy(tier: TierConfig, path: str) -> None:
 
 
 class CPUOffloadingSpec(OffloadingSpec):
-    """Offloads to host memory and what is below. `clock` times the deadlines of transfers, `make_tier` makes tiers."""
+    """Offloads to host memory and what is below.
+
+    `clock` times the deadlines of transfers, `make_tier` makes tiers.
+    """
 
     def __init__(
         self,
@@ -143,7 +147,7 @@ class CPUOffloadingSpec(OffloadingSpec):
             rows,
             seats,
             store_deadline=settings.store_deadline,
-            is_namespace_known=lambda: self.config.namespace_nowait() is not None,
+            is_namespace_known=lambda: self.config.tier_namespace_nowait() is not None,
             clock=self._clock,
         )
 

@@ -1,11 +1,11 @@
 """Demotions: rows of the pool on their way into tiers below.
 
-A demotion is one more reader of a row. Nothing waits for it: an offer is noted and submitted when there is room, a
-row that has left the pool by then is lost to the tier, and rows that no thread has begun to write are given back when
-their slots are needed (`make_room`). Both are counted.
+A demotion is one more reader of a row. Nothing waits for it: an offer is noted and submitted when there is
+room, a row that has left the pool by then is lost to the tier, and rows that no thread has begun to write
+are given back when their slots are needed (`make_room`). Both are counted.
 
-What demotions take of the pool is bounded, and so is what is in a tier's queue on our behalf. A hung tier keeps no
-more than that pinned. Scheduler thread only; nothing blocks.
+What demotions take of the pool is bounded, and so is what is in a tier's queue on our behalf. A hung tier
+keeps no more than that pinned. Scheduler thread only; nothing blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey
 from kvtier.offload.base import ReqContext
 from kvtier.offload.manager import CPUOffloadingManager
-from kvtier.tiers.base import LentRow, Piece, Tier, TierJob, TierResult
+from kvtier.tiers.base import LentRow, Piece, Tier, TierJob, TierMiss, TierResult
 from kvtier.transfer.base import CPULoadStoreSpec
 
 __all__ = ["Demotions"]
@@ -26,7 +26,7 @@ __all__ = ["Demotions"]
 _SHARE = 4
 """One slot in so many may be pinned by demotions."""
 _BYTES = 128 << 20
-"""What is with a tier at a time: enough for a disk during a long step, and less than a tier's queue takes."""
+"""With a tier at a time: enough for a disk during a long step, less than a tier's queue takes."""
 
 _NOBODY = ReqContext()
 
@@ -51,6 +51,10 @@ class _TierQueue:
     tier: Tier
     offers: dict[OffloadKey, None] = field(default_factory=dict)
     num_submitted: int = 0
+
+    def is_closed(self) -> bool:
+        """Say whether the tier is not open yet: offers then wait, as long as their rows are in the pool."""
+        return self.tier.explain(next(iter(self.offers))) is TierMiss.NOT_OPEN
 
 
 class Demotions:
@@ -83,10 +87,13 @@ class Demotions:
         """Return how many rows are pinned, once for each tier."""
         return sum(len(job.slots) for job in self._jobs.values())
 
-    # -- offering ----------------------------------------------------------------------------------------------------------
+    # -- offering ----------------------------------------------------------------------------------
 
     def offer(self, tier: Tier, keys: Iterable[OffloadKey]) -> None:
-        """Note that ready rows may be written to a tier. The oldest offers go if there are more than the pool has slots."""
+        """Note that ready rows may be written to a tier.
+
+        The oldest offers go if there are more than the pool has slots.
+        """
         offers = self._queues[tier.name].offers
         before = len(offers)
         offers.update(dict.fromkeys(keys))
@@ -102,7 +109,7 @@ class Demotions:
         """Give each tier as many of its offers as it may have at a time."""
         for queue in self._queues.values():
             room = self._most_submitted - queue.num_submitted
-            if queue.offers and room > 0:
+            if queue.offers and room > 0 and not queue.is_closed():
                 keys = list(islice(queue.offers, room))
                 for key in keys:
                     del queue.offers[key]
@@ -122,7 +129,7 @@ class Demotions:
         taken = set(queue.tier.demote(TierJob(job.job_id, rows, self._clock() + self._seconds)))
         self._unpin(job, [key for key in ready if key not in taken])
 
-    # -- ending ------------------------------------------------------------------------------------------------------------
+    # -- ending ------------------------------------------------------------------------------------
 
     def has_job(self, job_id: int) -> bool:
         """Say whether a job is a demotion that is not over."""
@@ -135,7 +142,7 @@ class Demotions:
             self._unpin(self._jobs[result.job_id], list(result.keys))
 
     def make_room(self, count: int) -> None:
-        """Give back up to `count` slots of rows that no thread has begun to write, the last offered first."""
+        """Give back up to `count` slots whose rows no thread has begun to write, the last first."""
         for job in reversed(list(self._jobs.values())):
             if count <= 0:
                 return
@@ -160,7 +167,7 @@ class Demotions:
             queue.offers.clear()
 
     def has_offers(self) -> bool:
-        """Say whether offers wait, and are likely to be taken soon: something was offered or written a moment ago."""
+        """Say whether offers wait, and something was offered or written a moment ago."""
         waiting = any(queue.offers for queue in self._queues.values())
         return waiting and self._clock() - self._progress < 1.0
 

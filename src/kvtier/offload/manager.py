@@ -130,7 +130,7 @@ class CPUOffloadingManager(OffloadingManager):
     def prepare_store(
         self, keys: Iterable[OffloadKey], req_context: ReqContext, *, unasked: bool = False
     ) -> PrepareStoreOutput | None:
-        """Take what can be stored of an offer; `unasked`: whether or not it has been offered often enough."""
+        """Take what can be stored of an offer; `unasked`: even if it was not offered often enough."""
         offered = _as_list(keys)
         wanted = self._book.missing(offered) if unasked else self._choose(offered)
         if not wanted:
@@ -177,8 +177,8 @@ class CPUOffloadingManager(OffloadingManager):
     def abandon_store(self, keys: list[OffloadKey], spec: CPULoadStoreSpec) -> None:
         """Make chunks absent whose store has come to nothing while something may still write their slots.
 
-        The slots come back with `complete_store`. A key that has another slot by now is left alone, and why these are
-        absent stays what it was.
+        The slots come back with `complete_store`. A key that has another slot by now is left alone, and why
+        these are absent stays what it was.
         """
         slots = spec.block_ids
         self._drop(slots[self._book.find(keys) == slots], None)

@@ -2,14 +2,14 @@
 
     wish --submit--> under way --results--> over          a wish takes no slot; submitting takes slots and starts I/O
 
-Asking is cheap and changes nothing: `is_waiting` answers in O(1). A row is brought once, whoever waits for it. It
-stays pinned for each of them until that request's load, its end, or its deadline, and is then an ordinary ready row.
-A request waits no longer than its deadline; what has not arrived by then is a miss. A row that arrives in vain is
-kept, one that nobody has begun to read is withdrawn. Slots that a late call may still write stay out of use until
-the call has returned.
+Asking is cheap and changes nothing: `is_waiting` answers in O(1). A row is brought once, whoever waits for
+it. It stays pinned for each of them until that request's load, its end, or its deadline, and is then an
+ordinary ready row. A request waits no longer than its deadline; what has not arrived by then is a miss. A
+row that arrives in vain is kept, one that nobody has begun to read is withdrawn. Slots that a late call may
+still write stay out of use until the call has returned.
 
-What promotions take of the pool is bounded: rows on their way, rows pinned, and slots that calls have not given
-back. Scheduler thread only; nothing blocks.
+What promotions take of the pool is bounded: rows on their way, rows pinned, and slots that calls have not
+given back. Scheduler thread only; nothing blocks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvtier.transfer.base import CPULoadStoreSpec
 __all__ = ["PromotionTime", "Promotions", "TierCost", "Wish"]
 
 _SHARE = 2
-"""One slot in so many may be taken by promotions: the rest keeps what is there, and takes what is computed."""
+"""One slot in so many may be taken by promotions; the rest keeps and takes what is computed."""
 
 _REASONS = {
     Outcome.ABSENT: MissReason.EVICTED,
@@ -62,8 +62,8 @@ class PromotionTime(NamedTuple):
 class Wish(NamedTuple):
     """What a request wants to have in the pool.
 
-    `needed` are all chunks of its load in the order in which they are of use. It waits for `patience` seconds at most,
-    and a tier may take `io_seconds` over its part. `whole`: a part is of no use.
+    `needed` are all chunks of its load in the order in which they are of use. It waits for `patience` seconds
+    at most, and a tier may take `io_seconds` over its part. `whole`: a part is of no use.
     """
 
     needed: list[OffloadKey]
@@ -117,7 +117,7 @@ class _PromotionJob:
     seconds: float = 0.0
     arrived_bytes: int = 0
     is_late: bool = False
-    """Nothing of it came in time, or not all within its deadline: how long it would have taken is not known."""
+    """Nothing of it came in time, or not all: how long it would have taken is not known."""
 
     def spec(self, keys: Iterable[OffloadKey]) -> CPULoadStoreSpec:
         """Return the slots of some of its rows."""
@@ -159,7 +159,7 @@ class Promotions:
         self._newest = 0
         self._times: list[PromotionTime] = []
 
-    # -- asking ------------------------------------------------------------------------------------------------------------
+    # -- asking ------------------------------------------------------------------------------------
 
     def is_arriving(self, key: OffloadKey) -> bool:
         """Say whether a row is on its way."""
@@ -183,7 +183,10 @@ class Promotions:
         return found
 
     def costs(self, needed: Sequence[OffloadKey]) -> list[TierCost]:
-        """Say what has to come from which tier for these chunks to be in the pool. Those on their way cost nothing more."""
+        """Say what has to come from which tier for these chunks to be in the pool.
+
+        Those on their way cost nothing more.
+        """
         absent = [key for key in needed if self._pool.lookup(key, _NOBODY) is False]
         counts = Counter(tier.name for tier in self.find(absent) if tier is not None)
         counts.update({self._arrivals[key].job.tier.name: 0 for key in needed if key in self._arrivals})
@@ -203,10 +206,13 @@ class Promotions:
         waiter = self._waiters.get(context.req_id)
         return None if waiter is None else waiter.reasons.get(key)
 
-    # -- wishing and submitting --------------------------------------------------------------------------------------------
+    # -- wishing and submitting --------------------------------------------------------------------
 
     def wish(self, wish: Wish, context: ReqContext) -> bool:
-        """Note that a request wants rows. `False`: there is no room for any of them, and it need not wait."""
+        """Note that a request wants rows.
+
+        `False`: there is no room for any of them, and it need not wait.
+        """
         absent = [key for key in wish.needed if self._pool.lookup(key, context) is False]
         room = self._room()
         self.release(context)
@@ -231,7 +237,7 @@ class Promotions:
     def _submit(self, waiter: _Waiter) -> None:
         waiter.is_submitted = True
         needed = waiter.wish.needed
-        self._pool.touch(needed, waiter.context)  # the rows that are there must be there when the others have come
+        self._pool.touch(needed, waiter.context)  # what is there should be there when the others have come
         absent = [key for key in needed if self._pool.lookup(key, waiter.context) is False]
         holders = {key: tier for key, tier in zip(absent, self.find(absent), strict=True) if tier is not None}
         wanted = _leading(absent, holders) if not waiter.wish.whole else list(holders)
@@ -281,7 +287,7 @@ class Promotions:
         self._pool.abandon_store(keys, spec)
         self._pool.complete_store(keys, success=False, spec=spec)
 
-    # -- results -----------------------------------------------------------------------------------------------------------
+    # -- results -----------------------------------------------------------------------------------
 
     def has_job(self, job_id: int) -> bool:
         """Say whether a job is a promotion that is not over."""
@@ -312,7 +318,7 @@ class Promotions:
     def _deliver(self, job: _PromotionJob, keys: list[OffloadKey]) -> None:
         """Pin rows that have come for each request that waits for them."""
         for waiter, theirs in self._take_arrivals(job, keys).items():
-            ready = [key for key in theirs if self._pool.lookup(key, waiter.context)]  # else a reset came between
+            ready = [key for key in theirs if self._pool.lookup(key, waiter.context)]  # or a reset came
             waiter.take_off(theirs)
             if ready:
                 waiter.pins.append((ready, self._pool.prepare_load(ready, waiter.context)))
@@ -326,7 +332,10 @@ class Promotions:
             self._wait_no_more(waiter, waiter.useless())
 
     def drop(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
-        """Wait no more for rows on their way, because they are wrong, and return them. Their slots come back later."""
+        """Wait no more for rows on their way, because they are wrong, and return them.
+
+        Their slots come back later.
+        """
         dropped = [key for key in keys if key in self._arrivals]
         for key in dropped:
             if key in self._arrivals:  # else it was withdrawn with one before it
@@ -362,7 +371,7 @@ class Promotions:
         if job.is_late:
             self._times.append(PromotionTime(job.tier.name, job.num_bytes + job.ahead_bytes, waited, lost=True))
         elif job.arrived_bytes:
-            # The calls' own time counts each thread, the whole time counts the queue and the steps: the truth is below both.
+            # The calls' own time counts each thread, the whole time the queue and steps: the truth is below.
             share = job.arrived_bytes / (job.arrived_bytes + job.ahead_bytes)
             seconds = min(job.seconds, waited * share) or waited * share
             self._times.append(PromotionTime(job.tier.name, job.arrived_bytes, seconds, lost=False))
@@ -372,7 +381,7 @@ class Promotions:
         times, self._times = self._times, []
         return times
 
-    # -- ending ------------------------------------------------------------------------------------------------------------
+    # -- ending ------------------------------------------------------------------------------------
 
     def expire(self) -> None:
         """End the waits that have lasted long enough."""
@@ -388,7 +397,10 @@ class Promotions:
             self._unpin(waiter)
 
     def release(self, context: ReqContext) -> None:
-        """Forget a request: its load has begun, or it has ended. Rows that have come for it are ordinary ones."""
+        """Forget a request: its load has begun, or it has ended.
+
+        Rows that have come for it are ordinary ones.
+        """
         waiter = self._waiters.pop(context.req_id, None)
         if waiter is not None:
             self._wait_no_more(waiter, list(waiter.missing))
@@ -408,7 +420,7 @@ class Promotions:
             self._pinned -= Counter(keys)
 
     def _wait_no_more(self, waiter: _Waiter, keys: list[OffloadKey]) -> None:
-        """Take a request from those who wait for rows; withdraw what nobody waits for and no thread has begun."""
+        """Take a request from those who wait for rows; withdraw what nobody waits for."""
         waiter.take_off(keys)
         unwanted: dict[_PromotionJob, list[OffloadKey]] = {}
         for key in keys:

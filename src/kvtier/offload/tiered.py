@@ -1,7 +1,7 @@
 """`TieredOffloadingManager`: the pool and the tiers below it, behind the face of one manager.
 
-To the connector it is the pool's manager: what can be loaded is in the pool, and `lookup` speaks of the pool alone.
-Beyond that a connector may ask what can be had `anywhere`, and have it brought into the pool:
+To the connector it is the pool's manager: what can be loaded is in the pool, and `lookup` speaks of the
+pool alone. Beyond that a connector may ask what can be had `anywhere`, and have it brought into the pool:
 
     ask       anywhere.lookup_prefix, promotion_costs      change nothing, start nothing
               promote -> a wish; is_promoting answers in O(1) from then on
@@ -9,11 +9,11 @@ Beyond that a connector may ask what can be had `anywhere`, and have it brought 
               poll_tiers            takes in results, writes rows    (when a step's output comes in)
     load      prepare_load          pins the rows for the load and lets go of the promotion
 
-Nothing is evicted or completed between an ask and its allocation, since only the two calls of a step do that.
-Rows that become ready are offered to the tiers below (`write: through`), or the coldest are ahead of their eviction
-(`write: evict`). What a tier announces comes before what the pool announces, so that a row that leaves the pool
-is known to be below. A reset makes all of it void, in this process and in later ones. Scheduler thread only; nothing
-blocks but `wait_any` and `shutdown`.
+Nothing is evicted or completed between an ask and its allocation, since only the two calls of a step do
+that. Rows that become ready are offered to the tiers below (`write: through`), or the coldest are ahead of
+their eviction (`write: evict`). What a tier announces comes before what the pool announces, so that a row
+that leaves the pool is known to be below. A reset makes all of it void, in this process and in later ones.
+Scheduler thread only; nothing blocks but `wait_any` and `shutdown`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _REASONS = {
 
 
 class TierSeat(NamedTuple):
-    """A tier, and when rows are written to it: `through`, as soon as they are ready, or ahead of their eviction."""
+    """A tier, and when rows are written to it: `through`, when they are ready, or before they leave."""
 
     tier: Tier
     write: str = "through"
@@ -95,7 +95,7 @@ class TieredOffloadingManager(OffloadingManager):
         self._confined: set[OffloadKey] = set()
         """Chunks of the pool that must not leave it."""
         self._offered_ahead: set[OffloadKey] = set()
-        """The coldest chunks that were offered when last looked: a tier that did not want them is not asked again."""
+        """The coldest chunks when last looked: a tier that did not want them is not asked again."""
         self._polls = 0
         self._is_closed = False
         self.anywhere = _Anywhere(self)
@@ -105,7 +105,7 @@ class TieredOffloadingManager(OffloadingManager):
         """Have tiers keep what the event stream tells of a chunk."""
         self._demotions.describe = describe
 
-    # -- the pool's manager ------------------------------------------------------------------------------------------------
+    # -- the pool's manager ------------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         return self.pool.lookup(key, req_context)
@@ -180,7 +180,7 @@ class TieredOffloadingManager(OffloadingManager):
         self._promotions.release(req_context)
 
     def reset_cache(self) -> None:
-        """Make everything absent, everywhere and for good: nothing from before comes back, here or after a restart."""
+        """Make everything absent, everywhere and for good: nothing comes back, not after a restart."""
         for tier in self.tiers:  # first: whatever happens, their rows are void
             tier.reset(secrets.token_hex(8))
         self._promotions.reset()
@@ -188,14 +188,20 @@ class TieredOffloadingManager(OffloadingManager):
         self._confined.clear()
         self.pool.reset_cache()
 
-    # -- promotions --------------------------------------------------------------------------------------------------------
+    # -- promotions --------------------------------------------------------------------------------
 
     def promotion_costs(self, needed: Sequence[OffloadKey]) -> list[TierCost]:
-        """Say what would have to come from which tier for these chunks to be in the pool. Changes nothing."""
+        """Say what would have to come from which tier for these chunks to be in the pool.
+
+        Changes nothing.
+        """
         return self._promotions.costs(needed)
 
     def promote(self, wish: Wish, req_context: ReqContext) -> bool:
-        """Note that a request wants chunks in the pool and will wait. `False`: there is no room, compute instead."""
+        """Note that a request wants chunks in the pool and will wait.
+
+        `False`: there is no room, compute instead.
+        """
         return self._promotions.wish(wish, req_context)
 
     def is_promoting(self, req_context: ReqContext) -> bool:
@@ -250,14 +256,14 @@ class TieredOffloadingManager(OffloadingManager):
         if absent:
             self._demotions.offer(tier, absent)
 
-    # -- reports -----------------------------------------------------------------------------------------------------------
+    # -- reports -----------------------------------------------------------------------------------
 
     def explain(self, key: OffloadKey) -> MissReason | None:
         """Say why a chunk cannot be loaded as things are: why the pool does not have it."""
         return self.pool.explain(key)
 
     def explain_tiers(self, key: OffloadKey, req_context: ReqContext) -> dict[str, MissReason]:
-        """Say why no tier gave a chunk to a request: by tier, those that have never had it left out if others have."""
+        """Say why no tier gave a chunk to a request, of those tiers that have ever had it, if any."""
         in_pool = self.pool.explain(key)
         if in_pool is None:
             return {}
@@ -300,11 +306,14 @@ class TieredOffloadingManager(OffloadingManager):
         return self._demotions.unwritten
 
     def has_pending_work(self) -> bool:
-        """Say whether an idle engine should step: rows are being written, and something has moved of late."""
+        """Say whether an idle engine should step: rows are written, and something has moved of late."""
         return any(tier.has_pending_work() for tier in self.tiers) or self._demotions.has_offers()
 
     def wait_any(self, timeout: float) -> bool:
-        """Block until a tier may have something to tell, for an engine that has nothing to do. `False`: none will."""
+        """Block until a tier may have something to tell, for an engine that has nothing to do.
+
+        `False`: none will.
+        """
         busy = [tier for tier in self.tiers if tier.promotion_bytes]
         for tier in busy[:1]:
             tier.wait_any(timeout)
@@ -319,10 +328,10 @@ class TieredOffloadingManager(OffloadingManager):
         if any(self.pool.lookup(key, _NOBODY) is False for key in self._confined):
             raise IntegrityError("tiered manager: a chunk is confined to the pool and not in it")
 
-    # -- ending ------------------------------------------------------------------------------------------------------------
+    # -- ending ------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Write what is ready and nowhere else, the hottest first, for a few seconds at most, and close the tiers."""
+        """Write what no tier has, the hottest first, for a few seconds at most, and close the tiers."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -106,6 +106,18 @@ class PolicySuite:
         assert self.evict(policy, 2, np.zeros(4, dtype=np.bool_)) == []
         assert policy.ranked().tolist() == ranked
 
+    def test_the_coldest_are_those_that_would_be_evicted(self) -> None:
+        policy = self.make(6)
+        self.insert(policy, 0, 1, 2, 3, 4, 5)
+        policy.touch(slots_of(3, 1), np.array([True, True]))
+        ranked, evictable = policy.ranked().tolist(), np.ones(6, dtype=np.bool_)
+        evictable[ranked[0]] = False
+        coldest = policy.coldest(3, evictable).tolist()
+        assert policy.ranked().tolist() == ranked, "looking changes nothing"
+        assert coldest == ranked[1:4]
+        assert policy.coldest(9, evictable).tolist() == ranked[1:]
+        assert policy.coldest(0, evictable).tolist() == []
+
     def test_a_removed_slot_is_not_ranked_and_can_come_back(self) -> None:
         policy = self.make(4)
         self.insert(policy, 0, 1, 2)

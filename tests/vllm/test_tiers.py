@@ -1,0 +1,40 @@
+"""Tiers below the pool, in vLLM: an engine that starts over a folder of another has what that one had."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.vllm.conftest import Reference, tokens_of
+from tests.vllm.engines import Engine, make_prompt, vllm_engine
+
+LENGTHS = (33, 100, 250)
+
+
+def wait_open(engine: Engine) -> Any:
+    """Step until the namespace is known and the disk is open; return the manager."""
+    scheduler = engine.connector._connector.connector_scheduler
+    assert scheduler.spec.config.namespace.wait(120.0) is not None
+    seed = 1000
+    while scheduler.manager.tier_stats()[0].state != "open":
+        engine.generate([make_prompt(seed, 8)], max_tokens=1)
+        seed += 1
+    return scheduler.manager
+
+
+def test_prompts_come_back_from_disk_after_a_restart(model: Path, reference: Reference, tmp_path: Path) -> None:
+    prompts = [make_prompt(seed, length) for seed, length in enumerate(LENGTHS)]
+    settings = {"tiers": [{"disk": {"path": str(tmp_path), "capacity": "64MiB"}}], "load_deadline": "30s"}
+    with vllm_engine(model, settings) as engine:
+        first = engine.generate(prompts)
+        manager = wait_open(engine)
+        engine.settle()
+        assert manager.tier_stats()[0].demoted > 0
+    with vllm_engine(model, settings) as engine:
+        wait_open(engine)
+        again = engine.generate(prompts)
+        windowed = len(engine.connector._groups) > 1
+        engine.settle()
+    assert tokens_of(first) == tokens_of(again) == reference(model, prompts)
+    assert [output.cached for output in first] == [0] * len(prompts)
+    assert [output.cached for output in again] == [(length - windowed) // 32 * 32 for length in LENGTHS]
