@@ -1089,6 +1089,20 @@ def test_without_replay_losses_that_cancel_are_not_called_exact() -> None:
     bench.assert_exact()
 
 
+def test_nothing_is_delivered_as_exact_behind_a_loss() -> None:
+    """The batch behind the hole came first, and then the word that the replica is not exact."""
+    bench = ours(can_ask=False)
+    bench.live(bench.publish(), heartbeat(bench))
+    bench.assert_exact()
+    bench.updates.clear()
+    bench.publish()
+    bench.live(bench.publish())
+    first, *rest = bench.updates
+    assert isinstance(first, StateChanged)
+    assert first.state is not State.EXACT
+    assert any(isinstance(update, Received) for update in rest)
+
+
 def test_with_replays_that_fail_losses_that_cancel_are_not_called_exact() -> None:
     bench = ours()
     bench.join()

@@ -30,9 +30,9 @@ from kvtier.errors import InputError, OutsideError
 from kvtier.events.config import KVEventsConfig
 from kvtier.events.publisher import ZmqEventPublisher
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
-from kvtier.events.wire import EventEncoder, frame_batch
+from kvtier.events.wire import DecodedBatch, EventEncoder, frame_batch
 from kvtier.index.forms import FORMS
-from kvtier.index.http import HttpRequest, HttpServer, Response
+from kvtier.index.http import HttpError, HttpRequest, HttpServer, Response
 from kvtier.index.prefix import PrefixIndex
 from kvtier.index.server import (
     Access,
@@ -43,6 +43,7 @@ from kvtier.index.server import (
     Settings,
     read_token,
 )
+from kvtier.index.service import Service
 from kvtier.index.xxh3 import chain_keys, local_hashes, token_array
 from kvtier.keys import hash_blocks, hash_to_u64
 
@@ -1019,3 +1020,28 @@ def test_a_signal_ends_it(number: signal.Signals) -> None:
         assert client("GET", "/health") == (200, "")
         os.kill(process.pid, number)
         assert process.wait(timeout=20) == 0
+
+
+def test_a_block_size_that_comes_later_loses_nothing() -> None:
+    """The group's index was made anew: what had been refused was forgotten, and its worker exact again."""
+    service = Service(Settings(form="python"))
+    try:
+        group = GroupKey("m")
+        service.register(Registration(group, "a", None, "tcp://127.0.0.1:9"))
+        index = service.group(group).index
+        left_out = BlockStored([1, 2], None, list(range(8)), 4, None, "GPU", None, None, 3)
+        index.apply("0:a", DecodedBatch(0.0, [left_out]))
+        why = index.incomplete()
+        assert why
+        service.register(Registration(group, "b", None, "tcp://127.0.0.1:9", block_size=4))
+        assert service.group(group).index is index
+        assert (index.incomplete(), index.block_size) == (why, 4)
+    finally:
+        service.close()
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+def test_what_a_browser_says_comes_from_another_site_is_refused(site: str) -> None:
+    with pytest.raises(HttpError, match="Sec-Fetch-Site"):
+        Access().expect_caller({"host": "localhost:8080", "sec-fetch-site": site})
+    Access().expect_caller({"host": "localhost:8080", "sec-fetch-site": "same-origin"})

@@ -96,7 +96,8 @@ class Change(NamedTuple):
 
 
 _SIGN: dict[type[KVCacheEvent], int] = {BlockStored: 1, BlockRemoved: -1}
-_where = attrgetter("medium", "group_idx", "ownership", "locality")
+_PLACE_FIELDS = ("medium", "group_idx", "ownership", "locality")
+_where = attrgetter(*_PLACE_FIELDS)
 
 
 def place_of(event: BlockStored | BlockRemoved) -> Place:
@@ -169,7 +170,18 @@ class EventEncoder:
         """Encode as `encoding`; `version` is the vLLM version whose field counts arrays have."""
         self.encoding = Encoding(encoding)
         self._fields = dict(zip(("BlockStored", "BlockRemoved"), array_fields(version), strict=True))
+        named = BlockStored.__struct_fields__[: self._fields["BlockStored"]]
+        removed = BlockRemoved.__struct_fields__[: self._fields["BlockRemoved"]]
+        # What of a place both kinds of events can say; of the rest consumers know nothing.
+        self._unsaid = [name for name in _PLACE_FIELDS if name not in named or name not in removed]
         self._encode = msgspec.msgpack.Encoder().encode
+
+    def reduced(self, event: KVCacheEvent) -> KVCacheEvent:
+        """Return an event of blocks without what of its place this encoding cannot say, or says of stores alone."""
+        if self.encoding is Encoding.MAP or not any(getattr(event, name, None) is not None for name in self._unsaid):
+            return event
+        kept = {name: None for name in self._unsaid if name in event.__struct_fields__}
+        return msgspec.structs.replace(event, **kept)
 
     def event(self, event: KVCacheEvent) -> bytes:
         """Return one event's bytes. An event that cannot be encoded raises `TypeError`, `ValueError` or `OverflowError`."""

@@ -196,6 +196,12 @@ class PrefixIndex:
 
     # -- workers -----------------------------------------------------------------------------------------------------------
 
+    def expect_block_size(self, block_size: int) -> None:
+        """Take a block size where none is known yet; what is held stays, and what was refused is still said."""
+        with self._lock:
+            if self.block_size is None:
+                self.block_size = block_size
+
     def add_worker(self, worker: str, counting: Counting | None = None) -> None:
         """Make a worker known, so that matches list it. Applying a batch does the same."""
         with self._lock:

@@ -241,7 +241,7 @@ class Service:
                 raise Conflict(f"expected at most {self.settings.max_groups} models and routing groups")
             return Group(self._new_index(new.block_size))
         if group.block_size is None and new.block_size is not None:
-            group.index = self._new_index(new.block_size)  # the old one holds nothing: no store has come
+            group.index.expect_block_size(new.block_size)
         elif new.block_size not in (None, group.block_size):
             where = f"model={new.group.model} routing_group={new.group.routing_group}"
             sizes = f"existing={group.block_size}, requested={new.block_size}"

@@ -230,14 +230,16 @@ class Replica(Generic[B]):
         self._last = None if self.kind is Kind.KVTIER else payload
         if self.is_exhausted and self.is_whole:
             self.is_exhausted = False
-        self._has_delivered = True
-        self._updates.append(Received(self.name, seq, batch))
-        self.counters.batches += 1
-        self.ts, self.applied_at = batch.ts, now
         if batch.skipped:
             sums.tear()
             self.counters.skipped_events += batch.skipped
             self.problem = f"{batch.skipped} events of batch {seq} cannot be read"
+        if self.state is State.EXACT and not self.is_whole:
+            self.tell(State.REPAIRING, self.problem)  # before the batch: who sees both in order trusts no wrong moment
+        self._has_delivered = True
+        self._updates.append(Received(self.name, seq, batch))
+        self.counters.batches += 1
+        self.ts, self.applied_at = batch.ts, now
         if mark is None:
             return None
         result = self.judge(mark)

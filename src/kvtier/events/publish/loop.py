@@ -225,6 +225,7 @@ class PublisherLoop:
         pub.set_hwm(config.hwm)
         self.endpoint = attach(pub, endpoint, rank, bind=is_bound(endpoint) if config.bind is None else config.bind)
         self.sender = Sender(pub, config, rank, self._numbers)
+        self.outbox.prepare = self.sender.prepare
         self.replay_endpoint: str | None = None
         if replay_endpoint is not None:
             self._open_replay(replay_endpoint)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -29,6 +30,7 @@ class Outbox:
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._capacity = capacity
         self._counting = counting
+        self.prepare: Callable[[Iterable[Any]], tuple[list[Any], int]] | None = None  # for what overflows
         self._queue: deque[Any] = deque()
         self._overflow: Overflow | None = None
         self._lock = threading.Lock()  # of the overflow
@@ -51,7 +53,7 @@ class Outbox:
                 self._queue.append(batch)
                 return
             if self._overflow is None:
-                self._overflow = Overflow(self._counting)
+                self._overflow = Overflow(self._counting, self.prepare)
                 self._queue.append(self._overflow)
             self._overflow.add(batch)
             self.overflowed += 1

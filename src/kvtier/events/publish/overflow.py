@@ -9,7 +9,7 @@ locks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import inf
 from typing import Any
 
@@ -20,7 +20,7 @@ from kvtier.events.wire import Place, place_of
 
 __all__ = ["Overflow"]
 
-_UNREADABLE = (AttributeError, OverflowError, TypeError, ValueError)
+_UNREADABLE = (AttributeError, OverflowError, RecursionError, TypeError, ValueError)
 
 
 class _Net:
@@ -38,8 +38,15 @@ class _Net:
 class Overflow:
     """The net effect of a run of batches, and how many they were."""
 
-    def __init__(self, counting: str = "count") -> None:
+    def __init__(
+        self, counting: str = "count", prepare: Callable[[Iterable[Any]], tuple[list[Any], int]] | None = None
+    ) -> None:
+        """Begin with nothing. `prepare` brings a batch's events into the form in which they are published, as
+        the way through the queue does, and says how many it left out.
+        """
         self.batches = 0
+        self.unreadable = 0
+        self._prepare = prepare
         self.cleared: set[int] = set()
         self._counted = counting == "count"
         self._nets: dict[int, dict[Place, dict[ExternalBlockHash, _Net]]] = {}
@@ -50,12 +57,17 @@ class Overflow:
         An event of an unknown kind does nothing to the state, nor does one that cannot be read.
         """
         self.batches += 1
-        rank = batch.data_parallel_rank
-        for event in batch.events:
+        try:
+            events, left_out = (batch.events, 0) if self._prepare is None else self._prepare(batch.events)
+        except _UNREADABLE:  # dropped whole, as on the way through the queue
+            self.unreadable += 1
+            return
+        self.unreadable += left_out
+        for event in events:
             try:
-                self._add(rank, type(event).__name__, event)
+                self._add(batch.data_parallel_rank, type(event).__name__, event)
             except _UNREADABLE:
-                continue
+                self.unreadable += 1
 
     def _add(self, rank: int, kind: str, event: Any) -> None:
         if kind == "AllBlocksCleared":

@@ -44,10 +44,17 @@ _FREED_AT_ONCE = 64
 _MORE = int(zmq.SNDMORE)
 _BLOCK_EVENTS = ("BlockStored", "BlockRemoved")
 _TYPES: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("medium", "lora_name", "kv_cache_spec_kind", "locality", "ownership", "session_id"), (str,)),
-    **dict.fromkeys(("block_size", "lora_id", "group_idx", "kv_cache_spec_sliding_window"), (int,)),
-    **dict.fromkeys(("token_ids", "extra_keys"), (list, tuple)),
+    "block_hashes": (list, tuple),
+    "parent_block_hash": (int, bytes, NoneType),
+    "token_ids": (list, tuple),
+    "block_size": (int,),
+    "extra_keys": (list, tuple, NoneType),
+    **dict.fromkeys(("lora_id", "group_idx", "kv_cache_spec_sliding_window"), (int, NoneType)),
+    **dict.fromkeys(("medium", "lora_name", "kv_cache_spec_kind", "locality"), (str, NoneType)),
+    **dict.fromkeys(("ownership", "session_id"), (str, NoneType)),
 }
+_HASHES = {int, bytes}
+_EXTRA_KEYS = {list, tuple, NoneType}
 _hashes, _place = attrgetter("block_hashes"), attrgetter("medium", "group_idx", "locality", "ownership")
 
 
@@ -217,9 +224,10 @@ class Sender:
                 self._clear(rank)
             lost += overflow.apply(rank, self._state(rank), self._prepare)
         logger.warning("%d batches found no room and were not sent; replay gives their effect", overflow.batches)
+        lost += overflow.unreadable
         if lost:
             self.counters["unencodable"] += 1
-            logger.error("%d blocks of batches that found no room cannot be encoded and are dropped", lost)
+            logger.error("%d blocks or events that found no room cannot be encoded and are dropped", lost)
         # Enough numbers for a replay of the state in messages of moderate size, and of one rank each.
         self.next_seq += max(overflow.batches, len(self._states), self.blocks // _BLOCKS_A_NUMBER)
         self.ring.restart(self.next_seq)
@@ -289,17 +297,37 @@ class Sender:
     def _draft(self, event: Any) -> tuple[str, Any, bytes]:
         """Return an event on its way out: the name of its kind, the event, its bytes."""
         kind = type(event).__name__  # not the class: an engine's own events are as good as ours
-        if self._as_u64 and kind in _BLOCK_EVENTS:
-            event = _with_u64(event)
+        if kind in _BLOCK_EVENTS:
+            event = self._as_published(event)
         return kind, event, self.encoder.event(event)
 
-    def _prepare(self, event: Any) -> Any:
-        """Return an event of blocks in the form in which it is published.
+    def _as_published(self, event: Any) -> Any:
+        """Return an event of blocks with the hashes and the place that consumers will see."""
+        if self._as_u64:
+            event = _with_u64(event)
+        return self.encoder.reduced(event)
 
-        Raise `TypeError` for fields of wrong types.
-        """
+    def _prepare(self, event: Any) -> Any:
+        """Return an event of blocks in its published form; raise `TypeError` for fields of wrong types."""
         check_fields(event)
-        return _with_u64(event) if self._as_u64 else event
+        return self._as_published(event)
+
+    def prepare(self, events: Iterable[Any]) -> tuple[list[Any], int]:
+        """Return a batch's events in their published form, and how many are left out for wrong types.
+
+        Any thread may call it. Raises where the whole batch would be dropped.
+        """
+        prepared, left_out = [], 0
+        for event in self._prepared(list(events)):
+            self._draft(event)
+            if type(event).__name__ in _BLOCK_EVENTS:
+                try:
+                    event = self._prepare(event)
+                except TypeError:
+                    left_out += 1
+                    continue
+            prepared.append(event)
+        return prepared, left_out
 
     def _apply(self, rank: int, kind: str, event: Any, data: bytes) -> None:
         try:
@@ -334,17 +362,17 @@ class Sender:
     @property
     def blocks(self) -> int:
         """Return how many blocks all ranks hold."""
-        return sum(state.blocks for state in self._states.values())
+        return sum(state.blocks for state in list(self._states.values()))
 
     @property
     def digest(self) -> int:
         """Return the digest of what all ranks hold."""
-        return sum(state.digest for state in self._states.values()) & U64
+        return sum(state.digest for state in list(self._states.values())) & U64
 
     @property
     def ghosts(self) -> int:
         """Return how many removed blocks are kept for those that hang from them."""
-        return sum(state.ghost_count for state in self._states.values())
+        return sum(state.ghost_count for state in list(self._states.values()))
 
     def mark(self) -> Mark:
         """Return who speaks and what is held, over all ranks."""
@@ -425,14 +453,19 @@ def _checked_rank(rank: Any) -> int:
 def check_fields(event: Any) -> None:
     """Raise `TypeError` where a field of an event of blocks has a type that consumers cannot read."""
     _check_types(event.__struct_fields__, tuple(map(type, msgspec.structs.astuple(event))))
+    if not set(map(type, event.block_hashes)) <= _HASHES:
+        raise TypeError("block_hashes: expected numbers or bytes")
+    extra = getattr(event, "extra_keys", None)
+    if extra and not set(map(type, extra)) <= _EXTRA_KEYS:
+        raise TypeError("extra_keys: expected a list or nothing for each block")
 
 
 @lru_cache(maxsize=1024)
 def _check_types(names: tuple[str, ...], types: tuple[type, ...]) -> None:
     for name, kind in zip(names, types, strict=True):
         wanted = _TYPES.get(name)
-        if wanted is not None and kind is not NoneType and not issubclass(kind, wanted):
-            raise TypeError(f"{name}: expected {wanted[0].__name__} or nothing, got {kind.__name__}")
+        if wanted is not None and kind not in wanted:
+            raise TypeError(f"{name}: expected {wanted[0].__name__}, got {kind.__name__}")
 
 
 def _with_u64(event: Any) -> Any:
