@@ -23,6 +23,15 @@ else:
     torch.set_num_threads(1)  # models are tiny, and threads that spin on a busy machine cost fifty times what they save
 
 
+try:
+    from hypothesis import settings
+except ImportError:  # vLLM's environment has none, and its tests need none
+    pass
+else:
+    settings.register_profile("any machine", deadline=None)  # a busy one takes its time
+    settings.load_profile("any machine")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where digests of files are remembered, here and in processes that tests start. vLLM keeps its own cache."""

@@ -435,6 +435,8 @@ class FedIndex:
         self._decode = self.index.decoder()
         self._ranks: set[int] = set()
         self._encoder = EventEncoder()
+        self.heard: set[tuple[int, Any]] = set()
+        """Ranks and their places since the last reset: a group that was heard of counts, though it holds nothing."""
 
     def follow(self, updates: list[Update]) -> None:
         for update in updates:
@@ -442,12 +444,19 @@ class FedIndex:
                 batch = update.batch
                 parts = [self._encoder.event(event) for event in batch.events]
                 self._apply(batch.data_parallel_rank, parts)
+                stores = [event for event in batch.events if isinstance(event, BlockStored)]
+                self.heard |= {(batch.data_parallel_rank, place_of(event)) for event in stores}
             elif isinstance(update, Reset):
+                self.heard.clear()
                 for rank in self._ranks:
                     self.index.clear(str(rank))
 
-    def fill(self, blocks: Blocks) -> None:
-        """Take in what a publisher holds, and nothing else."""
+    def fill(self, blocks: Blocks, heard: set[tuple[int, Any]]) -> None:
+        """Take in what a publisher holds, and nothing else; of the places that were heard of, that they exist."""
+        for rank, place in sorted(heard):
+            event = stored(place, [1])
+            gone = BlockRemoved([1], event.medium, event.group_idx, event.locality, event.ownership)
+            self._apply(rank, [self._encoder.event(event), self._encoder.event(gone)])
         for rank, place, block_hash in sorted(blocks):
             self._apply(rank, [self._encoder.event(stored(place, [block_hash]))])
 

@@ -34,6 +34,7 @@ from kvtier.events import (
     Subscriber,
     decode_batch,
 )
+from kvtier.events.config import KVEventsConfig
 from kvtier.events.follow.replica import RankSums, Replica
 from kvtier.events.publisher import ZmqEventPublisher
 
@@ -65,7 +66,7 @@ def test_an_index_fed_by_it_holds_the_same(form: str, keys: str) -> None:
         case.run(60)
         fed, true = FedIndex(form, keys), FedIndex(form, keys)
         fed.follow(case.updates)
-        true.fill(case.publisher.truth.held)
+        true.fill(case.publisher.truth.held, fed.heard)
         assert fed.claims() == true.claims(), seed
         assert not fed.index.incomplete()
         fed.index.check()
@@ -117,7 +118,7 @@ class Party:
 
     def has_truth(self, truth: Blocks) -> bool:
         true = FedIndex("python", "engine")
-        true.fill(truth)
+        true.fill(truth, self.index.heard)
         return self.told.held == truth and self.index.claims() == true.claims()
 
 
@@ -126,11 +127,11 @@ def test_over_real_sockets_what_is_called_exact_is_what_the_publisher_holds(seed
     """Of three subscribers one can ask, one asks and is never answered, and one cannot ask."""
     random = Random(seed)
     model = RankedPublisher(random, ranks=1, ring=1, is_stock=False, places=3, hashes=3)
-    options = {"buffer_steps": 3, "buffer_bytes": 4096, "heartbeat_interval": 0.02}
+    config = KVEventsConfig(buffer_steps=3, buffer_bytes=4096, heartbeat_interval=0.02)
     with contextlib.ExitStack() as stack:
         deaf = stack.enter_context(zmq.Context.instance().socket(zmq.ROUTER))
         nobody = f"tcp://127.0.0.1:{deaf.bind_to_random_port('tcp://127.0.0.1')}"
-        publisher = ZmqEventPublisher(0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", **options)
+        publisher = ZmqEventPublisher(0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", config=config)
         stack.callback(publisher.shutdown)
         link = stack.enter_context(contextlib.closing(AimedLink(random, publisher.endpoint)))
         parties = [Party(link.endpoint, address) for address in (publisher.replay_endpoint, nobody, None)]
