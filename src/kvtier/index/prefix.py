@@ -96,7 +96,7 @@ class PrefixIndex:
         self,
         *,
         keys: Keys = "engine",
-        block_size: int | None = 16,
+        block_size: int | None = None,
         budget: int = 1 << 30,
         form: str | None = None,
         seed: str = "",
