@@ -76,9 +76,9 @@ def count_loaded(llm: LLM) -> int:
 
 
 def count_kvtier(llm: LLM) -> dict[str, int]:
-    """Return what kvtier counts: the same numbers that a server shows on /metrics."""
+    """Return what kvtier counts: numbers that a server shows on /metrics, which also has latencies."""
     counters = [metric for metric in llm.get_metrics() if metric.name.startswith("vllm:kvtier_")]
-    return {metric.name.removeprefix("vllm:kvtier_"): metric.value for metric in counters}
+    return {metric.name.removeprefix("vllm:kvtier_"): metric.value for metric in counters if hasattr(metric, "value")}
 
 
 if __name__ == "__main__":
