@@ -98,7 +98,7 @@ def _describe(event: BlockStored | BlockRemoved | AllBlocksCleared) -> str:
 
 
 def _span(hashes: Sequence[ExternalBlockHash]) -> str:
-    return " … ".join(_short(each) for each in (hashes if len(hashes) < 2 else (hashes[0], hashes[-1])))
+    return " … ".join(_short(block) for block in (hashes if len(hashes) < 2 else (hashes[0], hashes[-1])))
 
 
 def _short(block_hash: ExternalBlockHash) -> str:
@@ -118,8 +118,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, dict):
-        return {_key(key): _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
+        return {_key(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _key(key: Any) -> str | int | float:
@@ -133,4 +133,8 @@ def _json(**fields: Any) -> str:
 
 def _printable(text: str) -> str:
     """Return text that a terminal takes for nothing but text, whatever a publisher sent."""
-    return text if text.isprintable() else "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+    return (
+        text
+        if text.isprintable()
+        else "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+    )

@@ -120,7 +120,7 @@ class Reader:
         union: Any = stored | removed | cleared
         self._event = msgspec.msgpack.Decoder(union).decode
         self._batch = msgspec.msgpack.Decoder(Outer[union]).decode
-        self._shapes = {each for each in (stored, removed, cleared) if issubclass(each, _Shape)}
+        self._shapes = {shape for shape in (stored, removed, cleared) if issubclass(shape, _Shape)}
 
     def event(self, raw: bytes) -> Event:
         """Read one event."""

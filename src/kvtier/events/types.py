@@ -44,7 +44,7 @@ class KVCacheEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True, froze
 def _freeze(value: Any) -> Any:
     """Return a value as one that can be hashed, all the way down: extra keys may hold anything that msgpack can."""
     if isinstance(value, dict):
-        return frozenset((key, _freeze(each)) for key, each in value.items())
+        return frozenset((key, _freeze(item)) for key, item in value.items())
     if isinstance(value, msgspec.msgpack.Ext):
         return value.code, bytes(value.data)
     return tuple(map(_freeze, value)) if isinstance(value, (list, tuple)) else value

@@ -308,9 +308,9 @@ class PlainTable:
         counted = Counter(place for holders in self._blocks.values() for place in _holders(holders.mask))
         held = {(w, lane): n for w, lanes in enumerate(self._held) for lane, n in enumerate(lanes) if n}
         wrong = {
-            "blocks of a set": Counter(self._blocks.values()) != Counter({each: each.blocks for each in self._all}),
-            "sets by mask": any(each.mask != mask or each not in self._all for mask, each in self._sets.items()),
-            "dead entries": sum(not each.mask for each in self._blocks.values()) != self._dead,
+            "blocks of a set": Counter(self._blocks.values()) != Counter({known: known.blocks for known in self._all}),
+            "sets by mask": any(known.mask != mask or known not in self._all for mask, known in self._sets.items()),
+            "dead entries": sum(not known.mask for known in self._blocks.values()) != self._dead,
             "blocks per worker": counted != held,
             "bytes": self._bytes() > self._budget,
         }

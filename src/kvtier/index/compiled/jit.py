@@ -58,7 +58,7 @@ def _fold_product(_context: Any, left: Any, right: Any) -> Any:
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         wide, word = ir.IntType(128), ir.IntType(64)
-        product = builder.mul(*(builder.zext(each, wide) for each in arguments))
+        product = builder.mul(*(builder.zext(argument, wide) for argument in arguments))
         high = builder.trunc(builder.lshr(product, ir.Constant(wide, 64)), word)
         return builder.xor(builder.trunc(product, word), high)
 
@@ -83,7 +83,7 @@ def _prefetch(_context: Any, array: Any, place: Any) -> Any:
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
         data = context.make_array(array)(context, builder, arguments[0]).data
         address = builder.bitcast(builder.gep(data, [arguments[1]]), pointer)
-        builder.call(function, [address, *(ir.Constant(number, each) for each in (0, 3, 1))])  # to read, keep, data
+        builder.call(function, [address, *(ir.Constant(number, flag) for flag in (0, 3, 1))])  # to read, keep, data
         return context.get_dummy_value()
 
     return types.void(array, types.int64), generate
