@@ -13,6 +13,7 @@ import os
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -103,9 +104,10 @@ class DiskScenario(Scenario):
 
 
 class DiskPlayer(Player):
-    """Also restarts the engine, and has the disk hang for a while."""
+    """Also restarts the engine, and has the disk hang: half of the time for longer than a load may take."""
 
     scenario: DiskScenario
+    hangs_until = 0.0
 
     def play(self) -> None:
         try:
@@ -119,10 +121,12 @@ class DiskPlayer(Player):
         super()._disturb()
         if random.random() < 0.005:
             self._restart()
-        elif disk is not None and disk.faulty is not None and random.random() < 0.003:
+        elif disk is not None and disk.faulty is not None and random.random() < 0.005:
             self.counts["hangs"] += 1
             disk.faulty.hang()
-        if random.random() < 0.03:
+            deadline = self.scenario.settings["load_deadline"]
+            self.hangs_until = monotonic() + random.choice((0.0, 1.5 * deadline))
+        if random.random() < 0.03 and monotonic() >= self.hangs_until:
             self._release()
 
     def _release(self) -> None:
