@@ -10,21 +10,36 @@ shared by any thread.
 from __future__ import annotations
 
 import json
-import math
-import os
-import re
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from enum import Enum
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, Self
 
 from kvtier.errors import ConfigError, show_value
 from kvtier.namespace import Namespace
+from kvtier.settings import (
+    LARGEST,
+    at_least,
+    check_names,
+    expect_table,
+    format_size,
+    instance,
+    optional,
+    parse_duration,
+    parse_size,
+    read_duration,
+    read_fields,
+    read_flag,
+    read_name,
+    read_size,
+    read_text,
+    setting,
+)
+from kvtier.tier_config import DiskConfig, MooncakeConfig, ObjectConfig, TierConfig, ValkeyConfig, read_tiers
 
 __all__ = [
     "LEAST_STAGING",
@@ -33,9 +48,12 @@ __all__ = [
     "DiskConfig",
     "GroupConfig",
     "KVTierConfig",
+    "MooncakeConfig",
+    "ObjectConfig",
     "OffloadingConfig",
     "Recompute",
     "TierConfig",
+    "ValkeyConfig",
     "format_size",
     "parse_duration",
     "parse_size",
@@ -47,29 +65,7 @@ ROW_ALIGNMENT = 4096
 LEAST_STAGING = 1 << 20
 """With less, pieces would be smaller than 128 KiB: eight buffers share it."""
 
-_LARGEST = (1 << 63) - 1
-"""No file and no memory has more bytes."""
-_MOST = (1 << 31) - 1
-"""No count is higher: compiled code keeps some of them in 32 bits."""
-_LONGEST = 365 * 24 * 3600
-"""No wait takes more than a year; clocks and polls of the system have bounds of their own."""
 _LONGEST_FILE = 1 << 20
-_WRITES_A_DAY = 4
-"""Times its capacity: what a data-centre disk is commonly made for, or a little more."""
-
-_BINARY = {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGTPE", start=1)}
-_DECIMAL = {f"{prefix}B": 1000**power for power, prefix in enumerate("kMGTPE", start=1)}
-_SIZES = {"": 1, "B": 1} | {unit[:end]: factor for end in (-1, None) for unit, factor in (_DECIMAL | _BINARY).items()}
-"""As Kubernetes writes them: `8G` is `8GB`, 8 * 10**9, and `8Gi` is `8GiB`, 8 * 2**30. Case does not matter."""
-_TIMES = {
-    "": Fraction(1),
-    "us": Fraction(1, 10**6),
-    "ms": Fraction(1, 1000),
-    "s": Fraction(1),
-    "m": Fraction(60),
-    "h": Fraction(3600),
-}
-_QUANTITY = re.compile(r"\s*([0-9]{1,40}(?:\.[0-9]{0,40})?|\.[0-9]{1,40})\s*([a-zA-Z]*)\s*")
 
 _VLLM_NAMES = {
     "cpu_bytes_to_use": "cpu.capacity",
@@ -83,92 +79,11 @@ _TRANSFER_CONFIG = {"kv_connector": "KVTierConnector", "kv_connector_module_path
 """What stands around the settings in vLLM's `--kv-transfer-config`."""
 
 
-def parse_size(value: object, path: str = "") -> int:
-    """Return a number of bytes from `8589934592`, `"8GiB"`, `"8Gi"`, `"8G"` or `"1.5 TB"`.
-
-    Bytes come whole: `8.5` is an error, `8.0` is 8. What a larger unit leaves of a byte is dropped.
-    """
-    number, factor = _quantity(value, path, _SIZES, "a size such as 8GiB, 500MB or a number of bytes")
-    if factor == 1 and number.denominator != 1:
-        expected = "expected a whole number of bytes, or a unit as in 8.5GiB"
-        raise ConfigError(path, f"{expected}, got {show_value(value)}")
-    if number * factor > _LARGEST:
-        raise ConfigError(path, f"expected a size below {format_size(_LARGEST)}, got {show_value(value)}")
-    return math.floor(number * factor)
-
-
-def parse_duration(value: object, path: str = "") -> float:
-    """Return seconds from `2`, `0.5`, `"500ms"`, `"2s"`, `"5m"` or `"1h"`, a year at most."""
-    number, factor = _quantity(value, path, _TIMES, "a time such as 500ms, 2s or a number of seconds")
-    if number * factor > _LONGEST:
-        raise ConfigError(path, f"expected a year (8760h) at most, got {show_value(value)}")
-    return float(number * factor)
-
-
-def format_size(size: int) -> str:
-    """Write bytes for people: `4.0 MiB`, `512 B`."""
-    for unit, factor in reversed(_BINARY.items()):
-        if size >= factor:
-            return f"{size / factor:.1f} {unit}"
-    return f"{size} B"
-
-
-def _quantity(
-    value: object, path: str, units: Mapping[str, int | Fraction], expected: str
-) -> tuple[Fraction, int | Fraction]:
-    """Return a number that is 0 or more, and what its unit multiplies it by."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf:
-        return Fraction(value), 1
-    match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
-    factor = {unit.lower(): factor for unit, factor in units.items()}.get(match[2].lower()) if match else None
-    if match is None or factor is None:
-        raise ConfigError(path, f"expected {expected}, got {show_value(value)}")
-    return Fraction(match[1]), factor
-
-
-# Readers: each turns what came into what is stored, or raises with the path of the field.
-_Reader = Callable[[str, Any], Any]
-
-
-def _read_size(path: str, value: object) -> int:
-    return parse_size(value, path)
-
-
 def _read_staging(path: str, value: object) -> int:
     size = parse_size(value, path)
     if size < LEAST_STAGING:
         raise ConfigError(path, f"expected at least {format_size(LEAST_STAGING)}, got {show_value(value)}")
     return size
-
-
-def _read_duration(path: str, value: object) -> float:
-    seconds = parse_duration(value, path)
-    if seconds <= 0:
-        raise ConfigError(path, f"expected a time greater than 0, got {show_value(value)}")
-    return seconds
-
-
-def _read_flag(path: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ConfigError(path, f"expected true or false, got {show_value(value)}")
-    return value
-
-
-def _read_name(path: str, value: object) -> str:
-    if not _is_text(value) or not value:
-        raise ConfigError(path, f"expected a name, got {show_value(value)}")
-    return str(value)
-
-
-def _read_text(path: str, value: object) -> str:
-    if not _is_text(value):
-        raise ConfigError(path, f"expected a string, got {show_value(value)}")
-    return str(value)
-
-
-def _is_text(value: object) -> bool:
-    """Say whether a value is a string that can be encoded: half a surrogate pair, as JSON may bring, cannot."""
-    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _read_namespace(path: str, value: object) -> str | Namespace:
@@ -177,154 +92,21 @@ def _read_namespace(path: str, value: object) -> str | Namespace:
     return value
 
 
-def _one_of(*choices: str) -> _Reader:
-    def read(path: str, value: object) -> str:
-        if value not in choices:
-            close = get_close_matches(value, choices, n=1) if isinstance(value, str) else []
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            expected = " or ".join(map(repr, choices))
-            raise ConfigError(path, f"expected {expected}, got {show_value(value)}{hint}")
-        return str(value)
-
-    return read
-
-
-def _read_path(path: str, value: object) -> str:
-    if not isinstance(value, (str, Path)) or not _is_text(str(value)) or not str(value) or "\0" in str(value):
-        raise ConfigError(path, f"expected a folder, got {show_value(value)}")
-    return os.path.abspath(os.path.expanduser(value))
-
-
-def _read_tiers(path: str, value: object) -> tuple[TierConfig, ...]:
-    if not isinstance(value, (list, tuple)):
-        raise ConfigError(path, f"expected a list of tiers, got {show_value(value)}")
-    tiers = tuple(_read_tier(f"{path}[{i}]", tier) for i, tier in enumerate(value))
-    kinds = [tier.kind for tier in tiers]
-    for i, kind in enumerate(kinds):
-        if kind in kinds[:i]:
-            raise ConfigError(f"{path}[{i}]", f"expected one tier of each kind, got a second {kind}; remove it")
-    return tiers
-
-
-def _read_tier(path: str, value: object) -> TierConfig:
-    """Read `{"disk": {...}}`: a tier's kind and its settings."""
-    if isinstance(value, DiskConfig):
-        return value
-    table = _expect_table(path, value)
-    if len(table) != 1:
-        example = '{"disk": {"path": ..., "capacity": ...}}'
-        raise ConfigError(path, f"expected the kind of one tier and its settings, {example}, got {show_value(value)}")
-    ((kind, settings),) = table.items()
-    if kind not in _TIER_KINDS:
-        planned = kind in _PLANNED_KINDS
-        close = get_close_matches(str(kind), (*_TIER_KINDS, *_PLANNED_KINDS), n=1)
-        hint = "this version of kvtier has no such tier" if planned else "no such tier"
-        hint += f"; did you mean {close[0]}?" if close and not planned else f"; there is {', '.join(_TIER_KINDS)}"
-        raise ConfigError(f"{path}.{_shown(kind)}", hint)
-    return _TIER_KINDS[kind].from_dict(settings, f"{path}.{kind}")
-
-
 def _read_layer_names(path: str, value: object) -> tuple[str, ...]:
     if not isinstance(value, (list, tuple)) or not value:
         raise ConfigError(path, f"expected the names of one layer or more, got {show_value(value)}")
-    return tuple(_read_name(f"{path}[{i}]", name) for i, name in enumerate(value))
-
-
-def _at_least(minimum: int, maximum: int = _MOST) -> _Reader:
-    def read(path: str, value: object) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise ConfigError(path, f"expected a whole number of at least {minimum}, got {show_value(value)}")
-        if value > maximum:
-            raise ConfigError(path, f"expected a whole number of at most {maximum}, got {show_value(value)}")
-        return value
-
-    return read
-
-
-def _optional(reader: _Reader) -> _Reader:
-    return lambda path, value: None if value is None else reader(path, value)
-
-
-def _instance(cls: type) -> _Reader:
-    def read(path: str, value: object) -> object:
-        if not isinstance(value, cls):
-            raise ConfigError(path, f"expected a {cls.__name__}, got {show_value(value)}")
-        return value
-
-    return read
-
-
-def _setting(reader: _Reader, default: Any = MISSING) -> Any:
-    """Declare a dataclass field that is read by `reader`."""
-    return field(default=default, metadata={"reader": reader})
-
-
-def _read_fields(config: Any, prefix: str = "") -> None:
-    """Pass every field of a frozen dataclass through its reader."""
-    for setting in fields(config):
-        value = setting.metadata["reader"](prefix + setting.name, getattr(config, setting.name))
-        object.__setattr__(config, setting.name, value)
+    return tuple(read_name(f"{path}[{i}]", name) for i, name in enumerate(value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CPUConfig:
     """The pool in host memory: `capacity` bytes over all ranks, and who leaves when it is full. With 0 nothing is kept."""
 
-    capacity: int = _setting(_read_size)
-    policy: str = _setting(_read_name, "lru")
+    capacity: int = setting(read_size)
+    policy: str = setting(read_name, "lru")
 
     def __post_init__(self) -> None:
-        _read_fields(self, "cpu.")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiskConfig:
-    """A tier on a local disk: at most `capacity` bytes in the folder `path`, all files and ranks together.
-
-    `write`: a row is written when it becomes ready in the pool (`through`), or before it leaves (`evict`).
-    Beyond `write_limit` bytes in 24 hours (by default four times the capacity; 0: no limit) only what is offered
-    a second time is written. `durability`: `periodic` syncs every few seconds, for machines that lose power;
-    right bytes need neither. `required`: an engine does not start without it.
-    """
-
-    path: str = _setting(_read_path)
-    capacity: int = _setting(_read_size)
-    policy: str = _setting(_read_name, "lru")
-    write: str = _setting(_one_of("through", "evict"), "through")
-    write_limit: int | None = _setting(_optional(_read_size), None)
-    durability: str = _setting(_one_of("none", "periodic"), "none")
-    required: bool = _setting(_read_flag, False)
-
-    def __post_init__(self) -> None:
-        _read_fields(self, "disk.")
-        if self.write_limit is None:
-            object.__setattr__(self, "write_limit", _WRITES_A_DAY * self.capacity)
-
-    @classmethod
-    def from_dict(cls, values: object, where: str = "disk") -> Self:
-        """Read what stands in a config under `disk`; `where` is its path there, such as `tiers[0].disk`."""
-        table = _expect_table(where, values)
-        _check_names(cls, table, f"{where}.")
-        try:
-            return cls(**table)
-        except ConfigError as error:
-            problem = str(error).removeprefix(f"{error.path}: ")
-            raise ConfigError(where + error.path.removeprefix("disk"), problem) from None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values from which `from_dict` makes an equal config."""
-        return asdict(self)
-
-    @property
-    def kind(self) -> str:
-        """What the config, explanations and metrics call it."""
-        return "disk"
-
-
-TierConfig = DiskConfig
-"""The settings of any tier below the pool."""
-_TIER_KINDS: dict[str, type[TierConfig]] = {"disk": DiskConfig}
-_PLANNED_KINDS = ("valkey", "object", "mooncake")
+        read_fields(self, "cpu.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,30 +118,30 @@ class KVTierConfig:
     is memory of a CUDA device, for the buffers of both directions together.
     """
 
-    cpu: CPUConfig = _setting(_instance(CPUConfig))
-    blocks_per_chunk: int = _setting(_at_least(1), 1)
-    chunk_tokens: int | None = _setting(_optional(_at_least(1)), None)
-    prompt_only: bool = _setting(_read_flag, False)
-    load_deadline: float = _setting(_read_duration, 2.0)
-    store_deadline: float = _setting(_read_duration, 30.0)
-    store_threshold: int = _setting(_at_least(0), 0)
-    load_if_faster: bool = _setting(_read_flag, True)
-    staging: int = _setting(_read_staging, 256 << 20)
-    self_describing_kv_events: bool = _setting(_read_flag, True)
-    tiers: tuple[TierConfig, ...] = _setting(_read_tiers, ())
+    cpu: CPUConfig = setting(instance(CPUConfig))
+    blocks_per_chunk: int = setting(at_least(1), 1)
+    chunk_tokens: int | None = setting(optional(at_least(1)), None)
+    prompt_only: bool = setting(read_flag, False)
+    load_deadline: float = setting(read_duration, 2.0)
+    store_deadline: float = setting(read_duration, 30.0)
+    store_threshold: int = setting(at_least(0), 0)
+    load_if_faster: bool = setting(read_flag, True)
+    staging: int = setting(_read_staging, 256 << 20)
+    self_describing_kv_events: bool = setting(read_flag, True)
+    tiers: tuple[TierConfig, ...] = setting(read_tiers, ())
 
     def __post_init__(self) -> None:
-        _read_fields(self)
+        read_fields(self)
         if self.chunk_tokens is not None and self.blocks_per_chunk != 1:
             raise ConfigError("chunk_tokens", "expected this or blocks_per_chunk, got both; keep one")
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> Self:
         """Read settings as they come from JSON, TOML or an engine's own config."""
-        values = _translate_vllm_names(_expect_table("", settings))
-        _check_names(cls, values, "")
-        cpu = _expect_table("cpu", values["cpu"])
-        _check_names(CPUConfig, cpu, "cpu.")
+        values = _translate_vllm_names(expect_table("", settings))
+        check_names(cls, values, "", _suggest)
+        cpu = expect_table("cpu", values["cpu"])
+        check_names(CPUConfig, cpu, "cpu.", _suggest)
         return cls(**{**values, "cpu": CPUConfig(**cpu)})
 
     @classmethod
@@ -380,13 +162,13 @@ class KVTierConfig:
 class GroupConfig:
     """One KV cache group of the engine. `bytes_per_block`: one block on one rank, all its layers, without padding."""
 
-    block_size: int = _setting(_at_least(1))
-    bytes_per_block: int = _setting(_at_least(1, _LARGEST))
-    layer_names: tuple[str, ...] = _setting(_read_layer_names)
-    sliding_window: int | None = _setting(_optional(_at_least(1, _LARGEST)), None)
+    block_size: int = setting(at_least(1))
+    bytes_per_block: int = setting(at_least(1, LARGEST))
+    layer_names: tuple[str, ...] = setting(_read_layer_names)
+    sliding_window: int | None = setting(optional(at_least(1, LARGEST)), None)
 
     def __post_init__(self) -> None:
-        _read_fields(self, "group.")
+        read_fields(self, "group.")
 
 
 class Recompute(Enum):
@@ -400,7 +182,7 @@ class Recompute(Enum):
 def _read_groups(path: str, value: object) -> tuple[GroupConfig, ...]:
     if not isinstance(value, (list, tuple)) or not value:
         raise ConfigError(path, f"expected at least one KV cache group, got {show_value(value)}")
-    return tuple(_instance(GroupConfig)(f"{path}[{i}]", group) for i, group in enumerate(value))
+    return tuple(instance(GroupConfig)(f"{path}[{i}]", group) for i, group in enumerate(value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -416,22 +198,22 @@ class OffloadingConfig:
     by side this is number `engine_index`: they share the capacity of a disk.
     """
 
-    settings: KVTierConfig = _setting(_instance(KVTierConfig))
-    groups: tuple[GroupConfig, ...] = _setting(_read_groups)
-    hash_block_size: int = _setting(_at_least(1))
-    world_size: int = _setting(_at_least(1), 1)
-    rank: int = _setting(_at_least(0), 0)
-    engine_id: str = _setting(_read_name)
-    launch_id: str = _setting(_read_text, "")
-    namespace: str | Namespace = _setting(_read_namespace, "")
-    enable_kv_cache_events: bool = _setting(_read_flag, False)
-    recompute: Recompute = _setting(_instance(Recompute), Recompute.MISSING)
-    scheduler_apart: bool = _setting(_read_flag, False)
-    engine_index: int = _setting(_at_least(0), 0)
-    num_engines: int = _setting(_at_least(1), 1)
+    settings: KVTierConfig = setting(instance(KVTierConfig))
+    groups: tuple[GroupConfig, ...] = setting(_read_groups)
+    hash_block_size: int = setting(at_least(1))
+    world_size: int = setting(at_least(1), 1)
+    rank: int = setting(at_least(0), 0)
+    engine_id: str = setting(read_name)
+    launch_id: str = setting(read_text, "")
+    namespace: str | Namespace = setting(_read_namespace, "")
+    enable_kv_cache_events: bool = setting(read_flag, False)
+    recompute: Recompute = setting(instance(Recompute), Recompute.MISSING)
+    scheduler_apart: bool = setting(read_flag, False)
+    engine_index: int = setting(at_least(0), 0)
+    num_engines: int = setting(at_least(1), 1)
 
     def __post_init__(self) -> None:
-        _read_fields(self)
+        read_fields(self)
         if self.rank >= self.world_size:
             raise ConfigError("rank", f"expected less than world_size ({self.world_size}), got {self.rank}")
         for i, group in enumerate(self.groups):
@@ -451,7 +233,7 @@ class OffloadingConfig:
             remedy = "rows of tiers pass through it; give it some, or remove tiers to keep nothing"
             raise ConfigError("cpu.capacity", f"expected at least one row ({row}) with tiers, got 0: {remedy}")
         for i, tier in enumerate(tiers):
-            if tier.capacity < self.row_bytes:
+            if isinstance(tier, DiskConfig) and tier.capacity < self.row_bytes:
                 problem = f"expected at least one row ({row}), got {format_size(tier.capacity)}"
                 raise ConfigError(f"tiers[{i}].{tier.kind}.capacity", problem)
 
@@ -509,12 +291,6 @@ def _resolve_chunk_tokens(settings: KVTierConfig, groups: tuple[GroupConfig, ...
     return replace(settings, blocks_per_chunk=blocks, chunk_tokens=None)
 
 
-def _expect_table(path: str, value: object) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ConfigError(path, f"expected a table of settings, got {show_value(value)}")
-    return dict(value)
-
-
 def _translate_vllm_names(values: dict[str, Any]) -> dict[str, Any]:
     """Move settings under vLLM's names to ours. Both at once is a clash."""
     for theirs, ours in _VLLM_NAMES.items():
@@ -523,28 +299,11 @@ def _translate_vllm_names(values: dict[str, Any]) -> dict[str, Any]:
         *outer, name = ours.split(".")
         table = values
         if outer:
-            table = values[outer[0]] = _expect_table(outer[0], values.get(outer[0], {}))
+            table = values[outer[0]] = expect_table(outer[0], values.get(outer[0], {}))
         if name in table:
             raise ConfigError(theirs, f"clashes with {ours}, which means the same; keep one")
         table[name] = values.pop(theirs)
     return values
-
-
-def _check_names(cls: type, values: Mapping[str, Any], prefix: str) -> None:
-    """Refuse unknown fields with a suggestion, and missing ones."""
-    known = {setting.name: setting for setting in fields(cls)}
-    for name in values:
-        if name not in known:
-            shown = _shown(name)
-            raise ConfigError(f"{prefix}{shown}", f"no such setting{_suggest(cls, shown, prefix)}")
-    for name, setting in known.items():
-        if setting.default is MISSING and name not in values:
-            raise ConfigError(f"{prefix}{name}", "expected a value, got none; this setting is required")
-
-
-def _shown(name: object) -> str:
-    """Return a name as it stands in the path of an error."""
-    return name if isinstance(name, str) and name.isprintable() and len(name) < 80 else show_value(name)
 
 
 def _suggest(cls: type, name: str, prefix: str) -> str:

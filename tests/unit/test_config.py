@@ -305,7 +305,18 @@ class TestFromDict:
             ({"tiers": {}}, "tiers: expected a list of tiers, got {}"),
             ({"tiers": [{"type": "disk"}]}, "tiers[0].type: no such tier; there is disk"),
             ({"tiers": [{"dsik": {}}]}, "tiers[0].dsik: no such tier; did you mean disk?"),
-            ({"tiers": [{"valkey": {}}]}, "tiers[0].valkey: this version of kvtier has no such tier; there is disk"),
+            ({"tiers": [{"valkey": {}}]}, "tiers[0].valkey.url: expected a value, got none; this setting is required"),
+            (
+                {"tiers": [{"valkey": {"url": "http://host"}}]},
+                "tiers[0].valkey.url: expected an address that begins with valkey:// or redis://",
+            ),
+            ({"tiers": [{"valkey": {"url": "valkey:///0"}}]}, "tiers[0].valkey.url: expected a host, got"),
+            ({"tiers": [{"object": {"url": "s3:///x"}}]}, "tiers[0].object.url: expected a bucket, got"),
+            (
+                {"tiers": [{"mooncake": {"master": "host", "metadata": "http://host:1"}}]},
+                "tiers[0].mooncake.master: expected host:port, got 'host'",
+            ),
+            ({"tiers": [{"valky": {}}]}, "tiers[0].valky: no such tier; did you mean valkey?"),
             ({"tiers": ["disk"]}, "tiers[0]: expected a table of settings, got 'disk'"),
             ({"tiers": [{}]}, "tiers[0]: expected the kind of one tier and its settings"),
             ({"tiers": [{"disk": {}}]}, "tiers[0].disk.path: expected a value, got none; this setting is required"),
@@ -513,3 +524,21 @@ class TestGeometry:
 
     def test_a_capacity_of_exactly_one_row_will_do(self) -> None:
         assert offloading(settings=settings(cpu={"capacity": 4096})).num_slots == 1
+
+
+@pytest.mark.parametrize("url", ["valkey://user:geheim@host:1/0", "redis://:geheim@host", "valkeys://u:geheim@[::1"])
+def test_a_password_in_an_address_is_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"tiers\[0\]\.valkey\.url: expected") as caught:
+        KVTierConfig.from_dict({"cpu": {"capacity": 1}, "tiers": [{"valkey": {"url": url}}]})
+    assert "geheim" not in str(caught.value)
+
+
+def test_settings_of_shared_tiers_come_back_equal() -> None:
+    tiers = [
+        {"valkey": {"url": "valkeys://user@host:6380/2", "ttl": "1h", "password_file": "/secret"}},
+        {"object": {"url": "s3://bucket/prefix", "endpoint": "http://127.0.0.1:9000", "allow_http": True}},
+        {"mooncake": {"master": "host:50051", "metadata": "http://host:8080/metadata", "segment": "1GiB"}},
+    ]
+    config = KVTierConfig.from_dict({"cpu": {"capacity": "1GiB"}, "tiers": tiers})
+    assert [tier.kind for tier in config.tiers] == ["valkey", "object", "mooncake"]
+    assert KVTierConfig.from_dict(config.to_dict()) == config

@@ -17,7 +17,7 @@ import kvtier
 
 PACKAGE = Path(kvtier.__file__).parent
 
-BASE = {"config", "errors", "keys", "namespace"}
+BASE = {"config", "errors", "keys", "namespace", "settings", "tier_config"}
 BELOW_TRANSFER = BASE | {"memory", "policies", "pool"}
 BELOW_OFFLOAD = BELOW_TRANSFER | {"transfer", "tiers", "events"}
 BELOW_CONNECTOR = BELOW_OFFLOAD | {"offload"}
@@ -25,7 +25,9 @@ BELOW_ENGINE = BELOW_CONNECTOR | {"connector"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "config": {"errors", "namespace"},
+    "settings": {"errors"},
+    "tier_config": {"errors", "settings"},
+    "config": {"errors", "namespace", "settings", "tier_config"},
     "digests": {"errors", "file_hasher"},
     "file_hasher": set(),
     "namespace": {"digests", "errors"},

@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvtier.config import TierConfig
+from kvtier.config import DiskConfig, TierConfig
 from kvtier.errors import ConfigError
 from kvtier.memory import expect_total_memory
 from kvtier.offload.base import OffloadingSpec
@@ -65,6 +65,8 @@ def make_tier(tier: TierConfig, config: OffloadingConfig) -> Tier:
     """Make a tier of its settings. `OutsideError` in one line if it is required and cannot be had."""
     from kvtier.tiers.disk import DiskTier
 
+    if not isinstance(tier, DiskConfig):
+        raise ConfigError(f"tiers[{config.settings.tiers.index(tier)}].{tier.kind}", "this version has no such tier")
     _expect_policy(tier, f"tiers[{config.settings.tiers.index(tier)}].{tier.kind}.policy")
     disk = DiskTier(
         tier,
@@ -83,7 +85,7 @@ def make_tier(tier: TierConfig, config: OffloadingConfig) -> Tier:
     return disk
 
 
-def _expect_policy(tier: TierConfig, path: str) -> None:
+def _expect_policy(tier: DiskConfig, path: str) -> None:
     """Refuse a policy that cannot be made, before a thread of the tier finds out."""
     try:
         make_policy(tier.policy, 1)

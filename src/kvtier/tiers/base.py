@@ -208,6 +208,18 @@ class Tier(ABC):
     def promotion_bytes(self) -> int:
         """The bytes of promotions that are queued or on their way: what a further one waits for."""
 
+    def ask(self, keys: Sequence[OffloadKey], deadline: float) -> None:
+        """Have it found out which of these chunks, of a prefix from its head on, can be promoted.
+
+        Only a tier that answers `None` needs it. From then on until `deadline` each of them is answered `None`
+        or what was found out; at the deadline what is not known is not there. Keys being asked are asked once.
+        """
+        return
+
+    def lend(self, memory: Piece) -> None:
+        """Take note of the memory in which the rows of all jobs lie, before the first job. Once."""
+        return
+
     # -- moving ------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -336,6 +348,13 @@ class Backend(ABC):
     `write` the row is absent, old or new, never a mixture that its seal would not show. A backend makes no
     promise about the bytes: whoever reads checks the seal.
     """
+
+    contains_batch: int = 1024
+    """How many rows one call of `contains` asks about in the time of one. With 1, whoever asks bisects."""
+
+    def lend(self, memory: Piece) -> None:
+        """Take note of the memory in which most pieces will lie, e.g. to register it. Before any other call."""
+        return
 
     @abstractmethod
     def write(self, rows: Sequence[BackendRow]) -> list[OSError | None]:

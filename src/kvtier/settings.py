@@ -1,0 +1,230 @@
+"""How settings are read: sizes and times as people write them, and fields that say where they are wrong.
+
+A setting is a field of a frozen dataclass with a reader, which turns what came into what is kept or raises a
+`ConfigError` of one line with the path of the field. Pure; any thread.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, field, fields
+from difflib import get_close_matches
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from kvtier.errors import ConfigError, show_value
+
+__all__ = [
+    "LARGEST",
+    "Reader",
+    "at_least",
+    "check_names",
+    "expect_table",
+    "format_size",
+    "instance",
+    "one_of",
+    "optional",
+    "parse_duration",
+    "parse_size",
+    "read_duration",
+    "read_fields",
+    "read_flag",
+    "read_name",
+    "read_path",
+    "read_size",
+    "read_text",
+    "setting",
+    "shown",
+]
+
+LARGEST = (1 << 63) - 1
+"""No file and no memory has more bytes."""
+_MOST = (1 << 31) - 1
+"""No count is higher: compiled code keeps some of them in 32 bits."""
+_LONGEST = 365 * 24 * 3600
+"""No wait takes more than a year; clocks and polls of the system have bounds of their own."""
+_BINARY = {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGTPE", start=1)}
+_DECIMAL = {f"{prefix}B": 1000**power for power, prefix in enumerate("kMGTPE", start=1)}
+_SIZES = {"": 1, "B": 1} | {unit[:end]: factor for end in (-1, None) for unit, factor in (_DECIMAL | _BINARY).items()}
+"""As Kubernetes writes them: `8G` is `8GB`, 8 * 10**9, and `8Gi` is `8GiB`, 8 * 2**30. Case does not matter."""
+_TIMES = {
+    "": Fraction(1),
+    "us": Fraction(1, 10**6),
+    "ms": Fraction(1, 1000),
+    "s": Fraction(1),
+    "m": Fraction(60),
+    "h": Fraction(3600),
+}
+_QUANTITY = re.compile(r"\s*([0-9]{1,40}(?:\.[0-9]{0,40})?|\.[0-9]{1,40})\s*([a-zA-Z]*)\s*")
+
+
+def parse_size(value: object, path: str = "") -> int:
+    """Return a number of bytes from `8589934592`, `"8GiB"`, `"8Gi"`, `"8G"` or `"1.5 TB"`.
+
+    Bytes come whole: `8.5` is an error, `8.0` is 8. What a larger unit leaves of a byte is dropped.
+    """
+    number, factor = _quantity(value, path, _SIZES, "a size such as 8GiB, 500MB or a number of bytes")
+    if factor == 1 and number.denominator != 1:
+        expected = "expected a whole number of bytes, or a unit as in 8.5GiB"
+        raise ConfigError(path, f"{expected}, got {show_value(value)}")
+    if number * factor > LARGEST:
+        raise ConfigError(path, f"expected a size below {format_size(LARGEST)}, got {show_value(value)}")
+    return math.floor(number * factor)
+
+
+def parse_duration(value: object, path: str = "") -> float:
+    """Return seconds from `2`, `0.5`, `"500ms"`, `"2s"`, `"5m"` or `"1h"`, a year at most."""
+    number, factor = _quantity(value, path, _TIMES, "a time such as 500ms, 2s or a number of seconds")
+    if number * factor > _LONGEST:
+        raise ConfigError(path, f"expected a year (8760h) at most, got {show_value(value)}")
+    return float(number * factor)
+
+
+def format_size(size: int) -> str:
+    """Write bytes for people: `4.0 MiB`, `512 B`."""
+    for unit, factor in reversed(_BINARY.items()):
+        if size >= factor:
+            return f"{size / factor:.1f} {unit}"
+    return f"{size} B"
+
+
+def _quantity(
+    value: object, path: str, units: Mapping[str, int | Fraction], expected: str
+) -> tuple[Fraction, int | Fraction]:
+    """Return a number that is 0 or more, and what its unit multiplies it by."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf:
+        return Fraction(value), 1
+    match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
+    factor = {unit.lower(): factor for unit, factor in units.items()}.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise ConfigError(path, f"expected {expected}, got {show_value(value)}")
+    return Fraction(match[1]), factor
+
+
+# Readers: each turns what came into what is stored, or raises with the path of the field.
+Reader = Callable[[str, Any], Any]
+
+
+def read_size(path: str, value: object) -> int:
+    return parse_size(value, path)
+
+
+def read_duration(path: str, value: object) -> float:
+    seconds = parse_duration(value, path)
+    if seconds <= 0:
+        raise ConfigError(path, f"expected a time greater than 0, got {show_value(value)}")
+    return seconds
+
+
+def read_flag(path: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(path, f"expected true or false, got {show_value(value)}")
+    return value
+
+
+def read_name(path: str, value: object) -> str:
+    if not is_text(value) or not value:
+        raise ConfigError(path, f"expected a name, got {show_value(value)}")
+    return str(value)
+
+
+def read_text(path: str, value: object) -> str:
+    if not is_text(value):
+        raise ConfigError(path, f"expected a string, got {show_value(value)}")
+    return str(value)
+
+
+def is_text(value: object) -> bool:
+    """Say whether a value is a string that can be encoded: half a surrogate pair, as JSON may bring, cannot."""
+    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+def one_of(*choices: str) -> Reader:
+    def read(path: str, value: object) -> str:
+        if value not in choices:
+            close = get_close_matches(value, choices, n=1) if isinstance(value, str) else []
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            expected = " or ".join(map(repr, choices))
+            raise ConfigError(path, f"expected {expected}, got {show_value(value)}{hint}")
+        return str(value)
+
+    return read
+
+
+def read_path(path: str, value: object) -> str:
+    if not isinstance(value, (str, Path)) or not is_text(str(value)) or not str(value) or "\0" in str(value):
+        raise ConfigError(path, f"expected a folder, got {show_value(value)}")
+    return os.path.abspath(os.path.expanduser(value))
+
+
+def at_least(minimum: int, maximum: int = _MOST) -> Reader:
+    def read(path: str, value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise ConfigError(path, f"expected a whole number of at least {minimum}, got {show_value(value)}")
+        if value > maximum:
+            raise ConfigError(path, f"expected a whole number of at most {maximum}, got {show_value(value)}")
+        return value
+
+    return read
+
+
+def optional(reader: Reader) -> Reader:
+    return lambda path, value: None if value is None else reader(path, value)
+
+
+def instance(cls: type) -> Reader:
+    def read(path: str, value: object) -> object:
+        if not isinstance(value, cls):
+            raise ConfigError(path, f"expected a {cls.__name__}, got {show_value(value)}")
+        return value
+
+    return read
+
+
+def setting(reader: Reader, default: Any = MISSING) -> Any:
+    """Declare a dataclass field that is read by `reader`."""
+    return field(default=default, metadata={"reader": reader})
+
+
+def read_fields(config: Any, prefix: str = "") -> None:
+    """Pass every field of a frozen dataclass through its reader."""
+    for setting in fields(config):
+        value = setting.metadata["reader"](prefix + setting.name, getattr(config, setting.name))
+        object.__setattr__(config, setting.name, value)
+
+
+def expect_table(path: str, value: object) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(path, f"expected a table of settings, got {show_value(value)}")
+    return dict(value)
+
+
+Suggest = Callable[[type, str, str], str]
+"""Says of a class of settings, an unknown name and the prefix of its path which setting was meant."""
+
+
+def check_names(cls: type, values: Mapping[str, Any], prefix: str, suggest: Suggest | None = None) -> None:
+    """Refuse unknown fields with a suggestion, and missing ones."""
+    known = {setting.name: setting for setting in fields(cls)}
+    for name in values:
+        if name not in known:
+            text = shown(name)
+            raise ConfigError(f"{prefix}{text}", f"no such setting{(suggest or _suggest)(cls, text, prefix)}")
+    for name, setting in known.items():
+        if setting.default is MISSING and name not in values:
+            raise ConfigError(f"{prefix}{name}", "expected a value, got none; this setting is required")
+
+
+def _suggest(cls: type, name: str, prefix: str) -> str:
+    names = sorted(setting.name for setting in fields(cls))
+    close = get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"; did you mean {prefix}{close[0]}?" if close else f"; expected one of {', '.join(names)}"
+
+
+def shown(name: object) -> str:
+    """Return a name as it stands in the path of an error."""
+    return name if isinstance(name, str) and name.isprintable() and len(name) < 80 else show_value(name)

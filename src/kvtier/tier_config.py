@@ -1,0 +1,248 @@
+"""The settings of tiers below the pool: what stands in a config under `tiers`.
+
+    "tiers": [{"disk": {...}}, {"valkey": {...}}, {"object": {...}}, {"mooncake": {...}}]
+
+A disk belongs to one engine. The other three are servers that engines of one namespace share. Secrets are
+never settings: a password or a key is in a file whose path is, and an address that holds a secret is refused
+without being repeated. All objects are immutable and may be shared by any thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from typing import Any, ClassVar, Self
+from urllib.parse import SplitResult, urlsplit
+
+from kvtier.errors import ConfigError, show_value
+from kvtier.settings import (
+    at_least,
+    check_names,
+    expect_table,
+    one_of,
+    optional,
+    read_duration,
+    read_fields,
+    read_flag,
+    read_name,
+    read_path,
+    read_size,
+    read_text,
+    setting,
+    shown,
+)
+
+__all__ = [
+    "DiskConfig",
+    "MooncakeConfig",
+    "ObjectConfig",
+    "SharedTierConfig",
+    "TierConfig",
+    "ValkeyConfig",
+    "read_tiers",
+]
+
+_WRITES_A_DAY = 4
+"""Times its capacity: what a data-centre disk is commonly made for, or a little more."""
+
+
+def _read_url(*schemes: str) -> Any:
+    """Make a reader of addresses. A password in one is refused: addresses are shown in logs."""
+
+    def read(path: str, value: object) -> str:
+        text = read_name(path, value)
+        expected = f"expected an address that begins with {' or '.join(f'{scheme}://' for scheme in schemes)}"
+        try:
+            parts = urlsplit(text)
+            _ = parts.port
+        except ValueError as error:
+            raise ConfigError(path, f"{expected}: {error}") from None
+        if parts.password is not None:
+            raise ConfigError(path, "expected no password in the address, which is shown in logs; use a password_file")
+        if parts.scheme not in schemes:
+            raise ConfigError(path, f"{expected}, got {show_value(text)}")
+        return text
+
+    return read
+
+
+def _read_address(path: str, value: object) -> str:
+    """Read `host:port`."""
+    text = read_name(path, value)
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ConfigError(path, f"expected host:port, got {show_value(text)}")
+    return text
+
+
+class _TierTable:
+    """What the settings of all kinds of tiers have in common."""
+
+    __slots__ = ()
+    kind: ClassVar[str]
+    """What the config, explanations and metrics call it."""
+
+    @classmethod
+    def from_dict(cls, values: object, where: str = "") -> Self:
+        """Read what stands in a config under the kind; `where` is its path there, such as `tiers[0].disk`."""
+        where = where or cls.kind
+        table = expect_table(where, values)
+        check_names(cls, table, f"{where}.")
+        try:
+            return cls(**table)
+        except ConfigError as error:
+            problem = str(error).removeprefix(f"{error.path}: ")
+            raise ConfigError(where + error.path.removeprefix(cls.kind), problem) from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values from which `from_dict` makes an equal config."""
+        return asdict(self)  # type: ignore[call-overload, no-any-return]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskConfig(_TierTable):
+    """A tier on a local disk: at most `capacity` bytes in the folder `path`, all files and ranks together.
+
+    `write`: a row is written when it becomes ready in the pool (`through`), or before it leaves (`evict`).
+    Beyond `write_limit` bytes in 24 hours (by default four times the capacity; 0: no limit) only what is offered
+    a second time is written. `durability`: `periodic` syncs every few seconds, for machines that lose power;
+    right bytes need neither. `required`: an engine does not start without it.
+    """
+
+    kind: ClassVar[str] = "disk"
+    path: str = setting(read_path)
+    capacity: int = setting(read_size)
+    policy: str = setting(read_name, "lru")
+    write: str = setting(one_of("through", "evict"), "through")
+    write_limit: int | None = setting(optional(read_size), None)
+    durability: str = setting(one_of("none", "periodic"), "none")
+    required: bool = setting(read_flag, False)
+
+    def __post_init__(self) -> None:
+        read_fields(self, "disk.")
+        if self.write_limit is None:
+            object.__setattr__(self, "write_limit", _WRITES_A_DAY * self.capacity)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValkeyConfig(_TierTable):
+    """A tier on a Valkey or Redis server: `valkey://user@host:6379/0`, `valkeys://` with TLS, `unix:///socket`.
+
+    What is there for `ttl` without being written anew goes, if the server has not evicted it before; by default
+    only the server decides. Names on the server begin with `prefix`. `write` and `required` as of a disk. With
+    `seal_key_file` only rows are taken that were sealed with the key in it.
+    """
+
+    kind: ClassVar[str] = "valkey"
+    url: str = setting(_read_url("valkey", "redis", "valkeys", "rediss", "unix"))
+    password_file: str | None = setting(optional(read_path), None)
+    tls: bool = setting(read_flag, False)
+    tls_ca_file: str | None = setting(optional(read_path), None)
+    tls_cert_file: str | None = setting(optional(read_path), None)
+    tls_key_file: str | None = setting(optional(read_path), None)
+    ttl: float | None = setting(optional(read_duration), None)
+    prefix: str = setting(read_name, "kvtier")
+    connections: int = setting(at_least(1, 64), 4)
+    write: str = setting(one_of("through", "evict"), "through")
+    required: bool = setting(read_flag, False)
+    seal_key_file: str | None = setting(optional(read_path), None)
+
+    def __post_init__(self) -> None:
+        read_fields(self, "valkey.")
+        parts = self.address
+        if parts.scheme == "unix" and not parts.path.strip("/"):
+            raise ConfigError("valkey.url", "expected the path of a socket behind unix://, got none")
+        if parts.scheme != "unix" and not parts.hostname:
+            raise ConfigError("valkey.url", f"expected a host, got {show_value(self.url)}")
+
+    @property
+    def address(self) -> SplitResult:
+        """The parts of the URL."""
+        return urlsplit(self.url)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectConfig(_TierTable):
+    """A tier in an object store: `s3://bucket/prefix`, `gs://bucket/prefix` or `az://container/prefix`.
+
+    Credentials come by the store's usual chain: environment, files, the machine's role. `endpoint` names a
+    server other than the cloud's; one without TLS needs `allow_http`. `connections` calls run at once.
+    """
+
+    kind: ClassVar[str] = "object"
+    url: str = setting(_read_url("s3", "gs", "az"))
+    endpoint: str | None = setting(optional(_read_url("http", "https")), None)
+    region: str | None = setting(optional(read_name), None)
+    allow_http: bool = setting(read_flag, False)
+    connections: int = setting(at_least(1, 256), 16)
+    write: str = setting(one_of("through", "evict"), "through")
+    required: bool = setting(read_flag, False)
+    seal_key_file: str | None = setting(optional(read_path), None)
+
+    def __post_init__(self) -> None:
+        read_fields(self, "object.")
+        if not urlsplit(self.url).netloc:
+            raise ConfigError("object.url", f"expected a bucket, got {show_value(self.url)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MooncakeConfig(_TierTable):
+    """A tier in a Mooncake store: its master at `host:port`, and its metadata server.
+
+    This process gives `segment` bytes of its own memory to the store; with 0 it only uses that of others.
+    `host` is the address under which others reach it, by default the one that faces the master.
+    """
+
+    kind: ClassVar[str] = "mooncake"
+    master: str = setting(_read_address)
+    metadata: str = setting(_read_url("http", "https", "etcd", "redis"))
+    protocol: str = setting(one_of("tcp", "rdma"), "tcp")
+    device: str = setting(read_text, "")
+    segment: int = setting(read_size, 0)
+    replicas: int = setting(at_least(1, 64), 1)
+    host: str | None = setting(optional(read_name), None)
+    prefix: str = setting(read_name, "kvtier")
+    write: str = setting(one_of("through", "evict"), "through")
+    required: bool = setting(read_flag, False)
+    seal_key_file: str | None = setting(optional(read_path), None)
+
+    def __post_init__(self) -> None:
+        read_fields(self, "mooncake.")
+
+
+SharedTierConfig = ValkeyConfig | ObjectConfig | MooncakeConfig
+"""The settings of a tier that engines share."""
+TierConfig = DiskConfig | SharedTierConfig
+"""The settings of any tier below the pool."""
+
+_KINDS: dict[str, type[TierConfig]] = {
+    cls.kind: cls for cls in (DiskConfig, ValkeyConfig, ObjectConfig, MooncakeConfig)
+}
+
+
+def read_tiers(path: str, value: object) -> tuple[TierConfig, ...]:
+    """Read a list of tiers, from the fastest to the slowest, each kind once."""
+    if not isinstance(value, (list, tuple)):
+        raise ConfigError(path, f"expected a list of tiers, got {show_value(value)}")
+    tiers = tuple(_read_tier(f"{path}[{i}]", tier) for i, tier in enumerate(value))
+    kinds = [tier.kind for tier in tiers]
+    for i, kind in enumerate(kinds):
+        if kind in kinds[:i]:
+            raise ConfigError(f"{path}[{i}]", f"expected one tier of each kind, got a second {kind}; remove it")
+    return tiers
+
+
+def _read_tier(path: str, value: object) -> TierConfig:
+    """Read `{"disk": {...}}`: a tier's kind and its settings."""
+    if isinstance(value, tuple(_KINDS.values())):
+        return value  # type: ignore[return-value]
+    table = expect_table(path, value)
+    if len(table) != 1:
+        example = '{"disk": {"path": ..., "capacity": ...}}'
+        raise ConfigError(path, f"expected the kind of one tier and its settings, {example}, got {show_value(value)}")
+    ((kind, settings),) = table.items()
+    if kind not in _KINDS:
+        close = get_close_matches(str(kind), _KINDS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"there is {', '.join(_KINDS)}"
+        raise ConfigError(f"{path}.{shown(kind)}", f"no such tier; {hint}")
+    return _KINDS[kind].from_dict(settings, f"{path}.{kind}")
