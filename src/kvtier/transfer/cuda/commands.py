@@ -49,14 +49,11 @@ __all__ = [
 SUBMITTED_BY = form_of("cuda")
 """Who tells streams what to do. Both tell them the same."""
 
+# What was measured for these: docs/tuning.md.
 SMALL_RANGE = 1 << 20
 """Below this size there are gaps between the ranges of a stream, which another can fill."""
 BATCH_RANGES = 32
-"""In one call of the driver, which takes about a microsecond for each: the bus should not wait for all of them.
-
-On an H200, jobs of 64 MiB in rows of 256 KiB, store and load as parts of one large copy: batches of 8 on two streams 0.93 and
-0.93, of 16 0.96 and 0.95, of 32 0.965 and 0.956, of 64 0.94 and 0.95; of 64 on one stream 0.94 and 0.945.
-"""
+"""In one call of the driver, which takes about a microsecond for each: the bus should not wait for all of them."""
 
 FIRST_RANGES = 4
 """In the first batch of a copy that a job begins with, while the bus is idle; each batch after it has twice as many."""

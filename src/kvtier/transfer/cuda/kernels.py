@@ -34,13 +34,9 @@ class Shape(NamedTuple):
     warps: int
 
 
+# What was measured for these: docs/tuning.md.
 STAGED = Shape(programs=64, program_bytes=32768, warps=4)
-"""Between HBM and HBM: a kernel takes its turn on the multiprocessors beside the engine's.
-
-On an H200 32 MiB take 26 us (pages of 4 KiB: 30), and the bus needs 620. Twice the programs with twice the bytes take 21,
-and cost the engine more: of its speed, at the same clock, a prefill keeps 0.97 to 0.98 beside stores and 0.96 beside loads (twice
-as much: 0.97 and 0.955), products of 0.18 ms 0.99 and 0.97 (0.97 and 0.96). With fewer the bus waits beside long kernels.
-"""
+"""Between HBM and HBM, beside the engine's kernels: with more it costs them more, with fewer the bus waits."""
 SHORT = Shape(programs=16, program_bytes=16384, warps=8)
 """Over the bus itself, for what is too short to be staged: more programs move no more bytes."""
 TILE_BYTES = 16384

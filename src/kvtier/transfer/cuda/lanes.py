@@ -57,33 +57,18 @@ from kvtier.transfer.cuda.pieces import (
 
 __all__ = ["ALONE_BYTES", "BURST_BYTES", "OPENING_PROGRAMS", "RUN_AHEAD", "Begun", "Lane", "LoadLane", "StoreLane"]
 
+# Sizes and counts below were measured: docs/tuning.md has the sweeps.
 RUN_AHEAD = 8
 """Pieces under way, at most: the length of the ring. A multiple of `BUFFERS`."""
 
 BURST_BYTES = 32 << 20
-"""Copied to the host before others have their turn, or one piece where that is more.
-
-On an H200, beside copies of 256 MiB to the host without a break: another copy of a few bytes waits 13 ms and more, until there
-is a break; with bursts of 32 MiB 0.66 ms, of 16 0.36, of 8 0.23; of 54.9 GB/s there remain 54.8, 54.2 and 53.4. In the other
-direction nobody waits.
-"""
+"""Copied to the host before others have their turn, or one piece where that is more: they wait 0.7 ms at most."""
 
 ALONE_BYTES = 128 << 10
-"""From this page size on, if a piece is alone and not short, its pages are copied as they are: the bus waits for no kernel.
-
-On an H200, microseconds of the device beyond those of one large copy, through a buffer and as they are: one block of 16 MiB in
-pages of 1 MiB 25 and 3, stored, and 18 and 4, loaded; of 256 KiB 22 and 7, 19 and 10; one of 8 MiB in pages of 128 KiB 16 and 7,
-12 and 11. A store of 64 MiB that begins with such a block: 23 and 3, 21 and 12, 26 and 23. Blocks of 8 MiB in pages of 64 KiB: 31
-and 32.
-"""
+"""From this page size on, a piece that is alone and not short is copied page by page: the bus waits for no kernel."""
 
 OPENING_PROGRAMS = 4
-"""Of the kernel that a long store begins with: while it fills the bus others hardly get on, and so does the next gather.
-
-On an H200 with 16, no gather ends before that kernel does, however long it is. With 4 it ends up to 40 us sooner: a store of 32
-MiB takes 10 to 14 us more than one large copy instead of 20, one of 64 MiB 9 to 14 instead of 14 to 27. Alone, 4 are as fast.
-Beside a prefill 4 move 19 GB/s and 16 38, for as many cycles of it a byte: what nothing follows is better off with 16.
-"""
+"""Of the kernel that a long store begins with: with more, the next gather hardly gets on beside it."""
 
 _CopyStreams = tuple[int, int, int, int]
 """A stream, one beside it for small ranges, an event to join them by, and another that both begin after."""

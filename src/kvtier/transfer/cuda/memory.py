@@ -17,19 +17,11 @@ from kvtier.transfer.plan import JobBounds
 
 __all__ = ["BUFFERS", "DIRECT_BYTES", "STAGE_BYTES", "CudaMemory"]
 
+# What was measured for these: docs/tuning.md.
 BUFFERS = 4
-"""How many each direction has.
-
-Kernels wait for the engine's to end, and what comes meanwhile waits in buffers; fewer and larger ones mean fewer kernels.
-Loads on an H200 beside long matrix products, with kernels on twice as many multiprocessors: with 256 MiB for both directions
-2 buffers 40 GB/s, 3 43, 4 49 to 51, 8 46; with 512 MiB 4 or 8 buffers 52.
-"""
+"""How many each direction has: what comes while kernels wait for the engine's waits in them."""
 DIRECT_BYTES = 2 << 20
-"""From this page size on pages are copied as they are.
-
-On an H200, jobs of 256 MiB, as parts of one large copy: pages of 512 KiB 0.95 as they are and 0.98 staged, 1 MiB 0.97 and
-0.98, 2 MiB 0.99 as they are, with no kernel and no buffer (`benchmarks/gpu_transfer.py`).
-"""
+"""From this page size on pages are copied as they are: with no kernel, they move as fast."""
 STAGE_BYTES = 256 << 10
 """The least that a block must have in a stage for loads to come layer by layer: its rows are cut into as many ranges."""
 _ALIGNMENT = 16  # of buffers, so that kernels move as much at a time

@@ -48,26 +48,18 @@ __all__ = [
 
 Ints = npt.NDArray[np.int64]
 
+# What was measured for these: docs/tuning.md.
 MOST_BLOCKS = 4096
 """In one piece: what the kernel is told of them is kept in pinned memory."""
 SHORT_STORE, SHORT_LOAD = 4 << 20, 2 << 20
-"""Up to these sizes a kernel copies a piece over the bus itself, if it is alone, and jobs are not cut; a long store begins so.
+"""Up to these sizes one kernel copies a piece over the bus, if it is alone, sooner than through a buffer.
 
-On an H200, microseconds of the device beyond what the bus takes, by one kernel and through a buffer: stores of 2 MiB 10 and 17,
-of 4 MiB 12 and 17; loads of 1 MiB 12 and 18, of 2 MiB 15 and 18, of 4 MiB 22 and 20. The bus carries 4 MiB in 76 us, in which
-the next piece is enqueued and gathered: a store of 32 MiB that began with 2 MiB took 28 us more than its bytes, with 4 MiB 12
-(with gathers on twice as many multiprocessors).
+Jobs up to them are not cut, and a long store begins so.
 """
 LAST_LOAD = 1 << 20
-"""Of the last piece of a long load, which is scattered when the bus is done: with 2 MiB it is later by 2 to 3 us."""
+"""Of the last piece of a long load, which is scattered when the bus is done."""
 STORE_GROWTH, LOAD_GROWTH = 3, 8
-"""Of pieces, so that a kernel is over before the bus has carried the piece before its own.
-
-On an H200, microseconds of the device beyond those of one large copy, for stores whose pieces grow 8 and 3 times, both with
-a first kernel of 16 programs: of 32 MiB 17 to 22 and 15 to 24, of 48 MiB 25 to 35 and 9 to 20, of 64 MiB 22 to 37 and 18 to 28.
-Loads take 3 longer if they grow 4 times instead of 8; and where one follows another there are then more small pieces, and
-buffers hold less: beside matrix products of 1.4 ms they move 45 GB/s instead of 48.
-"""
+"""Of pieces, so that a kernel is over before the bus has carried the piece before its own."""
 
 
 class Pages(NamedTuple):
