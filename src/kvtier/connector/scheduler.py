@@ -118,6 +118,7 @@ class OffloadingConnectorScheduler:
         engine that could not use more.
         """
         state = self._track(request)
+        state.extend_keys()
         if state.load_job is not None:
             return None, False
         state.start_over(num_computed_tokens, self._epoch)
@@ -519,7 +520,6 @@ class OffloadingConnectorScheduler:
             groups = tuple(GroupState(geometry) for geometry in self._geometry.groups)
             state = self._requests[request.request_id] = RequestState(request, context, groups, self._epoch)
             state.store_limit = read_token_limit(request.kv_transfer_params, "max_offload_tokens")
-        state.extend_keys()
         return state
 
     def _is_of_an_adapter(self, request: RequestView) -> bool:
