@@ -54,9 +54,7 @@ WORKER_CALLS = (
     "await_layer",
     "wait_for_save",
     "wait_for_transfers",
-    "get_finished",
-    "get_block_ids_with_load_errors",
-    "take_reports",
+    "take_output",
     "clear_connector_metadata",
 )
 

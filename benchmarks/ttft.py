@@ -39,7 +39,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "ask": ("get_num_new_matched_tokens",),
     "plan": ("update_state_after_alloc", "build_connector_meta"),
     "job": ("start_load_kv", "await_layer", "wait_for_transfers"),
-    "end": ("get_finished", "take_reports", "update_connector_output"),
+    "end": ("take_output", "update_connector_output"),
     "token": ("_speculate", "forward"),
 }
 

@@ -175,18 +175,12 @@ class FakeConnector:
     def wait_for_transfers(self, timeout: float) -> None:
         self.log.append(("wait", ""))
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+    def take_output(self, finished_req_ids: set[str]) -> KVConnectorOutput:
         recving = self._end(lambda transfer: transfer.due <= self.now)
         busy = {transfer.req_id for transfer in self._transfers}
         sending, self._held = self._held - busy, self._held & busy
-        return sending, recving
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        taken, self._invalid = self._invalid, set()
-        return taken
-
-    def take_reports(self) -> list[Any]:
-        return []
+        invalid, self._invalid = self._invalid, set()
+        return KVConnectorOutput(sending, recving, invalid)
 
     def clear_connector_metadata(self) -> None:
         self.log.append(("clear", ""))

@@ -107,7 +107,6 @@ class RankedWorkers:
     def __init__(self, workers: list[OffloadingConnector], wire: Wire) -> None:
         self.workers, self.wire = workers, wire
         self._aggregator = OutputAggregator(len(workers))
-        self._merged = KVConnectorOutput()
 
     def bind_connector_metadata(self, metadata: OffloadingConnectorMetadata) -> None:
         for worker in self.workers:
@@ -130,29 +129,21 @@ class RankedWorkers:
         busy = [worker.wait_for_transfers(min(timeout, 0.002)) for worker in self.workers]
         return any(busy)
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+    def take_output(self, finished_req_ids: set[str]) -> KVConnectorOutput:
         outputs = []
         for worker in self.workers:
             if self.wire.random.random() < self.wire.stutter:
                 outputs.append(KVConnectorOutput())
                 continue
-            sending, recving = worker.get_finished(finished_req_ids)
-            invalid = worker.get_block_ids_with_load_errors()
-            outputs.append(KVConnectorOutput(sending, recving, invalid, worker.take_reports()))
-        self._merged = KVConnectorOutput()
+            outputs.append(worker.take_output(finished_req_ids))
+        together = KVConnectorOutput()
         for arrived in self.wire.send(outputs):
             merged = self._aggregator.aggregate(arrived)
-            self._merged.finished_sending |= merged.finished_sending
-            self._merged.finished_recving |= merged.finished_recving
-            self._merged.invalid_block_ids |= merged.invalid_block_ids
-            self._merged.reports += merged.reports
-        return self._merged.finished_sending, self._merged.finished_recving
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._merged.invalid_block_ids
-
-    def take_reports(self) -> list[Any]:
-        return self._merged.reports
+            together.finished_sending |= merged.finished_sending
+            together.finished_recving |= merged.finished_recving
+            together.invalid_block_ids |= merged.invalid_block_ids
+            together.reports += merged.reports
+        return together
 
     def clear_connector_metadata(self) -> None:
         for worker in self.workers:

@@ -35,8 +35,7 @@ class Rank:
         worker.start_load_kv()
         worker.wait_for_save()
         worker.wait_for_transfers(10.0)
-        sending, recving = worker.get_finished(set())
-        output = KVConnectorOutput(sending, recving, worker.get_block_ids_with_load_errors(), worker.take_reports())
+        output = worker.take_output(set())
         worker.clear_connector_metadata()
         return output
 

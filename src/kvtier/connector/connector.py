@@ -174,6 +174,12 @@ class OffloadingConnector:
         """Start this step's stores, after the forward pass. Despite its name it does not wait."""
         self._worker.start_store_kv(self._bound())
 
+    def take_output(self, finished_req_ids: set[ReqId]) -> KVConnectorOutput:
+        """Take all that this worker has to tell after a step. The three calls below it give the same in parts."""
+        sending, recving = self._worker.get_finished(finished_req_ids)
+        invalid = self._worker.get_block_ids_with_load_errors()
+        return KVConnectorOutput(sending, recving, invalid, self._worker.take_reports())
+
     def get_finished(self, finished_req_ids: set[ReqId]) -> tuple[set[ReqId], set[ReqId]]:
         """Return the ids of requests whose stores, and of those whose load, are over."""
         return self._worker.get_finished(finished_req_ids)

@@ -7,8 +7,7 @@ A step schedules, computes and samples. The connector's calls stand around the f
     begin       S.build_connector_meta -> W.bind_connector_metadata, W.handle_preemptions, W.start_load_kv
     forward     or, with nothing to run, W.is_storing, W.await_layer: ahead of a load (`speculation`)
     sample      W.wait_for_save comes first, so that stores run behind the forward pass
-    end         W.get_finished, W.get_block_ids_with_load_errors, W.take_reports, W.clear_connector_metadata
-                -> S.update_connector_output
+    end         W.take_output, W.clear_connector_metadata -> S.update_connector_output
     append      S.request_finished, for each request that ends
 
 An engine of several processes carries the metadata to every worker and merges what they return with `OutputAggregator`; here
@@ -29,7 +28,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 from torch import Tensor
 
 from kvtier.config import KVTierConfig, OffloadingConfig
-from kvtier.connector import ConnectorRole, Explanation, KVConnectorOutput, OffloadingConnector
+from kvtier.connector import ConnectorRole, Explanation, OffloadingConnector
 from kvtier.engine.assembly import allocate_kv, describe_cache, make_batch, make_decoder
 from kvtier.engine.cache import KVCache, group_layers
 from kvtier.engine.config import EngineConfig
@@ -331,9 +330,7 @@ class Engine:
         """Take in which transfers are over."""
         if self.connector is None or self.worker is None:
             return
-        sending, recving = self.worker.get_finished(step.view.finished_req_ids)
-        invalid = self.worker.get_block_ids_with_load_errors()
-        output = KVConnectorOutput(sending, recving, invalid, self.worker.take_reports())
+        output = self.worker.take_output(step.view.finished_req_ids)
         self.worker.clear_connector_metadata()
         self.connector.update_connector_output(output)
         self._scheduler.take_transfers(output)
