@@ -133,6 +133,8 @@ class TierMiss(Enum):
     SUSPENDED = "suspended"
     NOT_OPEN = "not open yet"
     """The namespace is not known, records are being read, or another process is the owner."""
+    NO_ANSWER = "no answer in time"
+    """It was asked whether it has the chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +171,10 @@ class TierStats:
     """Rows whose call has not returned although their job was late: what is lost until it does."""
     queued_bytes: int
     """Of promotions and demotions that no thread has begun."""
+    questions: int = 0
+    """Prefixes that a tier was asked about which does not know what it holds."""
+    round_trips: int = 0
+    """Calls that it took to answer them."""
 
 
 class Tier(ABC):
