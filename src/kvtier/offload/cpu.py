@@ -27,7 +27,9 @@ from kvtier.offload.manager import CPUOffloadingManager
 from kvtier.offload.tiered import TieredOffloadingManager, TierSeat
 from kvtier.policies import make_policy
 from kvtier.pool import Pool
+from kvtier.tier_config import MooncakeConfig, SharedTierConfig
 from kvtier.tiers.base import Tier
+from kvtier.tiers.io_tier import IOTier
 from kvtier.transfer.base import (
     CanonicalKVCaches,
     CPULoadStoreSpec,
@@ -45,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 _REQUIRED_SECONDS = 30.0
 """How long a start waits for a tier that it may not go without."""
+_MOONCAKE_CALLS = 4
+"""Calls at once: each moves a batch, by as many connections as the store likes."""
 
 
 class _OpenPool(NamedTuple):
@@ -63,12 +67,22 @@ MakeTier = Callable[[TierConfig, "OffloadingConfig"], Tier]
 
 def make_tier(tier: TierConfig, config: OffloadingConfig) -> Tier:
     """Make a tier of its settings. `OutsideError` in one line if it is required and cannot be had."""
+    path = f"tiers[{config.settings.tiers.index(tier)}].{tier.kind}"
+    made = _make_disk(tier, config, path) if isinstance(tier, DiskConfig) else _make_shared(tier, config, path)
+    if tier.required:
+        try:
+            made.wait_open(_REQUIRED_SECONDS)
+        except BaseException:
+            made.close(0.0)
+            raise
+    return made
+
+
+def _make_disk(tier: DiskConfig, config: OffloadingConfig, path: str) -> IOTier:
     from kvtier.tiers.disk import DiskTier
 
-    if not isinstance(tier, DiskConfig):
-        raise ConfigError(f"tiers[{config.settings.tiers.index(tier)}].{tier.kind}", "this version has no such tier")
-    _expect_policy(tier, f"tiers[{config.settings.tiers.index(tier)}].{tier.kind}.policy")
-    disk = DiskTier(
+    _expect_policy(tier, f"{path}.policy")
+    return DiskTier(
         tier,
         row_bytes=config.row_bytes,
         namespace=config.tier_namespace_nowait,
@@ -76,13 +90,22 @@ def make_tier(tier: TierConfig, config: OffloadingConfig) -> Tier:
         ranks=config.num_engines,
         description_bytes=config.description_bytes,
     )
-    if tier.required:
-        try:
-            disk.wait_open(_REQUIRED_SECONDS)
-        except BaseException:
-            disk.close(0.0)
-            raise
-    return disk
+
+
+def _make_shared(tier: SharedTierConfig, config: OffloadingConfig, path: str) -> IOTier:
+    from kvtier.tiers.backends import expect_package, open_backend
+    from kvtier.tiers.shared_tier import SharedTier
+
+    expect_package(tier.kind, path)
+    made = SharedTier(
+        tier.kind,
+        config.row_bytes,
+        partial(open_backend, tier, config.row_bytes, config.settings.load_deadline),
+        namespace=config.tier_namespace_nowait,
+        threads=_MOONCAKE_CALLS if isinstance(tier, MooncakeConfig) else tier.connections,
+    )
+    made.required = tier.required
+    return made
 
 
 def _expect_policy(tier: DiskConfig, path: str) -> None:

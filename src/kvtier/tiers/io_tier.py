@@ -1,18 +1,21 @@
 """`IOTier`: what tiers have in common that move rows by I/O threads, whatever they know of what they hold.
 
 It turns jobs into work for `tiers/io`, what becomes of it into results and counts, and calls that are stuck
-or fail into a suspension (`tiers/health`), which a probe ends. A tier over it says which rows it takes, and
-what a row that was read or written means for its books: `_settle_read`, `_settle_write`. Scheduler thread
-only; nothing blocks but `wait_any` and `close`.
+or fail into a suspension (`tiers/health`), which a probe ends. What cannot be opened is tried again with
+growing pauses. A tier over it says how it opens, which rows it takes, and what a row that was read or written
+means for its books: `_settle_read`, `_settle_write`. Scheduler thread only; nothing blocks but `wait_open`,
+`wait_any` and `close`.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from kvtier.errors import KVTierError, OutsideError
 from kvtier.keys import OffloadKey
 from kvtier.tiers.base import (
     MEDIUM_STORAGE,
@@ -30,13 +33,17 @@ from kvtier.tiers.io import Direction, IOReport, IOThreads
 from kvtier.tiers.recent import RecentKeys
 from kvtier.tiers.seal import SealScope
 
-__all__ = ["REMEMBERED", "IOTier", "num_bytes"]
+__all__ = ["REMEMBERED", "IOTier", "num_bytes", "say_error"]
+
+logger = logging.getLogger(__name__)
 
 REMEMBERED = 64_000
 """Keys of which something is kept in mind."""
 _STUCK_AFTER = 1.0
 """A call of a late job that has run for so many seconds is stuck, and not just the last of a long queue."""
 _IDLE_AFTER = 1.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 10.0
+"""Between two tries to open a tier."""
 
 
 class IOTier(Tier):
@@ -72,6 +79,13 @@ class IOTier(Tier):
             Direction.PROMOTE: TierHealth(f"{name} tier: reading", clock, longest_pause),
             Direction.DEMOTE: TierHealth(f"{name} tier: writing", clock, longest_pause),
         }
+        self.required = False
+        """An engine does not start without it."""
+        self.where = f"{name} tier"
+        """What lines in the log begin with."""
+        self._opening = False
+        self._problem: str | None = None
+        self._pause, self._retry_at = _FIRST_PAUSE, 0.0
         self._probing = False
         self._closed = False
         self._misses: RecentKeys[TierMiss] = RecentKeys(REMEMBERED)
@@ -97,6 +111,58 @@ class IOTier(Tier):
     def _num_rows(self) -> tuple[int, int]:
         """Return how many rows are held, and how many there is room for; 0 where nobody knows."""
         return 0, 0
+
+    # -- opening -----------------------------------------------------------------------------------
+
+    @property
+    def problem(self) -> str | None:
+        """What keeps it from opening, in one line; `None`: nothing that is known."""
+        return self._problem
+
+    def is_open(self) -> bool:
+        """Say whether rows can be moved."""
+        return self._io.backend is not None
+
+    def lacks_namespace(self) -> bool:
+        """Say whether nothing but the namespace is missing."""
+        return False
+
+    def wait_open(self, timeout: float = 30.0) -> bool:
+        """Block until it is open, or nothing but the namespace is missing. For the start of an engine.
+
+        `OutsideError` if it is `required` and cannot be opened; else False.
+        """
+        until = time.monotonic() + timeout
+        while not self.is_open() and (self._opening or self._problem is None):
+            self._results = self.poll()  # kept for who asks next
+            if self.is_open() or self.lacks_namespace():
+                return True
+            left = until - time.monotonic()
+            if left <= 0 or self._problem is not None:
+                break
+            self._io.wait_any(min(left, 0.1))
+        if not self.is_open() and self.required:
+            why = self._problem or f"{self.where}: expected it to open within {timeout:g} s"
+            raise OutsideError(f"{why} ({self.name}.required is true)")
+        return self.is_open()
+
+    def _may_open(self) -> bool:
+        """Say whether it is time to try to open it."""
+        return not (self._opening or self._closed or self._clock() < self._retry_at)
+
+    def _note_problem(self, error: BaseException | None) -> None:
+        """Keep in mind why it is not open, say it once, and try again later."""
+        line = str(error) if isinstance(error, KVTierError) else f"{self.where}: {say_error(error)}"
+        if line != self._problem:
+            logger.warning("%s; running without it", line)
+        self._problem = line
+        self._retry_at = self._clock() + self._pause
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+
+    def _note_solved(self) -> None:
+        if self._problem is not None:
+            logger.warning("%s: can be used now", self.where)
+        self._problem, self._pause, self._retry_at = None, _FIRST_PAUSE, 0.0
 
     # -- moving ------------------------------------------------------------------------------------
 
@@ -255,3 +321,10 @@ class IOTier(Tier):
 def num_bytes(row: LentRow) -> int:
     """Return the bytes of all pieces of a row."""
     return sum(piece.nbytes for piece in row.pieces)
+
+
+def say_error(error: BaseException | None) -> str:
+    """Put an error into words for people."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error) or type(error).__name__
+    return repr(error)

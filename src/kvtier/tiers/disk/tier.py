@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvtier.config import DiskConfig
-from kvtier.errors import KVTierError, OutsideError
+from kvtier.errors import OutsideError
 from kvtier.keys import OffloadKey
 from kvtier.policies import Slots, make_policy
 from kvtier.tiers.base import Outcome, TierChange, TierMiss, TierResult
@@ -41,7 +41,6 @@ logger = logging.getLogger(__name__)
 _SLICE = 1024
 """Chunks announced in a step."""
 _SAVE_EVERY = 5.0
-_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 10.0
 
 
 class _Vanished(OutsideError):
@@ -93,9 +92,7 @@ class DiskTier(SlotTier):
         self._namespace = namespace
         self._lock: FolderLock | None = None
         self._files: DiskFiles | None = None
-        self._busy = False  # with owning or opening
-        self._problem: str | None = None
-        self._pause, self._retry_at = _FIRST_PAUSE, 0.0
+        self.where, self.required = f"disk tier: {self._folder}", config.required
         self._lost: str | None = None
         self._suffix: str | None = None  # of the last reset
         self._epoch_unsaved = self._epoch_saving = False
@@ -112,53 +109,27 @@ class DiskTier(SlotTier):
 
     # -- opening -----------------------------------------------------------------------------------
 
-    @property
-    def problem(self) -> str | None:
-        """What keeps it from opening, in one line; `None`: nothing that is known."""
-        return self._problem
-
-    def wait_open(self, timeout: float = 30.0) -> bool:
-        """Block until it is open, or nothing but the namespace is missing. For the start of an engine.
-
-        `OutsideError` if it is `required` and cannot be opened; else False.
-        """
-        until = time.monotonic() + timeout
-        while self._table is None and (self._busy or self._problem is None):
-            self._poll_later()
-            waits_for_namespace = self._lock is not None and not self._busy and self._problem is None
-            if self._table is not None or waits_for_namespace:
-                return True
-            left = until - time.monotonic()
-            if left <= 0 or self._problem is not None:
-                break
-            self._io.wait_any(min(left, 0.1))
-        if self._table is None and self.config.required:
-            why = self._problem or f"disk tier: {self._folder}: expected it to open within {timeout:g} s"
-            raise OutsideError(f"{why} (disk.required is true)")
-        return self._table is not None
-
-    def _poll_later(self) -> None:
-        """Poll, and keep the results for who asks next."""
-        self._results = self.poll()
+    def lacks_namespace(self) -> bool:
+        return self._lock is not None and not self._opening and self._problem is None
 
     def _advance(self) -> None:
         """Take the next step towards being open, if one is due."""
-        if self._table is not None or self._busy or self._closed or self._clock() < self._retry_at:
+        if self._table is not None or not self._may_open():
             return
         if self._lock is None:
-            self._busy = True
+            self._opening = True
             self._io.call(lambda: FolderLock.take_nowait(self._folder), self._end_owning)
         elif (namespace := self._namespace()) is not None:
-            self._busy = True
+            self._opening = True
             self._io.call(lambda: self._open(namespace), self._end_opening)
 
     def _end_owning(self, lock: FolderLock | None, error: BaseException | None) -> None:
-        self._busy = False
+        self._opening = False
         if error is not None or lock is None:
             self._note_problem(error)
         else:
             self._lock = lock
-            self._solved()
+            self._note_solved()
             self._advance()
 
     def _open(self, namespace: str) -> _Opened:
@@ -184,13 +155,13 @@ class DiskTier(SlotTier):
         return _Opened(files, table, scope, newest)
 
     def _end_opening(self, opened: _Opened | None, error: BaseException | None) -> None:
-        self._busy = False
+        self._opening = False
         if error is not None or opened is None:
             if isinstance(error, _Vanished):
                 self._disown()
             self._note_problem(error)
             return
-        self._solved()
+        self._note_solved()
         self._files = opened.files
         self.open_table(opened.table, opened.files, opened.scope)
         self._limit.restore(opened.files.header.written)
@@ -205,20 +176,6 @@ class DiskTier(SlotTier):
             self.reset(self._suffix)
         held, slots = len(opened.table), opened.table.num_slots
         logger.info("disk tier: %s: open with %d of %d rows", opened.files.folder, held, slots)
-
-    def _note_problem(self, error: BaseException | None) -> None:
-        """Keep in mind why it is not open, say it once, and try again later."""
-        line = str(error) if isinstance(error, KVTierError) else f"disk tier: {self._folder}: {error!r}"
-        if line != self._problem:
-            logger.warning("%s; running without it", line)
-        self._problem = line
-        self._retry_at = self._clock() + self._pause
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-
-    def _solved(self) -> None:
-        if self._problem is not None:
-            logger.warning("disk tier: %s: can be used now", self._folder)
-        self._problem, self._pause, self._retry_at = None, _FIRST_PAUSE, 0.0
 
     # -- a step ------------------------------------------------------------------------------------
 
@@ -364,7 +321,7 @@ class DiskTier(SlotTier):
         if self._table is None and not self._closed:
             if self._problem is not None:
                 return self._problem
-            return "waiting for the namespace" if self._lock is not None and not self._busy else "opening"
+            return "waiting for the namespace" if self.lacks_namespace() else "opening"
         return super().state()
 
     def has_pending_work(self) -> bool:
