@@ -45,6 +45,7 @@ _BACKOFF = timedelta(milliseconds=20)
 
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
 _HTTP_KIND = re.compile(r"HttpError \{\s+kind: (\w+)")
+_SOURCE = re.compile(r"source: ([A-Z]\w+) ?[{,]")
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
 _CREDENTIALS = re.compile(r"https?://(169\.254\.|metadata\.google|sts\.|oauth2\.|login\.microsoft)|/latest/api/token")
 """Where the store asks for credentials when it was given none."""
@@ -69,8 +70,10 @@ class ObjectBackend(Backend):
         try:
             self._store = _open_store(config, timeout)
         except self._exceptions.BaseError as error:
-            hint = "set AZURE_STORAGE_ACCOUNT_NAME" if "MissingAccount" in str(error) else "see the store's settings"
-            raise ConfigError("object", f"the store cannot be opened with these settings; {hint}") from None
+            what = _SOURCE.findall(str(error))
+            hint = "; set AZURE_STORAGE_ACCOUNT_NAME" if "MissingAccount" in what else ""
+            problem = f"the store does not take the settings or credentials that it found: {', '.join(what)}{hint}"
+            raise ConfigError("object", problem) from None
 
     def __repr__(self) -> str:
         return f"ObjectBackend({self.url})"
