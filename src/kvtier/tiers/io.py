@@ -137,7 +137,7 @@ class _Call(NamedTuple):
     """Something that the tier itself wants done on a thread, and who hears of it on the scheduler's."""
 
     function: Callable[[], Any]
-    tell: Callable[[Any, BaseException | None], None]
+    tell: Callable[[Any, BaseException | None], None] | None
 
 
 class _Answer(NamedTuple):
@@ -221,6 +221,13 @@ class IOThreads:
         with self._lock:
             self._calls.append(_Call(function, tell))
             self._lock.notify()
+
+    def help(self, function: Callable[[], None]) -> None:
+        """Have a free thread run a function too, before all rows. For one of the threads; nobody hears of it."""
+        with self._lock:
+            if not self._closed:
+                self._calls.append(_Call(function, None))
+                self._lock.notify()
 
     def call_last(self, function: Callable[[], Any]) -> None:
         """Run a function on a thread when `close` was called and all rows are done. Nobody hears of it."""
@@ -357,8 +364,9 @@ class IOThreads:
         while self._ended:
             ended = self._ended.popleft()
             if isinstance(ended, _Answer):
-                self.open_calls -= 1
-                ended.call.tell(ended.value, ended.error)
+                if ended.call.tell is not None:
+                    self.open_calls -= 1
+                    ended.call.tell(ended.value, ended.error)
             else:
                 self._settle(ended)
 

@@ -4,24 +4,27 @@ A prefix is stored from its head on, so what is there is a run from the head, as
 about all chunks it does, and gaps are seen. Where it cannot, the first chunk is asked about first, since most
 prompts are new; then the end of the run is searched for: each round asks about chunks at even distances and
 leaves one interval between two of them. A gap that others' eviction has made before that end is not noticed:
-whoever reads the chunk learns of it.
+whoever reads the chunk learns of it. `CallsAtOnce` asks about the chunks of a round in several calls, on the
+threads that are free.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import NamedTuple
 
 from kvtier.keys import get_offload_group_idx
 from kvtier.tiers.base import BackendRow
 
-__all__ = ["FoundPrefix", "search_prefix"]
+__all__ = ["CallsAtOnce", "FoundPrefix", "search_prefix"]
 
 Contains = Callable[[Sequence[BackendRow]], list[bool]]
 
 
 class FoundPrefix(NamedTuple):
-    """Of each chunk, whether it is there; and the calls that it took to know."""
+    """Of each chunk, whether it is there; and the calls, one after the other, that it took to know."""
 
     there: list[bool]
     round_trips: int
@@ -72,3 +75,38 @@ def _search_run(
         if num_there:
             low = asked[num_there - 1] + 1
     return FoundPrefix([True] * low + [False] * (len(rows) - low), round_trips)
+
+
+class CallsAtOnce:
+    """One call of `contains` about many rows as several at once, of `batch` rows each.
+
+    `spawn` has a function run by a thread that is free, now or later. Whoever calls works too, and waits only for
+    calls that have begun, so that it does not matter if no other thread is ever free.
+    """
+
+    def __init__(self, contains: Contains, batch: int, most: int, spawn: Callable[[Callable[[], None]], None]) -> None:
+        self._contains, self._batch, self._most, self._spawn = contains, batch, most, spawn
+        self.width = batch * most
+        """The rows of one call of `contains`, at most."""
+
+    def contains(self, rows: Sequence[BackendRow]) -> list[bool]:
+        """Say of each row whether it is there. `OSError` if a call fails."""
+        parts = [rows[at : at + self._batch] for at in range(0, len(rows), self._batch)]
+        answers: list[Future[list[bool]]] = [Future() for _ in parts]
+        left = deque(zip(parts, answers, strict=True))
+
+        def work() -> None:
+            while left:
+                try:
+                    part, answer = left.popleft()
+                except IndexError:  # another thread was quicker
+                    return
+                try:
+                    answer.set_result(self._contains(part))
+                except Exception as error:  # the top of what another thread does for us
+                    answer.set_exception(error)
+
+        for _ in range(min(len(parts), self._most) - 1):
+            self._spawn(work)
+        work()
+        return [is_there for answer in answers for is_there in answer.result()]

@@ -26,7 +26,7 @@ from kvtier.keys import OffloadKey
 from kvtier.tiers.base import Backend, BackendRow, LentRow, Outcome, Piece, TierJob, TierMiss, TierResult
 from kvtier.tiers.io import Direction, IOReport
 from kvtier.tiers.io_tier import REMEMBERED, IOTier, say_error
-from kvtier.tiers.prefix_search import FoundPrefix, search_prefix
+from kvtier.tiers.prefix_search import CallsAtOnce, FoundPrefix, search_prefix
 from kvtier.tiers.recent import RecentKeys
 from kvtier.tiers.seal import SealScope
 
@@ -91,6 +91,7 @@ class SharedTier(IOTier):
             longest_pause=_LONGEST_PAUSE,
         )
         self._open_backend, self._namespace = open_backend, namespace
+        self._num_threads = threads
         self._memory: Piece | None = None
         self._is_named = False  # the namespace is known
         self._suffix = ""  # of the last reset
@@ -187,7 +188,8 @@ class SharedTier(IOTier):
         if question.is_late or backend is None:
             return None
         rows = [BackendRow(key, (), scope=question.scope) for key in question.keys]
-        return search_prefix(backend.contains, rows, backend.contains_batch, lambda: not question.is_late)
+        calls = CallsAtOnce(backend.contains, backend.contains_batch, self._num_threads, self._io.help)
+        return search_prefix(calls.contains, rows, calls.width, lambda: not question.is_late)
 
     def _answer(self, question: _Question, found: FoundPrefix | None, error: BaseException | None) -> None:
         """Take in what a question has come to, be it late."""
