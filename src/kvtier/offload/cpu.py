@@ -30,6 +30,7 @@ from kvtier.pool import Pool
 from kvtier.tier_config import MooncakeConfig, SharedTierConfig
 from kvtier.tiers.base import Tier
 from kvtier.tiers.io_tier import IOTier
+from kvtier.tiers.shared_tier import SharedTier
 from kvtier.transfer.base import (
     CanonicalKVCaches,
     CPULoadStoreSpec,
@@ -47,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 _REQUIRED_SECONDS = 30.0
 """How long a start waits for a tier that it may not go without."""
+_OPEN_SECONDS = 2.0
+"""How long a start waits for a server, so that its first request finds it."""
 _MOONCAKE_CALLS = 4
 """Calls at once: each moves a batch, by as many connections as the store likes."""
 
@@ -94,7 +97,6 @@ def _make_disk(tier: DiskConfig, config: OffloadingConfig, path: str) -> IOTier:
 
 def _make_shared(tier: SharedTierConfig, config: OffloadingConfig, path: str) -> IOTier:
     from kvtier.tiers.backends import expect_package, open_backend
-    from kvtier.tiers.shared_tier import SharedTier
 
     expect_package(tier.kind, path)
     made = SharedTier(
@@ -167,7 +169,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         apart = self.config.scheduler_apart
         rows = self.open_pool("scheduler", self.parties - 1 if apart else self.party).rows
         seats = [TierSeat(self._make_tier(tier, self.config), tier.write) for tier in settings.tiers]
-        return TieredOffloadingManager(
+        manager = TieredOffloadingManager(
             pool,
             rows,
             seats,
@@ -175,6 +177,10 @@ class CPUOffloadingSpec(OffloadingSpec):
             is_namespace_known=lambda: self.config.tier_namespace_nowait() is not None,
             clock=self._clock,
         )
+        for tier in manager.tiers:
+            if isinstance(tier, SharedTier):  # an idle engine would not notice that it is open
+                tier.wait_open(_OPEN_SECONDS)
+        return manager
 
     def open_pool(self, side: str = "worker", party: int | None = None) -> Pool:
         """Return this process's mapping of the pool, opening it the first time. `side`: who asks."""
