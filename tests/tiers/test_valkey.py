@@ -240,6 +240,14 @@ class TestStrangeValues:
         assert backend.write([sealed(3)]) == [None]
         assert_right(backend)
 
+    @pytest.mark.parametrize("at", [0, 7, 8, 16, 24])
+    def test_another_header(self, server: ValkeyServer, backend: ValkeyBackend, at: int) -> None:
+        """A later version may lay rows out in another way: its seals are none of ours."""
+        backend.write([sealed(1)])
+        value = self.value(server, 1)
+        server.say("SET", name_of(1), value[:at] + bytes([value[at] ^ 0x80]) + value[at + 1 :])
+        assert backend.read([empty(1)]) == [b""]
+
     def test_swapped_values(self, server: ValkeyServer, backend: ValkeyBackend) -> None:
         backend.write([sealed(1), sealed(2)])
         one, two = self.value(server, 1), self.value(server, 2)
@@ -445,6 +453,27 @@ class TestLateAndLost:
             for _ in range(3):
                 relay.cut()
                 assert_right(backend)
+
+    def test_a_failure_makes_all_connections_anew(self, server: ValkeyServer) -> None:
+        """After a failover all of them lead to a server that is gone; each would cost a time-out."""
+        with (
+            Relay(server.port) as relay,
+            closing(make(f"valkey://127.0.0.1:{relay.port}")) as backend,
+            ThreadPoolExecutor(2) as pool,
+        ):
+            relay.hold()
+            waiting = [pool.submit(backend.contains, [empty(number)]) for number in range(2)]
+            while relay.accepted < 2:
+                assert relay.holding.wait(PATIENCE)
+            relay.release()
+            assert [answer.result() for answer in waiting] == [[False], [False]]
+            relay.hold()
+            backend._timeout = SOON
+            assert codes(backend.read([empty(1)])) == [errno.ETIMEDOUT]
+            relay.release()
+            backend._timeout = PATIENCE
+            assert backend.read([empty(1)]) == [None]
+            assert relay.accepted == 3
 
     def test_a_dead_server_and_a_new_one(self) -> None:
         with ValkeyServer() as server, closing(make(server.url)) as backend:
