@@ -351,6 +351,8 @@ class Backend(ABC):
 
     contains_batch: int = 1024
     """How many rows one call of `contains` asks about in the time of one. With 1, whoever asks bisects."""
+    writes_once: bool = False
+    """A row that is there is left as it is by `write`, and counts as stored: a bad one has to be deleted first."""
 
     def lend(self, memory: Piece) -> None:
         """Take note of the memory in which most pieces will lie, e.g. to register it. Before any other call."""
@@ -358,7 +360,7 @@ class Backend(ABC):
 
     @abstractmethod
     def write(self, rows: Sequence[BackendRow]) -> list[OSError | None]:
-        """Store rows with their seals, replacing what is there. `None` for each that was stored."""
+        """Store rows with their seals, replacing what is there (but `writes_once`). `None` for each that is stored."""
 
     @abstractmethod
     def read(self, rows: Sequence[BackendRow]) -> list[bytes | OSError | None]:

@@ -19,7 +19,6 @@ check, and can be deleted or written anew.
 from __future__ import annotations
 
 import errno
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,39 +26,20 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
-from kvtier.errors import InputError, IntegrityError
+from kvtier.errors import IntegrityError
 from kvtier.tier_config import ValkeyConfig
 from kvtier.tiers.base import Backend, BackendRow, Piece
 from kvtier.tiers.valkey.endpoint import Endpoint
 from kvtier.tiers.valkey.resp import RespConnection, bulk, command
+from kvtier.tiers.value_header import HEADER_BYTES, pack_header, seal_in
 
-__all__ = ["HEADER_BYTES", "ValkeyBackend"]
+__all__ = ["ValkeyBackend"]
 
 _Answer = TypeVar("_Answer")
-
-_HEADER = struct.Struct("<8sQQB7x32s")
-_MAGIC = b"kvtrow1\n"
-HEADER_BYTES = _HEADER.size
-_MOST_SEAL = 32
 
 _EXCHANGE_BYTES = 16 << 20
 """Rows of one exchange, beyond the first: a server keeps the answers to all of them in its memory."""
 _EXCHANGE_ROWS = 1024
-
-
-def pack_header(row: BackendRow) -> bytes:
-    """Return what stands before a row in its value."""
-    if len(row.seal) > _MOST_SEAL:
-        raise InputError(f"seal: expected at most {_MOST_SEAL} bytes, got {len(row.seal)}")
-    return _HEADER.pack(_MAGIC, row.nbytes, row.scope, len(row.seal), row.seal)
-
-
-def seal_in(header: bytes | bytearray, row: BackendRow) -> bytes:
-    """Return the seal in the header of this row's value; empty if it is the header of none or of another."""
-    magic, nbytes, scope, length, seal = _HEADER.unpack(header)
-    if (magic, nbytes, scope) != (_MAGIC, row.nbytes, row.scope) or length > _MOST_SEAL:
-        return b""
-    return bytes(seal[:length])
 
 
 class ValkeyBackend(Backend):
