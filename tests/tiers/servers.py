@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import random
 import shutil
 import signal
 import socket
@@ -24,11 +25,15 @@ __all__ = ["Certificates", "Relay", "ValkeyServer", "find_valkey", "free_port"]
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Return a port that nobody listens on, below those that the kernel gives to clients.
+
+    A client that asks for a dead server again and again would else get the server's own port some day.
+    """
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def find_valkey() -> str:
@@ -47,8 +52,8 @@ def find_valkey() -> str:
 class ValkeyServer:
     """A server that keeps nothing on disk. `kill` and `start` may follow each other; the port stays."""
 
-    def __init__(self, *options: str, password: str | None = None) -> None:
-        self.program = find_valkey()
+    def __init__(self, *options: str, password: str | None = None, program: str | None = None) -> None:
+        self.program = program or find_valkey()
         self.password, self._options = password, options
         self.port = 0
         self._process: subprocess.Popen[str] | None = None
@@ -100,7 +105,7 @@ class ValkeyServer:
         self._process.send_signal(signal.SIGCONT)
 
     def say(self, *words: str | bytes) -> bytes:
-        """Send one command and return its answer as it came; for setting up, and for what others might do."""
+        """Send one command and return its answer as it came: what a test sets up, or a stranger does."""
         with socket.create_connection(("127.0.0.1", self.port), 30) as connection:
             if self.password:
                 connection.sendall(_command("AUTH", self.password))
@@ -121,6 +126,9 @@ def _command(*words: str | bytes) -> bytes:
     return b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%b\r\n" % (len(part), part) for part in parts)
 
 
+_NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+
+
 class Certificates:
     """A certificate authority of one test, a server's certificate for localhost, and a client's."""
 
@@ -130,8 +138,8 @@ class Certificates:
         self._folder = folder
         self.authority, authority_key = folder / "ca.pem", folder / "ca.key"
         self._openssl(
-            *("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"),
-            *("-subj", "/CN=kvtier test authority", "-keyout", str(authority_key), "-out", str(self.authority)),
+            *("req", "-x509", *_NEW_KEY, "-days", "2", "-subj", "/CN=kvtier test authority"),
+            *("-keyout", str(authority_key), "-out", str(self.authority)),
         )
         self.server = self._issue("server", "subjectAltName=DNS:localhost,IP:127.0.0.1")
         self.client = self._issue("client", "extendedKeyUsage=clientAuth")
@@ -147,8 +155,7 @@ class Certificates:
         """Return a certificate and its key."""
         certificate, key, request = (self._folder / f"{name}.{end}" for end in ("pem", "key", "csr"))
         self._openssl(
-            *("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", f"/CN={name}"),
-            *("-keyout", str(key), "-out", str(request)),
+            *("req", *_NEW_KEY, "-subj", f"/CN={name}", "-keyout", str(key), "-out", str(request)),
         )
         (self._folder / f"{name}.ext").write_text(extension)
         self._openssl(
@@ -164,7 +171,7 @@ class Certificates:
 
 
 class Relay:
-    """Stands before a server on this machine. With a context it speaks TLS, and the server behind it does not."""
+    """Stands before a server on this machine. With a context it speaks TLS, unlike the server."""
 
     def __init__(self, port: int, context: ssl.SSLContext | None = None) -> None:
         self._target, self._context = port, context
@@ -230,7 +237,8 @@ class Relay:
             return
         pair = {writer, far_writer}
         self._writers |= pair
-        await asyncio.gather(self._pump(reader, far_writer, held=False), self._pump(far_reader, writer, held=True))
+        there, back = self._pump(reader, far_writer, held=False), self._pump(far_reader, writer, held=True)
+        await asyncio.gather(there, back)
         self._writers -= pair
         for end in pair:
             end.transport.abort()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import struct
 import time
 from collections.abc import Iterator
 from itertools import count
@@ -93,7 +94,8 @@ class TestWhatLies:
 
     def test_the_value_is_header_and_row(self, backend: ObjectBackend) -> None:
         backend.write([sealed(1, cuts=(100,))])
-        header = b"kvtier\x00\x01" + ROW_BYTES.to_bytes(8, "little") + sealed(1).seal
+        row = sealed(1)
+        header = struct.pack("<8sQQB7x32s", b"kvtrow1\n", ROW_BYTES, row.scope, 16, row.seal)
         assert self.value(backend, 1) == header + content(1)
 
     @pytest.mark.parametrize("length", [0, 1, HEADER_BYTES, ROW_BYTES, ROW_BYTES + HEADER_BYTES - 1, 3 * ROW_BYTES])
@@ -106,7 +108,7 @@ class TestWhatLies:
         assert payload_of(found) == bytes(ROW_BYTES)
         assert backend.contains([found]) == [True], "so that it is read, fails its check and is deleted"
 
-    @pytest.mark.parametrize("byte", [0, 7, 8, 15])
+    @pytest.mark.parametrize("byte", [0, 7, 8, 16, 23])
     def test_a_header_of_something_else(self, backend: ObjectBackend, byte: int) -> None:
         backend.write([sealed(1)])
         value = bytearray(self.value(backend, 1))

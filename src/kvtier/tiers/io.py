@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from kvtier.errors import InputError, IntegrityError
 from kvtier.keys import OffloadKey
 from kvtier.tiers.base import Backend, BackendRow, Outcome
-from kvtier.tiers.seal import SealScope, seal_of
+from kvtier.tiers.seal import SealKey, SealScope, seal_of
 
 __all__ = ["Direction", "IOReport", "IOThreads"]
 
@@ -38,8 +38,11 @@ logger = logging.getLogger(__name__)
 _BATCH_BYTES = 2 << 20
 """What a thread takes at once: enough that small rows cost few calls, little enough that a job spreads."""
 
-
 _LAST_WAIT = 0.2
+_NOT_OUR_SEAL = (
+    "tier %s: a row does not bear a seal of our seal_key_file: another engine has another key or none, or the row "
+    "was forged or damaged. It is a miss, as are all that follow; they are counted and not told"
+)
 
 
 class Direction(IntEnum):
@@ -158,13 +161,16 @@ class IOThreads:
         max_in_flight: int = 16 << 20,
         clock: Callable[[], float] = time.monotonic,
         check_seals: bool = True,
+        seal_key: SealKey | None = None,
     ) -> None:
         """Start the threads. `backend` may be set later, before rows are submitted.
 
+        With a `seal_key` only rows are taken that were sealed with it, and a first other one is warned of.
         `check_seals=False` is a negative control for tests: wrong bytes are then not noticed.
         """
         self.backend = backend
         self._clock, self._check_seals = clock, check_seals
+        self._name, self._seal_key, self._warned = name, seal_key, False
         self._num_threads, self._max_in_flight = threads, max_in_flight
         self._lock = threading.Condition(threading.Lock())
         # Under the lock: what threads take from.
@@ -506,12 +512,15 @@ class IOThreads:
             return Outcome.ABSENT, ""
         if isinstance(found, OSError):
             return Outcome.FAILED, _say(found)
-        if self._check_seals and found != seal_of(scope, row.key, row.pieces):
+        if self._check_seals and found != seal_of(scope, row.key, row.pieces, self._seal_key):
+            if self._seal_key is not None and not self._warned:
+                self._warned = True
+                logger.warning(_NOT_OUR_SEAL, self._name)
             return Outcome.FAILED_CHECK, ""
         return _DONE
 
     def _write(self, backend: Backend, rows: list[BackendRow], scope: SealScope) -> list[_RowEnd]:
-        sealed = [row._replace(seal=seal_of(scope, row.key, row.pieces)) for row in rows]
+        sealed = [row._replace(seal=seal_of(scope, row.key, row.pieces, self._seal_key)) for row in rows]
         return [_DONE if error is None else (Outcome.FAILED, _say(error)) for error in backend.write(sealed)]
 
 

@@ -28,7 +28,7 @@ import numpy as np
 from kvtier.errors import ConfigError
 from kvtier.tier_config import ObjectConfig
 from kvtier.tiers.base import Backend, BackendRow, Piece
-from kvtier.tiers.value_header import HEADER_BYTES, header_of, seal_in
+from kvtier.tiers.value_header import HEADER_BYTES, pack_header, seal_in
 
 if TYPE_CHECKING:
     from obstore.store import AzureStore, GCSStore, S3Store
@@ -130,7 +130,7 @@ class ObjectBackend(Backend):
     def _write(self, row: BackendRow) -> None:
         name, mode = self._row_name(row), "create" if self._create else "overwrite"
         try:
-            self._obstore.put(self._store, name, iter((header_of(row), *row.pieces)), mode=mode, use_multipart=False)
+            self._obstore.put(self._store, name, iter((pack_header(row), *row.pieces)), mode=mode, use_multipart=False)
         except self._exceptions.AlreadyExistsError:
             return
         except self._exceptions.BaseError as error:

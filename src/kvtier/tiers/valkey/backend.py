@@ -10,53 +10,36 @@ exchange is over after `timeout` seconds, waiting for a connection and connectin
 resolution of a host's name, which nothing bounds). Any thread may call; at most `config.connections`
 exchanges run at once.
 
-`write` replaces (`SET`), as the contract says. `NX` would save nothing: the row has travelled when the server
-looks; so whoever wants to write once asks `contains` first. A value that is no row of ours, by length or by
-header, is read as a row with an empty seal: it fails its check, and can be deleted or written anew.
+`write` replaces (`SET`), as the contract says. `NX` would save nothing: the row has travelled when the
+server looks, and a damaged row would stay for ever; whoever wants to write once asks `contains` first. A
+value that is no row of ours, by length or by header, is read as a row with an empty seal: it fails its
+check, and can be deleted or written anew.
 """
 
 from __future__ import annotations
 
 import errno
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
-from kvtier.errors import InputError
+from kvtier.errors import IntegrityError
 from kvtier.tier_config import ValkeyConfig
 from kvtier.tiers.base import Backend, BackendRow, Piece
-from kvtier.tiers.resp import Endpoint, RespConnection, bulk, command
+from kvtier.tiers.valkey.endpoint import Endpoint
+from kvtier.tiers.valkey.resp import RespConnection, bulk, command
+from kvtier.tiers.value_header import HEADER_BYTES, pack_header, seal_in
 
-__all__ = ["HEADER_BYTES", "ValkeyBackend"]
+__all__ = ["ValkeyBackend"]
 
 _Answer = TypeVar("_Answer")
-
-_HEADER = struct.Struct("<8sQQB7x32s")
-_MAGIC = b"kvtrow1\n"
-HEADER_BYTES = _HEADER.size
-_MOST_SEAL = 32
 
 _EXCHANGE_BYTES = 16 << 20
 """Rows of one exchange, beyond the first: a server keeps the answers to all of them in its memory."""
 _EXCHANGE_ROWS = 1024
-
-
-def pack_header(row: BackendRow) -> bytes:
-    """Return what stands before a row in its value."""
-    if len(row.seal) > _MOST_SEAL:
-        raise InputError(f"seal: expected at most {_MOST_SEAL} bytes, got {len(row.seal)}")
-    return _HEADER.pack(_MAGIC, row.nbytes, row.scope, len(row.seal), row.seal)
-
-
-def seal_in(header: bytes | bytearray, row: BackendRow) -> bytes:
-    """Return the seal in the header of this row's value; empty if it is the header of none or of another."""
-    magic, nbytes, scope, length, seal = _HEADER.unpack(header)
-    if (magic, nbytes, scope) != (_MAGIC, row.nbytes, row.scope) or length > _MOST_SEAL:
-        return b""
-    return bytes(seal[:length])
 
 
 class ValkeyBackend(Backend):
@@ -67,19 +50,21 @@ class ValkeyBackend(Backend):
     def __init__(self, config: ValkeyConfig, row_bytes: int, *, timeout: float) -> None:
         """Connect to nothing yet: the first call does. `row_bytes` tells engines with other chunks apart."""
         self._endpoint = Endpoint.from_config(config)
+        self._endpoint.warn_of_open_files()
         self._timeout = timeout
         self._prefix, self._row_bytes = config.prefix.encode(), row_bytes
         self._expiry = b"" if config.ttl is None else bulk(b"PX", b"%d" % max(1, round(config.ttl * 1000)))
+        self._connections = config.connections
         self._room = threading.Semaphore(config.connections)
         self._lock = threading.Lock()
         self._idle: list[RespConnection] = []
         self._closed = False
 
     def write(self, rows: Sequence[BackendRow]) -> list[OSError | None]:
-        return self._exchange(rows, self._set, lambda connection, _row: connection.read_status())
+        return self._exchange(rows, self._set, _read_status)
 
     def read(self, rows: Sequence[BackendRow]) -> list[bytes | OSError | None]:
-        return self._exchange(rows, lambda row: [command(b"GET", self._name(row))], _read_row)
+        return self._exchange(rows, partial(self._ask, b"GET"), _read_row)
 
     def contains(self, rows: Sequence[BackendRow]) -> list[bool]:
         return [number > 0 for number in self._count(b"EXISTS", rows)]
@@ -88,10 +73,12 @@ class ValkeyBackend(Backend):
         self._count(b"UNLINK", rows)
 
     def probe(self) -> None:
-        """Raise `OSError` if the server does not take a small value that goes by itself."""
+        """Raise `OSError` if the server does not take a row. A small value would fit where no row does."""
+        name = self._prefix + b":probe"
+        store = command(b"SET", name, bytes(self._row_bytes), b"PX", b"1000")
         with self._connection() as connection:
-            connection.send([command(b"SET", self._prefix + b":probe", b"", b"PX", b"1000")])
-            refusal = connection.read_status()
+            connection.send([store, command(b"UNLINK", name)])
+            refusal, _ = connection.read_status(), connection.read_number()
         if refusal is not None:
             raise refusal
 
@@ -100,10 +87,20 @@ class ValkeyBackend(Backend):
             self._closed = True
         self._close_idle()
 
+    def check(self) -> None:
+        """Raise `IntegrityError` if more connections are kept than allowed, or one that should not be."""
+        with self._lock:
+            kept, most = len(self._idle), self._connections
+            if kept > most or any(connection.refused for connection in self._idle):
+                raise IntegrityError(f"valkey: expected at most {most} good connections, kept {kept} or bad")
+
     # -- exchanges ---------------------------------------------------------------------------------
 
     def _name(self, row: BackendRow) -> bytes:
         return b"%b:%016x:%x:%b" % (self._prefix, row.scope, self._row_bytes, row.key.hex().encode())
+
+    def _ask(self, verb: bytes, row: BackendRow) -> list[bytes | Piece]:
+        return [command(verb, self._name(row))]
 
     def _set(self, row: BackendRow) -> list[bytes | Piece]:
         """Return `SET name header.row`, its row from where it lies."""
@@ -114,10 +111,7 @@ class ValkeyBackend(Backend):
     def _count(self, verb: bytes, rows: Sequence[BackendRow]) -> list[int]:
         """Return a server's number for each row; `OSError` if there is none for one of them."""
         counts: list[int] = []
-        answers = self._exchange(
-            rows, lambda row: [command(verb, self._name(row))], lambda connection, _row: connection.read_number()
-        )
-        for count in answers:
+        for count in self._exchange(rows, partial(self._ask, verb), _read_number):
             if isinstance(count, OSError):
                 raise count
             counts.append(count)
@@ -126,7 +120,7 @@ class ValkeyBackend(Backend):
     def _exchange(
         self,
         rows: Sequence[BackendRow],
-        ask: Callable[[BackendRow], Sequence[bytes | Piece]],
+        ask: Callable[[BackendRow], list[bytes | Piece]],
         receive: Callable[[RespConnection, BackendRow], _Answer],
     ) -> list[_Answer | OSError]:
         """Send what `ask` says of all rows, then receive all answers. After a failure there are no more."""
@@ -185,6 +179,14 @@ class ValkeyBackend(Backend):
             idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()
+
+
+def _read_status(connection: RespConnection, _row: BackendRow) -> OSError | None:
+    return connection.read_status()
+
+
+def _read_number(connection: RespConnection, _row: BackendRow) -> int | OSError:
+    return connection.read_number()
 
 
 def _read_row(connection: RespConnection, row: BackendRow) -> bytes | OSError | None:
