@@ -149,28 +149,30 @@ class SlotTier(Tier):
         self._submit(Direction.PROMOTE, job, rows, slots)
 
     def demote(self, job: TierJob) -> list[OffloadKey]:
-        table, rows = self._writable(), {row.key: row for row in job.rows}
+        table, offered = self._writable(), [row.key for row in job.rows]
         if table is None:
-            self._note_refused(list(rows))
+            self._note_refused(offered)
             return []
-        missing = table.missing(list(rows))
-        wanted = self._within_bounds(self._within_limit([rows[key] for key in missing]))
+        missing = table.missing(offered)
+        wanted = self._within_bounds(self._within_limit(_rows_of(job, missing)))
         if not wanted:
             self._note_refused(missing)
             return []
-        keys = [row.key for row in wanted]
-        spared = table.held(list(rows)) if len(missing) < len(rows) else _NO_SLOTS
-        slots, evicted, victims = table.reserve(keys, spared)
-        keys, wanted = keys[: len(slots)], wanted[: len(slots)]
-        self._note_refused([key for key in missing if key not in set(keys)])
+        spared = table.held(offered) if len(missing) < len(offered) else _NO_SLOTS
+        slots, evicted, victims = table.reserve([row.key for row in wanted], spared)
+        wanted = wanted[: len(slots)]
+        taken = [row.key for row in wanted]
+        if len(taken) < len(missing):
+            distinct = set(taken)
+            self._note_refused([key for key in missing if key not in distinct])
         self._counts["evicted"] += len(evicted)
         self._misses.note(evicted, TierMiss.EVICTED)
         self._announce_removed(evicted, victims)
         if wanted:
-            self._limit.spend(sum(_nbytes(row) for row in wanted))
+            self._limit.spend(sum(map(_nbytes, wanted)))
             self._last_progress = self._clock()
             self._submit(Direction.DEMOTE, job, wanted, slots)
-        return keys
+        return taken
 
     def withdraw(self, job_id: int, keys: Sequence[OffloadKey] | None = None) -> list[OffloadKey]:
         direction, rows = self._io.withdraw(job_id, keys)
@@ -190,7 +192,7 @@ class SlotTier(Tier):
     def _within_limit(self, rows: list[LentRow]) -> list[LentRow]:
         """Leave out what the write limit forbids: beyond it, a row must be offered a second time."""
         room = self._limit.room
-        if room is None:
+        if room is None or len(rows) * self.row_bytes <= room:
             return rows
         allowed: list[LentRow] = []
         forbidden: list[LentRow] = []
@@ -203,6 +205,8 @@ class SlotTier(Tier):
     def _within_bounds(self, rows: list[LentRow]) -> list[LentRow]:
         """Cut off the end for which the queue has no room."""
         room = self._max_queued - self._io.queued_bytes(Direction.DEMOTE)
+        if len(rows) * self.row_bytes <= room:
+            return rows
         for count, row in enumerate(rows):
             room -= _nbytes(row)
             if room < 0:
@@ -212,9 +216,10 @@ class SlotTier(Tier):
     def _submit(self, direction: Direction, job: TierJob, rows: list[LentRow], slots: Slots) -> None:
         if not rows:
             return
+        scope = self._scope.number
         lent = [
-            BackendRow(row.key, row.pieces, slot, self._scope.number, description=row.description)
-            for row, slot in zip(rows, slots.tolist(), strict=True)
+            BackendRow(key, pieces, slot, scope, b"", description)
+            for (key, pieces, description), slot in zip(rows, slots.tolist(), strict=True)
         ]
         self._io.submit(direction, job.job_id, lent, self._scope, job.deadline, job.priority)
 
@@ -231,7 +236,7 @@ class SlotTier(Tier):
             (self._settle_read if report.direction is Direction.PROMOTE else self._settle_write)(report)
         if outcome is Outcome.LATE:
             self._counts["late"] += len(rows)
-        keys = tuple(row.key for row in rows)
+        keys = tuple([row.key for row in rows])
         self._results.append(
             TierResult(report.job_id, keys, outcome, report.in_use, report.nbytes, report.seconds, report.why)
         )
@@ -483,8 +488,16 @@ class SlotTier(Tier):
 _NO_SLOTS: Slots = np.zeros(0, dtype=np.int64)
 
 
+def _rows_of(job: TierJob, keys: list[OffloadKey]) -> list[LentRow]:
+    """Return the rows of some keys of a job, given in the job's order; of two with one key the last."""
+    if len(keys) == len(job.rows):
+        return list(job.rows)
+    rows = {row.key: row for row in job.rows}
+    return [rows[key] for key in keys]
+
+
 def _nbytes(row: LentRow) -> int:
-    return sum(piece.nbytes for piece in row.pieces)
+    return row.pieces[0].nbytes if len(row.pieces) == 1 else sum(piece.nbytes for piece in row.pieces)
 
 
 def _slots(rows: list[BackendRow]) -> Slots:

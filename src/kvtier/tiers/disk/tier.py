@@ -8,7 +8,7 @@ anew.
 
 What a restart brought is announced in slices, newest first, with the descriptions that were kept. Every
 few seconds last uses, prices and the count of the write limit are written down. A reset writes a new epoch
-before any row is written again. Scheduler thread only, but for what says that it runs on an I/O thread.
+before any row is written again; rows that are offered meanwhile wait. Scheduler thread only, but for what says that it runs on an I/O thread.
 """
 
 from __future__ import annotations
@@ -351,6 +351,11 @@ class DiskTier(SlotTier):
 
     def _writable(self) -> SlotTable | None:
         return None if self._epoch_unsaved else super()._writable()
+
+    def explain(self, key: OffloadKey) -> TierMiss | None:
+        """Say why; while a reset is written down the tier counts as not open, and offers wait for it."""
+        reason = super().explain(key)
+        return TierMiss.NOT_OPEN if self._epoch_unsaved and reason is not None else reason
 
     def learn(self, prices: Mapping[str, float]) -> None:
         self._prices, self._prices_known = dict(prices), True
