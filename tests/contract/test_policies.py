@@ -70,7 +70,8 @@ def test_the_coldest_are_found_without_ranking_all(name: str, monkeypatch: pytes
     with monkeypatch.context() as patch:
         patch.setattr(policy, "ranked", None)
         coldest = policy.coldest(30, evictable).tolist()
-    assert coldest == policy.evict(30, evictable, lambda slots: [key_of(slot) for slot in slots.tolist()]).tolist()
+    evicted = policy.evict(30, evictable, lambda slots: [key_of(slot) for slot in slots.tolist()])
+    assert coldest == evicted.tolist()
 
 
 class Wrong(FIFO):

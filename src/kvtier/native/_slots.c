@@ -842,7 +842,8 @@ static PyObject *recency_renew(PyObject *self, PyObject *slots) { return on_rank
 static PyObject *recency_drop(PyObject *self, PyObject *slots) { return on_ranked(self, slots, drop_all); }
 
 /* Write down the least recent slots that are allowed, and unlink them if they are taken. */
-static Py_ssize_t list_allowed(Recency *self, Py_ssize_t count, const Array *allowed, const Array *out, int taken) {
+static Py_ssize_t list_allowed(Recency *self, Py_ssize_t count, const Array *allowed, const Array *out,
+                               int taken) {
     Py_ssize_t done = 0;
     int32_t end = (int32_t)self->capacity, next;
     for (int32_t slot = self->newer[end]; slot != end && done < count; slot = next) {

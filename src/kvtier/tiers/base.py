@@ -132,7 +132,7 @@ class TierMiss(Enum):
     LOST = "lost with its files"
     SUSPENDED = "suspended"
     NOT_OPEN = "not open yet"
-    """The namespace is not known, records are being read, a reset is written down, or another is the owner."""
+    """The namespace is not known, records are being read, or another process is the owner."""
 
 
 @dataclass(frozen=True, slots=True)
