@@ -30,6 +30,7 @@ from kvtier.pool import Pool
 from kvtier.tier_config import MooncakeConfig, SharedTierConfig
 from kvtier.tiers.base import Tier
 from kvtier.tiers.io_tier import IOTier
+from kvtier.tiers.seal import SealKey, read_seal_key
 from kvtier.tiers.shared_tier import SharedTier
 from kvtier.transfer.base import (
     CanonicalKVCaches,
@@ -105,9 +106,17 @@ def _make_shared(tier: SharedTierConfig, config: OffloadingConfig, path: str) ->
         partial(open_backend, tier, config.row_bytes, config.settings.load_deadline),
         namespace=config.tier_namespace_nowait,
         threads=_MOONCAKE_CALLS if isinstance(tier, MooncakeConfig) else tier.connections,
+        seal_key=_read_seal_key(tier, path),
     )
     made.required = tier.required
     return made
+
+
+def _read_seal_key(tier: SharedTierConfig, path: str) -> SealKey | None:
+    try:
+        return None if tier.seal_key_file is None else read_seal_key(tier.seal_key_file)
+    except ConfigError as error:
+        raise ConfigError(f"{path}.{error.path}", str(error).removeprefix(f"{error.path}: ")) from None
 
 
 def _expect_policy(tier: DiskConfig, path: str) -> None:

@@ -23,7 +23,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice
+from itertools import compress, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -48,9 +48,10 @@ _LOOKED_UP_FIRST = 32
 _SHUTDOWN_SECONDS = 5.0
 _AHEAD_SHARE = 16
 """With `write: evict`, one slot in so many holds a row that may go at once: it is written already."""
-
+_AHEAD_MOST = 1024
+"""No more than so many, whatever the size of the pool: more than some steps need, and a bound on looking."""
 _AHEAD_POLLS = 8
-"""Looking for the coldest rows walks over all of them: it is done once in so many steps."""
+"""The coldest rows are looked for once in so many steps."""
 
 _REASONS = {
     TierMiss.NEVER_STORED: MissReason.NEVER_STORED,
@@ -165,7 +166,9 @@ class TieredOffloadingManager(OffloadingManager):
         if not success:
             self._confined.difference_update(keys)
         elif self._through:
-            ready = [key for key in keys if key not in self._confined and self.pool.lookup(key, _NOBODY)]
+            ready = list(compress(keys, self.pool.lookup_many(keys, _NOBODY)))
+            if self._confined:
+                ready = [key for key in ready if key not in self._confined]
             for tier in self._through:
                 self._demotions.offer(tier, ready)
 
@@ -271,7 +274,7 @@ class TieredOffloadingManager(OffloadingManager):
     def _write_ahead(self) -> None:
         """Offer the rows that will be evicted next to tiers that are written to then."""
         self._polls += 1
-        margin = max(1, self.pool.num_slots // _AHEAD_SHARE)
+        margin = max(1, min(self.pool.num_slots // _AHEAD_SHARE, _AHEAD_MOST))
         if not self._ahead or self._polls % _AHEAD_POLLS or self.pool.num_free >= margin:
             return
         coldest = [key for key in self.pool.coldest(margin) if key not in self._confined]

@@ -179,6 +179,7 @@ class IOThreads:
         self._queued_bytes = [0, 0]
         self._running_bytes = [0, 0]
         self._running: dict[_Batch, float] = {}  # since when
+        self._held: set[Direction] = set()
         self._last: _Call | None = None
         self._closed = False
         # Filled by threads, drained by `poll`.
@@ -260,6 +261,17 @@ class IOThreads:
         for work in list(self._works.values()):
             if direction is None or work.direction is direction:
                 self._give_up(work, outcome, why)
+
+    def hold(self, direction: Direction) -> None:
+        """Begin no rows of a direction until `resume`. They may be submitted, withdrawn, and late."""
+        with self._lock:
+            self._held.add(direction)
+
+    def resume(self, direction: Direction) -> None:
+        """Begin rows of a direction again."""
+        with self._lock:
+            self._held.discard(direction)
+            self._lock.notify_all()
 
     def poll(self) -> list[IOReport]:
         """Take what has become of rows since the last call."""
@@ -381,7 +393,7 @@ class IOThreads:
         work, places = ended.batch.work, ended.batch.places
         work.end(places)
         by_outcome: dict[_RowEnd, list[BackendRow]] = {}
-        if all(told is _DONE for told in ended.outcomes):
+        if ended.outcomes.count(_DONE) == len(places):
             by_outcome[_DONE] = [work.rows[at] for at in places]
         else:
             for at, told in zip(places, ended.outcomes, strict=True):
@@ -461,7 +473,7 @@ class IOThreads:
     def _next_batch(self, direction: Direction) -> _Batch | None:
         """Take the next rows of the first job that has any, if there is room for them; under the lock."""
         queue, running = self._queues[direction], sum(self._running_bytes)
-        while queue:
+        while queue and direction not in self._held:
             work = queue[0][2]
             if not work.num_queued or work.deadline <= self._clock():  # `poll` will report them as late
                 heapq.heappop(queue)
@@ -520,7 +532,10 @@ class IOThreads:
         return _DONE
 
     def _write(self, backend: Backend, rows: list[BackendRow], scope: SealScope) -> list[_RowEnd]:
-        sealed = [row._replace(seal=seal_of(scope, row.key, row.pieces, self._seal_key)) for row in rows]
+        sealed = [
+            BackendRow(key, pieces, place, number, seal_of(scope, key, pieces, self._seal_key), description)
+            for key, pieces, place, number, _seal, description in rows
+        ]
         return [_DONE if error is None else (Outcome.FAILED, _say(error)) for error in backend.write(sealed)]
 
 

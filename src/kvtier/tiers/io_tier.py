@@ -31,7 +31,7 @@ from kvtier.tiers.base import (
 from kvtier.tiers.health import TierHealth
 from kvtier.tiers.io import Direction, IOReport, IOThreads
 from kvtier.tiers.recent import RecentKeys
-from kvtier.tiers.seal import SealScope
+from kvtier.tiers.seal import SealKey, SealScope
 
 __all__ = ["REMEMBERED", "IOTier", "num_bytes", "say_error"]
 
@@ -62,8 +62,9 @@ class IOTier(Tier):
         clock: Callable[[], float] = time.monotonic,
         check_seals: bool = True,
         longest_pause: float = 60.0,
+        seal_key: SealKey | None = None,
     ) -> None:
-        """`longest_pause`: seconds between two probes of a tier that is suspended."""
+        """`longest_pause`: seconds between two probes of a tier that is suspended. Seals are made with the key."""
         self.name, self.row_bytes = name, row_bytes
         self._clock = clock
         self._max_queued = max_queued
@@ -74,6 +75,7 @@ class IOTier(Tier):
             max_in_flight=max(max_in_flight, 4 * row_bytes),
             clock=clock,
             check_seals=check_seals,
+            seal_key=seal_key,
         )
         self._health = {
             Direction.PROMOTE: TierHealth(f"{name} tier: reading", clock, longest_pause),
@@ -186,6 +188,8 @@ class IOTier(Tier):
     def _within_bounds(self, rows: list[LentRow]) -> list[LentRow]:
         """Cut off the end for which the queue has no room."""
         room = self._max_queued - self._io.queued_bytes(Direction.DEMOTE)
+        if len(rows) * self.row_bytes <= room:
+            return rows
         for count, row in enumerate(rows):
             room -= num_bytes(row)
             if room < 0:
@@ -196,9 +200,10 @@ class IOTier(Tier):
         """Hand rows to the threads, with the places that the tier has given them."""
         if not rows:
             return
+        scope = self._scope.number
         lent = [
-            BackendRow(row.key, row.pieces, place, self._scope.number, description=row.description)
-            for row, place in zip(rows, places, strict=True)
+            BackendRow(key, pieces, place, scope, b"", description)
+            for (key, pieces, description), place in zip(rows, places, strict=True)
         ]
         self._io.submit(direction, job.job_id, lent, self._scope, job.deadline, job.priority)
 
@@ -215,7 +220,7 @@ class IOTier(Tier):
             (self._settle_read if report.direction is Direction.PROMOTE else self._settle_write)(report)
         if outcome is Outcome.LATE:
             self._counts["late"] += len(rows)
-        keys = tuple(row.key for row in rows)
+        keys = tuple([row.key for row in rows])
         self._results.append(
             TierResult(report.job_id, keys, outcome, report.in_use, report.nbytes, report.seconds, report.why)
         )
@@ -320,7 +325,7 @@ class IOTier(Tier):
 
 def num_bytes(row: LentRow) -> int:
     """Return the bytes of all pieces of a row."""
-    return sum(piece.nbytes for piece in row.pieces)
+    return row.pieces[0].nbytes if len(row.pieces) == 1 else sum(piece.nbytes for piece in row.pieces)
 
 
 def say_error(error: BaseException | None) -> str:

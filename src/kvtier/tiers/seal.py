@@ -118,13 +118,16 @@ def read_seal_key(path: str) -> SealKey:
 
 def seal_of(scope: SealScope, key: OffloadKey, pieces: Sequence[Piece], seal_key: SealKey | None = None) -> bytes:
     """Return the seal of a row, 16 bytes. How it is cut into pieces does not matter."""
-    length = sum(piece.nbytes for piece in pieces)
     if seal_key is not None:
-        return seal_key.seal(scope, key, length, pieces)
-    seed = xxhash.xxh3_64_intdigest(scope.text + key + length.to_bytes(8, "little"))
+        return seal_key.seal(scope, key, sum(piece.nbytes for piece in pieces), pieces)
     if len(pieces) == 1:
-        return xxhash.xxh3_128_digest(pieces[0], seed)
-    state = xxhash.xxh3_128(seed=seed)
+        (piece,) = pieces
+        return xxhash.xxh3_128_digest(piece, _seed(scope, key, piece.nbytes))
+    state = xxhash.xxh3_128(seed=_seed(scope, key, sum(piece.nbytes for piece in pieces)))
     for piece in pieces:
         state.update(piece)
     return state.digest()
+
+
+def _seed(scope: SealScope, key: OffloadKey, length: int) -> int:
+    return xxhash.xxh3_64_intdigest(scope.text + key + length.to_bytes(8, "little"))

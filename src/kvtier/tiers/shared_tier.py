@@ -28,7 +28,7 @@ from kvtier.tiers.io import Direction, IOReport
 from kvtier.tiers.io_tier import REMEMBERED, IOTier, say_error
 from kvtier.tiers.prefix_search import CallsAtOnce, FoundPrefix, search_prefix
 from kvtier.tiers.recent import RecentKeys
-from kvtier.tiers.seal import SealScope
+from kvtier.tiers.seal import SealKey, SealScope
 
 __all__ = ["SharedTier"]
 
@@ -78,8 +78,12 @@ class SharedTier(IOTier):
         max_queued: int = 256 << 20,
         clock: Callable[[], float] = time.monotonic,
         check_seals: bool = True,
+        seal_key: SealKey | None = None,
     ) -> None:
-        """Begin to open the backend: `open_backend` is called on an I/O thread, may block and may fail."""
+        """Begin to open the backend: `open_backend` is called on an I/O thread, may block and may fail.
+
+        With a `seal_key` only rows are taken that were sealed with it.
+        """
         super().__init__(
             name,
             row_bytes,
@@ -89,6 +93,7 @@ class SharedTier(IOTier):
             clock=clock,
             check_seals=check_seals,
             longest_pause=_LONGEST_PAUSE,
+            seal_key=seal_key,
         )
         self._open_backend, self._namespace = open_backend, namespace
         self._num_threads = threads

@@ -112,28 +112,30 @@ class SlotTier(IOTier):
         self._submit(Direction.PROMOTE, job, rows, slots.tolist())
 
     def demote(self, job: TierJob) -> list[OffloadKey]:
-        table, rows = self._writable(), {row.key: row for row in job.rows}
+        table, offered = self._writable(), [row.key for row in job.rows]
         if table is None:
-            self._note_refused(list(rows))
+            self._note_refused(offered)
             return []
-        missing = table.missing(list(rows))
-        wanted = self._within_bounds(self._within_limit([rows[key] for key in missing]))
+        missing = table.missing(offered)
+        wanted = self._within_bounds(self._within_limit(_rows_of(job, missing)))
         if not wanted:
             self._note_refused(missing)
             return []
-        keys = [row.key for row in wanted]
-        spared = table.held(list(rows)) if len(missing) < len(rows) else _NO_SLOTS
-        slots, evicted, victims = table.reserve(keys, spared)
-        keys, wanted = keys[: len(slots)], wanted[: len(slots)]
-        self._note_refused([key for key in missing if key not in set(keys)])
+        spared = table.held(offered) if len(missing) < len(offered) else _NO_SLOTS
+        slots, evicted, victims = table.reserve([row.key for row in wanted], spared)
+        wanted = wanted[: len(slots)]
+        taken = [row.key for row in wanted]
+        if len(taken) < len(missing):
+            distinct = set(taken)
+            self._note_refused([key for key in missing if key not in distinct])
         self._counts["evicted"] += len(evicted)
         self._misses.note(evicted, TierMiss.EVICTED)
         self._announce_removed(evicted, victims)
         if wanted:
-            self._limit.spend(sum(num_bytes(row) for row in wanted))
+            self._limit.spend(sum(map(num_bytes, wanted)))
             self._last_progress = self._clock()
             self._submit(Direction.DEMOTE, job, wanted, slots.tolist())
-        return keys
+        return taken
 
     def _withdrawn(self, direction: Direction, rows: list[BackendRow]) -> None:
         (self._unpin if direction is Direction.PROMOTE else self._note_dropped)(rows)
@@ -141,7 +143,7 @@ class SlotTier(IOTier):
     def _within_limit(self, rows: list[LentRow]) -> list[LentRow]:
         """Leave out what the write limit forbids: beyond it, a row must be offered a second time."""
         room = self._limit.room
-        if room is None:
+        if room is None or len(rows) * self.row_bytes <= room:
             return rows
         allowed: list[LentRow] = []
         forbidden: list[LentRow] = []
@@ -319,6 +321,14 @@ class SlotTier(IOTier):
 
 
 _NO_SLOTS: Slots = np.zeros(0, dtype=np.int64)
+
+
+def _rows_of(job: TierJob, keys: list[OffloadKey]) -> list[LentRow]:
+    """Return the rows of some keys of a job, given in the job's order; of two with one key the last."""
+    if len(keys) == len(job.rows):
+        return list(job.rows)
+    rows = {row.key: row for row in job.rows}
+    return [rows[key] for key in keys]
 
 
 def _slots(rows: list[BackendRow]) -> Slots:

@@ -8,7 +8,8 @@ anew.
 
 What a restart brought is announced in slices, newest first, with the descriptions that were kept. Every
 few seconds last uses, prices and the count of the write limit are written down. A reset writes a new epoch
-before any row is written again. Scheduler thread only, but for what says that it runs on an I/O thread.
+before any row is written again; rows that are offered meanwhile wait for it. Scheduler thread only, but for
+what says that it runs on an I/O thread.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from kvtier.policies import Slots, make_policy
 from kvtier.tiers.base import Outcome, TierChange, TierMiss, TierResult
 from kvtier.tiers.disk.files import DiskFiles
 from kvtier.tiers.disk.folder import FolderLock
+from kvtier.tiers.io import Direction
 from kvtier.tiers.seal import SealScope
 from kvtier.tiers.slot_table import SlotTable
 from kvtier.tiers.slot_tier import SlotTier
@@ -287,6 +289,7 @@ class DiskTier(SlotTier):
             return
         self._to_announce = _NO_SLOTS
         super().reset(suffix)
+        self._io.hold(Direction.DEMOTE)
         self._epoch_unsaved, self._epoch_at = True, 0.0
         self._save_epoch()
 
@@ -300,14 +303,13 @@ class DiskTier(SlotTier):
         def end(_value: object, error: BaseException | None) -> None:
             self._epoch_saving = False
             self._epoch_unsaved = error is not None or epoch != self._scope.epoch
+            if not self._epoch_unsaved:
+                self._io.resume(Direction.DEMOTE)
             if error is not None:
                 self._epoch_at = self._clock() + _SAVE_EVERY
                 logger.warning("disk tier: %s: a reset could not be written down: %s", self._folder, error)
 
         self._io.call(lambda: files.save_header(epoch=epoch), end)
-
-    def _writable(self) -> SlotTable | None:
-        return None if self._epoch_unsaved else super()._writable()
 
     def learn(self, prices: Mapping[str, float]) -> None:
         self._prices, self._prices_known = dict(prices), True
