@@ -60,6 +60,20 @@ class TestFIFO(PolicySuite):
         return make_policy(f"{__name__}:FIFO", capacity)
 
 
+@pytest.mark.parametrize("name", ["lru", "arc"])
+def test_the_coldest_are_found_without_ranking_all(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier that is written ahead of evictions asks every few steps, of a pool of many slots."""
+    policy, evictable = make_policy(name, 64), np.ones(64, dtype=np.bool_)
+    policy.insert(np.arange(64), [key_of(slot) for slot in range(64)])
+    policy.touch(np.arange(40, 64), np.ones(24, dtype=np.bool_))
+    evictable[::3] = False
+    with monkeypatch.context() as patch:
+        patch.setattr(policy, "ranked", None)
+        coldest = policy.coldest(30, evictable).tolist()
+    evicted = policy.evict(30, evictable, lambda slots: [key_of(slot) for slot in slots.tolist()])
+    assert coldest == evicted.tolist()
+
+
 class Wrong(FIFO):
     """Evicts what it was told not to."""
 

@@ -1,4 +1,4 @@
-"""Engines over a pool and a tier below it: in memory, with faults on request, or on disk."""
+"""Engines over a pool and a tier below it: in memory, with faults on request, on disk, or on a server."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from kvtier.engine import Engine, EngineConfig
 from kvtier.offload import CPUOffloadingSpec
 from kvtier.offload.tiered import TieredOffloadingManager
 from kvtier.testing.faulty_backend import FaultyBackend
-from kvtier.testing.memory_tier import MemoryBackend, make_memory_tier
+from kvtier.testing.memory_tier import MemoryBackend, MemoryServer, make_memory_tier, make_shared_tier
 from kvtier.testing.toy_model import ToyModel
-from kvtier.tiers.base import Tier
+from kvtier.tiers.base import Backend, Tier
 
 ROW = 4096
 ONE_GROUP: tuple[int | None, ...] = (None, None)
@@ -38,6 +38,59 @@ class MemoryTiers:
         return CPUOffloadingSpec(config, make_tier=self.make)
 
 
+@dataclass
+class SharedTiers:
+    """Makes tiers for the specs of one engine, over a server that others may use too."""
+
+    server: Backend = field(default_factory=MemoryServer)
+    options: dict[str, Any] = field(default_factory=dict)
+    made: list[Tier] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.backend = FaultyBackend(self.server)
+
+    def make(self, tier: TierConfig, config: OffloadingConfig) -> Tier:
+        made = make_shared_tier(config.row_bytes, backend=self.backend, **self.options)
+        self.made.append(made)
+        return made
+
+    def spec(self, config: OffloadingConfig) -> CPUOffloadingSpec:
+        return CPUOffloadingSpec(config, make_tier=self.make)
+
+
+def shared_engine(
+    tiers: SharedTiers,
+    windows: Sequence[int | None] = ONE_GROUP,
+    *,
+    rows: int = 64,
+    settings: dict[str, Any] | None = None,
+    **engine: Any,
+) -> Engine:
+    """Make a toy engine with a pool of `rows` chunks over a server in memory."""
+    kvtier = {
+        "cpu": {"capacity": rows * ROW},
+        "load_if_faster": False,
+        "tiers": [{"valkey": {"url": "valkey://in.memory"}}],
+    } | (settings or {})
+    return Engine(ToyModel(windows), _engine_config(engine), KVTierConfig.from_dict(kvtier), spec_factory=tiers.spec)
+
+
+def valkey_engine(url: str, windows: Sequence[int | None] = ONE_GROUP, **settings: Any) -> Engine:
+    """Make an engine over a pool and a real server; all that are made so have one namespace."""
+    kvtier = {
+        "cpu": {"capacity": 64 * ROW},
+        "load_if_faster": False,
+        "tiers": [{"valkey": {"url": url}}],
+    } | settings
+    return Engine(ToyModel(windows), _engine_config({}), KVTierConfig.from_dict(kvtier), weights_id="toy")
+
+
+def _engine_config(settings: dict[str, Any]) -> EngineConfig:
+    return EngineConfig(
+        **{"num_blocks": 65, "block_size": 4, "max_num_batched_tokens": 16, "kv_events": True} | settings
+    )
+
+
 def tiered_engine(
     tiers: MemoryTiers,
     windows: Sequence[int | None] = ONE_GROUP,
@@ -56,10 +109,7 @@ def tiered_engine(
         "load_if_faster": False,
         "tiers": [{"disk": {"path": "in memory", "capacity": tiers.num_slots * ROW, "write": write}}],
     } | (settings or {})
-    config = EngineConfig(
-        **{"num_blocks": 65, "block_size": 4, "max_num_batched_tokens": 16, "kv_events": True} | engine
-    )
-    return Engine(ToyModel(windows), config, KVTierConfig.from_dict(kvtier), spec_factory=tiers.spec)
+    return Engine(ToyModel(windows), _engine_config(engine), KVTierConfig.from_dict(kvtier), spec_factory=tiers.spec)
 
 
 def disk_engine(folder: Path, windows: Sequence[int | None] = ONE_GROUP, **engine: Any) -> Engine:

@@ -27,7 +27,7 @@ from kvtier.offload.tiered import TieredOffloadingManager
 from kvtier.testing.faults import with_faults
 from kvtier.testing.faulty_backend import BackendFault, BackendFaultPlan, FaultyBackend
 from kvtier.testing.toy_model import ToyModel
-from kvtier.tiers import health, slot_tier
+from kvtier.tiers import health, io_tier
 from kvtier.tiers.base import Backend, Tier
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.seal import SealScope
@@ -184,7 +184,7 @@ def play(scenario: DiskScenario, max_steps: int = 6000) -> Counter[str]:
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """A workload lasts a second: a tier that is suspended must come back within it."""
     monkeypatch.setattr(health, "_FIRST_PAUSE", 0.02)
-    monkeypatch.setattr(slot_tier, "_STUCK_AFTER", 0.05)
+    monkeypatch.setattr(io_tier, "_STUCK_AFTER", 0.05)
 
 
 @pytest.fixture(scope="module")

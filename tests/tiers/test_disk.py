@@ -7,15 +7,19 @@ import logging
 import os
 import random
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvtier.errors import ConfigError, OutsideError
 from kvtier.keys import OffloadKey
+from kvtier.offload import CPUOffloadingManager, ReqContext
+from kvtier.offload.tiered import TieredOffloadingManager, TierSeat
 from kvtier.testing.faulty_backend import FaultyBackend
 from kvtier.testing.tier_suite import ROW_BYTES, StandingClock, TierDriver, churn, content, key, keys
 from kvtier.tiers.base import Outcome, TierMiss
@@ -204,11 +208,44 @@ def test_no_row_is_written_before_the_epoch_is(tmp_path: Path, monkeypatch: pyte
         driver.store(1)
         order.clear()
         driver.tier.reset("once")
-        assert driver.demote(2)[1] == [], "the epoch is not written yet"
-        driver.wait(lambda: bool(driver.demote(2)[1]))
-        driver.wait(lambda: driver.tier.lookup(key(2)) is True)
+        driver.store(2)
     assert order[:2] == ["header", "header"], "on both pages"
     assert order.index("row") > 1
+
+
+def test_rows_offered_while_a_reset_is_written_down_are_written_after_it(tmp_path: Path) -> None:
+    """They were refused once, and nobody offered them again."""
+    with opened(tmp_path) as driver:
+        files, may_write = disk(driver)._files, threading.Event()
+        assert files is not None
+        save = files.save_header
+
+        def save_late(**changes: Any) -> None:
+            assert may_write.wait(30)
+            save(**changes)
+
+        files.save_header = save_late  # type: ignore[method-assign]
+        rows = np.zeros((8, ROW_BYTES), dtype=np.uint8)
+        manager = TieredOffloadingManager(CPUOffloadingManager(8), rows, [TierSeat(driver.tier)])
+        manager.reset_cache()
+        output = manager.prepare_store(keys(1, 2), ReqContext())
+        assert output is not None
+        manager.complete_store(output.keys_to_store, spec=output.store_spec)
+        manager.poll_tiers()
+        for _ in range(2):  # the second call would come after rows that the only free thread may begin
+            answered: list[object] = []
+            disk(driver)._io.call(lambda: None, lambda *answer, told=answered: told.append(answer))
+            driver.wait(lambda told=answered: bool(told))
+        assert disk(driver).stats().queued_bytes == 2 * ROW_BYTES, "nothing is written before the epoch is"
+        may_write.set()
+        for _ in range(10_000):
+            manager.poll_tiers()
+            if disk(driver).lookup_prefix(keys(1, 2)) == 2:
+                break
+            disk(driver).wait_any(0.01)
+        assert disk(driver).lookup_prefix(keys(1, 2)) == 2
+        assert disk(driver).stats().refused == 0
+        manager.check()
 
 
 def test_a_reset_before_it_is_open(tmp_path: Path) -> None:

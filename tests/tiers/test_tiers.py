@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.keys import OffloadKey
 from kvtier.testing.faulty_backend import BackendFault, BackendFaultPlan, FaultyBackend
 from kvtier.testing.memory_tier import MemoryBackend, make_memory_tier
 from kvtier.testing.tier_suite import ROW_BYTES, StandingClock, TierDriver, TierSuite, churn
-from kvtier.tiers.base import Tier
+from kvtier.tiers.base import LentRow, Tier, TierJob
 from kvtier.tiers.disk import DiskConfig, DiskTier
 
 
@@ -51,3 +52,25 @@ def test_without_the_check_random_calls_go_wrong() -> None:
         return False
 
     assert any(goes_wrong(seed) for seed in range(8))
+
+
+class CountedKey(bytes):
+    """Counts how often any key is hashed."""
+
+    hashed = 0
+
+    def __hash__(self) -> int:
+        CountedKey.hashed += 1
+        return bytes.__hash__(self)
+
+
+@pytest.mark.parametrize("slots", [400, 800])
+def test_a_demotion_costs_as_much_as_it_has_rows(slots: int) -> None:
+    """Of 800 rows, all or half of which find a slot, a key is hashed some times and not hundreds."""
+    tier = make_memory_tier(slots, ROW_BYTES)
+    memory = memoryview(bytes(ROW_BYTES))
+    rows = tuple(LentRow(OffloadKey(CountedKey(b"%036d" % number)), (memory,)) for number in range(800))
+    CountedKey.hashed = 0
+    assert len(tier.demote(TierJob(1, rows, 1e9))) == slots
+    assert CountedKey.hashed < 20 * len(rows)
+    assert tier.close(30)

@@ -214,12 +214,15 @@ class TestBook:
 
 
 class TestRecency:
-    @given(st.lists(st.tuples(st.sampled_from(("use", "use", "renew", "drop", "take")), slots, masks), max_size=40))
+    names = st.sampled_from(("use", "use", "renew", "drop", "take", "coldest"))
+
+    @given(st.lists(st.tuples(names, slots, masks), max_size=40))
     @settings(deadline=None)
     def test_c_and_python_agree(self, calls: list[tuple[str, list[int], list[bool]]]) -> None:
         one, other = _slots.RecencyList(CAPACITY), PythonRecency(CAPACITY)
         for call, places, allowed in calls:
-            arguments = (len(places) // 2, np.array(allowed)) if call == "take" else (array(places),)
+            counted = call in ("take", "coldest")
+            arguments = (len(places) // 2, np.array(allowed)) if counted else (array(places),)
             assert plain(getattr(one, call)(*arguments)) == plain(getattr(other, call)(*arguments))
             assert plain(one.slots()) == plain(other.slots())
             assert len(one) == len(other) == len(one.slots())

@@ -47,6 +47,8 @@ class Play:
     """Makes random calls and knows what must be true."""
 
     seed: int
+    asks: bool = True
+    """Some tiers forget at times whether they have a row."""
     counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -62,6 +64,7 @@ class Play:
     def run(self, calls: int = 250) -> None:
         moves = [self.store, self.store, self.end_store, self.wish, self.wish, self.step, self.step, self.end_rows]
         moves += [self.end_rows, self.end_rows, self.load, self.end_load, self.finish, self.disturb, self.restart]
+        moves += [self.ask] if self.asks else []
         for _ in range(calls):
             self.random.choice(moves)()
             self.take_jobs()
@@ -125,10 +128,23 @@ class Play:
             whole = self.random.random() < 0.2
             self.counts["wishes"] += self.tiered.wish(*chunks[:anywhere], name=name, patience=3.0, whole=whole)
 
+    def ask(self) -> None:
+        """Have a request ask about chunks of which tiers have forgotten whether they have them."""
+        name, chunks = f"r{self.random.randrange(5)}", keys(*self.some(12))
+        self.random.choice(self.tiered.tiers).unknown = set(self.random.sample(chunks, len(chunks) // 2))
+        inquiries = self.tiered.manager.unknown(chunks)
+        if inquiries and not self.tiered.manager.is_asking(context(name)):
+            self.names.add(name)
+            self.tiered.manager.ask(inquiries, 1.0, context(name))
+            self.counts["inquiries"] += 1
+
     def step(self) -> None:
         self.tiered.clock.now += self.random.choice((0.0, 0.1, 0.5))
         self.tiered.manager.submit_promotions()
         self.take_jobs()
+        for tier in self.tiered.tiers:
+            if self.asks and self.random.random() < 0.7:
+                tier.answer()
         self.tiered.manager.poll_tiers()
 
     def end_rows(self) -> None:
@@ -237,7 +253,16 @@ def test_rows_are_right_and_no_slot_is_lost(seed: int, totals: Counter[str]) -> 
 def test_the_calls_exercised_what_they_claim(totals: Counter[str]) -> None:
     if not totals:
         pytest.skip("runs after test_rows_are_right_and_no_slot_is_lost in the same session only")
-    for what in ("wishes", "promoted DONE", "promoted FAILED_CHECK", "demoted DONE", "returned", "loaded", "resets"):
+    for what in (
+        "wishes",
+        "inquiries",
+        "promoted DONE",
+        "promoted FAILED_CHECK",
+        "demoted DONE",
+        "returned",
+        "loaded",
+        "resets",
+    ):
         assert totals[what] > NUM_SEEDS // 4, (what, totals)
 
 
@@ -252,7 +277,7 @@ def test_a_slot_that_is_freed_while_a_call_writes_it_is_noticed(monkeypatch: pyt
     monkeypatch.setattr(Promotions, "take_result", take_result)
     for seed in range(200):
         try:
-            Play(seed).run()
+            Play(seed, asks=False).run()
         except (AssertionError, KeyError):
             return
     raise AssertionError("nothing was noticed")

@@ -13,7 +13,17 @@ from kvtier.offload import CPUOffloadingManager, ReqContext
 from kvtier.offload.promotions import Wish
 from kvtier.offload.tiered import TieredOffloadingManager, TierSeat
 from kvtier.testing.manager_suite import key, keys
-from kvtier.tiers.base import MEDIUM_STORAGE, Outcome, Tier, TierChange, TierJob, TierMiss, TierResult, TierStats
+from kvtier.tiers.base import (
+    MEDIUM_STORAGE,
+    Outcome,
+    Piece,
+    Tier,
+    TierChange,
+    TierJob,
+    TierMiss,
+    TierResult,
+    TierStats,
+)
 
 __all__ = ["ROW", "HandTier", "Tiered", "context", "key", "keys"]
 
@@ -28,6 +38,11 @@ class HandTier(Tier):
     def __init__(self, name: str = "disk") -> None:
         self.name = name
         self.held: set[OffloadKey] = set()
+        self.unknown: set[OffloadKey] = set()
+        """Keys of which it does not know whether it holds them, until `answer`."""
+        self.asked: list[tuple[list[OffloadKey], float]] = []
+        """What it was asked, and until when."""
+        self.lent: list[int] = []
         self.misses: dict[OffloadKey, TierMiss] = {}
         self.refuses: set[OffloadKey] = set()
         """Keys that it does not want."""
@@ -48,10 +63,21 @@ class HandTier(Tier):
 
     def lookup_many(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
         self.lookups += 1
-        return [key in self.held for key in keys]
+        return [None if key in self.unknown else key in self.held for key in keys]
+
+    def ask(self, keys: Sequence[OffloadKey], deadline: float) -> None:
+        self.asked.append((list(keys), deadline))
+
+    def answer(self) -> None:
+        """Know of everything that was asked whether it is held."""
+        for asked, _ in self.asked:
+            self.unknown -= set(asked)
+
+    def lend(self, memory: Piece) -> None:
+        self.lent.append(memory.nbytes)
 
     def explain(self, key: OffloadKey) -> TierMiss | None:
-        return None if key in self.held else self.misses.get(key, TierMiss.NEVER_STORED)
+        return None if key in self.held | self.unknown else self.misses.get(key, TierMiss.NEVER_STORED)
 
     @property
     def promotion_bytes(self) -> int:

@@ -1,7 +1,8 @@
 """Is a load faster than recomputing? Learned from what the engine, the bus and the tiers have done so far.
 
 `StepTimer` tells how long each step took, also where an engine schedules a step while the one before it
-still runs. `Price` is a running average of seconds per byte: of loads, and of each tier's promotions. One
+still runs. `Price` is a running average of seconds per byte: of loads, and of each tier's promotions; or of
+seconds per inquiry, which counts as one byte. One
 that was given up would have taken at least as long as it was waited for: the average is no less than that,
 until one arrives. `CostModel` holds these against the seconds per token of prefill-sized steps. Until both
 are known every load is worth doing. A refusal is not for ever: every `_RETRY_AFTER`-th goes ahead, so that
@@ -95,6 +96,7 @@ class CostModel:
     def __init__(self) -> None:
         self._bus = Price()
         self._tiers: dict[str, Price] = {}
+        self._inquiries: dict[str, Price] = {}
         self._seconds_per_token: float | None = None
         self.slowest_step = 0.0
         """Seconds of the slowest step of late: half of it is forgotten in `_HALF_LIFE` steps."""
@@ -117,6 +119,10 @@ class CostModel:
         """Return the price of a tier's promotions, to be read and to learn."""
         return self._tiers.setdefault(tier, Price())
 
+    def inquiry_price_of(self, tier: str) -> Price:
+        """Return the price of asking a tier what it has, per inquiry, to be read and to learn."""
+        return self._inquiries.setdefault(tier, Price())
+
     def load_seconds(self, num_bytes: int) -> float | None:
         """Estimate how long a load takes; `None`: not known yet."""
         return self._bus.seconds(num_bytes)
@@ -134,6 +140,12 @@ class CostModel:
             longest = max(longest, seconds)
         return longest
 
+    def inquiry_seconds(self, tiers: Iterable[str]) -> float | None:
+        """Estimate how long tiers take to answer, all at once; `None`: not known yet."""
+        seconds = [self.inquiry_price_of(tier).seconds(1) for tier in tiers]
+        known = [second for second in seconds if second is not None]
+        return max(known, default=0.0) if len(known) == len(seconds) else None
+
     def compute_seconds(self, num_tokens: int) -> float | None:
         """Estimate how long it takes to compute tokens; `None`: not known yet."""
         return None if self._seconds_per_token is None else num_tokens * self._seconds_per_token
@@ -148,6 +160,13 @@ class CostModel:
         if expected <= compute:
             return True
         due = [self.price_of(tier).is_due() for tier in tiers]
+        return any(due)
+
+    def worth_asking(self, tiers: Sequence[str], expected: float, compute: float) -> bool:
+        """Say whether asking tiers, and bringing all that they may have, is expected to beat computing."""
+        if expected <= compute:
+            return True
+        due = [self.inquiry_price_of(tier).is_due() for tier in tiers]
         return any(due)
 
 

@@ -5,7 +5,10 @@ its rows have come or its patience is over, and computes what has not come. A pr
 computing what it brings *plus the prefill that is queued ahead*, and counts the bytes that the tier has to
 move first. Patience bounds the whole wait; `load_deadline` bounds a batch of I/O beyond the time that it is
 known to take, so that a tier that hangs costs one deadline. Without prices patience is that deadline.
-Scheduler thread only.
+
+Tiers that do not know what they hold are asked first, once per admission, if they may have what the pool and
+the others have not. Nobody waits for answers for longer than computing all that could come would take, nor
+than `load_deadline`, and nobody asks if answers and bytes are known to take longer. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -43,12 +46,14 @@ class PromotionDecision:
         self._learnt: set[str] = set()
         self._times = 0
         self.waits = 0
-        """How many requests were told to wait for a promotion."""
+        """How many requests were told to wait for answers, or for a promotion."""
 
     # -- asking ------------------------------------------------------------------------------------
 
     def is_waiting(self, state: RequestState) -> bool:
         """Say whether a request should be asked about later: its chunks come from a tier."""
+        if not state.may_ask and self._manager.is_asking(state.context):
+            return True
         return not state.may_promote and self._manager.is_promoting(state.context)
 
     def begins_to_wait(self, state: RequestState, here: PrefixMatch, limit: int) -> bool:
@@ -56,6 +61,9 @@ class PromotionDecision:
         if not state.may_promote:
             return False
         there = match_prefix(self._geometry, self._manager.anywhere, state, limit)
+        if there.pending and state.may_ask and self._begins_to_ask(state, there, limit):
+            self.waits += 1
+            return True
         if there.end <= here.end:
             return False
         state.may_promote = False
@@ -63,6 +71,37 @@ class PromotionDecision:
         waits = wish is not None and self._manager.promote(wish, state.context)
         self.waits += waits
         return waits
+
+    def _begins_to_ask(self, state: RequestState, there: PrefixMatch, limit: int) -> bool:
+        """Say whether a request should wait for tiers to find out what they have beyond `there`."""
+        end = limit // self._geometry.alignment * self._geometry.alignment
+        inquiries = self._manager.unknown(self._chunks(state, there.end, end))
+        if not inquiries:
+            return False
+        state.may_ask = False
+        wait, ahead = self._settings.load_deadline, self._prefill.ahead_of(state.view.request_id)
+        compute = self._cost.compute_seconds(end - there.end + ahead)
+        if self._settings.load_if_faster and compute is not None:
+            tiers = [inquiry.tier.name for inquiry in inquiries]
+            answer = self._cost.inquiry_seconds(tiers)
+            bring = self._cost.promotion_seconds([inquiry.cost for inquiry in inquiries])
+            if answer is not None and not self._cost.worth_asking(tiers, answer + (bring or 0.0), compute):
+                return False
+            wait = min(wait, compute)
+        self._manager.ask(inquiries, wait, state.context)
+        return True
+
+    def _chunks(self, state: RequestState, start: int, end: int) -> list[OffloadKey]:
+        """Return the chunks by which a match could reach from `start` to `end`, from head to tail.
+
+        Of a windowed group that is any chunk that the GPU does not have: where the match ends is not known.
+        """
+        spans = []
+        for group in state.groups:
+            size = group.geometry.chunk_size
+            first = (start if group.geometry.window is None else state.local) // size
+            spans.append({key: first + at for at, key in enumerate(group.keys[first : end // size])})
+        return state.head_to_tail(spans)
 
     def without_arrivals(self, match: PrefixMatch) -> PrefixMatch:
         """Return a match that is not waited for because of a row from a tier: that has been decided here."""
@@ -125,6 +164,9 @@ class PromotionDecision:
             self._times += 1
             if self._times % _LEARN_EVERY == 0:
                 self.keep_prices()
+        for answer in self._manager.take_inquiry_times():
+            price = self._cost.inquiry_price_of(answer.tier)
+            (price.note_lost if answer.lost else price.note)(1, answer.seconds)
         self._recall_prices()
 
     def _recall_prices(self) -> None:

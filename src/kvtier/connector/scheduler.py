@@ -230,7 +230,7 @@ class OffloadingConnectorScheduler:
         """Let go of the blocks: from here on fences protect what running stores still read."""
         state.store_jobs.clear()
         state.next_offer = 0
-        state.may_promote = True
+        state.may_ask = state.may_promote = True
         state.may_load = True  # it has run since a load failed, so it cannot go round in circles
         for group in state.groups:
             group.take_all()

@@ -151,6 +151,8 @@ class RequestState:
     """False once a load has failed: what failed is computed, and nothing is asked for again."""
     may_promote: bool = True
     """False once chunks were wished from tiers, or were not worth it, until the request is preempted."""
+    may_ask: bool = True
+    """False once tiers were asked what they have, or were not worth asking, until the request is preempted."""
     waiting_since: float | None = None
     next_offer: int = 0
     """All chunks that are complete with fewer computed tokens than this have been offered for storing."""

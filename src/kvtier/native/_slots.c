@@ -841,19 +841,21 @@ static PyObject *recency_use(PyObject *self, PyObject *slots) { return on_ranked
 static PyObject *recency_renew(PyObject *self, PyObject *slots) { return on_ranked(self, slots, renew_all); }
 static PyObject *recency_drop(PyObject *self, PyObject *slots) { return on_ranked(self, slots, drop_all); }
 
-static Py_ssize_t take_allowed(Recency *self, Py_ssize_t count, const Array *allowed, const Array *out) {
-    Py_ssize_t taken = 0;
+/* Write down the least recent slots that are allowed, and unlink them if they are taken. */
+static Py_ssize_t list_allowed(Recency *self, Py_ssize_t count, const Array *allowed, const Array *out,
+                               int taken) {
+    Py_ssize_t done = 0;
     int32_t end = (int32_t)self->capacity, next;
-    for (int32_t slot = self->newer[end]; slot != end && taken < count; slot = next) {
+    for (int32_t slot = self->newer[end]; slot != end && done < count; slot = next) {
         next = self->newer[slot];
         if (!*flag(allowed, slot)) continue;
-        unlink_slot(self, slot);
-        set(out, taken++, slot);
+        if (taken) unlink_slot(self, slot);
+        set(out, done++, slot);
     }
-    return taken;
+    return done;
 }
 
-static PyObject *recency_take(PyObject *object, PyObject *const *args, Py_ssize_t num_args) {
+static PyObject *least_recent(PyObject *object, PyObject *const *args, Py_ssize_t num_args, int taken) {
     Recency *self = (Recency *)object;
     PyObject *slots = NULL;
     Py_ssize_t count;
@@ -863,10 +865,18 @@ static PyObject *recency_take(PyObject *object, PyObject *const *args, Py_ssize_
     if (allowed.count < self->capacity) {
         PyErr_SetString(PyExc_ValueError, "expected to be told of every slot");
     } else if ((slots = new_slots(count < 0 ? 0 : count, &out)) != NULL) {
-        slots = leading_part(slots, &out, take_allowed(self, count, &allowed, &out));
+        slots = leading_part(slots, &out, list_allowed(self, count, &allowed, &out, taken));
     }
     give_back(&allowed);
     return slots;
+}
+
+static PyObject *recency_take(PyObject *self, PyObject *const *args, Py_ssize_t num_args) {
+    return least_recent(self, args, num_args, 1);
+}
+
+static PyObject *recency_coldest(PyObject *self, PyObject *const *args, Py_ssize_t num_args) {
+    return least_recent(self, args, num_args, 0);
 }
 
 static PyObject *recency_slots_of(PyObject *object, PyObject *unused) {
@@ -912,6 +922,7 @@ static PyMethodDef recency_methods[] = {
     {"renew", recency_renew, METH_O, NULL},
     {"drop", recency_drop, METH_O, NULL},
     {"take", (PyCFunction)(void (*)(void))recency_take, METH_FASTCALL, NULL},
+    {"coldest", (PyCFunction)(void (*)(void))recency_coldest, METH_FASTCALL, NULL},
     {"slots", recency_slots_of, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

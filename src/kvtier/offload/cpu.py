@@ -27,7 +27,11 @@ from kvtier.offload.manager import CPUOffloadingManager
 from kvtier.offload.tiered import TieredOffloadingManager, TierSeat
 from kvtier.policies import make_policy
 from kvtier.pool import Pool
+from kvtier.tier_config import MooncakeConfig, SharedTierConfig
 from kvtier.tiers.base import Tier
+from kvtier.tiers.io_tier import IOTier
+from kvtier.tiers.seal import SealKey, read_seal_key
+from kvtier.tiers.shared_tier import SharedTier
 from kvtier.transfer.base import (
     CanonicalKVCaches,
     CPULoadStoreSpec,
@@ -45,6 +49,10 @@ logger = logging.getLogger(__name__)
 
 _REQUIRED_SECONDS = 30.0
 """How long a start waits for a tier that it may not go without."""
+_OPEN_SECONDS = 2.0
+"""How long a start waits for a server, so that its first request finds it."""
+_MOONCAKE_CALLS = 4
+"""Calls at once: each moves a batch, by as many connections as the store likes."""
 
 
 class _OpenPool(NamedTuple):
@@ -63,12 +71,22 @@ MakeTier = Callable[[TierConfig, "OffloadingConfig"], Tier]
 
 def make_tier(tier: TierConfig, config: OffloadingConfig) -> Tier:
     """Make a tier of its settings. `OutsideError` in one line if it is required and cannot be had."""
+    path = f"tiers[{config.settings.tiers.index(tier)}].{tier.kind}"
+    made = _make_disk(tier, config, path) if isinstance(tier, DiskConfig) else _make_shared(tier, config, path)
+    if tier.required:
+        try:
+            made.wait_open(_REQUIRED_SECONDS)
+        except BaseException:
+            made.close(0.0)
+            raise
+    return made
+
+
+def _make_disk(tier: DiskConfig, config: OffloadingConfig, path: str) -> IOTier:
     from kvtier.tiers.disk import DiskTier
 
-    if not isinstance(tier, DiskConfig):
-        raise ConfigError(f"tiers[{config.settings.tiers.index(tier)}].{tier.kind}", "this version has no such tier")
-    _expect_policy(tier, f"tiers[{config.settings.tiers.index(tier)}].{tier.kind}.policy")
-    disk = DiskTier(
+    _expect_policy(tier, f"{path}.policy")
+    return DiskTier(
         tier,
         row_bytes=config.row_bytes,
         namespace=config.tier_namespace_nowait,
@@ -76,13 +94,29 @@ def make_tier(tier: TierConfig, config: OffloadingConfig) -> Tier:
         ranks=config.num_engines,
         description_bytes=config.description_bytes,
     )
-    if tier.required:
-        try:
-            disk.wait_open(_REQUIRED_SECONDS)
-        except BaseException:
-            disk.close(0.0)
-            raise
-    return disk
+
+
+def _make_shared(tier: SharedTierConfig, config: OffloadingConfig, path: str) -> IOTier:
+    from kvtier.tiers.backends import expect_package, open_backend
+
+    expect_package(tier.kind, path)
+    made = SharedTier(
+        tier.kind,
+        config.row_bytes,
+        partial(open_backend, tier, config.row_bytes, config.settings.load_deadline),
+        namespace=config.tier_namespace_nowait,
+        threads=_MOONCAKE_CALLS if isinstance(tier, MooncakeConfig) else tier.connections,
+        seal_key=_read_seal_key(tier, path),
+    )
+    made.required = tier.required
+    return made
+
+
+def _read_seal_key(tier: SharedTierConfig, path: str) -> SealKey | None:
+    try:
+        return None if tier.seal_key_file is None else read_seal_key(tier.seal_key_file)
+    except ConfigError as error:
+        raise ConfigError(f"{path}.{error.path}", str(error).removeprefix(f"{error.path}: ")) from None
 
 
 def _expect_policy(tier: DiskConfig, path: str) -> None:
@@ -144,7 +178,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         apart = self.config.scheduler_apart
         rows = self.open_pool("scheduler", self.parties - 1 if apart else self.party).rows
         seats = [TierSeat(self._make_tier(tier, self.config), tier.write) for tier in settings.tiers]
-        return TieredOffloadingManager(
+        manager = TieredOffloadingManager(
             pool,
             rows,
             seats,
@@ -152,6 +186,10 @@ class CPUOffloadingSpec(OffloadingSpec):
             is_namespace_known=lambda: self.config.tier_namespace_nowait() is not None,
             clock=self._clock,
         )
+        for tier in manager.tiers:
+            if isinstance(tier, SharedTier):  # an idle engine would not notice that it is open
+                tier.wait_open(_OPEN_SECONDS)
+        return manager
 
     def open_pool(self, side: str = "worker", party: int | None = None) -> Pool:
         """Return this process's mapping of the pool, opening it the first time. `side`: who asks."""

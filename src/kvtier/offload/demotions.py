@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import compress, islice
 
 from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey
@@ -38,10 +38,6 @@ class _DemotionJob:
     job_id: int
     queue: _TierQueue
     slots: dict[OffloadKey, int]
-
-    def spec(self, keys: Iterable[OffloadKey]) -> CPULoadStoreSpec:
-        """Return the slots of some of its rows."""
-        return CPULoadStoreSpec([self.slots[key] for key in keys])
 
 
 @dataclass(slots=True, eq=False)
@@ -116,18 +112,21 @@ class Demotions:
                 self._submit(queue, keys)
 
     def _submit(self, queue: _TierQueue, keys: list[OffloadKey]) -> None:
-        ready = [key for key in keys if self._pool.lookup(key, _NOBODY)]
+        ready = list(compress(keys, self._pool.lookup_many(keys, _NOBODY)))
         self.unwritten += len(keys) - len(ready)
         if not ready:
             return
         spec = self._pool.prepare_load(ready, _NOBODY)
         self._newest -= 1
         job = _DemotionJob(self._newest, queue, dict(zip(ready, spec.block_ids.tolist(), strict=True)))
-        rows = tuple(LentRow(key, (self._piece_of(slot),), self.describe(key)) for key, slot in job.slots.items())
+        piece_of, describe = self._piece_of, self.describe
+        rows = tuple([LentRow(key, (piece_of(slot),), describe(key)) for key, slot in job.slots.items()])
         self._jobs[job.job_id] = job
         queue.num_submitted += len(ready)
-        taken = set(queue.tier.demote(TierJob(job.job_id, rows, self._clock() + self._seconds)))
-        self._unpin(job, [key for key in ready if key not in taken])
+        taken = queue.tier.demote(TierJob(job.job_id, rows, self._clock() + self._seconds))
+        if len(taken) < len(ready):
+            distinct = set(taken)
+            self._unpin(job, [key for key in ready if key not in distinct])
 
     # -- ending ------------------------------------------------------------------------------------
 
@@ -154,9 +153,7 @@ class Demotions:
     def _unpin(self, job: _DemotionJob, keys: list[OffloadKey]) -> None:
         """Let go of rows that a tier is done with."""
         if keys:
-            self._pool.complete_load(keys, job.spec(keys))
-        for key in keys:
-            del job.slots[key]
+            self._pool.complete_load(keys, CPULoadStoreSpec([job.slots.pop(key) for key in keys]))
         job.queue.num_submitted -= len(keys)
         if not job.slots:
             self._jobs.pop(job.job_id, None)

@@ -13,7 +13,7 @@ and is no more. Called on the scheduler thread only; nothing blocks. A call that
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress
 
@@ -24,7 +24,7 @@ from kvtier.keys import OffloadKey
 from kvtier.offload.base import MissReason, OffloadingEvent, OffloadingManager, PrepareStoreOutput, ReqContext
 from kvtier.offload.miss_history import MissHistory
 from kvtier.policies import CachePolicy, Slots, make_policy
-from kvtier.policies.slots import WRITING, Mask, SlotBook
+from kvtier.policies.slots import ABSENT, WRITING, Mask, SlotBook
 from kvtier.transfer.base import CPULoadStoreSpec, LoadStoreSpec
 
 __all__ = ["CPUOffloadingManager", "ManagerStats"]
@@ -90,6 +90,15 @@ class CPUOffloadingManager(OffloadingManager):
         if slot is None:
             return False
         return None if self._readers[slot] == WRITING else True
+
+    def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        slots = self._book.find(_as_list(keys))
+        held = slots != ABSENT
+        answers: list[bool | None] = held.tolist()
+        places = np.flatnonzero(held)
+        for place in places[self._readers[slots[places]] == WRITING].tolist():
+            answers[place] = None
+        return answers
 
     def lookup_prefix(self, keys: Iterable[OffloadKey], req_context: ReqContext, *, wait: bool = True) -> int | None:
         keys = _as_list(keys)

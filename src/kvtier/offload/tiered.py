@@ -4,6 +4,7 @@ To the connector it is the pool's manager: what can be loaded is in the pool, an
 pool alone. Beyond that a connector may ask what can be had `anywhere`, and have it brought into the pool:
 
     ask       anywhere.lookup_prefix, promotion_costs      change nothing, start nothing
+              ask -> an inquiry of tiers that do not know what they hold; is_asking answers in O(1)
               promote -> a wish; is_promoting answers in O(1) from then on
     step      submit_promotions     takes slots and starts I/O       (when a step's orders are built)
               poll_tiers            takes in results, writes rows    (when a step's output comes in)
@@ -22,7 +23,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice
+from itertools import compress, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +33,7 @@ from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey
 from kvtier.offload.base import MissReason, OffloadingEvent, OffloadingManager, PrepareStoreOutput, ReqContext
 from kvtier.offload.demotions import Demotions
+from kvtier.offload.inquiries import Inquiries, Inquiry, InquiryTime
 from kvtier.offload.manager import CPUOffloadingManager, ManagerStats
 from kvtier.offload.promotions import Promotions, PromotionTime, TierCost, Wish
 from kvtier.tiers.base import Piece, Tier, TierMiss, TierStats
@@ -46,9 +48,10 @@ _LOOKED_UP_FIRST = 32
 _SHUTDOWN_SECONDS = 5.0
 _AHEAD_SHARE = 16
 """With `write: evict`, one slot in so many holds a row that may go at once: it is written already."""
-
+_AHEAD_MOST = 1024
+"""No more than so many, whatever the size of the pool: more than some steps need, and a bound on looking."""
 _AHEAD_POLLS = 8
-"""Looking for the coldest rows walks over all of them: it is done once in so many steps."""
+"""The coldest rows are looked for once in so many steps."""
 
 _REASONS = {
     TierMiss.NEVER_STORED: MissReason.NEVER_STORED,
@@ -61,6 +64,7 @@ _REASONS = {
     TierMiss.LOST: MissReason.LOST,
     TierMiss.SUSPENDED: MissReason.SUSPENDED,
     TierMiss.NOT_OPEN: MissReason.NOT_OPEN,
+    TierMiss.NO_ANSWER: MissReason.TOO_SLOW,
 }
 
 
@@ -91,6 +95,7 @@ class TieredOffloadingManager(OffloadingManager):
         self._is_namespace_known, self._clock = is_namespace_known, clock
         row_bytes = rows.shape[1]
         self._promotions = Promotions(pool, self._piece, row_bytes, self.tiers, self._reserve, clock)
+        self._inquiries = Inquiries(self.tiers, row_bytes, clock)
         self._demotions = Demotions(pool, self._piece, row_bytes, self.tiers, store_deadline, clock)
         self._confined: set[OffloadKey] = set()
         """Chunks of the pool that must not leave it."""
@@ -100,6 +105,8 @@ class TieredOffloadingManager(OffloadingManager):
         self._is_closed = False
         self.anywhere = _Anywhere(self)
         """What can be had, be it from the pool or from a tier."""
+        for tier in self.tiers:
+            tier.lend(memoryview(rows.reshape(-1)))
 
     def describe_with(self, describe: Callable[[OffloadKey], bytes]) -> None:
         """Have tiers keep what the event stream tells of a chunk."""
@@ -159,7 +166,9 @@ class TieredOffloadingManager(OffloadingManager):
         if not success:
             self._confined.difference_update(keys)
         elif self._through:
-            ready = [key for key in keys if key not in self._confined and self.pool.lookup(key, _NOBODY)]
+            ready = list(compress(keys, self.pool.lookup_many(keys, _NOBODY)))
+            if self._confined:
+                ready = [key for key in ready if key not in self._confined]
             for tier in self._through:
                 self._demotions.offer(tier, ready)
 
@@ -177,16 +186,39 @@ class TieredOffloadingManager(OffloadingManager):
                 tier.discard(wrong)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
+        self._inquiries.release(req_context)
         self._promotions.release(req_context)
 
     def reset_cache(self) -> None:
         """Make everything absent, everywhere and for good: nothing comes back, not after a restart."""
         for tier in self.tiers:  # first: whatever happens, their rows are void
             tier.reset(secrets.token_hex(8))
+        self._inquiries.reset()
         self._promotions.reset()
         self._demotions.reset()
         self._confined.clear()
         self.pool.reset_cache()
+
+    # -- inquiries ---------------------------------------------------------------------------------
+
+    def unknown(self, keys: Sequence[OffloadKey]) -> list[Inquiry]:
+        """Say what would have to be asked of which tier to know whether these chunks can be had.
+
+        Changes nothing.
+        """
+        return self._inquiries.unknown([key for key in keys if self.pool.lookup(key, _NOBODY) is False])
+
+    def ask(self, inquiries: list[Inquiry], seconds: float, req_context: ReqContext) -> None:
+        """Note that a request wants to know, and waits for so many seconds at most."""
+        self._inquiries.note(inquiries, seconds, req_context)
+
+    def is_asking(self, req_context: ReqContext) -> bool:
+        """Say in O(1) whether a request should go on waiting for answers."""
+        return self._inquiries.is_waiting(req_context)
+
+    def take_inquiry_times(self) -> list[InquiryTime]:
+        """Take how long tiers have taken to answer since the last call."""
+        return self._inquiries.take_times()
 
     # -- promotions --------------------------------------------------------------------------------
 
@@ -221,7 +253,8 @@ class TieredOffloadingManager(OffloadingManager):
         return self._promotions.take_times()
 
     def submit_promotions(self) -> None:
-        """Take slots for what was wished in this step, and start its I/O."""
+        """Take slots for what was wished in this step, and start its I/O. Have tiers asked, too."""
+        self._inquiries.submit()
         self._promotions.submit()
 
     def poll_tiers(self) -> None:
@@ -233,6 +266,7 @@ class TieredOffloadingManager(OffloadingManager):
                     jobs.take_result(result)
                 else:
                     logger.error("%s: a result of job %d, which is over", tier.name, result.job_id)
+        self._inquiries.poll()
         self._promotions.expire()
         self._write_ahead()
         self._demotions.submit()
@@ -240,7 +274,7 @@ class TieredOffloadingManager(OffloadingManager):
     def _write_ahead(self) -> None:
         """Offer the rows that will be evicted next to tiers that are written to then."""
         self._polls += 1
-        margin = max(1, self.pool.num_slots // _AHEAD_SHARE)
+        margin = max(1, min(self.pool.num_slots // _AHEAD_SHARE, _AHEAD_MOST))
         if not self._ahead or self._polls % _AHEAD_POLLS or self.pool.num_free >= margin:
             return
         coldest = [key for key in self.pool.coldest(margin) if key not in self._confined]
@@ -314,13 +348,14 @@ class TieredOffloadingManager(OffloadingManager):
 
         `False`: none will.
         """
-        busy = [tier for tier in self.tiers if tier.promotion_bytes]
+        busy = [tier for tier in self.tiers if tier.promotion_bytes] or self._inquiries.busy_tiers()
         for tier in busy[:1]:
             tier.wait_any(timeout)
         return bool(busy)
 
     def check(self) -> None:
         self.pool.check()
+        self._inquiries.check()
         self._promotions.check()
         self._demotions.check()
         for tier in self.tiers:
@@ -354,7 +389,10 @@ class TieredOffloadingManager(OffloadingManager):
 
 
 class _Anywhere:
-    """Looks chunks up in the pool and in all tiers: what can be loaded, after a promotion if need be."""
+    """Looks chunks up in the pool and in all tiers: what can be loaded, after a promotion if need be.
+
+    `None`: it is being stored in the pool, or a tier that could be asked may have it.
+    """
 
     def __init__(self, manager: TieredOffloadingManager) -> None:
         self._manager = manager
@@ -368,8 +406,11 @@ class _Anywhere:
                 found[index] = True
             elif is_ready is False:
                 absent.append(index)
-        for index, tier in zip(absent, promotions.find([keys[index] for index in absent]), strict=True):
-            found[index] = tier is not None
+        for tier in self._manager.tiers:
+            left = [index for index in absent if not found[index]]
+            for index, is_held in zip(left, tier.lookup_many([keys[index] for index in left]), strict=True):
+                if is_held is not False:
+                    found[index] = is_held
         return found
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext, *, wait: bool = True) -> int | None:

@@ -69,6 +69,11 @@ class ARCPolicy(CachePolicy):
         once, surplus = self._t1.slots(), max(0, self._surplus())
         return np.concatenate((once[:surplus], self._t2.slots(), once[surplus:]))
 
+    def coldest(self, count: int, evictable: npt.NDArray[np.bool_]) -> Slots:
+        once, often = self._t1.coldest(count, evictable), self._t2.coldest(count, evictable)
+        surplus = max(0, self._surplus())
+        return np.concatenate((once[:surplus], often, once[surplus:]))[:count]
+
     def check(self) -> None:
         if np.intersect1d(self._t1.slots(), self._t2.slots()).size:
             raise IntegrityError("arc: a slot is both in T1 and in T2")

@@ -66,7 +66,10 @@ class CachePolicy(ABC):
         """Return the ranked slots from worst to best, as `evict` would take them if all were evictable. For tests and reports."""
 
     def coldest(self, count: int, evictable: npt.NDArray[np.bool_]) -> Slots:
-        """Return up to `count` evictable slots, worst first, as `evict` would take them, and change nothing."""
+        """Return up to `count` evictable slots, worst first, as `evict` would take them, and change nothing.
+
+        Called every few steps: a policy that ranks many slots should not walk over all of them.
+        """
         ranked = self.ranked()
         return ranked[evictable[ranked]][:count]
 

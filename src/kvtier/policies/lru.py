@@ -40,3 +40,6 @@ class LRUPolicy(CachePolicy):
 
     def ranked(self) -> Slots:
         return self._recency.slots()
+
+    def coldest(self, count: int, evictable: npt.NDArray[np.bool_]) -> Slots:
+        return self._recency.coldest(count, evictable)

@@ -226,10 +226,13 @@ class PythonRecency:
 
     def take(self, count: int, allowed: Mask, /) -> Slots:
         """Take out and return up to `count` slots with `allowed[slot]`, the least recent first."""
-        taken = list(islice((slot for slot in self._order if allowed[slot]), max(0, count)))
-        for slot in taken:
-            del self._order[slot]
-        return _array(taken)
+        taken = self.coldest(count, allowed)
+        self.drop(taken)
+        return taken
+
+    def coldest(self, count: int, allowed: Mask, /) -> Slots:
+        """Return what `take` would, and leave it in the list. Slots behind those are not looked at."""
+        return _array(list(islice((slot for slot in self._order if allowed[slot]), max(0, count))))
 
     def slots(self) -> Slots:
         """Return all slots, the least recent first."""

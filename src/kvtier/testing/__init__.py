@@ -20,15 +20,17 @@ if TYPE_CHECKING:
     from kvtier.testing.handler_suite import HandlerSuite
     from kvtier.testing.manager_suite import ManagerSuite
     from kvtier.testing.policy_suite import PolicySuite
+    from kvtier.testing.shared_tier_suite import SharedTierSuite
     from kvtier.testing.tier_suite import TierSuite
 
-__all__ = ["BackendSuite", "HandlerSuite", "ManagerSuite", "PolicySuite", "TierSuite"]
+__all__ = ["BackendSuite", "HandlerSuite", "ManagerSuite", "PolicySuite", "SharedTierSuite", "TierSuite"]
 
 _HOMES = {
     "BackendSuite": "backend_suite",
     "HandlerSuite": "handler_suite",
     "ManagerSuite": "manager_suite",
     "PolicySuite": "policy_suite",
+    "SharedTierSuite": "shared_tier_suite",
     "TierSuite": "tier_suite",
 }
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvtier.keys import OffloadKey
-from kvtier.tiers.base import Backend, BackendRow
+from kvtier.tiers.base import Backend, BackendRow, Piece
 
 __all__ = ["BackendFault", "BackendFaultPlan", "FaultyBackend", "KillPoint"]
 
@@ -67,6 +67,7 @@ class FaultyBackend(Backend):
 
     def __init__(self, backend: Backend, plan: BackendFaultPlan | None = None) -> None:
         self.backend = backend
+        self.contains_batch = backend.contains_batch
         self.plan = plan or BackendFaultPlan()
         self.broken: OSError | None = None
         """Fails every call while it is set."""
@@ -83,6 +84,9 @@ class FaultyBackend(Backend):
         self._number = 0
         self._lock = threading.Lock()
         self._last: tuple[bytes, bytes] | None = None  # seal and bytes of the row that was read before
+
+    def lend(self, memory: Piece) -> None:
+        self.backend.lend(memory)
 
     def hang(self) -> None:
         """Make every call from now on wait for `release`."""

@@ -1,8 +1,9 @@
-"""A backend in memory, and a whole tier over it: for tests, and the plainest example of a backend.
+"""Backends in memory, and whole tiers over them: for tests, and the plainest examples of a backend.
 
 `MemoryBackend` keeps rows by key in a dict; it passes `BackendSuite`. `make_memory_tier` is the disk's
-tier without the disk: the same books, threads, seals and suspension. Its threads are real; who wants a
-result waits for it with `wait_any`.
+tier without the disk: the same books, threads, seals and suspension. `MemoryServer` goes by scope and key, as
+servers do that engines share, and `make_shared_tier` is a tier over it. Threads are real; who wants a result
+waits for it with `wait_any`.
 """
 
 from __future__ import annotations
@@ -11,36 +12,42 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from kvtier.errors import OutsideError
 from kvtier.keys import OffloadKey
 from kvtier.policies import make_policy
 from kvtier.tiers.base import Backend, BackendRow
 from kvtier.tiers.seal import SealScope
+from kvtier.tiers.shared_tier import SharedTier
 from kvtier.tiers.slot_table import SlotTable
 from kvtier.tiers.slot_tier import SlotTier
 from kvtier.tiers.write_limit import WriteLimit
 
-__all__ = ["MemoryBackend", "make_memory_tier"]
+__all__ = ["MemoryBackend", "MemoryServer", "make_memory_tier", "make_shared_tier"]
 
 
 class MemoryBackend(Backend):
     """Keeps rows in a dict: seal and bytes by key. `rows` is there to be looked at, and spoilt, by tests."""
 
     def __init__(self) -> None:
-        self.rows: dict[OffloadKey, tuple[bytes, bytearray]] = {}
+        self.rows: dict[bytes, tuple[bytes, bytearray]] = {}
         self._lock = threading.Lock()
+
+    def name(self, row: BackendRow) -> bytes:
+        """Return what a row goes by."""
+        return row.key
 
     def write(self, rows: Sequence[BackendRow]) -> list[OSError | None]:
         for row in rows:
             payload = bytearray().join(row.pieces)
             with self._lock:
-                self.rows[row.key] = row.seal, payload
+                self.rows[self.name(row)] = row.seal, payload
         return [None] * len(rows)
 
     def read(self, rows: Sequence[BackendRow]) -> list[bytes | OSError | None]:
         return [self._read(row) for row in rows]
 
     def _read(self, row: BackendRow) -> bytes | None:
-        found = self.rows.get(row.key)
+        found = self.rows.get(self.name(row))
         if found is None or len(found[1]) != row.nbytes:
             return None
         seal, payload = found
@@ -51,12 +58,65 @@ class MemoryBackend(Backend):
         return seal
 
     def contains(self, rows: Sequence[BackendRow]) -> list[bool]:
-        return [row.key in self.rows for row in rows]
+        return [self.name(row) in self.rows for row in rows]
 
     def delete(self, rows: Sequence[BackendRow]) -> None:
         for row in rows:
             with self._lock:
-                self.rows.pop(row.key, None)
+                self.rows.pop(self.name(row), None)
+
+
+class MemoryServer(MemoryBackend):
+    """A server in memory. Tests may take rows away, as servers do, and look at how often it was asked."""
+
+    def __init__(self, contains_batch: int = 1024) -> None:
+        super().__init__()
+        self.contains_batch = contains_batch
+        self.questions: list[int] = []
+        """The rows of each call of `contains`."""
+        self.num_written = 0
+
+    def name(self, row: BackendRow) -> bytes:
+        return b"%016x:%b" % (row.scope, row.key)
+
+    def write(self, rows: Sequence[BackendRow]) -> list[OSError | None]:
+        self.num_written += len(rows)
+        return super().write(rows)
+
+    def contains(self, rows: Sequence[BackendRow]) -> list[bool]:
+        self.questions.append(len(rows))
+        return super().contains(rows)
+
+    def evict(self, *keys: OffloadKey) -> None:
+        """Forget rows of these keys, or all."""
+        for name in [name for name in list(self.rows) if not keys or name[17:] in keys]:
+            self.rows.pop(name, None)
+
+
+def make_shared_tier(
+    row_bytes: int,
+    *,
+    backend: Backend | None = None,
+    name: str = "valkey",
+    namespace: str = "test",
+    threads: int = 2,
+    clock: Callable[[], float] = time.monotonic,
+    check_seals: bool = True,
+) -> SharedTier:
+    """Return an open tier over a server in memory, or over any other backend that goes by key."""
+    server = backend or MemoryServer()
+    tier = SharedTier(
+        name,
+        row_bytes,
+        lambda: server,
+        namespace=lambda: namespace,
+        threads=threads,
+        clock=clock,
+        check_seals=check_seals,
+    )
+    if not tier.wait_open():
+        raise OutsideError(tier.problem or "the tier did not open")
+    return tier
 
 
 def make_memory_tier(

@@ -133,6 +133,8 @@ class TierMiss(Enum):
     SUSPENDED = "suspended"
     NOT_OPEN = "not open yet"
     """The namespace is not known, records are being read, or another process is the owner."""
+    NO_ANSWER = "no answer in time"
+    """It was asked whether it has the chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +171,10 @@ class TierStats:
     """Rows whose call has not returned although their job was late: what is lost until it does."""
     queued_bytes: int
     """Of promotions and demotions that no thread has begun."""
+    questions: int = 0
+    """Prefixes that a tier was asked about which does not know what it holds."""
+    round_trips: int = 0
+    """Calls that it took to answer them."""
 
 
 class Tier(ABC):
@@ -351,6 +357,8 @@ class Backend(ABC):
 
     contains_batch: int = 1024
     """How many rows one call of `contains` asks about in the time of one. With 1, whoever asks bisects."""
+    writes_once: bool = False
+    """A row that is there is left as it is by `write`, and counts as stored: a bad one has to be deleted first."""
 
     def lend(self, memory: Piece) -> None:
         """Take note of the memory in which most pieces will lie, e.g. to register it. Before any other call."""
@@ -358,7 +366,7 @@ class Backend(ABC):
 
     @abstractmethod
     def write(self, rows: Sequence[BackendRow]) -> list[OSError | None]:
-        """Store rows with their seals, replacing what is there. `None` for each that was stored."""
+        """Store rows with their seals, replacing what is there (but `writes_once`). `None` for each that is stored."""
 
     @abstractmethod
     def read(self, rows: Sequence[BackendRow]) -> list[bytes | OSError | None]:

@@ -24,8 +24,8 @@ _LONGEST_PAUSE = 60.0
 class TierHealth:
     """Whether one direction of a tier works. `what` names it in the log."""
 
-    def __init__(self, what: str, clock: Callable[[], float]) -> None:
-        self._what, self._clock = what, clock
+    def __init__(self, what: str, clock: Callable[[], float], longest_pause: float = _LONGEST_PAUSE) -> None:
+        self._what, self._clock, self._longest_pause = what, clock, longest_pause
         self.problem: str | None = None
         """Why it is suspended; `None`: it is not."""
         self._failures = 0
@@ -55,7 +55,7 @@ class TierHealth:
         """Say whether it is time for a probe; the next one is then due after twice the pause."""
         if self.problem is None or self._clock() < self._due:
             return False
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        self._pause = min(2 * self._pause, self._longest_pause)
         self._due = self._clock() + self._pause
         return True
 

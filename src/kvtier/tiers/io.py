@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from kvtier.errors import InputError, IntegrityError
 from kvtier.keys import OffloadKey
 from kvtier.tiers.base import Backend, BackendRow, Outcome
-from kvtier.tiers.seal import SealScope, seal_of
+from kvtier.tiers.seal import SealKey, SealScope, seal_of
 
 __all__ = ["Direction", "IOReport", "IOThreads"]
 
@@ -38,8 +38,11 @@ logger = logging.getLogger(__name__)
 _BATCH_BYTES = 2 << 20
 """What a thread takes at once: enough that small rows cost few calls, little enough that a job spreads."""
 
-
 _LAST_WAIT = 0.2
+_NOT_OUR_SEAL = (
+    "tier %s: a row does not bear a seal of our seal_key_file: another engine has another key or none, or the row "
+    "was forged or damaged. It is a miss, as are all that follow; they are counted and not told"
+)
 
 
 class Direction(IntEnum):
@@ -137,7 +140,7 @@ class _Call(NamedTuple):
     """Something that the tier itself wants done on a thread, and who hears of it on the scheduler's."""
 
     function: Callable[[], Any]
-    tell: Callable[[Any, BaseException | None], None]
+    tell: Callable[[Any, BaseException | None], None] | None
 
 
 class _Answer(NamedTuple):
@@ -158,13 +161,16 @@ class IOThreads:
         max_in_flight: int = 16 << 20,
         clock: Callable[[], float] = time.monotonic,
         check_seals: bool = True,
+        seal_key: SealKey | None = None,
     ) -> None:
         """Start the threads. `backend` may be set later, before rows are submitted.
 
+        With a `seal_key` only rows are taken that were sealed with it, and a first other one is warned of.
         `check_seals=False` is a negative control for tests: wrong bytes are then not noticed.
         """
         self.backend = backend
         self._clock, self._check_seals = clock, check_seals
+        self._name, self._seal_key, self._warned = name, seal_key, False
         self._num_threads, self._max_in_flight = threads, max_in_flight
         self._lock = threading.Condition(threading.Lock())
         # Under the lock: what threads take from.
@@ -173,6 +179,7 @@ class IOThreads:
         self._queued_bytes = [0, 0]
         self._running_bytes = [0, 0]
         self._running: dict[_Batch, float] = {}  # since when
+        self._held: set[Direction] = set()
         self._last: _Call | None = None
         self._closed = False
         # Filled by threads, drained by `poll`.
@@ -222,6 +229,13 @@ class IOThreads:
             self._calls.append(_Call(function, tell))
             self._lock.notify()
 
+    def help(self, function: Callable[[], None]) -> None:
+        """Have a free thread run a function too, before all rows. For one of the threads; nobody hears of it."""
+        with self._lock:
+            if not self._closed:
+                self._calls.append(_Call(function, None))
+                self._lock.notify()
+
     def call_last(self, function: Callable[[], Any]) -> None:
         """Run a function on a thread when `close` was called and all rows are done. Nobody hears of it."""
         self.open_calls += 1
@@ -247,6 +261,17 @@ class IOThreads:
         for work in list(self._works.values()):
             if direction is None or work.direction is direction:
                 self._give_up(work, outcome, why)
+
+    def hold(self, direction: Direction) -> None:
+        """Begin no rows of a direction until `resume`. They may be submitted, withdrawn, and late."""
+        with self._lock:
+            self._held.add(direction)
+
+    def resume(self, direction: Direction) -> None:
+        """Begin rows of a direction again."""
+        with self._lock:
+            self._held.discard(direction)
+            self._lock.notify_all()
 
     def poll(self) -> list[IOReport]:
         """Take what has become of rows since the last call."""
@@ -357,8 +382,9 @@ class IOThreads:
         while self._ended:
             ended = self._ended.popleft()
             if isinstance(ended, _Answer):
-                self.open_calls -= 1
-                ended.call.tell(ended.value, ended.error)
+                if ended.call.tell is not None:
+                    self.open_calls -= 1
+                    ended.call.tell(ended.value, ended.error)
             else:
                 self._settle(ended)
 
@@ -367,7 +393,7 @@ class IOThreads:
         work, places = ended.batch.work, ended.batch.places
         work.end(places)
         by_outcome: dict[_RowEnd, list[BackendRow]] = {}
-        if all(told is _DONE for told in ended.outcomes):
+        if ended.outcomes.count(_DONE) == len(places):
             by_outcome[_DONE] = [work.rows[at] for at in places]
         else:
             for at, told in zip(places, ended.outcomes, strict=True):
@@ -447,7 +473,7 @@ class IOThreads:
     def _next_batch(self, direction: Direction) -> _Batch | None:
         """Take the next rows of the first job that has any, if there is room for them; under the lock."""
         queue, running = self._queues[direction], sum(self._running_bytes)
-        while queue:
+        while queue and direction not in self._held:
             work = queue[0][2]
             if not work.num_queued or work.deadline <= self._clock():  # `poll` will report them as late
                 heapq.heappop(queue)
@@ -498,12 +524,18 @@ class IOThreads:
             return Outcome.ABSENT, ""
         if isinstance(found, OSError):
             return Outcome.FAILED, _say(found)
-        if self._check_seals and found != seal_of(scope, row.key, row.pieces):
+        if self._check_seals and found != seal_of(scope, row.key, row.pieces, self._seal_key):
+            if self._seal_key is not None and not self._warned:
+                self._warned = True
+                logger.warning(_NOT_OUR_SEAL, self._name)
             return Outcome.FAILED_CHECK, ""
         return _DONE
 
     def _write(self, backend: Backend, rows: list[BackendRow], scope: SealScope) -> list[_RowEnd]:
-        sealed = [row._replace(seal=seal_of(scope, row.key, row.pieces)) for row in rows]
+        sealed = [
+            BackendRow(key, pieces, place, number, seal_of(scope, key, pieces, self._seal_key), description)
+            for key, pieces, place, number, _seal, description in rows
+        ]
         return [_DONE if error is None else (Outcome.FAILED, _say(error)) for error in backend.write(sealed)]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Generic, TypeVar
 
@@ -25,6 +25,9 @@ class RecentKeys(Generic[V]):
 
     def __len__(self) -> int:
         return len(self._values)
+
+    def __iter__(self) -> Iterator[OffloadKey]:
+        return iter(self._values)
 
     def note(self, keys: Iterable[OffloadKey], value: V) -> None:
         """Remember a value for these keys."""

@@ -7,20 +7,35 @@ The scope is the namespace with the epoch and the suffix of the last reset. So a
 short, swapped with another, left from before a reset, or made by another model fails its check. The seed
 costs nothing; the payload is hashed at memory speed with the GIL released. Any thread may call what is
 here.
+
+Anybody can make such a seal. With a secret key only who has it can:
+
+    seal = BLAKE3-keyed(scope . length of the key, u32 . key . length of the row, u64 . payload), 16 bytes
+
+So a row in a place where others may write passes its check only if an engine with the same key made it. The
+secret is in no text, error or log.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import stat
 from collections.abc import Sequence
+from typing import Any
 
 import xxhash
 
+from kvtier.errors import ConfigError
 from kvtier.keys import OffloadKey
 from kvtier.tiers.base import Piece
 
-__all__ = ["SEAL_BYTES", "SealScope", "seal_of"]
+__all__ = ["SEAL_BYTES", "SealKey", "SealScope", "read_seal_key", "seal_of"]
+
+logger = logging.getLogger(__name__)
 
 SEAL_BYTES = 16
+_KEY_BYTES = 32
 
 
 class SealScope:
@@ -47,13 +62,72 @@ class SealScope:
         return f"SealScope({self.namespace!r}, {self.epoch}, {self.suffix!r})"
 
 
-def seal_of(scope: SealScope, key: OffloadKey, pieces: Sequence[Piece]) -> bytes:
+class SealKey:
+    """The secret of a fleet. It shows nothing of itself and goes through no pickle."""
+
+    __slots__ = ("_blake3", "_secret")
+
+    def __init__(self, secret: bytes) -> None:
+        """Take 32 bytes. `ConfigError` without the package `blake3`."""
+        try:
+            from blake3 import blake3
+        except ImportError:
+            raise ConfigError("seal_key_file", "needs the package blake3: pip install blake3") from None
+        if len(secret) != _KEY_BYTES:
+            raise ConfigError("seal_key_file", f"expected a key of {_KEY_BYTES} bytes, got {len(secret)}")
+        self._blake3: Any = blake3
+        self._secret = secret
+
+    def __repr__(self) -> str:
+        return "SealKey(...)"
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        raise TypeError("a seal key is not pickled; read it from its file where it is needed")
+
+    def seal(self, scope: SealScope, key: OffloadKey, length: int, pieces: Sequence[Piece]) -> bytes:
+        """Return the keyed seal of a row."""
+        whose = scope.text + len(key).to_bytes(4, "little") + key + length.to_bytes(8, "little")
+        state = self._blake3(whose, key=self._secret)
+        for piece in pieces:
+            state.update(piece)
+        seal: bytes = state.digest(length=SEAL_BYTES)
+        return seal
+
+
+def read_seal_key(path: str) -> SealKey:
+    """Read the key of a fleet from its file: 32 bytes, or 64 hex digits. `ConfigError` if it has neither."""
+    expected = f"expected {_KEY_BYTES} bytes or {2 * _KEY_BYTES} hex digits in {path}"
+    try:
+        with open(path, "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            secret = file.read(4096)
+    except OSError as error:
+        raise ConfigError("seal_key_file", f"{expected}: {error.strerror}") from None
+    if len(secret) != _KEY_BYTES:
+        try:
+            secret = bytes.fromhex(secret.decode("ascii"))
+        except ValueError:
+            problem = f"{expected}, got {len(secret)} bytes that are not hex digits"
+            raise ConfigError("seal_key_file", problem) from None
+        if len(secret) != _KEY_BYTES:
+            raise ConfigError("seal_key_file", f"{expected}, got {2 * len(secret)} hex digits")
+    if mode & (stat.S_IROTH | stat.S_IWOTH):
+        logger.warning("seal_key_file: every user of this machine may read or write %s; chmod 600 it", path)
+    return SealKey(secret)
+
+
+def seal_of(scope: SealScope, key: OffloadKey, pieces: Sequence[Piece], seal_key: SealKey | None = None) -> bytes:
     """Return the seal of a row, 16 bytes. How it is cut into pieces does not matter."""
-    length = sum(piece.nbytes for piece in pieces)
-    seed = xxhash.xxh3_64_intdigest(scope.text + key + length.to_bytes(8, "little"))
+    if seal_key is not None:
+        return seal_key.seal(scope, key, sum(piece.nbytes for piece in pieces), pieces)
     if len(pieces) == 1:
-        return xxhash.xxh3_128_digest(pieces[0], seed)
-    state = xxhash.xxh3_128(seed=seed)
+        (piece,) = pieces
+        return xxhash.xxh3_128_digest(piece, _seed(scope, key, piece.nbytes))
+    state = xxhash.xxh3_128(seed=_seed(scope, key, sum(piece.nbytes for piece in pieces)))
     for piece in pieces:
         state.update(piece)
     return state.digest()
+
+
+def _seed(scope: SealScope, key: OffloadKey, length: int) -> int:
+    return xxhash.xxh3_64_intdigest(scope.text + key + length.to_bytes(8, "little"))

@@ -20,21 +20,9 @@ import numpy as np
 
 from kvtier.keys import OffloadKey
 from kvtier.policies import Slots
-from kvtier.tiers.base import (
-    MEDIUM_STORAGE,
-    Backend,
-    BackendRow,
-    LentRow,
-    Outcome,
-    Tier,
-    TierChange,
-    TierJob,
-    TierMiss,
-    TierResult,
-    TierStats,
-)
-from kvtier.tiers.health import TierHealth
-from kvtier.tiers.io import Direction, IOReport, IOThreads
+from kvtier.tiers.base import Backend, BackendRow, LentRow, Outcome, TierChange, TierJob, TierMiss
+from kvtier.tiers.io import Direction, IOReport
+from kvtier.tiers.io_tier import REMEMBERED, IOTier, num_bytes
 from kvtier.tiers.recent import RecentKeys
 from kvtier.tiers.seal import SealScope
 from kvtier.tiers.slot_table import SlotTable
@@ -42,18 +30,12 @@ from kvtier.tiers.write_limit import WriteLimit
 
 __all__ = ["SlotTier"]
 
-_REMEMBERED = 64_000
-_STUCK_AFTER = 1.0
-"""A call of a late job that has run for so many seconds is stuck, and not just the last of a long queue."""
-_IDLE_AFTER = 1.0
 _BAD_ROWS = 2
 _QUEUED_BYTES = 256 << 20
 
 
-class SlotTier(Tier):
+class SlotTier(IOTier):
     """Rows of `row_bytes` at most in slots of a backend. It is not open until `open_table` is called."""
-
-    medium = MEDIUM_STORAGE
 
     def __init__(
         self,
@@ -67,34 +49,21 @@ class SlotTier(Tier):
         clock: Callable[[], float] = time.monotonic,
         check_seals: bool = True,
     ) -> None:
-        self.name, self.row_bytes = name, row_bytes
-        self._clock = clock
-        self._max_queued = max_queued
-        self._limit = write_limit or WriteLimit(None)
-        self._table: SlotTable | None = None
-        self._scope = SealScope("")
-        self._io = IOThreads(
-            name=name,
+        super().__init__(
+            name,
+            row_bytes,
             threads=threads,
-            max_in_flight=max(max_in_flight, 4 * row_bytes),
+            max_in_flight=max_in_flight,
+            max_queued=max_queued,
             clock=clock,
             check_seals=check_seals,
         )
-        self._health = {
-            Direction.PROMOTE: TierHealth(f"{name} tier: reading", clock),
-            Direction.DEMOTE: TierHealth(f"{name} tier: writing", clock),
-        }
-        self._probing = False
-        self._closed = False
-        self._misses: RecentKeys[TierMiss] = RecentKeys(_REMEMBERED)
-        self._offered: RecentKeys[bool] = RecentKeys(_REMEMBERED)
+        self._limit = write_limit or WriteLimit(None)
+        self._table: SlotTable | None = None
+        self._offered: RecentKeys[bool] = RecentKeys(REMEMBERED)
         self._read_failures: Counter[int] = Counter()
         self._bad_rows: Counter[int] = Counter()  # by slot, for as long as the tier lives
         self._events: list[TierChange] = []
-        self._results: list[TierResult] = []
-        self._last_progress = float("-inf")
-        self._counts: Counter[str] = Counter()
-        self._seconds = {Direction.PROMOTE: 0.0, Direction.DEMOTE: 0.0}
 
     def open_table(self, table: SlotTable, backend: Backend, scope: SealScope) -> None:
         """Begin: these slots, of this backend, of this scope."""
@@ -117,21 +86,15 @@ class SlotTier(Tier):
         if table.is_writing(key):
             return TierMiss.WRITING
         if table.ready([key])[0]:
-            return TierMiss.SUSPENDED if self._health[Direction.PROMOTE].problem is not None else None
+            return TierMiss.SUSPENDED if self._is_suspended(Direction.PROMOTE) else None
         return self._misses.get(key) or TierMiss.NEVER_STORED
 
-    @property
-    def promotion_bytes(self) -> int:
-        return self._io.open_bytes(Direction.PROMOTE)
-
     def _readable(self) -> SlotTable | None:
-        suspended = self._health[Direction.PROMOTE].problem is not None
-        return None if suspended or self._closed else self._table
+        return None if self._is_suspended(Direction.PROMOTE) or self._closed else self._table
 
     def _writable(self) -> SlotTable | None:
         """Return the table if demotions are taken now."""
-        suspended = self._health[Direction.DEMOTE].problem is not None
-        return None if suspended or self._closed else self._table
+        return None if self._is_suspended(Direction.DEMOTE) or self._closed else self._table
 
     # -- moving ------------------------------------------------------------------------------------
 
@@ -146,95 +109,51 @@ class SlotTier(Tier):
         rows = [row for row, found in zip(job.rows, ready, strict=True) if found]
         slots = table.find([row.key for row in rows])
         table.pin(slots)
-        self._submit(Direction.PROMOTE, job, rows, slots)
+        self._submit(Direction.PROMOTE, job, rows, slots.tolist())
 
     def demote(self, job: TierJob) -> list[OffloadKey]:
-        table, rows = self._writable(), {row.key: row for row in job.rows}
+        table, offered = self._writable(), [row.key for row in job.rows]
         if table is None:
-            self._note_refused(list(rows))
+            self._note_refused(offered)
             return []
-        missing = table.missing(list(rows))
-        wanted = self._within_bounds(self._within_limit([rows[key] for key in missing]))
+        missing = table.missing(offered)
+        wanted = self._within_bounds(self._within_limit(_rows_of(job, missing)))
         if not wanted:
             self._note_refused(missing)
             return []
-        keys = [row.key for row in wanted]
-        spared = table.held(list(rows)) if len(missing) < len(rows) else _NO_SLOTS
-        slots, evicted, victims = table.reserve(keys, spared)
-        keys, wanted = keys[: len(slots)], wanted[: len(slots)]
-        self._note_refused([key for key in missing if key not in set(keys)])
+        spared = table.held(offered) if len(missing) < len(offered) else _NO_SLOTS
+        slots, evicted, victims = table.reserve([row.key for row in wanted], spared)
+        wanted = wanted[: len(slots)]
+        taken = [row.key for row in wanted]
+        if len(taken) < len(missing):
+            distinct = set(taken)
+            self._note_refused([key for key in missing if key not in distinct])
         self._counts["evicted"] += len(evicted)
         self._misses.note(evicted, TierMiss.EVICTED)
         self._announce_removed(evicted, victims)
         if wanted:
-            self._limit.spend(sum(_nbytes(row) for row in wanted))
+            self._limit.spend(sum(map(num_bytes, wanted)))
             self._last_progress = self._clock()
-            self._submit(Direction.DEMOTE, job, wanted, slots)
-        return keys
+            self._submit(Direction.DEMOTE, job, wanted, slots.tolist())
+        return taken
 
-    def withdraw(self, job_id: int, keys: Sequence[OffloadKey] | None = None) -> list[OffloadKey]:
-        direction, rows = self._io.withdraw(job_id, keys)
-        if direction is Direction.PROMOTE:
-            self._unpin(rows)
-        elif rows:
-            self._note_dropped(rows)
-        return [row.key for row in rows]
-
-    def poll(self) -> list[TierResult]:
-        for report in self._io.poll():
-            self._settle(report)
-        self._look_after_health()
-        results, self._results = self._results, []
-        return results
+    def _withdrawn(self, direction: Direction, rows: list[BackendRow]) -> None:
+        (self._unpin if direction is Direction.PROMOTE else self._note_dropped)(rows)
 
     def _within_limit(self, rows: list[LentRow]) -> list[LentRow]:
         """Leave out what the write limit forbids: beyond it, a row must be offered a second time."""
         room = self._limit.room
-        if room is None:
+        if room is None or len(rows) * self.row_bytes <= room:
             return rows
         allowed: list[LentRow] = []
         forbidden: list[LentRow] = []
         for row in rows:
-            room -= _nbytes(row)
+            room -= num_bytes(row)
             (allowed if room >= 0 or self._offered.get(row.key) else forbidden).append(row)
         self._offered.note([row.key for row in forbidden], True)
         return allowed
 
-    def _within_bounds(self, rows: list[LentRow]) -> list[LentRow]:
-        """Cut off the end for which the queue has no room."""
-        room = self._max_queued - self._io.queued_bytes(Direction.DEMOTE)
-        for count, row in enumerate(rows):
-            room -= _nbytes(row)
-            if room < 0:
-                return rows[:count]
-        return rows
-
-    def _submit(self, direction: Direction, job: TierJob, rows: list[LentRow], slots: Slots) -> None:
-        if not rows:
-            return
-        lent = [
-            BackendRow(row.key, row.pieces, slot, self._scope.number, description=row.description)
-            for row, slot in zip(rows, slots.tolist(), strict=True)
-        ]
-        self._io.submit(direction, job.job_id, lent, self._scope, job.deadline, job.priority)
-
-    def _refuse(self, job_id: int, keys: list[OffloadKey], outcome: Outcome) -> None:
-        if keys:
-            self._results.append(TierResult(job_id, tuple(keys), outcome))
-
     # -- what becomes of rows ----------------------------------------------------------------------
-
-    def _settle(self, report: IOReport) -> None:
-        """Enter what has become of rows into the books, and tell."""
-        rows, outcome = report.rows, report.outcome
-        if not report.in_use:
-            (self._settle_read if report.direction is Direction.PROMOTE else self._settle_write)(report)
-        if outcome is Outcome.LATE:
-            self._counts["late"] += len(rows)
-        keys = tuple(row.key for row in rows)
-        self._results.append(
-            TierResult(report.job_id, keys, outcome, report.in_use, report.nbytes, report.seconds, report.why)
-        )
 
     def _settle_read(self, report: IOReport) -> None:
         rows, outcome = report.rows, report.returned or report.outcome
@@ -338,15 +257,6 @@ class SlotTier(Tier):
         if self._table is not None:
             self._table.unpin(_slots(rows))
 
-    def _count_moved(self, report: IOReport, what: str) -> None:
-        self._counts[what] += len(report.rows)
-        self._counts[f"{what}_bytes"] += report.nbytes
-        self._seconds[report.direction] += report.seconds
-
-    def _note_refused(self, keys: list[OffloadKey]) -> None:
-        self._counts["refused"] += len(keys)
-        self._misses.note(keys, TierMiss.REFUSED)
-
     def _note_dropped(self, rows: list[BackendRow]) -> None:
         """Give up rows that were taken and never written."""
         self._counts["dropped"] += len(rows)
@@ -361,27 +271,6 @@ class SlotTier(Tier):
         """Announce that keys are gone, which were ready in these slots."""
         if keys:
             self._events.append(TierChange(tuple(keys), self.medium, True))
-
-    # -- suspension --------------------------------------------------------------------------------
-
-    def _look_after_health(self) -> None:
-        if self._io.take_stuck(_STUCK_AFTER):
-            for health in self._health.values():
-                health.suspend("a call does not return")
-        for direction, health in self._health.items():
-            if health.problem is not None and self._io.open_jobs(direction):
-                self._io.give_up(Outcome.SUSPENDED, direction, health.problem)
-        # Both are asked, so that both pauses grow.
-        due = [health.take_due() for health in self._health.values()]
-        if any(due) and not self._probing and self._io.backend is not None and not self._closed:
-            self._probing = True
-            self._io.call(self._io.backend.probe, self._end_probe)
-
-    def _end_probe(self, _value: object, error: BaseException | None) -> None:
-        self._probing = False
-        if error is None:
-            for health in self._health.values():
-                health.resume()
 
     # -- what is held ------------------------------------------------------------------------------
 
@@ -416,64 +305,15 @@ class SlotTier(Tier):
         events, self._events = self._events, []
         return events
 
-    # -- reports and ends --------------------------------------------------------------------------
+    # -- reports -----------------------------------------------------------------------------------
 
-    def state(self) -> str:
-        """Say in a word or two how the tier is."""
-        if self._closed:
-            return "closed"
-        if self._table is None:
-            return "not open"
-        problems = {health.problem for health in self._health.values()} - {None}
-        return "suspended" if problems else "open"
-
-    def stats(self) -> TierStats:
-        problems = [health.problem for health in self._health.values() if health.problem is not None]
-        slots, used, counts = 0, 0, self._counts
-        if self._table is not None:
-            slots, used = self._table.num_slots, len(self._table)
-        return TierStats(
-            name=self.name,
-            medium=self.medium,
-            state=self.state(),
-            suspended=problems[0] if problems else None,
-            used=used,
-            capacity=slots,
-            used_bytes=used * self.row_bytes,
-            capacity_bytes=slots * self.row_bytes,
-            promoted=counts["promoted"],
-            promoted_bytes=counts["promoted_bytes"],
-            promote_seconds=self._seconds[Direction.PROMOTE],
-            demoted=counts["demoted"],
-            demoted_bytes=counts["demoted_bytes"],
-            demote_seconds=self._seconds[Direction.DEMOTE],
-            refused=counts["refused"],
-            dropped=counts["dropped"],
-            evicted=counts["evicted"],
-            failed_checks=counts["failed_checks"],
-            failed=counts["failed"],
-            late=counts["late"],
-            stuck=self._io.stuck_rows(),
-            queued_bytes=sum(self._io.queued_bytes(direction) for direction in Direction),
-        )
-
-    def has_pending_work(self) -> bool:
-        recent = self._clock() - self._last_progress < _IDLE_AFTER
-        return recent and not self._closed and self._io.open_jobs(Direction.DEMOTE) > 0
-
-    def wait_any(self, timeout: float) -> bool:
-        return bool(self._results) or self._io.wait_any(timeout)
+    def _num_rows(self) -> tuple[int, int]:
+        return (0, 0) if self._table is None else (len(self._table), self._table.num_slots)
 
     def check(self) -> None:
-        self._io.check()
+        super().check()
         if self._table is not None:
             self._table.check()
-
-    def close(self, timeout: float = 5.0) -> bool:
-        if self._closed:
-            return self._io.close(0.0)
-        self._closed = True
-        return self._io.close(timeout)
 
     def _expect_table(self) -> SlotTable:
         assert self._table is not None, "rows come back only from a table that gave them slots"
@@ -483,8 +323,12 @@ class SlotTier(Tier):
 _NO_SLOTS: Slots = np.zeros(0, dtype=np.int64)
 
 
-def _nbytes(row: LentRow) -> int:
-    return sum(piece.nbytes for piece in row.pieces)
+def _rows_of(job: TierJob, keys: list[OffloadKey]) -> list[LentRow]:
+    """Return the rows of some keys of a job, given in the job's order; of two with one key the last."""
+    if len(keys) == len(job.rows):
+        return list(job.rows)
+    rows = {row.key: row for row in job.rows}
+    return [rows[key] for key in keys]
 
 
 def _slots(rows: list[BackendRow]) -> Slots:

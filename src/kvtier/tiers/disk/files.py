@@ -17,6 +17,7 @@ import logging
 import mmap
 import os
 import threading
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -178,7 +179,7 @@ class DiskFiles(Backend):
                 break
             at += got
         found = read_records(content, scope.number)
-        np.frombuffer(self._seals, dtype="V16")[found.slots] = found.seals
+        np.frombuffer(self._seals, dtype="<u8").reshape(-1, SEAL_BYTES // 8)[found.slots] = found.seals
         np.frombuffer(self._lengths, dtype=np.int64)[found.slots] = found.lengths
         self._saved_ticks[found.slots] = found.ticks
         return found
@@ -197,11 +198,11 @@ class DiskFiles(Backend):
         return [None] * len(run)
 
     def _store(self, run: list[BackendRow]) -> None:
-        first = run[0].place
+        first, count = run[0].place, len(run)
         for row in run:
             if row.nbytes > self._stride or len(row.key) > MOST_KEY_BYTES:
                 raise OSError(errno.EFBIG, f"expected a row of at most {self._stride} bytes, got {row.nbytes}")
-        self._empty(first, len(run))
+        self._empty(first, count)
         self.passing("row")
         self._move(os.pwritev, run, into_memory=False)
         if self._described:
@@ -210,15 +211,14 @@ class DiskFiles(Backend):
             packed[:-1] = [description.ljust(self._described, b"\0") for description in packed[:-1]]
             _write_all(self._descriptions, b"".join(packed), first * self._described)
         self.passing("record")
-        ticks = self.ticks[first : first + len(run)].tolist()
+        ticks, lengths = self.ticks[first : first + count].tolist(), [row.nbytes for row in run]
         records = [
-            pack_record(row.place, row.key, row.seal, row.nbytes, row.scope, tick)
-            for row, tick in zip(run, ticks, strict=True)
+            pack_record(row.place, row.key, row.seal, length, row.scope, tick)
+            for row, length, tick in zip(run, lengths, ticks, strict=True)
         ]
         _write_all(self._records, b"".join(records), HEADER_BYTES + first * RECORD_BYTES)
-        for row in run:
-            self._seals[row.place * SEAL_BYTES : (row.place + 1) * SEAL_BYTES] = row.seal
-            self._lengths[row.place] = row.nbytes
+        self._seals[first * SEAL_BYTES : (first + count) * SEAL_BYTES] = b"".join([row.seal for row in run])
+        self._lengths[first : first + count] = array("q", lengths)
         self._dirty = True
         self.passing("end")
 
@@ -227,7 +227,8 @@ class DiskFiles(Backend):
 
     def _read(self, run: list[BackendRow]) -> list[bytes | OSError | None]:
         """Read rows of adjacent slots at once; if that fails, one by one."""
-        if any(self._lengths[row.place] != row.nbytes for row in run):
+        lengths = [row.nbytes for row in run]
+        if self._lengths[run[0].place : run[0].place + len(run)].tolist() != lengths:
             return [None] if len(run) == 1 else [answer for row in run for answer in self._read([row])]
         try:
             self._move(os.preadv, run, into_memory=True)
@@ -260,15 +261,14 @@ class DiskFiles(Backend):
     def _empty(self, first: int, count: int) -> None:
         """Make slots absent, also for a process after this one, before anything is written into them."""
         if any(self._lengths[first : first + count]):
-            for slot in range(first, first + count):
-                self._lengths[slot] = 0
+            self._lengths[first : first + count] = array("q", bytes(8 * count))
             self.passing("emptied record")
             _write_all(self._records, EMPTY * count, HEADER_BYTES + first * RECORD_BYTES)
 
     def _move(self, move: Callable[[int, list[Piece], int], int], run: list[BackendRow], *, into_memory: bool) -> None:
         """Read or write rows of adjacent slots, past the page cache where their memory allows."""
         row, offset = run[0], run[0].place * self._stride
-        length = sum(row.nbytes for row in run)
+        length = sum([row.nbytes for row in run])
         moved = -1
         if not self.direct or length % ROW_ALIGNMENT == 0:
             try:

@@ -32,14 +32,15 @@ _FACTOR = 0x9E3779B97F4A7C15
 _SHIFT = 29
 _MASK = (1 << 64) - 1
 _KEY_AT = 32
+_SEAL_WORDS = slice(12, 14)
 _SLICE = 8192
 """Records checked at once: their words fit into a core's cache."""
 
 _RECORD = np.dtype(
     {
-        "names": ["checksum", "scope", "length", "slot", "key_length", "key", "seal", "tick"],
-        "formats": ["<u8", "<u8", "<u8", "<u4", "u1", f"V{MOST_KEY_BYTES}", "V16", "<i8"],
-        "offsets": [0, 8, 16, 24, 28, 32, 96, 120],
+        "names": ["checksum", "scope", "length", "slot", "key_length", "key", "tick"],
+        "formats": ["<u8", "<u8", "<u8", "<u4", "u1", f"V{MOST_KEY_BYTES}", "<i8"],
+        "offsets": [0, 8, 16, 24, 28, 32, 120],
         "itemsize": RECORD_BYTES,
     }
 )
@@ -50,7 +51,8 @@ class FoundRecords(NamedTuple):
 
     slots: npt.NDArray[np.int64]
     keys: list[OffloadKey]
-    seals: npt.NDArray[np.void]
+    seals: npt.NDArray[np.uint64]
+    """Two words each."""
     lengths: npt.NDArray[np.int64]
     ticks: npt.NDArray[np.int64]
     damaged: int
@@ -81,18 +83,24 @@ def read_records(content: bytes | bytearray, scope: int) -> FoundRecords:
         kept = np.array(sorted(newest.values()), dtype=np.int64)
         slots, ticks, keys = slots[kept], ticks[kept], [keys[at] for at in kept.tolist()]
     damaged = int(((scopes != 0) & ~whole).sum())
-    return FoundRecords(slots, keys, records["seal"][slots], records["length"][slots].astype(np.int64), ticks, damaged)
+    seals = _words(records)[:, _SEAL_WORDS][slots]
+    return FoundRecords(slots, keys, seals, records["length"][slots].astype(np.int64), ticks, damaged)
 
 
 def _is_whole(records: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
     """Say of each record whether its checksum is right."""
-    words = np.ascontiguousarray(records.view("<u8").reshape(len(records), RECORD_BYTES // 8).T)
+    words = np.ascontiguousarray(_words(records).T)
     checksum = np.zeros(len(records), dtype=np.uint64)
     for word in words[1:15]:
         checksum ^= word
         checksum *= np.uint64(_FACTOR)
         checksum ^= checksum >> np.uint64(_SHIFT)
     return np.asarray(checksum == words[0])
+
+
+def _words(records: npt.NDArray[np.void]) -> npt.NDArray[np.uint64]:
+    """Return the words of each record: numpy moves those faster than it moves bytes."""
+    return records.view("<u8").reshape(len(records), RECORD_BYTES // 8)
 
 
 def _bytes(records: npt.NDArray[np.void], slots: npt.NDArray[np.int64], start: int, stop: int) -> npt.NDArray[np.uint8]:
@@ -111,5 +119,5 @@ def _keys(records: npt.NDArray[np.void], slots: npt.NDArray[np.int64]) -> list[O
 
 def _may_repeat(records: npt.NDArray[np.void], slots: npt.NDArray[np.int64]) -> bool:
     """Say whether two keys may be the same: their first bytes are. A set of all would take long."""
-    starts = np.sort(_bytes(records, slots, _KEY_AT, _KEY_AT + 8).view("<u8").ravel())
+    starts = np.sort(_words(records)[:, _KEY_AT // 8][slots])
     return bool((starts[1:] == starts[:-1]).any())

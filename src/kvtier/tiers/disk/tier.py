@@ -8,7 +8,8 @@ anew.
 
 What a restart brought is announced in slices, newest first, with the descriptions that were kept. Every
 few seconds last uses, prices and the count of the write limit are written down. A reset writes a new epoch
-before any row is written again. Scheduler thread only, but for what says that it runs on an I/O thread.
+before any row is written again; rows that are offered meanwhile wait for it. Scheduler thread only, but for
+what says that it runs on an I/O thread.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from typing import NamedTuple
 import numpy as np
 
 from kvtier.config import DiskConfig
-from kvtier.errors import KVTierError, OutsideError
+from kvtier.errors import OutsideError
 from kvtier.keys import OffloadKey
 from kvtier.policies import Slots, make_policy
 from kvtier.tiers.base import Outcome, TierChange, TierMiss, TierResult
 from kvtier.tiers.disk.files import DiskFiles
 from kvtier.tiers.disk.folder import FolderLock
+from kvtier.tiers.io import Direction
 from kvtier.tiers.seal import SealScope
 from kvtier.tiers.slot_table import SlotTable
 from kvtier.tiers.slot_tier import SlotTier
@@ -41,7 +43,6 @@ logger = logging.getLogger(__name__)
 _SLICE = 1024
 """Chunks announced in a step."""
 _SAVE_EVERY = 5.0
-_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 10.0
 
 
 class _Vanished(OutsideError):
@@ -93,9 +94,7 @@ class DiskTier(SlotTier):
         self._namespace = namespace
         self._lock: FolderLock | None = None
         self._files: DiskFiles | None = None
-        self._busy = False  # with owning or opening
-        self._problem: str | None = None
-        self._pause, self._retry_at = _FIRST_PAUSE, 0.0
+        self.where, self.required = f"disk tier: {self._folder}", config.required
         self._lost: str | None = None
         self._suffix: str | None = None  # of the last reset
         self._epoch_unsaved = self._epoch_saving = False
@@ -112,53 +111,27 @@ class DiskTier(SlotTier):
 
     # -- opening -----------------------------------------------------------------------------------
 
-    @property
-    def problem(self) -> str | None:
-        """What keeps it from opening, in one line; `None`: nothing that is known."""
-        return self._problem
-
-    def wait_open(self, timeout: float = 30.0) -> bool:
-        """Block until it is open, or nothing but the namespace is missing. For the start of an engine.
-
-        `OutsideError` if it is `required` and cannot be opened; else False.
-        """
-        until = time.monotonic() + timeout
-        while self._table is None and (self._busy or self._problem is None):
-            self._poll_later()
-            waits_for_namespace = self._lock is not None and not self._busy and self._problem is None
-            if self._table is not None or waits_for_namespace:
-                return True
-            left = until - time.monotonic()
-            if left <= 0 or self._problem is not None:
-                break
-            self._io.wait_any(min(left, 0.1))
-        if self._table is None and self.config.required:
-            why = self._problem or f"disk tier: {self._folder}: expected it to open within {timeout:g} s"
-            raise OutsideError(f"{why} (disk.required is true)")
-        return self._table is not None
-
-    def _poll_later(self) -> None:
-        """Poll, and keep the results for who asks next."""
-        self._results = self.poll()
+    def lacks_namespace(self) -> bool:
+        return self._lock is not None and not self._opening and self._problem is None
 
     def _advance(self) -> None:
         """Take the next step towards being open, if one is due."""
-        if self._table is not None or self._busy or self._closed or self._clock() < self._retry_at:
+        if self._table is not None or not self._may_open():
             return
         if self._lock is None:
-            self._busy = True
+            self._opening = True
             self._io.call(lambda: FolderLock.take_nowait(self._folder), self._end_owning)
         elif (namespace := self._namespace()) is not None:
-            self._busy = True
+            self._opening = True
             self._io.call(lambda: self._open(namespace), self._end_opening)
 
     def _end_owning(self, lock: FolderLock | None, error: BaseException | None) -> None:
-        self._busy = False
+        self._opening = False
         if error is not None or lock is None:
             self._note_problem(error)
         else:
             self._lock = lock
-            self._solved()
+            self._note_solved()
             self._advance()
 
     def _open(self, namespace: str) -> _Opened:
@@ -184,13 +157,13 @@ class DiskTier(SlotTier):
         return _Opened(files, table, scope, newest)
 
     def _end_opening(self, opened: _Opened | None, error: BaseException | None) -> None:
-        self._busy = False
+        self._opening = False
         if error is not None or opened is None:
             if isinstance(error, _Vanished):
                 self._disown()
             self._note_problem(error)
             return
-        self._solved()
+        self._note_solved()
         self._files = opened.files
         self.open_table(opened.table, opened.files, opened.scope)
         self._limit.restore(opened.files.header.written)
@@ -205,20 +178,6 @@ class DiskTier(SlotTier):
             self.reset(self._suffix)
         held, slots = len(opened.table), opened.table.num_slots
         logger.info("disk tier: %s: open with %d of %d rows", opened.files.folder, held, slots)
-
-    def _note_problem(self, error: BaseException | None) -> None:
-        """Keep in mind why it is not open, say it once, and try again later."""
-        line = str(error) if isinstance(error, KVTierError) else f"disk tier: {self._folder}: {error!r}"
-        if line != self._problem:
-            logger.warning("%s; running without it", line)
-        self._problem = line
-        self._retry_at = self._clock() + self._pause
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-
-    def _solved(self) -> None:
-        if self._problem is not None:
-            logger.warning("disk tier: %s: can be used now", self._folder)
-        self._problem, self._pause, self._retry_at = None, _FIRST_PAUSE, 0.0
 
     # -- a step ------------------------------------------------------------------------------------
 
@@ -330,6 +289,7 @@ class DiskTier(SlotTier):
             return
         self._to_announce = _NO_SLOTS
         super().reset(suffix)
+        self._io.hold(Direction.DEMOTE)
         self._epoch_unsaved, self._epoch_at = True, 0.0
         self._save_epoch()
 
@@ -343,14 +303,13 @@ class DiskTier(SlotTier):
         def end(_value: object, error: BaseException | None) -> None:
             self._epoch_saving = False
             self._epoch_unsaved = error is not None or epoch != self._scope.epoch
+            if not self._epoch_unsaved:
+                self._io.resume(Direction.DEMOTE)
             if error is not None:
                 self._epoch_at = self._clock() + _SAVE_EVERY
                 logger.warning("disk tier: %s: a reset could not be written down: %s", self._folder, error)
 
         self._io.call(lambda: files.save_header(epoch=epoch), end)
-
-    def _writable(self) -> SlotTable | None:
-        return None if self._epoch_unsaved else super()._writable()
 
     def learn(self, prices: Mapping[str, float]) -> None:
         self._prices, self._prices_known = dict(prices), True
@@ -364,7 +323,7 @@ class DiskTier(SlotTier):
         if self._table is None and not self._closed:
             if self._problem is not None:
                 return self._problem
-            return "waiting for the namespace" if self._lock is not None and not self._busy else "opening"
+            return "waiting for the namespace" if self.lacks_namespace() else "opening"
         return super().state()
 
     def has_pending_work(self) -> bool:

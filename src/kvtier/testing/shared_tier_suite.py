@@ -1,0 +1,338 @@
+"""The contract of a tier that engines share as tests, over any backend that goes by key.
+
+    class TestMine(SharedTierSuite):
+        def make_backend(self):
+            return MyBackend(...)
+
+Backends that are made within one test are clients of one server, which is empty when the test begins. Tiers
+over them are engines; a bare backend is a stranger who evicts and forges. The suite's clock stands still until
+a test moves it; threads are real.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvtier.keys import OffloadKey
+from kvtier.testing.faulty_backend import BackendFaultPlan, FaultyBackend
+from kvtier.testing.memory_tier import MemoryServer, make_shared_tier
+from kvtier.testing.tier_suite import (
+    ROW_BYTES,
+    MovingSuite,
+    StandingClock,
+    TierDriver,
+    churn,
+    content,
+    key,
+    keys,
+)
+from kvtier.tiers import shared_tier
+from kvtier.tiers.base import Backend, BackendRow, Outcome, Tier, TierMiss
+from kvtier.tiers.seal import SealScope, seal_of
+
+__all__ = ["ROW_BYTES", "SharedTierSuite"]
+
+_SCOPE = SealScope("suite")
+_PATIENCE = 30.0
+
+
+class SharedTierSuite(MovingSuite):
+    """Every backend passes this that a tier of several engines is made over."""
+
+    def make_backend(self) -> Backend:
+        """Return a new client of this test's server, for rows of `ROW_BYTES`."""
+        raise NotImplementedError
+
+    def make(self, num_slots: int, clock: StandingClock, plan: BackendFaultPlan) -> tuple[Tier, FaultyBackend]:
+        faulty = FaultyBackend(self.make_backend(), plan)
+        return make_shared_tier(ROW_BYTES, backend=faulty, namespace="suite", clock=clock), faulty
+
+    @pytest.fixture
+    def stranger(self) -> Iterator[Backend]:
+        stranger = self.make_backend()
+        yield stranger
+        stranger.close()
+
+    def expect_held(self, driver: TierDriver, *numbers: int) -> None:
+        """Expect that nothing was announced: nothing about a shared tier is exact."""
+        assert driver.events == []
+
+    def ask(self, driver: TierDriver, *numbers: int, seconds: float = 5.0) -> list[bool | None]:
+        """Have a tier asked, wait for its answer, and return it."""
+        driver.tier.ask(keys(*numbers), driver.clock.now + seconds)
+        driver.wait(lambda: None not in driver.tier.lookup_many(keys(*numbers)))
+        return driver.tier.lookup_many(keys(*numbers))
+
+    # Asking
+
+    def test_what_one_engine_has_written_another_finds(self, drivers: list[TierDriver]) -> None:
+        first, second = self.drive(drivers), self.drive(drivers)
+        first.store(1, 2, 3)
+        assert first.tier.lookup_many(keys(1, 2, 3)) == [True] * 3, "it knows what it has written"
+        assert second.tier.lookup_many(keys(1, 2, 3, 4)) == [None] * 4
+        assert second.tier.lookup_prefix(keys(1, 2)) is None
+        assert self.ask(second, 1, 2, 3, 4) == [True, True, True, False]
+        assert second.fetch(1, 2, 3) == {number: content(number) for number in (1, 2, 3)}
+        assert second.tier.explain(key(1)) is None
+        assert second.tier.explain(key(4)) is TierMiss.NEVER_STORED
+        self.expect_held(second)
+
+    def test_asking_is_done_once_and_remembered_for_a_while(self, drivers: list[TierDriver]) -> None:
+        first, second = self.drive(drivers), self.drive(drivers)
+        first.store(1)
+        second.faulty.hang()
+        second.tier.ask(keys(1, 2), second.clock.now + 5)
+        second.tier.ask(keys(1, 2), second.clock.now + 5)
+        assert second.tier.lookup_many(keys(1, 2)) == [None, None]
+        second.faulty.release()
+        assert self.ask(second, 1, 2) == [True, False]
+        assert second.tier.stats().questions == 1
+        second.clock.now += 2
+        assert second.tier.lookup_many(keys(1, 2)) == [True, None], "a no is forgotten sooner"
+        first.store(2)
+        assert self.ask(second, 1, 2) == [True, True]
+        second.clock.now += 60
+        assert second.tier.lookup_many(keys(1, 2)) == [None, None]
+
+    def test_long_prefixes_take_few_round_trips(self, drivers: list[TierDriver]) -> None:
+        first, second = self.drive(drivers), self.drive(drivers)
+        first.store(*range(40))
+        assert self.ask(second, *range(100)) == [True] * 40 + [False] * 60
+        assert second.tier.stats().round_trips <= 5
+        third = self.drive(drivers)
+        assert self.ask(third, *range(1000, 1100)) == [False] * 100
+        assert third.tier.stats().round_trips == 1, "most prompts are new"
+
+    # Others' eviction
+
+    def test_a_stale_yes_costs_one_promotion(self, drivers: list[TierDriver], stranger: Backend) -> None:
+        driver = self.drive(drivers)
+        driver.store(1, 2)
+        stranger.delete([_row(1)])
+        assert driver.tier.lookup_many(keys(1, 2)) == [True, True]
+        assert driver.fetch(1, 2) == {1: Outcome.ABSENT, 2: content(2)}
+        assert driver.tier.lookup_many(keys(1, 2)) == [False, True]
+        assert driver.tier.explain(key(1)) is TierMiss.EVICTED
+        assert driver.tier.stats().suspended is None
+        driver.store(1)
+        assert driver.fetch(1) == {1: content(1)}
+
+    def test_what_was_evicted_is_written_again(self, drivers: list[TierDriver], stranger: Backend) -> None:
+        driver = self.drive(drivers)
+        driver.store(1)
+        assert driver.demote(1)[1] == [], "it is there"
+        stranger.delete([_row(1)])
+        driver.clock.now += 60
+        assert driver.demote(1)[1] == [], "nobody knows better"
+        assert self.ask(driver, 1) == [False]
+        assert driver.tier.explain(key(1)) is TierMiss.EVICTED
+        driver.store(1)
+
+    # Who writes
+
+    def test_a_row_is_written_once(self, drivers: list[TierDriver], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(shared_tier, "_LARGE_ROW", ROW_BYTES)
+        first, second = self.drive(drivers), self.drive(drivers)
+        first.store(1, 2)
+        second.store(1, 2, 3)
+        assert second.faulty.moved == keys(3), "the server has said that it has the others"
+        assert second.demote(1, 2, 3)[1] == []
+        assert second.fetch(1, 2, 3) == {number: content(number) for number in (1, 2, 3)}
+
+    def test_both_write_the_same_row(self, drivers: list[TierDriver]) -> None:
+        engines = [self.drive(drivers) for _ in range(2)]
+        for engine in engines:
+            engine.faulty.hang()
+        jobs = [engine.demote(1)[0] for engine in engines]
+        for engine in engines:
+            assert engine.faulty.hanging.wait(_PATIENCE)
+        for engine in engines:
+            engine.faulty.release()
+        for engine, job in zip(engines, jobs, strict=True):
+            assert engine.finish(job) == {key(1): Outcome.DONE}
+            assert engine.fetch(1) == {1: content(1)}
+
+    # Whose bytes
+
+    @pytest.mark.parametrize("forge", ["seal", "bytes", "swapped", "short", "long"])
+    def test_what_is_forged_is_a_miss(self, drivers: list[TierDriver], stranger: Backend, forge: str) -> None:
+        driver = self.drive(drivers)
+        stranger.delete([_row(1)])
+        stranger.write([_forged(forge)])
+        assert self.ask(driver, 1) == [True]
+        (outcome,) = driver.fetch(1).values()
+        assert outcome in (Outcome.FAILED_CHECK, Outcome.ABSENT)
+        assert driver.tier.lookup(key(1)) is False
+        driver.wait(lambda: bool(driver.demote(1)[1]))
+        driver.wait(lambda: driver.tier.lookup(key(1)) is True)
+        assert driver.fetch(1) == {1: content(1)}, "the good row has taken its place"
+
+    def test_a_reset_gives_an_engine_names_of_its_own(self, drivers: list[TierDriver]) -> None:
+        first, second = self.drive(drivers), self.drive(drivers)
+        first.store(1, 2)
+        first.tier.reset("other weights")
+        assert self.ask(first, 1, 2) == [False, False]
+        first.store(1, version=1)
+        assert first.fetch(1) == {1: content(1, 1)}
+        assert self.ask(second, 1, 2) == [True, True]
+        assert second.fetch(1, 2) == {1: content(1), 2: content(2)}, "what is others' stays theirs"
+        second.tier.reset("others again")
+        assert self.ask(second, 1) == [False]
+
+    def test_answers_from_before_a_reset_say_nothing(self, drivers: list[TierDriver]) -> None:
+        first, second = self.drive(drivers), self.drive(drivers)
+        first.store(1)
+        second.faulty.hang()
+        second.tier.ask(keys(1), second.clock.now + 5)
+        assert second.faulty.hanging.wait(_PATIENCE)
+        second.tier.reset("other weights")
+        assert second.tier.lookup(key(1)) is None, "it is not being asked under its new name"
+        second.faulty.release()
+        assert self.ask(second, 1) == [False]
+
+    # Servers that do not answer
+
+    def test_no_answer_costs_one_deadline_then_nothing(self, drivers: list[TierDriver]) -> None:
+        driver = self.drive(drivers)
+        driver.store(1)
+        driver.faulty.hang()
+        driver.tier.ask(keys(5, 6), driver.clock.now + 2)
+        assert driver.faulty.hanging.wait(_PATIENCE)
+        driver.poll()
+        assert driver.tier.lookup_many(keys(5, 6)) == [None, None]
+        driver.clock.now += 2
+        assert driver.tier.lookup_many(keys(5, 6)) == [False, False], "before anybody polls"
+        driver.poll()
+        assert driver.tier.explain(key(5)) is TierMiss.NO_ANSWER
+        assert driver.tier.lookup_many(keys(7, 8)) == [False, False], "nobody else is held up"
+        driver.tier.ask(keys(7, 8), driver.clock.now + 2)
+        assert driver.tier.lookup_many(keys(7, 8)) == [False, False]
+        assert driver.tier.stats().suspended is not None
+        for _ in range(100):
+            driver.clock.now += 10
+            driver.poll()
+            assert driver.tier.lookup(key(9)) is False
+            assert not driver.tier.has_pending_work()
+        driver.faulty.release()
+        self._wait_resumed(driver)
+        assert self.ask(driver, 1, 7) == [True, False]
+
+    def test_a_slow_answer_holds_nobody_up_and_counts(self, drivers: list[TierDriver]) -> None:
+        first, driver = self.drive(drivers), self.drive(drivers)
+        first.store(1)
+        driver.faulty.hang()
+        driver.tier.ask(keys(1, 2), driver.clock.now + 0.1)
+        assert driver.faulty.hanging.wait(_PATIENCE)
+        driver.clock.now += 0.2
+        driver.poll()
+        assert driver.tier.lookup_many(keys(1, 3)) == [False, False]
+        assert driver.tier.stats().suspended is None, "it may be slow, not dead"
+        driver.faulty.release()
+        driver.wait(lambda: driver.tier.lookup(key(1)) is True)
+        assert driver.tier.lookup(key(3)) is None, "it can be asked again"
+
+    def test_a_server_that_is_down_is_taken_back_within_seconds(self, drivers: list[TierDriver]) -> None:
+        driver = self.drive(drivers)
+        driver.store(1)
+        driver.faulty.broken = ConnectionRefusedError(111, "Connection refused")
+        for number in range(10, 14):
+            if driver.tier.stats().suspended is None:
+                assert self.ask(driver, number) == [False]
+        assert driver.tier.stats().suspended == "Connection refused"
+        assert driver.tier.explain(key(1)) is TierMiss.SUSPENDED
+        for _ in range(50):  # for minutes
+            driver.clock.now += 5
+            driver.poll()
+            driver.tier.wait_any(0.01)
+        driver.faulty.broken = None
+        down_at = driver.clock.now
+        self._wait_resumed(driver, seconds=0.5)
+        assert driver.clock.now - down_at <= 6.0
+        assert driver.fetch(1) == {1: content(1)}
+
+    def _wait_resumed(self, driver: TierDriver, seconds: float = 1.0) -> None:
+        """Let time pass only while nothing is under way, so that what is measured is the pauses."""
+        while driver.tier.stats().suspended is not None:
+            driver.clock.now += seconds
+            driver.poll()
+            driver.wait(lambda: not driver.tier._probing)  # type: ignore[attr-defined]
+
+    # Opening
+
+    def test_what_cannot_be_opened_is_a_miss_and_tried_again(self, caplog: pytest.LogCaptureFixture) -> None:
+        clock, attempts = StandingClock(), 0
+
+        def open_backend() -> Backend:
+            nonlocal attempts
+            attempts += 1
+            if attempts < 4:
+                raise ConnectionRefusedError(111, "Connection refused")
+            return self.make_backend()
+
+        tier = shared_tier.SharedTier(
+            "valkey", ROW_BYTES, open_backend, namespace=lambda: "suite", threads=2, clock=clock
+        )
+        driver = TierDriver(tier, FaultyBackend(MemoryServer()), clock)
+        driver.wait(lambda: tier.problem is not None)
+        assert tier.lookup_many(keys(1, 2)) == [False, False]
+        assert tier.explain(key(1)) is TierMiss.NOT_OPEN
+        assert driver.fetch(1) == {1: Outcome.ABSENT}
+        assert driver.demote(1)[1] == []
+        assert tier.stats().state == "valkey tier: Connection refused"
+
+        def opens() -> bool:
+            clock.now += 1
+            return tier.is_open()
+
+        driver.wait(opens)
+        driver.store(1)
+        assert caplog.text.count("running without it") == 1
+        assert caplog.text.count("can be used now") == 1
+        tier.check()
+        assert tier.close(_PATIENCE)
+
+    # Everything at once
+
+    @pytest.mark.parametrize("rate", [0.0, 0.1])
+    @pytest.mark.parametrize("seed", range(4))
+    def test_random_calls_of_two_engines(
+        self, drivers: list[TierDriver], stranger: Backend, seed: int, rate: float
+    ) -> None:
+        source = random.Random(seed)
+        engines = [self.drive(drivers, plan=BackendFaultPlan(seed + 10 * at, rate)) for at in range(2)]
+        versions = [0, 0]
+        for _ in range(8):
+            at = source.randrange(2)
+            versions[at] = churn(engines[at], source, 20, versions[at])
+            engines[at].tier.ask(keys(*range(24)), engines[at].clock.now + source.choice((0.5, 5.0)))
+            stranger.delete([_row(number) for number in source.sample(range(24), 6)])
+            if source.random() < 0.5:
+                engines[at].clock.now += 2
+        for engine in engines:
+            self.expect_held(engine)
+
+
+def _row(number: int, payload: bytes = b"", seal: bytes = b"") -> BackendRow:
+    name: OffloadKey = key(number)
+    return BackendRow(name, (memoryview(bytearray(payload)),), scope=_SCOPE.number, seal=seal)
+
+
+def _seal(number: int, payload: bytes) -> bytes:
+    return seal_of(_SCOPE, key(number), (memoryview(payload),))
+
+
+_FORGERIES: dict[str, Callable[[], BackendRow]] = {
+    "seal": lambda: _row(1, content(1), bytes(16)),
+    "bytes": lambda: _row(1, content(7), _seal(1, content(1))),
+    "swapped": lambda: _row(1, content(2), _seal(2, content(2))),
+    "short": lambda: _row(1, content(1)[:-1], _seal(1, content(1))),
+    "long": lambda: _row(1, content(1) + b"x", _seal(1, content(1))),
+}
+
+
+def _forged(how: str) -> BackendRow:
+    """Return a row as one may write it who can write to the server and nothing else."""
+    return _FORGERIES[how]()

@@ -1,0 +1,335 @@
+"""`IOTier`: what tiers have in common that move rows by I/O threads, whatever they know of what they hold.
+
+It turns jobs into work for `tiers/io`, what becomes of it into results and counts, and calls that are stuck
+or fail into a suspension (`tiers/health`), which a probe ends. What cannot be opened is tried again with
+growing pauses. A tier over it says how it opens, which rows it takes, and what a row that was read or written
+means for its books: `_settle_read`, `_settle_write`. Scheduler thread only; nothing blocks but `wait_open`,
+`wait_any` and `close`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from kvtier.errors import KVTierError, OutsideError
+from kvtier.keys import OffloadKey
+from kvtier.tiers.base import (
+    MEDIUM_STORAGE,
+    BackendRow,
+    LentRow,
+    Outcome,
+    Tier,
+    TierJob,
+    TierMiss,
+    TierResult,
+    TierStats,
+)
+from kvtier.tiers.health import TierHealth
+from kvtier.tiers.io import Direction, IOReport, IOThreads
+from kvtier.tiers.recent import RecentKeys
+from kvtier.tiers.seal import SealKey, SealScope
+
+__all__ = ["REMEMBERED", "IOTier", "num_bytes", "say_error"]
+
+logger = logging.getLogger(__name__)
+
+REMEMBERED = 64_000
+"""Keys of which something is kept in mind."""
+_STUCK_AFTER = 1.0
+"""A call of a late job that has run for so many seconds is stuck, and not just the last of a long queue."""
+_IDLE_AFTER = 1.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 10.0
+"""Between two tries to open a tier."""
+
+
+class IOTier(Tier):
+    """Rows of `row_bytes` at most, moved by threads. It is open while the threads have a backend."""
+
+    medium = MEDIUM_STORAGE
+
+    def __init__(
+        self,
+        name: str,
+        row_bytes: int,
+        *,
+        threads: int,
+        max_in_flight: int,
+        max_queued: int,
+        clock: Callable[[], float] = time.monotonic,
+        check_seals: bool = True,
+        longest_pause: float = 60.0,
+        seal_key: SealKey | None = None,
+    ) -> None:
+        """`longest_pause`: seconds between two probes of a tier that is suspended. Seals are made with the key."""
+        self.name, self.row_bytes = name, row_bytes
+        self._clock = clock
+        self._max_queued = max_queued
+        self._scope = SealScope("")
+        self._io = IOThreads(
+            name=name,
+            threads=threads,
+            max_in_flight=max(max_in_flight, 4 * row_bytes),
+            clock=clock,
+            check_seals=check_seals,
+            seal_key=seal_key,
+        )
+        self._health = {
+            Direction.PROMOTE: TierHealth(f"{name} tier: reading", clock, longest_pause),
+            Direction.DEMOTE: TierHealth(f"{name} tier: writing", clock, longest_pause),
+        }
+        self.required = False
+        """An engine does not start without it."""
+        self.where = f"{name} tier"
+        """What lines in the log begin with."""
+        self._opening = False
+        self._problem: str | None = None
+        self._pause, self._retry_at = _FIRST_PAUSE, 0.0
+        self._probing = False
+        self._closed = False
+        self._misses: RecentKeys[TierMiss] = RecentKeys(REMEMBERED)
+        self._results: list[TierResult] = []
+        self._last_progress = float("-inf")
+        self._counts: Counter[str] = Counter()
+        self._seconds = {Direction.PROMOTE: 0.0, Direction.DEMOTE: 0.0}
+
+    # -- what a tier over it says ------------------------------------------------------------------
+
+    @abstractmethod
+    def _settle_read(self, report: IOReport) -> None:
+        """Take in what has become of rows that were to be read, once no call uses them."""
+
+    @abstractmethod
+    def _settle_write(self, report: IOReport) -> None:
+        """Take in what has become of rows that were to be written, once no call uses them."""
+
+    @abstractmethod
+    def _withdrawn(self, direction: Direction, rows: list[BackendRow]) -> None:
+        """Take in that rows were taken back before a thread had begun them."""
+
+    def _num_rows(self) -> tuple[int, int]:
+        """Return how many rows are held, and how many there is room for; 0 where nobody knows."""
+        return 0, 0
+
+    # -- opening -----------------------------------------------------------------------------------
+
+    @property
+    def problem(self) -> str | None:
+        """What keeps it from opening, in one line; `None`: nothing that is known."""
+        return self._problem
+
+    def is_open(self) -> bool:
+        """Say whether rows can be moved."""
+        return self._io.backend is not None
+
+    def lacks_namespace(self) -> bool:
+        """Say whether nothing but the namespace is missing."""
+        return False
+
+    def wait_open(self, timeout: float = 30.0) -> bool:
+        """Block until it is open, or nothing but the namespace is missing. For the start of an engine.
+
+        `OutsideError` if it is `required` and cannot be opened; else False.
+        """
+        until = time.monotonic() + timeout
+        while not self.is_open() and (self._opening or self._problem is None):
+            self._results = self.poll()  # kept for who asks next
+            if self.is_open() or self.lacks_namespace():
+                return True
+            left = until - time.monotonic()
+            if left <= 0 or self._problem is not None:
+                break
+            self._io.wait_any(min(left, 0.1))
+        if not self.is_open() and self.required:
+            why = self._problem or f"{self.where}: expected it to open within {timeout:g} s"
+            raise OutsideError(f"{why} ({self.name}.required is true)")
+        return self.is_open()
+
+    def _may_open(self) -> bool:
+        """Say whether it is time to try to open it."""
+        return not (self._opening or self._closed or self._clock() < self._retry_at)
+
+    def _note_problem(self, error: BaseException | None) -> None:
+        """Keep in mind why it is not open, say it once, and try again later."""
+        line = str(error) if isinstance(error, KVTierError) else f"{self.where}: {say_error(error)}"
+        if line != self._problem:
+            logger.warning("%s; running without it", line)
+        self._problem = line
+        self._retry_at = self._clock() + self._pause
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+
+    def _note_solved(self) -> None:
+        if self._problem is not None:
+            logger.warning("%s: can be used now", self.where)
+        self._problem, self._pause, self._retry_at = None, _FIRST_PAUSE, 0.0
+
+    # -- moving ------------------------------------------------------------------------------------
+
+    @property
+    def promotion_bytes(self) -> int:
+        return self._io.open_bytes(Direction.PROMOTE)
+
+    def withdraw(self, job_id: int, keys: Sequence[OffloadKey] | None = None) -> list[OffloadKey]:
+        direction, rows = self._io.withdraw(job_id, keys)
+        if direction is not None and rows:
+            self._withdrawn(direction, rows)
+        return [row.key for row in rows]
+
+    def poll(self) -> list[TierResult]:
+        for report in self._io.poll():
+            self._settle(report)
+        self._look_after_health()
+        results, self._results = self._results, []
+        return results
+
+    def _within_bounds(self, rows: list[LentRow]) -> list[LentRow]:
+        """Cut off the end for which the queue has no room."""
+        room = self._max_queued - self._io.queued_bytes(Direction.DEMOTE)
+        if len(rows) * self.row_bytes <= room:
+            return rows
+        for count, row in enumerate(rows):
+            room -= num_bytes(row)
+            if room < 0:
+                return rows[:count]
+        return rows
+
+    def _submit(self, direction: Direction, job: TierJob, rows: list[LentRow], places: Sequence[int]) -> None:
+        """Hand rows to the threads, with the places that the tier has given them."""
+        if not rows:
+            return
+        scope = self._scope.number
+        lent = [
+            BackendRow(key, pieces, place, scope, b"", description)
+            for (key, pieces, description), place in zip(rows, places, strict=True)
+        ]
+        self._io.submit(direction, job.job_id, lent, self._scope, job.deadline, job.priority)
+
+    def _refuse(self, job_id: int, keys: list[OffloadKey], outcome: Outcome) -> None:
+        if keys:
+            self._results.append(TierResult(job_id, tuple(keys), outcome))
+
+    # -- what becomes of rows ----------------------------------------------------------------------
+
+    def _settle(self, report: IOReport) -> None:
+        """Enter what has become of rows into the books, and tell."""
+        rows, outcome = report.rows, report.outcome
+        if not report.in_use:
+            (self._settle_read if report.direction is Direction.PROMOTE else self._settle_write)(report)
+        if outcome is Outcome.LATE:
+            self._counts["late"] += len(rows)
+        keys = tuple([row.key for row in rows])
+        self._results.append(
+            TierResult(report.job_id, keys, outcome, report.in_use, report.nbytes, report.seconds, report.why)
+        )
+
+    def _count_moved(self, report: IOReport, what: str) -> None:
+        self._counts[what] += len(report.rows)
+        self._counts[f"{what}_bytes"] += report.nbytes
+        self._seconds[report.direction] += report.seconds
+
+    def _note_refused(self, keys: list[OffloadKey]) -> None:
+        self._counts["refused"] += len(keys)
+        self._misses.note(keys, TierMiss.REFUSED)
+
+    # -- suspension --------------------------------------------------------------------------------
+
+    def _is_suspended(self, direction: Direction) -> bool:
+        return self._health[direction].problem is not None
+
+    def _look_after_health(self) -> None:
+        if self._io.take_stuck(_STUCK_AFTER):
+            self._suspend("a call does not return")
+        for direction, health in self._health.items():
+            if health.problem is not None and self._io.open_jobs(direction):
+                self._io.give_up(Outcome.SUSPENDED, direction, health.problem)
+        # Both are asked, so that both pauses grow.
+        due = [health.take_due() for health in self._health.values()]
+        if any(due) and not self._probing and self._io.backend is not None and not self._closed:
+            self._probing = True
+            self._io.call(self._io.backend.probe, self._end_probe)
+
+    def _is_stuck(self, since: float | None) -> bool:
+        """Say whether a call that has run since then, if it runs, is not just a slow one."""
+        return since is not None and self._clock() - since >= _STUCK_AFTER
+
+    def _suspend(self, why: str) -> None:
+        for health in self._health.values():
+            health.suspend(why)
+
+    def _end_probe(self, _value: object, error: BaseException | None) -> None:
+        self._probing = False
+        if error is None:
+            for health in self._health.values():
+                health.resume()
+
+    # -- reports and ends --------------------------------------------------------------------------
+
+    def state(self) -> str:
+        """Say in a word or two how the tier is."""
+        if self._closed:
+            return "closed"
+        if self._io.backend is None:
+            return "not open"
+        return "suspended" if any(self._is_suspended(direction) for direction in Direction) else "open"
+
+    def stats(self) -> TierStats:
+        problems = [health.problem for health in self._health.values() if health.problem is not None]
+        used, capacity = self._num_rows()
+        counts = self._counts
+        return TierStats(
+            name=self.name,
+            medium=self.medium,
+            state=self.state(),
+            suspended=problems[0] if problems else None,
+            used=used,
+            capacity=capacity,
+            used_bytes=used * self.row_bytes,
+            capacity_bytes=capacity * self.row_bytes,
+            promoted=counts["promoted"],
+            promoted_bytes=counts["promoted_bytes"],
+            promote_seconds=self._seconds[Direction.PROMOTE],
+            demoted=counts["demoted"],
+            demoted_bytes=counts["demoted_bytes"],
+            demote_seconds=self._seconds[Direction.DEMOTE],
+            refused=counts["refused"],
+            dropped=counts["dropped"],
+            evicted=counts["evicted"],
+            failed_checks=counts["failed_checks"],
+            failed=counts["failed"],
+            late=counts["late"],
+            stuck=self._io.stuck_rows(),
+            queued_bytes=sum(self._io.queued_bytes(direction) for direction in Direction),
+            questions=counts["questions"],
+            round_trips=counts["round_trips"],
+        )
+
+    def has_pending_work(self) -> bool:
+        recent = self._clock() - self._last_progress < _IDLE_AFTER
+        return recent and not self._closed and self._io.open_jobs(Direction.DEMOTE) > 0
+
+    def wait_any(self, timeout: float) -> bool:
+        return bool(self._results) or self._io.wait_any(timeout)
+
+    def check(self) -> None:
+        self._io.check()
+
+    def close(self, timeout: float = 5.0) -> bool:
+        if self._closed:
+            return self._io.close(0.0)
+        self._closed = True
+        return self._io.close(timeout)
+
+
+def num_bytes(row: LentRow) -> int:
+    """Return the bytes of all pieces of a row."""
+    return row.pieces[0].nbytes if len(row.pieces) == 1 else sum(piece.nbytes for piece in row.pieces)
+
+
+def say_error(error: BaseException | None) -> str:
+    """Put an error into words for people."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error) or type(error).__name__
+    return repr(error)

@@ -1,0 +1,257 @@
+"""Rows as objects of S3, Google Cloud Storage or Azure, or of a server that speaks like one of them.
+
+    {prefix}/{scope, 16 hex digits}/{key, hex}        a header (`value_header`) and the row
+
+An object is written once: where the server can tell, one that is there stays as it is and counts as stored.
+Rows are sent from the memory they lie in and copied once when they arrive. An object of another length than the
+row's is not read at all. A request ends within the time-out that the backend was made with, one quick retry
+included; the rest of a batch is not tried once the server did not answer or its time is up.
+
+Errors are `OSError`s of one line. They never repeat what the server or the client library said, which may hold
+addresses with signatures in them. Any thread may call; calls block without the GIL.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from kvtier.errors import ConfigError
+from kvtier.tier_config import ObjectConfig
+from kvtier.tiers.base import Backend, BackendRow, Piece
+from kvtier.tiers.value_header import HEADER_BYTES, pack_header, seal_in
+
+if TYPE_CHECKING:
+    from obstore.store import AzureStore, GCSStore, S3Store
+
+__all__ = ["ObjectBackend"]
+
+_T = TypeVar("_T")
+
+_REQUEST_SHARE = 0.8
+"""How much of the time-out one request may take: a retry that begins at the last moment ends within it."""
+_RETRY_SHARE = 0.1
+_CONNECT_SHARE = 0.4
+_BACKOFF = timedelta(milliseconds=20)
+
+_STATUS = re.compile(r"non-2xx status code: (\d{3})")
+_HTTP_KIND = re.compile(r"HttpError \{\s+kind: (\w+)")
+_SOURCE = re.compile(r"source: ([A-Z]\w+) ?[{,]")
+_CODE = re.compile(r"<Code>(\w{1,64})</Code>")
+_CREDENTIALS = re.compile(r"https?://(169\.254\.|metadata\.google|sts\.|oauth2\.|login\.microsoft)|/latest/api/token")
+"""Where the store asks for credentials when it was given none."""
+
+
+class ObjectBackend(Backend):
+    """Objects of one bucket. `row_bytes` is not needed to talk to the store; a row says how long it is."""
+
+    contains_batch = 1
+    writes_once = True
+
+    def __init__(self, config: ObjectConfig, row_bytes: int, *, timeout: float) -> None:
+        """Open a store without asking it anything. `ConfigError` if a package is missing or a setting is wrong."""
+        try:
+            import obstore
+        except ImportError:
+            raise ConfigError("object", "needs the package obstore: pip install 'kvtier[object]'") from None
+        self._obstore, self._exceptions = obstore, obstore.exceptions
+        self.url, self._timeout = config.url, timeout
+        self._prefix = urlsplit(config.url).path.strip("/")
+        self._create = True
+        try:
+            self._store = _open_store(config, timeout)
+        except self._exceptions.BaseError as error:
+            what = _SOURCE.findall(str(error))
+            hint = "; set AZURE_STORAGE_ACCOUNT_NAME" if "MissingAccount" in what else ""
+            problem = f"the store does not take the settings or credentials that it found: {', '.join(what)}{hint}"
+            raise ConfigError("object", problem) from None
+
+    def __repr__(self) -> str:
+        return f"ObjectBackend({self.url})"
+
+    def write(self, rows: Sequence[BackendRow]) -> list[OSError | None]:
+        return self._move_all(self._write, rows)
+
+    def read(self, rows: Sequence[BackendRow]) -> list[bytes | OSError | None]:
+        return self._move_all(self._read, rows)
+
+    def contains(self, rows: Sequence[BackendRow]) -> list[bool]:
+        answers = self._move_all(self._contains, rows)
+        for answer in answers:
+            if isinstance(answer, OSError):
+                raise answer
+        return [answer is True for answer in answers]
+
+    def delete(self, rows: Sequence[BackendRow]) -> None:
+        for answer in self._move_all(self._delete, rows):
+            if isinstance(answer, OSError):
+                raise answer
+
+    def probe(self) -> None:
+        name = self._name("probe")
+        try:
+            self._obstore.put(self._store, name, b"kvtier", use_multipart=False)
+            self._obstore.get(self._store, name).bytes()
+        except (self._exceptions.BaseError, OSError) as error:
+            raise self._translate(error) from None
+
+    def close(self) -> None:
+        return
+
+    # -- one row -----------------------------------------------------------------------------------
+
+    def _move_all(self, move: Callable[[BackendRow], _T], rows: Sequence[BackendRow]) -> list[_T | OSError]:
+        """Move one row after the other; once the server did not answer or the time is up, no further one."""
+        answers: list[_T | OSError] = []
+        until, down = time.monotonic() + self._timeout, None
+        for row in rows:
+            if down is None and time.monotonic() >= until:
+                down = OSError(errno.ETIMEDOUT, f"object store {self.url}: no time was left for this row")
+            if down is not None:
+                answers.append(down)
+                continue
+            try:
+                answers.append(move(row))
+            except (self._exceptions.BaseError, OSError) as error:
+                told = self._translate(error)
+                down = told if isinstance(told, (ConnectionError, TimeoutError)) else None
+                answers.append(told)
+        return answers
+
+    def _write(self, row: BackendRow) -> None:
+        name, mode = self._row_name(row), "create" if self._create else "overwrite"
+        try:
+            self._obstore.put(self._store, name, iter((pack_header(row), *row.pieces)), mode=mode, use_multipart=False)
+        except self._exceptions.AlreadyExistsError:
+            return
+        except self._exceptions.BaseError as error:
+            if not self._create or _status(error) != 501:
+                raise
+            self._create = False  # a server that has no conditional writes
+            self._write(row)
+
+    def _read(self, row: BackendRow) -> bytes | None:
+        try:
+            found = self._obstore.get(self._store, self._row_name(row))
+        except FileNotFoundError:
+            return None
+        nbytes = HEADER_BYTES + row.nbytes
+        if found.meta["size"] != nbytes:
+            return b""
+        value = memoryview(found.bytes())
+        if len(value) != nbytes or not (seal := seal_in(value[:HEADER_BYTES], row)):
+            return b""
+        _copy_into(row.pieces, value[HEADER_BYTES:])
+        return seal
+
+    def _contains(self, row: BackendRow) -> bool:
+        try:
+            self._obstore.head(self._store, self._row_name(row))
+        except FileNotFoundError:
+            return False
+        return True  # of whatever length: it is deleted when it was read and failed its check
+
+    def _delete(self, row: BackendRow) -> None:
+        try:
+            self._obstore.delete(self._store, self._row_name(row))
+        except FileNotFoundError:
+            return
+
+    def _row_name(self, row: BackendRow) -> str:
+        return self._name(f"{row.scope:016x}/{row.key.hex()}")
+
+    def _name(self, rest: str) -> str:
+        return f"{self._prefix}/{rest}" if self._prefix else rest
+
+    # -- errors ------------------------------------------------------------------------------------
+
+    def _translate(self, error: Exception) -> OSError:
+        """Say in one line what went wrong, in our words: theirs may hold addresses with secrets in them."""
+        text = str(error)
+        status, kind, code = _status(error), _HTTP_KIND.search(text), _CODE.search(text)
+        if isinstance(error, (self._exceptions.PermissionDeniedError, self._exceptions.UnauthenticatedError)):
+            number, problem = errno.EACCES, "these credentials may not do that"
+        elif isinstance(error, FileNotFoundError):
+            number, problem = errno.ENOENT, "there is no such bucket or container"
+        elif _CREDENTIALS.search(text):
+            number, problem = errno.EACCES, "no credentials could be had"
+        elif status:
+            number, problem = errno.EIO, "the server failed"
+        elif kind is not None and kind[1] == "Timeout":
+            number, problem = errno.ETIMEDOUT, f"no answer within {self._timeout:g} s"
+        elif kind is not None:
+            number, problem = errno.ECONNREFUSED, "the server cannot be reached, or does not speak HTTP"
+        elif "without LOCATION" in text:
+            number, problem = errno.EIO, "the server sends us elsewhere; is the region right?"
+        else:
+            number, problem = errno.EIO, f"the client failed with {type(error).__name__}"
+        answer = f" (HTTP {status}{f', {code[1]}' if code else ''})" if status else ""
+        return OSError(number, f"object store {self.url}: {problem}{answer}")
+
+
+def _status(error: Exception) -> int:
+    """Return the HTTP status that an error of the client library tells of; 0: none."""
+    found = _STATUS.search(str(error))
+    return int(found[1]) if found else 0
+
+
+def _copy_into(pieces: Sequence[Piece], payload: Piece) -> None:
+    """Copy without the GIL, as assigning to a memoryview would not."""
+    source, at = np.frombuffer(payload, np.uint8), 0
+    for piece in pieces:
+        np.copyto(np.frombuffer(piece, np.uint8), source[at : at + piece.nbytes])
+        at += piece.nbytes
+
+
+def _open_store(config: ObjectConfig, timeout: float) -> S3Store | GCSStore | AzureStore:
+    from obstore.store import AzureStore, GCSStore, S3Store
+
+    url = urlsplit(config.url)
+    settings: dict[str, Any] = {
+        "client_options": {
+            "allow_http": config.allow_http,
+            "timeout": timedelta(seconds=_REQUEST_SHARE * timeout),
+            "connect_timeout": timedelta(seconds=_CONNECT_SHARE * timeout),
+        },
+        "retry_config": {
+            "max_retries": 1,
+            "retry_timeout": timedelta(seconds=_RETRY_SHARE * timeout),
+            "backoff": {"init_backoff": _BACKOFF, "max_backoff": _BACKOFF, "base": 2},
+        },
+    }
+    if url.scheme == "az":
+        return AzureStore(url.netloc, **settings, **({"endpoint": config.endpoint} if config.endpoint else {}))
+    if url.scheme == "gs":
+        return GCSStore(url.netloc, **settings, **({"base_url": config.endpoint} if config.endpoint else {}))
+    if config.endpoint is not None:
+        settings["endpoint"] = config.endpoint
+    if config.region is not None:
+        settings["region"] = config.region
+    if (provider := _profile_credentials()) is not None:
+        settings["credential_provider"] = provider
+    # The seal vouches for the bytes: without a second digest in the request a put takes half as long.
+    return S3Store(url.netloc, unsigned_payload=True, disable_bulk_delete=True, **settings)
+
+
+def _profile_credentials() -> Any:
+    """Return who reads the files of AWS profiles, which the store does not; `None` if there are none to read."""
+    names = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI")
+    if any(os.environ.get(name) for name in (*names, "AWS_CONTAINER_CREDENTIALS_FULL_URI")):
+        return None
+    file = Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials").expanduser()
+    if not os.environ.get("AWS_PROFILE") and not file.is_file():
+        return None
+    try:
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError:
+        raise ConfigError("object", "reading AWS profiles needs the package boto3: pip install boto3") from None
+    return Boto3CredentialProvider()

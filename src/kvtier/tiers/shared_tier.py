@@ -1,0 +1,498 @@
+"""`SharedTier`: rows on a server that other engines use too, and that evicts as it likes.
+
+It does not know what it holds. A prefix is asked about on I/O threads (`ask`); answers are kept in mind for a
+while, a yes for longer than a no, and what this process has written or read is a yes. An answer may be stale:
+a yes then costs one promotion that fails and is a no from there on, a no costs computing what another engine
+has just written. Nothing is announced, because nothing about it is exact (docs/decisions/0014).
+
+Rows go by key, and names on the server by scope and key: engines of one namespace share rows, and after a
+reset an engine has names of its own. A row that is known to be there is not written; a large one is asked for
+first. A server that does not answer delays whoever asked by one deadline; while such a call is open, and while
+the tier is suspended, what is not known counts as absent. The backend is opened on an I/O thread, and again
+with growing pauses until that works. Scheduler thread only, but for what says that it runs on an I/O thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from kvtier.errors import IntegrityError
+from kvtier.keys import OffloadKey
+from kvtier.tiers.base import Backend, BackendRow, LentRow, Outcome, Piece, TierJob, TierMiss, TierResult
+from kvtier.tiers.io import Direction, IOReport
+from kvtier.tiers.io_tier import REMEMBERED, IOTier, say_error
+from kvtier.tiers.prefix_search import CallsAtOnce, FoundPrefix, search_prefix
+from kvtier.tiers.recent import RecentKeys
+from kvtier.tiers.seal import SealKey, SealScope
+
+__all__ = ["SharedTier"]
+
+_YES_SECONDS = 30.0
+"""A row that was there is there for as long, as a rule: servers evict what was not used for minutes."""
+_NO_SECONDS = 1.0
+"""Enough that a burst of equal prompts asks once; another engine's row is found a second later."""
+_LONGEST_PAUSE = 5.0
+"""Between two probes of a server that is suspended: it is taken back within seconds."""
+_SLOW_FAILURE = 0.1
+"""Calls that fail so slowly delay requests, and one of them suspends. Of quick ones a few are let pass."""
+_LARGE_ROW = 64 << 10
+"""From here on a row takes longer to send than a question whether it is there."""
+
+
+class _Answer(NamedTuple):
+    """What is known of a chunk, until when."""
+
+    is_there: bool
+    until: float
+
+
+@dataclass(slots=True, eq=False)
+class _Question:
+    """Chunks of a prefix that a thread asks about, or is about to."""
+
+    keys: list[OffloadKey]
+    scope: int
+    deadline: float
+    is_late: bool = False
+    began: float | None = None
+    """When a thread has begun it."""
+
+
+class SharedTier(IOTier):
+    """Rows of one namespace on a server; `namespace()` is asked until it is known."""
+
+    def __init__(
+        self,
+        name: str,
+        row_bytes: int,
+        open_backend: Callable[[], Backend],
+        *,
+        namespace: Callable[[], str | None],
+        threads: int = 4,
+        max_in_flight: int = 16 << 20,
+        max_queued: int = 256 << 20,
+        clock: Callable[[], float] = time.monotonic,
+        check_seals: bool = True,
+        seal_key: SealKey | None = None,
+    ) -> None:
+        """Begin to open the backend: `open_backend` is called on an I/O thread, may block and may fail.
+
+        With a `seal_key` only rows are taken that were sealed with it.
+        """
+        super().__init__(
+            name,
+            row_bytes,
+            threads=threads,
+            max_in_flight=max(max_in_flight, threads * row_bytes),
+            max_queued=max_queued,
+            clock=clock,
+            check_seals=check_seals,
+            longest_pause=_LONGEST_PAUSE,
+            seal_key=seal_key,
+        )
+        self._open_backend, self._namespace = open_backend, namespace
+        self._num_threads = threads
+        self._memory: Piece | None = None
+        self._is_named = False  # the namespace is known
+        self._suffix = ""  # of the last reset
+        self._known: RecentKeys[_Answer] = RecentKeys(REMEMBERED)
+        self._written: RecentKeys[bool] = RecentKeys(REMEMBERED)
+        # Of the current scope: rows that calls work on. None of them is written or deleted beside another call.
+        self._writing: set[OffloadKey] = set()
+        self._reading: Counter[OffloadKey] = Counter()
+        self._deleting: set[OffloadKey] = set()
+        self._unwanted: set[OffloadKey] = set()  # to be deleted as soon as no call works on them
+        self._asked: dict[OffloadKey, _Question] = {}
+        self._questions: set[_Question] = set()
+        self._num_late = 0  # questions that hold others up
+        self._advance()
+
+    # -- opening -----------------------------------------------------------------------------------
+
+    def is_open(self) -> bool:
+        return self._io.backend is not None and self._is_named
+
+    def lacks_namespace(self) -> bool:
+        return self._io.backend is not None
+
+    def lend(self, memory: Piece) -> None:
+        self._memory = memory
+        backend, self._io.backend = self._io.backend, None
+        if backend is not None:  # opened before: it is of use again when it knows the memory
+            self._begin_opening(partial(_with_memory, backend, memory))
+
+    def _advance(self) -> None:
+        """Take the next step towards being open, if one is due."""
+        if self._io.backend is None and self._may_open():
+            memory = self._memory
+            self._begin_opening(lambda: _with_memory(_WriteOnce(self._open_backend()), memory))
+        if not self._is_named and (namespace := self._namespace()) is not None:
+            self._is_named = True
+            self._scope = SealScope(namespace, suffix=self._suffix)
+
+    def _begin_opening(self, function: Callable[[], Backend]) -> None:
+        memory, self._opening = self._memory, True
+
+        def end(backend: Backend | None, error: BaseException | None) -> None:
+            self._opening = False
+            if error is not None or backend is None:
+                self._note_problem(error)
+            elif self._closed:
+                backend.close()
+            elif memory is not self._memory:  # it was lent meanwhile
+                self._begin_opening(partial(_with_memory, backend, self._memory))
+            else:
+                self._io.backend = backend
+                self._note_solved()
+
+        self._io.call(function, end)
+
+    # -- asking ------------------------------------------------------------------------------------
+
+    def lookup_many(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
+        if not self._is_readable():
+            return [False] * len(keys)
+        now, known = self._clock(), self._known
+        found: list[bool | None] = []
+        for key in keys:
+            answer = known.get(key)
+            found.append(answer.is_there if answer is not None and now < answer.until else self._guess(key, now))
+        return found
+
+    def _guess(self, key: OffloadKey, now: float) -> bool | None:
+        """Say of a chunk of which nothing is known whether it may turn out to be there."""
+        question = self._asked.get(key)
+        if question is not None:
+            return None if now < question.deadline else False
+        return None if self._num_late == 0 else False
+
+    def ask(self, keys: Sequence[OffloadKey], deadline: float) -> None:
+        if not self._is_readable() or self._num_late:
+            return
+        new: list[OffloadKey] = []
+        for key, found in zip(keys, self.lookup_many(keys), strict=True):
+            if (question := self._asked.get(key)) is not None:
+                question.deadline = max(question.deadline, deadline)
+            elif found is None:
+                new.append(key)
+        if new:
+            question = _Question(new, self._scope.number, deadline)
+            self._questions.add(question)
+            self._asked.update(dict.fromkeys(new, question))
+            self._counts["questions"] += 1
+            self._io.call(lambda: self._search(question), lambda value, error: self._answer(question, value, error))
+
+    def _search(self, question: _Question) -> FoundPrefix | None:
+        """Find out, unless nobody waits for it any more. On an I/O thread."""
+        question.began, backend = self._clock(), self._io.backend
+        if question.is_late or backend is None:
+            return None
+        rows = [BackendRow(key, (), scope=question.scope) for key in question.keys]
+        calls = CallsAtOnce(backend.contains, backend.contains_batch, self._num_threads, self._io.help)
+        return search_prefix(calls.contains, rows, calls.width, lambda: not question.is_late)
+
+    def _answer(self, question: _Question, found: FoundPrefix | None, error: BaseException | None) -> None:
+        """Take in what a question has come to, be it late."""
+        began = self._clock() if question.began is None else question.began
+        self._forget(question)
+        if question.scope != self._scope.number:
+            return
+        if error is not None:
+            self._note_failure(Direction.PROMOTE, say_error(error), self._clock() - began)
+            self._note_absent(question.keys, TierMiss.NO_ANSWER)
+        elif found is not None:
+            self._counts["round_trips"] += found.round_trips
+            self._health[Direction.PROMOTE].note_success()
+            self._note_there([key for key, is_there in zip(question.keys, found.there, strict=True) if is_there])
+            absent = [key for key, is_there in zip(question.keys, found.there, strict=True) if not is_there]
+            if not question.is_late:  # else rounds were left out
+                evicted = [key for key in absent if self._written.get(key)]
+                self._note_absent(absent, TierMiss.NEVER_STORED)
+                self._note_absent(evicted, TierMiss.EVICTED)
+
+    def _look_after_questions(self) -> None:
+        """Give up what is not answered in time. A server that goes on not to answer is suspended."""
+        now = self._clock()
+        for question in list(self._questions):
+            if not question.is_late and now >= question.deadline:
+                question.is_late = True
+                self._num_late += 1
+                self._note_absent(self._take_off(question), TierMiss.NO_ANSWER)
+            if question.is_late and self._is_stuck(question.began):
+                self._suspend("a question is not answered")
+                self._forget(question)  # it holds nobody up when a probe has worked
+
+    def _forget(self, question: _Question) -> None:
+        self._take_off(question)
+        if question in self._questions:
+            self._questions.remove(question)
+            self._num_late -= question.is_late
+
+    def _take_off(self, question: _Question) -> list[OffloadKey]:
+        """Take the keys of a question off those that are being asked about, and return them."""
+        keys = [key for key in question.keys if self._asked.get(key) is question]
+        for key in keys:
+            del self._asked[key]
+        return keys
+
+    def _note_there(self, keys: list[OffloadKey]) -> None:
+        self._known.note(keys, _Answer(True, self._clock() + _YES_SECONDS))
+
+    def _note_absent(self, keys: list[OffloadKey], reason: TierMiss) -> None:
+        self._known.note(keys, _Answer(False, self._clock() + _NO_SECONDS))
+        self._misses.note(keys, reason)
+        if reason is not TierMiss.NO_ANSWER:
+            self._written.note([key for key in keys if self._written.get(key)], False)
+
+    def explain(self, key: OffloadKey) -> TierMiss | None:
+        if not self.is_open():
+            return TierMiss.NOT_OPEN
+        if key in self._writing:
+            return TierMiss.WRITING
+        answer = self._known.get(key)
+        if answer is not None and not answer.is_there:
+            return self._misses.get(key) or TierMiss.NEVER_STORED
+        if self._is_suspended(Direction.PROMOTE):
+            return TierMiss.SUSPENDED
+        return self._misses.get(key) if answer is None else None
+
+    def _is_readable(self) -> bool:
+        return self.is_open() and not self._closed and not self._is_suspended(Direction.PROMOTE)
+
+    def _is_writable(self) -> bool:
+        return self.is_open() and not self._closed and not self._is_suspended(Direction.DEMOTE)
+
+    # -- moving ------------------------------------------------------------------------------------
+
+    def promote(self, job: TierJob) -> None:
+        keys = [row.key for row in job.rows]
+        if not self._is_readable():
+            self._refuse(job.job_id, keys, Outcome.SUSPENDED if self.is_open() else Outcome.ABSENT)
+            return
+        busy = self._writing | self._deleting
+        self._refuse(job.job_id, [key for key in keys if key in busy], Outcome.ABSENT)
+        rows = [row for row in job.rows if row.key not in busy]
+        self._reading.update(row.key for row in rows)
+        self._submit(Direction.PROMOTE, job, rows, [-1] * len(rows))
+
+    def demote(self, job: TierJob) -> list[OffloadKey]:
+        rows = {row.key: row for row in job.rows}
+        if not self._is_writable():
+            self._note_refused(list(rows))
+            return []
+        missing = [row for row in rows.values() if self._may_write(row)]
+        wanted = self._within_bounds(missing)
+        self._note_refused([row.key for row in missing[len(wanted) :]])
+        keys = [row.key for row in wanted]
+        if wanted:
+            self._writing.update(keys)
+            self._last_progress = self._clock()
+            self._submit(Direction.DEMOTE, job, wanted, [-1] * len(wanted))
+        return keys
+
+    def _may_write(self, row: LentRow) -> bool:
+        """Say whether a row is not known to be there, and no call works on it."""
+        key, answer = row.key, self._known.get(row.key)
+        is_there = self._written.get(key) or (answer is not None and answer.is_there and self._clock() < answer.until)
+        return not (is_there or key in self._writing or key in self._deleting or key in self._reading)
+
+    def _withdrawn(self, direction: Direction, rows: list[BackendRow]) -> None:
+        self._let_go(direction, rows)
+        if direction is Direction.DEMOTE:
+            self._counts["dropped"] += len(rows)
+            self._misses.note([row.key for row in rows], TierMiss.REFUSED)
+
+    def poll(self) -> list[TierResult]:
+        self._look_after_questions()
+        results = super().poll()
+        self._advance()
+        return results
+
+    # -- what becomes of rows ----------------------------------------------------------------------
+
+    def _settle(self, report: IOReport) -> None:
+        super()._settle(report)
+        if report.in_use and report.direction is Direction.PROMOTE:
+            current = [row.key for row in report.rows if row.scope == self._scope.number]
+            self._note_absent(current, TierMiss.NO_ANSWER)
+
+    def _settle_read(self, report: IOReport) -> None:
+        rows, outcome = report.rows, report.returned or report.outcome
+        current = self._let_go(Direction.PROMOTE, rows)
+        if outcome is Outcome.DONE:
+            if report.returned is None:
+                self._count_moved(report, "promoted")
+            self._health[Direction.PROMOTE].note_success()
+            self._note_there(current)
+        elif outcome is Outcome.FAILED_CHECK:
+            self._counts["failed_checks"] += len(rows)
+            self._note_absent(current, TierMiss.FAILED_CHECK)
+            self._delete(current)
+        elif outcome is Outcome.ABSENT:
+            self._health[Direction.PROMOTE].note_success()
+            self._counts["evicted"] += len(rows)
+            self._note_absent(current, TierMiss.EVICTED)
+        elif outcome is Outcome.FAILED:
+            self._counts["failed"] += len(rows)
+            self._note_failure(Direction.PROMOTE, report.why, report.seconds)
+            self._note_absent(current, TierMiss.FAILED)
+        else:
+            self._note_absent(current, TierMiss.NO_ANSWER)
+
+    def _settle_write(self, report: IOReport) -> None:
+        rows, outcome = report.rows, report.returned or report.outcome
+        current = self._let_go(Direction.DEMOTE, rows)
+        if outcome is Outcome.DONE:
+            self._count_moved(report, "demoted")
+            self._health[Direction.DEMOTE].note_success()
+            self._last_progress = self._clock()
+            kept = [key for key in current if key not in self._deleting]
+            self._written.note(kept, True)
+            self._note_there(kept)
+        elif outcome is Outcome.FAILED:
+            self._counts["failed"] += len(rows)
+            self._note_failure(Direction.DEMOTE, report.why, report.seconds)
+            self._misses.note(current, TierMiss.FAILED)
+        else:
+            self._counts["dropped"] += len(rows)
+            self._misses.note(current, TierMiss.REFUSED)
+
+    def _let_go(self, direction: Direction, rows: list[BackendRow]) -> list[OffloadKey]:
+        """Note that no call works on rows any more, and return the keys of those that no reset has made void."""
+        current = [row.key for row in rows if row.scope == self._scope.number]
+        if direction is Direction.DEMOTE:
+            self._writing.difference_update(current)
+        else:
+            self._reading -= Counter(current)
+        self._delete([key for key in current if key in self._unwanted])
+        return current
+
+    def _note_failure(self, direction: Direction, why: str, seconds: float) -> None:
+        """Note that a call has failed. A slow failure is like no answer: it costs whoever waits."""
+        health = self._health[direction]
+        health.note_failure(why)
+        if seconds >= _SLOW_FAILURE:
+            health.suspend(why)
+
+    # -- what is held ------------------------------------------------------------------------------
+
+    def discard(self, keys: Sequence[OffloadKey]) -> None:
+        self._note_absent(list(keys), TierMiss.FAILED_CHECK)
+        if self.is_open():
+            self._delete(list(keys))
+
+    def _delete(self, keys: list[OffloadKey]) -> None:
+        """Have rows deleted whose bytes are wrong, as soon as no call works on them.
+
+        If it fails, whoever reads them sees that they are wrong.
+        """
+        busy = {key for key in keys if key in self._writing or key in self._reading}
+        self._unwanted.update(busy)
+        free = [key for key in keys if key not in busy and key not in self._deleting]
+        backend = self._io.backend
+        if not free or backend is None or self._closed:
+            return
+        self._unwanted.difference_update(free)
+        self._deleting.update(free)
+        scope = self._scope.number
+        rows = [BackendRow(key, (), scope=scope) for key in free]
+
+        def end(_value: object, _error: BaseException | None) -> None:
+            if scope == self._scope.number:
+                self._deleting.difference_update(free)
+
+        self._io.call(lambda: backend.delete(rows), end)
+
+    def reset(self, suffix: str) -> None:
+        """Have names of its own from now on: what others have stays theirs."""
+        self._suffix = suffix
+        self._scope = SealScope(self._scope.namespace, suffix=suffix)
+        self._misses.note(list(self._known), TierMiss.CLEARED)
+        self._known.clear()
+        self._written.clear()
+        for rows in (self._writing, self._deleting, self._unwanted, self._asked, self._reading):
+            rows.clear()
+        self._io.give_up(Outcome.RESET)
+
+    # -- reports and ends --------------------------------------------------------------------------
+
+    def state(self) -> str:
+        if not self.is_open() and not self._closed:
+            return self._problem or ("waiting for the namespace" if self.lacks_namespace() else "opening")
+        return super().state()
+
+    def check(self) -> None:
+        super().check()
+        for holds, what in (
+            (all(question in self._questions for question in self._asked.values()), "what is asked has a question"),
+            (self._num_late == sum(question.is_late for question in self._questions), "late questions are counted"),
+            (self._writing.isdisjoint(self._reading), "no row is written and read at once"),
+            (self._deleting.isdisjoint(self._writing | self._reading.keys()), "no row is deleted beside a call"),
+            (self._unwanted <= self._writing | self._reading.keys(), "unwanted rows are in use"),
+        ):
+            if not holds:
+                raise IntegrityError(f"{self.name} tier: expected that {what}")
+
+    def close(self, timeout: float = 5.0) -> bool:
+        backend = self._io.backend
+        if backend is not None and not self._closed:
+            self._io.call_last(backend.close)
+        ended = super().close(timeout)
+        if ended:
+            self._memory = self._io.backend = None
+        return ended
+
+
+class _WriteOnce(Backend):
+    """A backend that is not sent large rows which it has: another engine may have written them. I/O threads.
+
+    What is there may be wrong, and is then deleted by whoever reads it.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.contains_batch = backend.contains_batch
+
+    def write(self, rows: Sequence[BackendRow]) -> list[OSError | None]:
+        large = [row for row in rows if row.nbytes >= _LARGE_ROW]
+        if not large:
+            return self._backend.write(rows)
+        found = zip(large, self._backend.contains(large), strict=True)
+        there = {row.key for row, is_there in found if is_there}
+        absent = [row for row in rows if row.key not in there]
+        errors = dict(zip([row.key for row in absent], self._backend.write(absent) if absent else (), strict=True))
+        return [errors.get(row.key) for row in rows]
+
+    def lend(self, memory: Piece) -> None:
+        self._backend.lend(memory)
+
+    def read(self, rows: Sequence[BackendRow]) -> list[bytes | OSError | None]:
+        return self._backend.read(rows)
+
+    def contains(self, rows: Sequence[BackendRow]) -> list[bool]:
+        return self._backend.contains(rows)
+
+    def delete(self, rows: Sequence[BackendRow]) -> None:
+        self._backend.delete(rows)
+
+    def probe(self) -> None:
+        self._backend.probe()
+
+    def close(self) -> None:
+        self._backend.close()
+
+
+def _with_memory(backend: Backend, memory: Piece | None) -> Backend:
+    """Tell a backend of the memory that rows lie in, if that is known. On an I/O thread."""
+    try:
+        if memory is not None:
+            backend.lend(memory)
+    except BaseException:
+        backend.close()
+        raise
+    return backend

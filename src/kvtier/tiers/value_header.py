@@ -1,0 +1,40 @@
+"""A row as one value of a server: a header of 64 bytes in front of its payload.
+
+     0  8   `kvtrow1` and a newline
+     8  8   bytes of the payload, little-endian
+    16  8   number of the row's scope
+    24  1   bytes of the seal; 7 bytes of zeros
+    32  32  seal, then zeros
+
+The header says what the value is, so that a value cut short, grown, or of a later format is known before its
+bytes are looked at. The seal decides about the bytes. Any thread may call what is here.
+"""
+
+from __future__ import annotations
+
+import struct
+
+from kvtier.errors import InputError
+from kvtier.tiers.base import BackendRow
+
+__all__ = ["HEADER_BYTES", "pack_header", "seal_in"]
+
+_HEADER = struct.Struct("<8sQQB7x32s")
+_MAGIC = b"kvtrow1\n"
+_MOST_SEAL = 32
+HEADER_BYTES = _HEADER.size
+
+
+def pack_header(row: BackendRow) -> bytes:
+    """Return what stands in front of a row in its value."""
+    if len(row.seal) > _MOST_SEAL:
+        raise InputError(f"seal: expected at most {_MOST_SEAL} bytes, got {len(row.seal)}")
+    return _HEADER.pack(_MAGIC, row.nbytes, row.scope, len(row.seal), row.seal)
+
+
+def seal_in(header: bytes | bytearray | memoryview, row: BackendRow) -> bytes:
+    """Return the seal in a header; an empty one, which no row has, if it is not the header of this row."""
+    magic, nbytes, scope, length, seal = _HEADER.unpack(header)
+    if (magic, nbytes, scope) != (_MAGIC, row.nbytes, row.scope) or length > _MOST_SEAL:
+        return b""
+    return bytes(seal[:length])

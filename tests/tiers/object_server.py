@@ -1,0 +1,161 @@
+"""Object stores for tests: a real S3 server in a process of its own, and sockets that answer as told."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+BUCKET = "kvtier-test"
+REGION = "us-east-1"
+_START = 60.0
+
+
+def need_object_store() -> None:
+    """Skip where the client or the server is not installed, and say so."""
+    for package, where in (("obstore", "kvtier[object]"), ("moto", "moto[s3]"), ("flask_cors", "flask-cors")):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs the package {package}: pip install '{where}'")
+
+
+class S3Server:
+    """A moto server on a port of its own, which it keeps when it is started again. It forgets all on `stop`."""
+
+    def __init__(self, port: int = 0) -> None:
+        self.port = port or _free_port()
+        self.process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self, bucket: str | None = BUCKET) -> None:
+        command = [
+            sys.executable,
+            "-c",
+            "from moto.server import main; main()",
+            "-H",
+            "127.0.0.1",
+            "-p",
+            str(self.port),
+        ]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        wait_for_port(self.port, self.process)
+        if bucket is not None:
+            request = urllib.request.Request(f"{self.endpoint}/{bucket}", method="PUT")
+            request.add_header("Authorization", "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request")
+            urllib.request.urlopen(request, timeout=_START).close()
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+
+def wait_for_port(port: int, process: subprocess.Popen[bytes] | None = None) -> None:
+    until = time.monotonic() + _START
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1.0).close()
+            return
+        except OSError:
+            if time.monotonic() > until or (process is not None and process.poll() is not None):
+                raise
+            time.sleep(0.05)
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+class ToldServer:
+    """An HTTP server that gives every request the same answer, or none, and remembers what it was asked."""
+
+    def __init__(self, answer: bytes | None) -> None:
+        self.answer = answer
+        self.requests: list[bytes] = []
+        self._sock = socket.socket()
+        self._sock.bind(("127.0.0.1", 0))
+        self._sock.listen(64)
+        self._open: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self._sock.getsockname()[1]}"
+
+    def close(self) -> None:
+        for sock in [self._sock, *self._open]:
+            with _ignored():
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+
+    def _accept(self) -> None:
+        with _ignored():
+            while True:
+                client, _ = self._sock.accept()
+                self._open.append(client)
+                threading.Thread(target=self._talk, args=(client,), daemon=True).start()
+
+    def _talk(self, client: socket.socket) -> None:
+        with _ignored():
+            while head := _read_head(client):
+                self.requests.append(head)
+                if self.answer is not None:
+                    client.sendall(self.answer)
+
+
+def _read_head(client: socket.socket) -> bytes:
+    """Read one request and return its head; what follows it is read and forgotten."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        got = client.recv(65536)
+        if not got:
+            return b""
+        data += got
+    head, _, body = data.partition(b"\r\n\r\n")
+    length = next((int(x.split(b":")[1]) for x in head.split(b"\r\n") if x.lower().startswith(b"content-length")), 0)
+    left = length - len(body)
+    while left > 0 and (got := client.recv(65536)):
+        left -= len(got)
+    return head
+
+
+def http_answer(status: str, body: bytes = b"", headers: str = "") -> bytes:
+    """Return the bytes of an answer."""
+    return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n{headers}\r\n".encode() + body
+
+
+@contextmanager
+def _ignored() -> Iterator[None]:
+    try:
+        yield
+    except OSError:
+        return
+
+
+@contextmanager
+def s3_credentials() -> Iterator[None]:
+    """Keys in the environment, as the usual chain has them first; nothing else of AWS."""
+    saved = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("AWS_")}
+    os.environ |= {"AWS_ACCESS_KEY_ID": "test-id", "AWS_SECRET_ACCESS_KEY": "test-secret", "AWS_REGION": REGION}
+    try:
+        yield
+    finally:
+        for name in [name for name in os.environ if name.startswith("AWS_")]:
+            del os.environ[name]
+        os.environ |= saved

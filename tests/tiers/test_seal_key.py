@@ -1,0 +1,196 @@
+"""Keyed seals: who may write to a shared place and lacks the key can make no row that passes."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import random
+import traceback
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier.keys import make_offload_key
+from kvtier.testing.memory_tier import MemoryBackend
+from kvtier.tiers.base import BackendRow, Outcome
+from kvtier.tiers.io import Direction, IOReport, IOThreads
+from kvtier.tiers.seal import SealKey, SealScope, read_seal_key, seal_of
+
+blake3 = pytest.importorskip("blake3", reason="needs the package blake3: pip install blake3")
+SECRET, OTHER = bytes(range(32)), bytes(32)
+SCOPE = SealScope("model", 3, "suffix")
+PATIENCE = 30.0
+
+
+def row(number: int) -> BackendRow:
+    return BackendRow(make_offload_key(b"%032d" % number, 0), (memoryview(bytearray(4096)),), number, SCOPE.number)
+
+
+def filled(number: int) -> BackendRow:
+    made = row(number)
+    made.pieces[0][:] = random.Random(number).randbytes(4096)
+    return made
+
+
+def run(threads: IOThreads, direction: Direction, rows: list[BackendRow]) -> list[IOReport]:
+    threads.submit(direction, 1, rows, SCOPE, float("inf"))
+    reports: list[IOReport] = []
+    while sum(len(report.rows) for report in reports) < len(rows):
+        assert threads.wait_any(PATIENCE)
+        reports += threads.poll()
+    return reports
+
+
+class TestSeals:
+    def test_what_it_is(self) -> None:
+        """The format, spelt out: a change of it is a new format."""
+        made = filled(1)
+        text = b"\x05\0\0\0model\x01\0\0\x003\x06\0\0\0suffix"
+        assert text == SCOPE.text
+        data = text + len(made.key).to_bytes(4, "little") + made.key + (4096).to_bytes(8, "little") + made.pieces[0]
+        expected = blake3.blake3(data, key=SECRET).digest()[:16]
+        assert seal_of(SCOPE, made.key, made.pieces, SealKey(SECRET)) == expected
+
+    def test_cuts_do_not_matter(self) -> None:
+        made, key = filled(1), SealKey(SECRET)
+        cut = (made.pieces[0][:100], made.pieces[0][100:])
+        assert seal_of(SCOPE, made.key, cut, key) == seal_of(SCOPE, made.key, made.pieces, key)
+
+    def test_all_of_it_counts(self) -> None:
+        made, key = filled(1), SealKey(SECRET)
+        flipped = filled(1)
+        flipped.pieces[0][7] ^= 1
+        seals = {
+            seal_of(SCOPE, made.key, made.pieces, key),
+            seal_of(SCOPE, made.key, made.pieces, SealKey(OTHER)),
+            seal_of(SCOPE, made.key, made.pieces),
+            seal_of(SCOPE, row(2).key, made.pieces, key),
+            seal_of(SCOPE, made.key, (made.pieces[0][:-1],), key),
+            seal_of(SCOPE, made.key, flipped.pieces, key),
+            seal_of(SealScope("model", 4, "suffix"), made.key, made.pieces, key),
+            seal_of(SealScope("other", 3, "suffix"), made.key, made.pieces, key),
+        }
+        assert len(seals) == 8
+        assert {len(seal) for seal in seals} == {16}
+
+
+class TestForging:
+    def forge_all(self) -> list[tuple[bytes, bytes]]:
+        """What someone can put there who knows everything but the key, and has rows to copy from."""
+        forged, key = filled(9), SealKey(SECRET)
+        payload = bytes(forged.pieces[0])
+        genuine = seal_of(SCOPE, row(1).key, filled(1).pieces, key)
+        swapped = filled(2)
+        old = SealScope("model", 2, "suffix")
+        return [
+            (seal_of(SCOPE, row(1).key, forged.pieces), payload),
+            (seal_of(SCOPE, row(1).key, forged.pieces, SealKey(OTHER)), payload),
+            (blake3.blake3(SCOPE.text + row(1).key + payload).digest()[:16], payload),
+            (genuine, payload),
+            (genuine[:8], payload),
+            (b"", payload),
+            (genuine + b"\0", bytes(filled(1).pieces[0])),
+            (seal_of(SCOPE, swapped.key, swapped.pieces, key), bytes(swapped.pieces[0])),
+            (seal_of(old, row(1).key, filled(1).pieces, key), bytes(filled(1).pieces[0])),
+            (seal_of(SCOPE, row(1).key, filled(1).pieces), bytes(filled(1).pieces[0])),
+        ]
+
+    def test_nothing_forged_passes(self) -> None:
+        backend = MemoryBackend()
+        threads = IOThreads(backend, threads=1, seal_key=SealKey(SECRET))
+        try:
+            for seal, payload in self.forge_all():
+                backend.rows[row(1).key] = seal, bytearray(payload)
+                (report,) = run(threads, Direction.PROMOTE, [row(1)])
+                assert report.outcome is Outcome.FAILED_CHECK
+            run(threads, Direction.DEMOTE, [filled(1)])
+            found = row(1)
+            assert run(threads, Direction.PROMOTE, [found])[0].outcome is Outcome.DONE
+            assert found.pieces == filled(1).pieces
+        finally:
+            assert threads.close(PATIENCE)
+
+    def test_without_a_key_anybody_can(self) -> None:
+        """The negative control, and what the docs say of running without a key."""
+        backend = MemoryBackend()
+        threads = IOThreads(backend, threads=1)
+        try:
+            forged = filled(9)
+            backend.rows[row(1).key] = seal_of(SCOPE, row(1).key, forged.pieces), bytearray(forged.pieces[0])
+            assert run(threads, Direction.PROMOTE, [row(1)])[0].outcome is Outcome.DONE
+        finally:
+            assert threads.close(PATIENCE)
+
+    def test_another_key_is_a_miss_and_one_warning(self, caplog: pytest.LogCaptureFixture) -> None:
+        backend = MemoryBackend()
+        ours = IOThreads(backend, threads=1, name="valkey", seal_key=SealKey(SECRET))
+        theirs = IOThreads(backend, threads=1, seal_key=SealKey(OTHER))
+        try:
+            run(theirs, Direction.DEMOTE, [filled(number) for number in range(8)])
+            with caplog.at_level(logging.WARNING):
+                for _ in range(3):
+                    reports = run(ours, Direction.PROMOTE, [row(number) for number in range(8)])
+                    assert {report.outcome for report in reports} == {Outcome.FAILED_CHECK}
+            assert [record.levelname for record in caplog.records] == ["WARNING"]
+            assert "tier valkey" in caplog.text
+        finally:
+            assert ours.close(PATIENCE)
+            assert theirs.close(PATIENCE)
+
+
+class TestKeyFile:
+    def write(self, folder: Path, data: bytes, mode: int = 0o600) -> str:
+        path = folder / "seal.key"
+        path.write_bytes(data)
+        path.chmod(mode)
+        return str(path)
+
+    @pytest.mark.parametrize("data", [SECRET, SECRET.hex().encode(), SECRET.hex().upper().encode() + b"\n"])
+    def test_bytes_or_hex(self, tmp_path: Path, data: bytes, caplog: pytest.LogCaptureFixture) -> None:
+        made = filled(1)
+        key = read_seal_key(self.write(tmp_path, data))
+        assert seal_of(SCOPE, made.key, made.pieces, key) == seal_of(SCOPE, made.key, made.pieces, SealKey(SECRET))
+        assert not caplog.records
+
+    @pytest.mark.parametrize(
+        ("data", "got"),
+        [
+            (b"", "got 0 hex digits"),
+            (SECRET[:31], "got 31 bytes that are not hex digits"),
+            (SECRET + b"\n", "got 33 bytes that are not hex digits"),
+            (SECRET.hex().encode()[:-2], "got 62 hex digits"),
+            (b"\xff" * 64, "got 64 bytes that are not hex digits"),
+        ],
+    )
+    def test_something_else(self, tmp_path: Path, data: bytes, got: str) -> None:
+        with pytest.raises(ConfigError, match=rf"^seal_key_file: expected 32 bytes or 64 hex digits .*{got}$"):
+            read_seal_key(self.write(tmp_path, data))
+
+    def test_no_file(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="No such file"):
+            read_seal_key(str(tmp_path / "none"))
+        with pytest.raises(ConfigError, match="Is a directory"):
+            read_seal_key(str(tmp_path))
+
+    def test_a_file_for_all_is_warned_of(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        read_seal_key(self.write(tmp_path, SECRET, 0o644))
+        assert "every user of this machine may read" in caplog.text
+
+    def test_the_secret_is_not_told(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        secret = b"hush" * 8
+        key = read_seal_key(self.write(tmp_path, secret, 0o666))
+        told = [repr(key), str(key), caplog.text]
+        for data in (secret + b"hush", secret[:-1]):
+            with pytest.raises(ConfigError) as raised:
+                read_seal_key(self.write(tmp_path, data))
+            told.append("".join(traceback.format_exception(raised.value)))
+        with pytest.raises(TypeError, match="not pickled") as refused:
+            pickle.dumps(key)
+        told.append(str(refused.value))
+        assert not [text for text in told if "hush" in text or secret.hex() in text]
+
+    def test_a_missing_package_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(__import__("sys").modules, "blake3", None)
+        with pytest.raises(ConfigError, match="pip install blake3"):
+            SealKey(SECRET)

@@ -1,0 +1,276 @@
+"""The scheduler's side over tiers that do not know what they hold: who asks, who waits, for how long."""
+
+from __future__ import annotations
+
+import pytest
+from tests.unit.connector_kit import Request
+from tests.unit.test_connector_promotion import PROMPT, TieredHost, keys_of
+from tests.unit.tier_kit import ROW, Tiered, context, key, keys
+
+from kvtier.offload import MissReason
+from kvtier.tiers.base import Outcome, TierMiss
+
+KEYS = keys_of(PROMPT)
+
+
+def asking_host(**more: object) -> TieredHost:
+    """Return a host over a tier that holds the prompt and does not know it."""
+    host = TieredHost(**more)  # type: ignore[arg-type]
+    host.tier.held, host.tier.unknown = set(KEYS), set(KEYS)
+    return host
+
+
+def answer(host: TieredHost) -> None:
+    """Have the tier answer, and end a step."""
+    host.clock.now += 0.01
+    host.tier.answer()
+    host.end_step()
+
+
+def test_it_is_asked_then_brought_then_loaded() -> None:
+    host = asking_host()
+    request = Request("a", PROMPT)
+    assert host.ask(request) is None
+    assert not host.tier.asked, "looking up starts nothing"
+    host.host.idle()
+    assert host.tier.asked == [(KEYS, 2.0)]
+    assert host.ask(request) is None
+    answer(host)
+    assert host.ask(request) is None, "now it waits for the rows"
+    host.host.idle()
+    (job,) = host.tier.promotions.values()
+    assert [row.key for row in job.rows] == KEYS
+    host.tier.finish(job.job_id)
+    host.end_step()
+    host.load(request)
+    explanation = host.scheduler.explain("a")
+    assert explanation is not None
+    assert (explanation.from_tiers, explanation.recomputed) == ({"disk": 24}, 2)
+
+
+def test_a_request_that_waits_for_answers_is_answered_without_a_lookup() -> None:
+    host = asking_host()
+    request = Request("a", PROMPT)
+    host.ask(request)
+    host.host.idle()
+    before = host.tier.lookups
+    assert all(host.ask(request) is None for _ in range(1000))
+    assert host.tier.lookups == before
+    for _ in range(100):
+        host.host.idle()
+        host.end_step()
+    assert host.tier.lookups <= before + 100, "a step looks at one key of what is left"
+    assert len(host.tier.asked) == 1
+
+
+def test_only_what_it_has_is_brought() -> None:
+    host = asking_host()
+    host.tier.held = set(KEYS[:4])
+    request = Request("a", PROMPT)
+    host.ask(request)
+    host.host.idle()
+    answer(host)
+    host.promote(request)
+    assert host.ask(request) == 16
+
+
+def test_nothing_is_waited_for_if_it_has_nothing() -> None:
+    host = asking_host()
+    host.tier.held = set()
+    request = Request("a", PROMPT)
+    host.ask(request)
+    host.host.idle()
+    answer(host)
+    assert host.ask(request) == 0
+    assert not host.tier.promotions
+
+
+def test_without_an_answer_it_computes_at_the_deadline_and_asks_no_more() -> None:
+    host = asking_host()
+    request = Request("a", PROMPT)
+    host.ask(request)
+    host.host.idle()
+    host.clock.now = 1.99
+    assert host.ask(request) is None
+    host.clock.now = 2.0
+    assert host.ask(request) == 0, "before anybody polls"
+    host.end_step()
+    assert [host.ask(request) for _ in range(3)] == [0, 0, 0]
+    host.host.idle()
+    assert len(host.tier.asked) == 1
+    assert host.scheduler.cost.inquiry_price_of("disk").seconds_per_byte == 2.0, "a lower bound"
+    host.tier.misses = dict.fromkeys(KEYS, TierMiss.NO_ANSWER)
+    host.tier.held, host.tier.unknown = set(), set()
+    host.ask(request)
+    host.run(request)
+    explanation = host.scheduler.explain("a")
+    assert explanation is not None
+    assert explanation.misses["disk"] is MissReason.TOO_SLOW
+
+
+def test_it_asks_again_after_a_preemption() -> None:
+    host = asking_host()
+    request = Request("a", PROMPT)
+    host.ask(request)
+    host.host.idle()
+    host.clock.now = 3.0
+    host.end_step()
+    assert host.ask(request) == 0
+    host.run(request)
+    host.host.run_more(request, 26, 0, preempted_req_ids={"a"})
+    host.tiered.pool.reset_cache()
+    assert host.ask(request) is None
+
+
+def test_the_wait_is_what_computing_takes() -> None:
+    host = asking_host()
+    host.learn(seconds_per_token=0.001, seconds_per_byte=1e-12)
+    host.ask(Request("a", PROMPT))
+    host.host.idle()
+    ((_, deadline),) = host.tier.asked
+    assert deadline == pytest.approx(0.024), "24 tokens could come"
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_short_prompts_are_not_worth_a_round_trip(is_busy: bool) -> None:
+    host = asking_host()
+    host.learn(seconds_per_token=0.001, seconds_per_byte=1e-12)
+    host.scheduler.cost.inquiry_price_of("disk").note(1, 0.03)
+    if is_busy:  # it would wait for its turn anyway
+        other = Request("other", list(range(1000, 1100)))
+        assert host.ask(other) == 0
+    request = Request("a", PROMPT)
+    assert host.ask(request) == (None if is_busy else 0)
+    if not is_busy:
+        assert host.ask(request) == 0
+        host.run(request)
+        explanation = host.scheduler.explain("a")
+        assert explanation is not None
+        assert explanation.misses == {"disk": MissReason.NOT_WORTH_LOADING}
+
+
+def test_bytes_that_would_come_count_too() -> None:
+    host = asking_host()
+    host.learn(seconds_per_token=0.001, seconds_per_byte=0.001 * 24 / (6 * ROW) * 0.9)
+    host.scheduler.cost.inquiry_price_of("disk").note(1, 0.004)
+    assert host.ask(Request("a", PROMPT)) == 0
+
+
+def test_a_price_that_has_gone_is_found_out() -> None:
+    """After answers that did not come nobody asks, but for one in a few; when that is answered, others ask."""
+    host = asking_host()
+    host.learn(seconds_per_token=0.001, seconds_per_byte=1e-12)
+    host.scheduler.cost.inquiry_price_of("disk").note_lost(1, 2.0)
+    refused = 0
+    while host.ask(Request(f"r{refused}", PROMPT)) == 0:
+        refused += 1
+        assert refused < 64
+    host.host.idle()
+    answer(host)
+    assert host.scheduler.cost.inquiry_price_of("disk").seconds_per_byte == pytest.approx(0.01)
+
+
+def test_the_pool_and_what_is_known_are_not_asked_about() -> None:
+    host = TieredHost()
+    host.host.cache(Request("first", PROMPT[:8]))
+    host.tier.held, host.tier.unknown = set(KEYS), set(KEYS[3:])
+    request = Request("a", PROMPT)
+    assert host.ask(request) is None
+    host.host.idle()
+    assert [asked for asked, _ in host.tier.asked] == [KEYS[3:]]
+    answer(host)
+    host.promote(request)
+    assert host.ask(request) == 24
+
+
+def test_windows_are_asked_about_too() -> None:
+    host = TieredHost(windows=(None, 8))
+    full, window = keys_of(PROMPT), keys_of(PROMPT, group=1)
+    host.tier.held = {*full, *window}
+    host.tier.unknown = set(host.tier.held)
+    request = Request("a", PROMPT)
+    assert host.ask(request) is None
+    host.host.idle()
+    ((asked, _),) = host.tier.asked
+    assert asked == [name for pair in zip(full, window, strict=True) for name in pair], "from head to tail"
+    answer(host)
+    assert host.ask(request) is None
+    host.host.idle()
+    (job,) = host.tier.promotions.values()
+    assert [row.key for row in job.rows] == window[4:6] + full
+
+
+def test_a_stale_yes_costs_one_promotion() -> None:
+    host = asking_host()
+    request = Request("a", PROMPT)
+    host.ask(request)
+    host.host.idle()
+    answer(host)
+    assert host.ask(request) is None
+    host.host.idle()
+    (job,) = host.tier.promotions
+    host.tier.held = set()
+    host.tier.finish(job, outcome=Outcome.ABSENT)
+    host.end_step()
+    assert host.ask(request) == 0
+    assert host.ask(Request("b", PROMPT)) == 0
+
+
+def test_a_request_that_ends_is_forgotten() -> None:
+    host = asking_host()
+    request = Request("a", PROMPT)
+    host.ask(request)
+    host.scheduler.request_finished(request)
+    host.host.idle()
+    assert not host.tier.asked, "nobody wants to know any more"
+    again = Request("a", PROMPT)
+    host.ask(again)
+    host.host.idle()
+    host.scheduler.request_finished(again)
+    answer(host)
+    host.scheduler.check()
+
+
+def test_a_reset_ends_the_wait() -> None:
+    host = asking_host()
+    request = Request("a", PROMPT)
+    host.ask(request)
+    host.host.idle()
+    host.scheduler.reset_cache()
+    host.end_step()
+    assert host.ask(request) == 0
+
+
+# The manager
+
+
+def test_the_first_tier_that_has_a_row_gives_it_and_none_is_asked_in_vain() -> None:
+    tiered = Tiered(num_tiers=2)
+    disk, far = tiered.tiers
+    disk.held = set(keys(1, 2))
+    far.held, far.unknown = set(keys(1, 2, 3, 4)), set(keys(1, 2, 3, 4, 5))
+    anywhere = tiered.manager.anywhere
+    assert anywhere.lookup_many(keys(1, 2, 3, 5, 6), context()) == [True, True, None, None, False]
+    assert anywhere.lookup_prefix(keys(1, 2, 3), context()) is None
+    assert anywhere.lookup_prefix(keys(1, 2, 3), context(), wait=False) == 2
+    (inquiry,) = tiered.manager.unknown(keys(1, 2, 3, 4, 5, 6))
+    assert (inquiry.tier, inquiry.keys) == (far, keys(3, 4, 5))
+    assert inquiry.cost == ("object", 3 * ROW, 0)
+    tiered.manager.ask([inquiry], 1.0, context())
+    tiered.submit()
+    assert tiered.manager.is_asking(context())
+    assert tiered.manager.wait_any(0.0), "an idle engine waits for the answer"
+    far.answer()
+    tiered.poll()
+    assert not tiered.manager.is_asking(context())
+    assert not tiered.manager.wait_any(0.0)
+    assert anywhere.lookup_prefix(keys(1, 2, 3, 4, 5), context()) == 4
+    assert tiered.wish(1, 2, 3, 4)
+    tiered.submit()
+    assert [len(job.rows) for tier in tiered.tiers for job in tier.promotions.values()] == [2, 2]
+
+
+def test_tiers_are_lent_the_whole_pool() -> None:
+    tiered = Tiered(8)
+    assert tiered.tier.lent == [8 * ROW]
+    assert tiered.manager.unknown([key(1)]) == []
