@@ -30,6 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"errors", "namespace", "settings", "tier_config"},
     "digests": {"errors", "file_hasher"},
     "file_hasher": set(),
+    "file_systems": set(),
     "namespace": {"digests", "errors"},
     "native": {"errors"},
     "keys": {"errors", "native"},
