@@ -95,6 +95,7 @@ def test_the_kill_is_a_fifth_plot() -> None:
     assert heights["fill recomputed"] / heights["fill disk"] == pytest.approx(2.7 / 0.3, rel=0.02)
     assert len(list(plots[4].iter("circle"))) == 9
     text = text_of(page)
+    assert "restarted, disk: 600 rows (75.0 MiB of 512.0 MiB), 141 promoted (17.6 MiB in 0.00 s of I/O)" in text
     assert "killed (SIGKILL) and started again over the same folder, from disk. It could answer 2.5 s after" in text
 
 

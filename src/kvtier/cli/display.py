@@ -25,6 +25,7 @@ from kvtier.demo.summary import (
     Row,
     describe_model,
     describe_restart,
+    describe_tiers,
     format_ms,
     summarize,
     summarize_restart,
@@ -178,3 +179,5 @@ def _print_restart(console: Console, restart: RestartResult) -> None:
     table = _make_table(("", *RESTART_RUNS.values()), rows)
     lines = "\n".join(f"{label}\n    {' → '.join(values)}" for label, *values in rows)
     console.print(table if _fits(console, table) else Text(f"\n{lines}\n"))
+    for line in describe_tiers(restart):
+        console.print(Text(line), soft_wrap=True)

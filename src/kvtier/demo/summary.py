@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvtier.config import format_size
+from kvtier.connector.stats import describe_tier
 from kvtier.demo.result import DemoResult, PoolUse, RestartResult, RunResult
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Row",
     "describe_model",
     "describe_restart",
+    "describe_tiers",
     "format_ms",
     "summarize",
     "summarize_restart",
@@ -123,6 +125,11 @@ def summarize_restart(restart: RestartResult) -> Iterator[tuple[str, str, str, s
         yield _row(label, (_share(tokens, run) if tokens else "–" for tokens, run in loaded))
     yield _row("  from the GPU", (_share(run.from_gpu, run) for run in runs))
     yield _row("  recomputed", (_share(run.recomputed, run) for run in runs))
+
+
+def describe_tiers(restart: RestartResult) -> list[str]:
+    """Say what the disk tier had counted in either process."""
+    return [f"{when}, {describe_tier(tier)}" for when, tier in zip(("killed", "restarted"), restart.tiers, strict=True)]
 
 
 def _row(label: str, values: Iterator[str]) -> tuple[str, str, str, str]:

@@ -20,6 +20,7 @@ from kvtier.demo.summary import (
     RESTART_RUNS,
     describe_model,
     describe_restart,
+    describe_tiers,
     format_ms,
     summarize,
     summarize_restart,
@@ -150,8 +151,9 @@ def _restart(result: DemoResult) -> Iterator[str]:
         rows = [(_indented(label), *values) for label, *values in summarize_restart(restart)]
         table = _table(("", *RESTART_RUNS.values()), rows)
         caption = f"<figcaption><h2>{title}</h2><p>{escape(describe_restart(restart))}</p></figcaption>"
+        counted = "".join(f'<p class="soft">{escape(line)}</p>' for line in describe_tiers(restart))
         plot = _figure(restart_figure(restart))
-        yield f'<section class="plots">{plot}<figure>{caption}{table}</figure></section>'
+        yield f'<section class="plots">{plot}<figure>{caption}{table}{counted}</figure></section>'
     elif result.restart_skipped is not None:
         yield _section(title, f"<p>Not run: {escape(result.restart_skipped)}</p>")
 
