@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -12,12 +14,14 @@ from xml.etree import ElementTree
 import pytest
 
 from kvtier.cli import main
+from kvtier.config import KVTierConfig
+from kvtier.demo import DemoSettings, RequestResult, RunResult, Workload, restart
 from kvtier.demo import run as demo_run
 from kvtier.demo.models import QUICK_MODEL
 from kvtier.engine import ModelConfig, random_weights, save_model
 
 TINY = QUICK_MODEL | {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-SMALL = ["demo", "--quick", "--conversations", "5", "--turns", "2", "--no-report", "--json", "-"]
+SMALL = ["demo", "--quick", "--conversations", "5", "--turns", "2", "--no-disk", "--no-report", "--json", "-"]
 
 
 @pytest.fixture(autouse=True)
@@ -46,13 +50,15 @@ def expect_sums(result: dict[str, Any]) -> None:
         assert sum(request[name] for request in result["per_request"]) == result[name]
 
 
-def test_quick_as_a_process(here: Path) -> None:
-    before = shared_pools()
-    command = [sys.executable, "-m", "kvtier", "demo", "--quick", "--json", "-"]
-    done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=100, check=False)
+def test_quick_as_a_process(here: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    before, disk = shared_pools(), tmp_path_factory.mktemp("disk")
+    command = [sys.executable, "-m", "kvtier", "demo", "--quick", "--json", "-", "--disk-folder", str(disk)]
+    done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     expect_sums(result)
+    expect_answers_from_disk(result["restart"])
+    assert list(disk.iterdir()) == [], "its files are removed"
     assert result["identical"] is True
     assert result["requests"] == len(result["per_request"]) == 24
     assert result["tokens_from_tiers"]["cpu"] > 0.3 * result["prompt_tokens"]
@@ -61,11 +67,112 @@ def test_quick_as_a_process(here: Path) -> None:
     assert sum(result["why_missing"].values()) <= 24
     assert set(result["ttft_ms"]["on"]) == {"p50", "p99"}
     assert "with kvtier: 24/24 requests" in done.stderr
+    assert "disk, after kill -9: 5/5 requests" in done.stderr
+    assert "generated tokens are the same in all runs" in done.stderr
     page = ElementTree.parse(here / "kvtier-report.html").getroot()
     assert page.tag == "html"
     assert "built-in model (llama), 1.12 million parameters, random weights" in "".join(page.itertext())
     assert [path.name for path in here.iterdir()] == ["kvtier-report.html"]
     assert shared_pools() == before
+
+
+def expect_answers_from_disk(restart: dict[str, Any]) -> None:
+    """Nothing was there at first; then all but the end of each prompt came from the pool, and from disk."""
+    assert restart["exit_code"] == -9, "the process was killed"
+    assert restart["requests"] == len(restart["per_request"]) == 5
+    loaded = restart["tokens_from_tiers"]
+    assert (loaded["computed"], loaded["pool"].keys(), loaded["disk"].keys()) == ({}, {"cpu"}, {"disk"})
+    assert loaded["pool"]["cpu"] == loaded["disk"]["disk"] > 0.8 * restart["prompt_tokens"]
+    assert all(request["tokens_recomputed"] <= 16 for request in restart["per_request"])
+    assert restart["tokens_recomputed"]["computed"] > 0.8 * restart["prompt_tokens"]
+    assert restart["ttft_ms"].keys() == {"computed", "pool", "disk"}
+    assert restart["restart_seconds"] > 0
+    before, after = restart["tier"]["before"], restart["tier"]["after"]
+    assert restart["rows_found"] >= before["demoted"] > 0
+    assert (before["promoted"], after["failed_checks"]) == (0, 0)
+    assert after["promoted"] * 16 >= loaded["disk"]["disk"]
+
+
+class Interfering:
+    """A watcher that does something when a run begins, and keeps what it is told."""
+
+    def __init__(self, when: str, act: Callable[[], None]) -> None:
+        self._when, self._act = when, act
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def begin(self, run: str, requests: int) -> None:
+        if run == self._when:
+            self._act()
+
+    def advance(self, run: str, request: RequestResult) -> None: ...
+
+    def end(self, run: str, result: RunResult) -> None: ...
+
+
+def small_settings(folder: Path) -> DemoSettings:
+    return DemoSettings(
+        kvtier=KVTierConfig.from_dict({"cpu": {"capacity": "8MiB"}}),
+        model=TINY,
+        workload=Workload(conversations=2, turns=1, system=32, opening=64, answer=2),
+        disk_folder=folder,
+    )
+
+
+def kill_children() -> None:
+    for child in multiprocessing.active_children():
+        child.kill()
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_process_that_ends_by_itself_costs_its_run_only(here: Path) -> None:
+    watcher = Interfering("computed", kill_children)
+    result = demo_run.run_demo(small_settings(here), watcher)
+    assert result.identical
+    assert result.restart is None
+    assert result.restart_skipped == "the engine's process ended by itself, with code -9"
+    assert watcher.notes == [f"no run over a disk: {result.restart_skipped}"]
+    assert list(here.iterdir()) == []
+
+
+def test_a_disk_without_room_costs_its_run_only(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restart, "_ROW_OVERHEAD", 1 << 45)
+    watcher = Interfering("nothing", interrupt)
+    result = demo_run.run_demo(small_settings(here), watcher)
+    assert result.restart is None
+    (note,) = watcher.notes
+    assert "of free space, found" in note
+    assert "\n" not in note
+    assert list(here.iterdir()) == []
+
+
+def test_memory_is_no_disk() -> None:
+    watcher = Interfering("computed", interrupt)
+    result = demo_run.run_demo(small_settings(Path("/dev/shm")), watcher)
+    assert result.restart is None
+    assert watcher.notes == [
+        "no run over a disk: /dev/shm is memory (tmpfs); name a folder on a disk with --disk-folder"
+    ]
+
+
+def test_ctrl_c_leaves_nothing_behind(here: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        demo_run.run_demo(small_settings(here), Interfering("computed", interrupt))
+    assert list(here.iterdir()) == []
+    assert multiprocessing.active_children() == []
+
+
+def test_a_folder_that_is_none_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "file").touch()
+    for name in ("nowhere", "file"):
+        assert main(["demo", "--quick", "--disk-folder", name]) == 2
+        expected = f"kvtier: --disk-folder: expected a folder that exists, got '{name}'\n"
+        assert capsys.readouterr().err == expected
 
 
 def test_returning_conversations_are_loaded(capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,7 +212,9 @@ def test_a_small_tier_evicts_and_says_so(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_a_tier_without_capacity_serves(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--quick", "--cpu-capacity", "0"]) == 0
-    assert "0 B" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "0 B" in out
+    assert "note: no run over a disk: the CPU tier has no room for one prompt of the last turn" in out
     assert (here / "kvtier-report.html").exists()
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
-from kvtier.demo.result import DemoResult, PoolUse, RequestResult, RunResult
+from kvtier.demo.result import DemoResult, PoolUse, RequestResult, RestartResult, RunResult
+from kvtier.tiers.base import TierStats
 
 CONFIG = {
     "model": {
@@ -57,3 +58,27 @@ def with_wrong_token(result: DemoResult, index: int = 3) -> DemoResult:
     first, _, *rest = requests[index].token_ids
     requests[index] = replace(requests[index], token_ids=(first, 4242, *rest))
     return replace(result, on=replace(result.on, requests=tuple(requests)))
+
+
+def tier_stats(**more: object) -> TierStats:
+    """Make what a disk tier counts, of 600 rows in 4,096 slots unless told otherwise."""
+    counts = {counter.name: 0 for counter in fields(TierStats)}
+    named = {"name": "disk", "medium": "STORAGE", "state": "open", "suspended": None, "used": 600, "capacity": 4096}
+    size = {"used_bytes": 600 << 17, "capacity_bytes": 4096 << 17}
+    return TierStats(**counts | named | size | more)  # type: ignore[arg-type]
+
+
+def with_restart(result: DemoResult) -> DemoResult:
+    """Add a run over a disk of the first three requests of the last turn."""
+    last = result.on.requests[-1].turn
+    asked = [request for request in result.off.requests if request.turn == last][:3]
+    runs = []
+    for tiers, recomputed, ttft in (({}, 768, 0.9), ({"cpu": 752}, 16, 0.07), ({"disk": 752}, 16, 0.1)):
+        requests = tuple(
+            replace(request, from_tiers=tiers, recomputed=recomputed, ttft=ttft * number)
+            for number, request in enumerate(asked, 2)
+        )
+        runs.append(RunResult(requests, 3.0, 2.5))
+    stats = tier_stats(demoted=600, demoted_bytes=600 << 17), tier_stats(promoted=141, promoted_bytes=141 << 17)
+    restart = RestartResult(*runs, exit_code=-9, restart_seconds=2.5, rows_found=600, tiers=stats)
+    return replace(result, restart=restart)

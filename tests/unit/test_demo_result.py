@@ -6,10 +6,10 @@ import json
 from dataclasses import replace
 
 import pytest
-from tests.unit.demo_kit import demo_result, run, with_wrong_token
+from tests.unit.demo_kit import demo_result, run, with_restart, with_wrong_token
 
 from kvtier.demo.result import DemoResult, Difference, percentile
-from kvtier.demo.summary import MEANINGS, format_ms, summarize
+from kvtier.demo.summary import MEANINGS, format_ms, summarize, summarize_restart
 from kvtier.offload.base import MissReason
 
 
@@ -68,8 +68,46 @@ def test_json_names_the_tier_even_if_nothing_came_from_it() -> None:
 def test_json_marks_the_request_that_differs() -> None:
     plain = with_wrong_token(demo_result()).to_dict()
     assert plain["identical"] is False
-    assert plain["first_difference"] == {"conversation": 4, "turn": 1, "position": 2, "off": 1, "on": 4242}
+    expected = {"conversation": 4, "turn": 1, "position": 2, "off": 1, "on": 4242, "run": "on"}
+    assert plain["first_difference"] == expected
     assert [index for index, request in enumerate(plain["per_request"]) if not request["identical"]] == [3]
+
+
+@pytest.mark.parametrize("name", ["computed", "pool", "disk"])
+def test_a_difference_after_a_kill_counts(name: str) -> None:
+    result = with_restart(demo_result())
+    assert result.identical
+    restart = result.restart
+    assert restart is not None
+    run = restart.runs[name]
+    wrong = replace(run.requests[1], token_ids=(2, 4, 8))
+    run = replace(run, requests=(run.requests[0], wrong, run.requests[2]))
+    result = replace(result, restart=replace(restart, **{name: run}))
+    assert result.difference == Difference(conversation=2, turn=4, position=3, off=7, on=8, run=name)
+    words = {
+        "computed": "over a disk, computed",
+        "pool": "over a disk, from the pool",
+        "disk": "from disk after a kill",
+    }
+    assert str(result.difference).endswith(f"token 7 without kvtier, 8 {words[name]}")
+
+
+def test_json_tells_of_the_kill() -> None:
+    plain = json.loads(json.dumps(with_restart(demo_result()).to_dict()))["restart"]
+    assert plain["exit_code"] == -9
+    assert plain["ttft_ms"]["disk"]["p50"] == pytest.approx(300)
+    assert plain["tokens_from_tiers"] == {"computed": {}, "pool": {"cpu": 2256}, "disk": {"disk": 2256}}
+    assert plain["tier"]["before"]["demoted"] == 600
+    assert len(plain["per_request"]) == 3
+    assert demo_result().to_dict()["restart"] is None
+
+
+def test_the_second_table_has_a_column_for_each_run() -> None:
+    restart = with_restart(demo_result()).restart
+    assert restart is not None
+    rows = {label.strip(): values for label, *values in summarize_restart(restart)}
+    assert rows["first token, p50"] == ["2.70 s", "210 ms", "300 ms"]
+    assert rows["from disk"] == ["–", "–", "2,256 (78%)"]
 
 
 def test_percentiles_interpolate() -> None:

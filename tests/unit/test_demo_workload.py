@@ -57,3 +57,10 @@ def test_nothing_may_be_empty(field: str) -> None:
 def test_seeds_are_those_that_every_generator_takes(seed: int) -> None:
     with pytest.raises(ConfigError, match=r"^seed: "):
         Workload(seed=seed)
+
+
+def test_a_prompt_is_all_that_was_said_before() -> None:
+    answers = {Turn(2, 1): (7, 7), Turn(2, 2): (8,), Turn(2, 3): (9,)}
+    said = [SMALL.message_of(Turn(2, number), 1000) for number in (1, 2, 3)]
+    expected = [*SMALL.system_prompt(1000), *said[0], 7, 7, *said[1], 8, *said[2]]
+    assert SMALL.prompt_of(Turn(2, 3), answers, 1000) == expected

@@ -19,7 +19,7 @@ PACKAGE = Path(kvtier.__file__).parent
 
 BASE = {"config", "errors", "keys", "namespace", "settings", "tier_config"}
 BELOW_TRANSFER = BASE | {"memory", "policies", "pool"}
-BELOW_OFFLOAD = BELOW_TRANSFER | {"transfer", "tiers", "events"}
+BELOW_OFFLOAD = BELOW_TRANSFER | {"transfer", "tiers", "events", "metrics"}
 BELOW_CONNECTOR = BELOW_OFFLOAD | {"offload"}
 BELOW_ENGINE = BELOW_CONNECTOR | {"connector"}
 
@@ -30,6 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"errors", "namespace", "settings", "tier_config"},
     "digests": {"errors", "file_hasher"},
     "file_hasher": set(),
+    "file_systems": set(),
     "namespace": {"digests", "errors"},
     "native": {"errors"},
     "keys": {"errors", "native"},
@@ -38,7 +39,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rendezvous": {"errors"},
     "pool": BASE | {"memory", "rendezvous"},
     "events": {"errors", "keys"},
-    "index": {"errors", "events", "keys"},
+    "metrics": {"errors"},
+    "index": {"errors", "events", "keys", "metrics"},
     "transfer": BELOW_TRANSFER | {"native"},
     "tiers": BELOW_TRANSFER,
     "offload": BELOW_OFFLOAD,
@@ -47,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations": BELOW_ENGINE | {"__version__"},
 }
 """What each part of kvtier may import from the others, lazily or not. Below are those that may import anything."""
-ON_TOP = {"__main__", "cli", "demo", "metrics", "planner", "report", "testing"}
+ON_TOP = {"__main__", "cli", "demo", "planner", "report", "testing"}
 
 NEED_TORCH = (
     "kvtier.engine",

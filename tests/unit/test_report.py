@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.demo_kit import demo_result, with_wrong_token
+from tests.unit.demo_kit import demo_result, with_restart, with_wrong_token
 
 from kvtier.demo.result import DemoResult
 from kvtier.report import render_report
@@ -84,6 +84,27 @@ def test_there_are_four_plots_with_axes_and_alternative_text() -> None:
         assert len([text for text in plot.iter("text") if "tick" in text.attrib["class"]]) >= 5
 
 
+def test_the_kill_is_a_fifth_plot() -> None:
+    page = parse(with_restart(demo_result()))
+    assert "came from disk in 300 ms; computing it took 2.70 s" in text_of(next(page.iter("header")))
+    assert "✓ identical: all 99 generated tokens are the same" in text_of(next(page.iter("header")))
+    plots = list(page.iter("svg"))
+    assert len(plots) == 5
+    heights = {bar.attrib["class"]: float(bar.attrib["height"]) for bar in plots[4].iter("rect")}
+    assert heights.keys() == {"fill recomputed", "fill cpu", "fill disk"}
+    assert heights["fill recomputed"] / heights["fill disk"] == pytest.approx(2.7 / 0.3, rel=0.02)
+    assert len(list(plots[4].iter("circle"))) == 9
+    text = text_of(page)
+    assert "restarted, disk: 600 rows (75.0 MiB of 512.0 MiB), 141 promoted (17.6 MiB in 0.00 s of I/O)" in text
+    assert "killed (SIGKILL) and started again over the same folder, from disk. It could answer 2.5 s after" in text
+
+
+def test_a_run_over_a_disk_that_was_left_out_is_not_hidden() -> None:
+    page = parse(replace(demo_result(), restart_skipped="/tmp is memory <tmpfs>"))
+    assert "Not run: /tmp is memory <tmpfs>" in text_of(page)
+    assert len(list(page.iter("svg"))) == 4
+
+
 def test_each_request_is_a_dot_in_both_colours() -> None:
     dots = [dot.attrib["class"] for dot in next(parse(demo_result()).iter("svg")).iter("circle")]
     assert sorted(set(dots)) == ["dot off", "dot on"]
@@ -121,7 +142,7 @@ def test_what_came_from_outside_is_escaped() -> None:
 @pytest.mark.parametrize("ttft", [0.0, 1e-6, 0.5, 4000.0])
 @pytest.mark.parametrize(("conversations", "turns"), [(1, 1), (1, 12), (40, 2), (3, 30)])
 def test_every_shape_of_demo_is_drawn_inside_its_frame(conversations: int, turns: int, ttft: float) -> None:
-    page = parse(demo_result(conversations, turns, ttft=ttft))
+    page = parse(with_restart(demo_result(conversations, turns, ttft=ttft)))
     for plot in page.iter("svg"):
         for element in plot.iter():
             for name in ("x", "x1", "x2", "cx"):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 import runpy
 from dataclasses import fields, replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -189,10 +191,34 @@ def test_every_step_is_ended_once(engine: Engine) -> None:
     assert scheduler.cost.compute_seconds(1) is not None
 
 
-def test_every_counter_is_shown() -> None:
-    from kvtier.integrations.vllm.metrics import COUNTERS
+def test_names_at_metrics_stay() -> None:
+    """Dashboards know them. What is of a tier has its name as a label; nothing else has one of its own."""
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-    assert COUNTERS.keys() == {field.name for field in fields(ConnectorStats)}
+    from kvtier.integrations.vllm.metrics import KVTierMetrics
+
+    registry = CollectorRegistry()
+    kinds = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
+    config = SimpleNamespace(kv_transfer_config=None)
+    shown = KVTierMetrics(config, kinds, ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]})
+    shown.observe({"loads": 2, "tier_promoted:disk": 3, "tier_suspended:disk": 1, "used_bytes": 10}, 1)
+    shown.observe({"load_seconds": [0.25], "tier_demote_seconds:disk": [0.5, 40.0]}, 1)
+    text = generate_latest(registry).decode()
+    for total in fields(ConnectorStats):
+        assert f'vllm:kvtier_{total.name}_total{{engine="0",model_name="m"}} 0.0' in text
+    for line in (
+        'loads_total{engine="1",model_name="m"} 2.0',
+        'evictions_total{engine="1",model_name="m"} 0.0',
+        'refusals_total{engine="1",model_name="m"} 0.0',
+        'used_bytes{engine="1",model_name="m"} 10.0',
+        'capacity_bytes{engine="1",model_name="m"} 0.0',
+        'load_seconds_bucket{engine="1",le="0.5",model_name="m"} 1.0',
+        'store_seconds_count{engine="1",model_name="m"} 0.0',
+        'tier_promoted_total{engine="1",model_name="m",tier="disk"} 3.0',
+        'tier_suspended{engine="1",model_name="m",tier="disk"} 1.0',
+        'tier_demote_seconds_bucket{engine="1",le="+Inf",model_name="m",tier="disk"} 2.0',
+    ):
+        assert f"vllm:kvtier_{line}\n" in text, line
 
 
 def test_a_capacity_of_zero_is_said_once(llama: Path, said: list[str]) -> None:

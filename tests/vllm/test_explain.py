@@ -9,6 +9,7 @@ from urllib.request import urlopen
 import pytest
 from tests.vllm.engines import Engine, as_connector, make_prompt, vllm_engine
 from tests.vllm.test_server import ANSWER, serving
+from tests.vllm.test_tiers import wait_open
 
 from kvtier.connector import Explanation
 from kvtier.offload import MissReason
@@ -121,6 +122,23 @@ def test_levels_and_times_are_shown(llama: Path) -> None:
     assert 0 < found["vllm:kvtier_load_seconds"].sum < 60
 
 
+def test_tiers_are_shown(llama: Path, tmp_path: Path) -> None:
+    settings = {"tiers": [{"disk": {"path": str(tmp_path), "capacity": "4MiB"}}]}
+    with vllm_engine(llama, settings) as engine:
+        manager = wait_open(engine)
+        engine.generate([make_prompt(0, 128)])
+        engine.settle()
+        (tier,), pool = manager.tier_stats(), manager.stats()
+        found = {metric.name.removeprefix("vllm:kvtier_"): metric for metric in engine.llm.get_metrics()}
+    assert found["tier_demoted"].labels["tier"] == "disk"
+    assert found["tier_demoted"].value == tier.demoted > 0
+    assert found["tier_used_bytes"].value == tier.used_bytes
+    assert found["tier_capacity_bytes"].value == tier.capacity_bytes
+    assert found["tier_suspended"].value == 0
+    assert found["tier_demote_seconds"].count > 0
+    assert found["used_bytes"].value == (pool.slots - pool.free) * ROW, "of a pool with tiers below it too"
+
+
 def test_counts_add_up_and_levels_do_not() -> None:
     from kvtier.integrations.vllm import KVTierStats
 
@@ -128,6 +146,10 @@ def test_counts_add_up_and_levels_do_not() -> None:
     both = first.aggregate(KVTierStats({"loads": 2, "stores": 1, "load_seconds": [0.75], "used_bytes": 4}))
     assert both.data == {"loads": 3, "stores": 1, "load_seconds": [0.25, 0.75], "used_bytes": 4}
     assert both.reduce()["kvtier load_seconds median"] == "0.5000"
+    tier = KVTierStats({"tier_demoted:disk": 2, "tier_used_bytes:disk": 4096, "tier_suspended:disk": 1})
+    both = tier.aggregate(KVTierStats({"tier_demoted:disk": 1, "tier_used_bytes:disk": 8192, "tier_suspended:disk": 0}))
+    assert both.data == {"tier_demoted:disk": 3, "tier_used_bytes:disk": 8192, "tier_suspended:disk": 0}
+    assert both.reduce()["kvtier tier_used_bytes:disk"] == "8.0 KiB"
 
 
 @pytest.mark.slow

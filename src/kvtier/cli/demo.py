@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -76,6 +77,13 @@ _AtOnce = Annotated[int, Option(metavar="N", help="How many of them wait for an 
 _Seed = Annotated[int, Option(help="Of the tokens, the order of asking and the built-in weights.")]
 _Json = Annotated[str | None, Option("--json", metavar="FILE|-", help="Also write the result as JSON; - is stdout.")]
 _Report = Annotated[Path, Option(metavar="FILE", help="Where the HTML report goes.")]
+_DiskFolder = Annotated[
+    Path | None,
+    Option(
+        metavar="FOLDER", help="Where the run over a disk keeps its files, a while.", show_default="temporary files"
+    ),
+]
+_NoDisk = Annotated[bool, Option("--no-disk", help="Leave out the run over a disk.")]
 _NoReport = Annotated[bool, Option("--no-report", help="Write no report.")]
 _Quick = Annotated[bool, Option("--quick", help="A tiny model and short conversations: a few seconds.")]
 _Debug = Annotated[bool, Option("--debug", help="Show tracebacks of errors.")]
@@ -96,6 +104,8 @@ def demo_command(
     turns: _Turns = None,
     concurrency: _AtOnce = 2,
     seed: _Seed = 0,
+    disk_folder: _DiskFolder = None,
+    no_disk: _NoDisk = False,
     json_file: _Json = None,
     report: _Report = Path("kvtier-report.html"),
     no_report: _NoReport = False,
@@ -104,7 +114,7 @@ def demo_command(
 ) -> None:
     """Run conversations over a GPU cache too small for them, without and with kvtier, and compare.
 
-    Exits with 1 if any token differs.
+    Then an engine over a disk is killed and started again. Exits with 1 if any token differs.
     """
     try:
         asked = {"conversations": conversations, "turns": turns}
@@ -121,6 +131,7 @@ def demo_command(
             device=device,
             dtype=dtype,
             compute_dtype=compute_dtype,
+            disk_folder=None if no_disk else _expect_folder(disk_folder or Path(tempfile.gettempdir())),
         )
         command = ["kvtier", *(context.obj or ["demo"])]
         identical = _run(settings, command, json_file, None if no_report else report)
@@ -146,6 +157,12 @@ def _run(settings: DemoSettings, command: list[str], json_file: str | None, repo
         if json_file is not None:
             _write_json(json_file, result)
     return result.identical
+
+
+def _expect_folder(path: Path) -> Path:
+    if not path.is_dir():
+        raise InputError(f"--disk-folder: expected a folder that exists, got {str(path)!r}")
+    return path
 
 
 def _expect_writable(option: str, path: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""What `kvtier demo` shows: both runs as they go, and the table at the end.
+"""What `kvtier demo` shows: the runs as they go, and the tables at the end.
 
 On a terminal a live table, elsewhere a line for each quarter of a run. Where a table is too wide for the terminal,
 its rows become lines that wrap: nothing is cut off. One thread.
@@ -7,7 +7,7 @@ its rows become lines that wrap: nothing is cut off. One thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -19,12 +19,24 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from kvtier.demo.result import DemoResult, RequestResult, RunResult
-from kvtier.demo.summary import Row, describe_model, format_ms, summarize
+from kvtier.demo.result import DemoResult, RequestResult, RestartResult, RunResult
+from kvtier.demo.summary import (
+    RESTART_RUNS,
+    Row,
+    describe_model,
+    describe_restart,
+    describe_tiers,
+    format_ms,
+    summarize,
+    summarize_restart,
+)
 
 __all__ = ["ProgressDisplay", "print_result"]
 
 _NAMES = {"off": "without kvtier", "on": "with kvtier"}
+_ALL_NAMES = _NAMES | RESTART_RUNS
+_FEW = 8
+"""Requests of a run that is told of once, when it is over."""
 _REFRESHES_PER_SECOND = 8
 
 
@@ -44,7 +56,7 @@ class _Run:
         return (
             f"{len(self.requests)}/{self.total}",
             f"{result.from_gpu:,}",
-            f"{sum(result.from_tiers.values()):,}" if self.name == "on" else "–",
+            f"{sum(result.from_tiers.values()):,}" if self.name != "off" else "–",
             f"{result.recomputed:,}",
             format_ms(result.ttft_ms(50)) if self.requests else "",
             f"{result.wall_seconds:.0f} s",
@@ -83,8 +95,8 @@ class ProgressDisplay:
         """Count a request of it."""
         line = self._runs[run]
         line.requests.append(request)
-        done = len(line.requests)
-        if not self._console.is_terminal and done * 4 // line.total > (done - 1) * 4 // line.total:
+        done, parts = len(line.requests), 4 if line.total >= _FEW else 1
+        if not self._console.is_terminal and done * parts // line.total > (done - 1) * parts // line.total:
             self._console.print(_sentence(line), soft_wrap=True)
 
     def end(self, run: str, result: RunResult) -> None:
@@ -101,19 +113,19 @@ class ProgressDisplay:
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
         for heading in ("", ""):
             table.add_column(heading)
-        for heading in ("requests", "GPU", "CPU tier", "recomputed", "TTFT p50", ""):
+        for heading in ("requests", "GPU", "loaded", "recomputed", "TTFT p50", ""):
             table.add_column(heading, justify="right", no_wrap=True)
         for line in self._runs.values():
             bar = ProgressBar(total=line.total, completed=len(line.requests), width=14)
-            table.add_row(_NAMES[line.name], bar, *line.cells())
+            table.add_row(_ALL_NAMES[line.name], bar, *line.cells())
         return table
 
 
 def _sentence(line: _Run) -> str:
     """Write all that the live table shows."""
-    count, gpu, cpu, recomputed, ttft, wall = line.cells()
-    tokens = f"tokens from GPU {gpu}, from CPU tier {cpu}, recomputed {recomputed}"
-    return f"{_NAMES[line.name]}: {count} requests in {wall}, {tokens}, first token p50 {ttft}".removesuffix(" ")
+    count, gpu, loaded, recomputed, ttft, wall = line.cells()
+    tokens = f"tokens from GPU {gpu}, loaded {loaded}, recomputed {recomputed}"
+    return f"{_ALL_NAMES[line.name]}: {count} requests in {wall}, {tokens}, first token p50 {ttft}".removesuffix(" ")
 
 
 def _fits(console: Console, table: Table) -> bool:
@@ -132,17 +144,16 @@ def _list(rows: Iterable[Row]) -> Text:
 
 
 def print_result(console: Console, result: DemoResult) -> None:
-    """Print which model ran, both runs side by side, and the verdict."""
+    """Print which model ran, the runs side by side, and the verdict."""
     console.print(Text(f"model: {describe_model(result)}"))
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold")
-    for heading in ("", *_NAMES.values(), ""):
-        table.add_column(heading, justify="right" if table.columns else "left", no_wrap=True)
     rows = list(summarize(result))
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+    table = _make_table(("", *_NAMES.values(), ""), rows)
     console.print(table if _fits(console, table) else _list(rows))
+    if result.restart is not None:
+        _print_restart(console, result.restart)
     if result.difference is None:
-        tokens = f"all {result.on.generated_tokens:,} generated tokens are the same in both runs"
+        runs = "both" if result.restart is None else "all"
+        tokens = f"all {result.compared_tokens:,} generated tokens are the same in {runs} runs"
         console.print(Text(f"✓ identical: {tokens}", style="bold green"), soft_wrap=True)
         return
     console.print(Text(f"✗ tokens differ, first in {result.difference}", style="bold red"), soft_wrap=True)
@@ -150,3 +161,23 @@ def print_result(console: Console, result: DemoResult) -> None:
         console.print(
             f"In {compute}, rounding depends on the batch; --compute-dtype float64 rules that out.", soft_wrap=True
         )
+
+
+def _make_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold")
+    for heading in headings:
+        table.add_column(heading, justify="right" if table.columns else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table
+
+
+def _print_restart(console: Console, restart: RestartResult) -> None:
+    """Print the run over a disk: what it was, its table, and what the tier counted."""
+    console.print(Text(describe_restart(restart)), soft_wrap=True)
+    rows = list(summarize_restart(restart))
+    table = _make_table(("", *RESTART_RUNS.values()), rows)
+    lines = "\n".join(f"{label}\n    {' → '.join(values)}" for label, *values in rows)
+    console.print(table if _fits(console, table) else Text(f"\n{lines}\n"))
+    for line in describe_tiers(restart):
+        console.print(Text(line), soft_wrap=True)

@@ -1,13 +1,98 @@
-"""What the scheduler's side counts. Scheduler thread only; whoever reads a total elsewhere may read an old one."""
+"""What the scheduler's side counts, and how it is shown: as metrics, and in words.
+
+Scheduler thread only; whoever reads a total of `ConnectorStats` elsewhere may read an old one.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from kvtier.config import format_size
 from kvtier.connector.explain import Explanation
 from kvtier.connector.jobs import LoadJob, StoreJob
+from kvtier.connector.times import TransferTimes
+from kvtier.metrics import SECONDS, Kind, Metric, Registry, Sample
+from kvtier.offload.base import OffloadingManager
+from kvtier.offload.manager import CPUOffloadingManager
+from kvtier.offload.tiered import TieredOffloadingManager
+from kvtier.tiers.base import TierStats
 
-__all__ = ["ConnectorStats"]
+__all__ = ["METRICS", "ConnectorStats", "describe_tier", "is_of_tiers", "make_registry"]
+
+_COUNTERS = {
+    "loads": "Loads from the pool that are over.",
+    "loads_failed": "Loads that did not deliver everything, so that vLLM recomputed it.",
+    "load_bytes": "Bytes loaded, over all ranks.",
+    "stores": "Stores to the pool that are over.",
+    "stores_failed": "Stores that did not deliver everything.",
+    "store_bytes": "Bytes stored, over all ranks.",
+    "waits": "Times that a request was asked to wait for a chunk on its way.",
+    "not_worth": "Times that computing was expected to be faster than a load.",
+    "flushes": "Stores that had to end before a step overwrote what they read.",
+    "expired": "Transfers that were given up because not every worker reported them.",
+    "asked_tokens": "Prompt tokens that vLLM's own cache did not have.",
+    "loaded_tokens": "Prompt tokens of them that were loaded instead of computed.",
+}
+"""The totals of `ConnectorStats`."""
+_POOL_COUNTERS = {
+    "evictions": "Chunks that left the pool for others.",
+    "refusals": "Chunks that were offered and not taken: below the threshold, or no place.",
+}
+_UNWRITTEN = {"unwritten": "Chunks that left the pool, or were needed, before a tier below had written them."}
+_POOL_GAUGES = {
+    "used_bytes": "Host memory that chunks take, those being written and read included.",
+    "capacity_bytes": "Host memory for chunks.",
+}
+_TRANSFER_TIMES = {
+    "load_seconds": "Seconds from the order of a load until every worker had reported it.",
+    "store_seconds": "Seconds from the order of a store until every worker had reported it.",
+}
+_TIER_COUNTERS = {
+    "promoted": "Rows that a tier has brought into the pool.",
+    "promoted_bytes": "Bytes of them.",
+    "demoted": "Rows that were written to a tier.",
+    "demoted_bytes": "Bytes of them.",
+    "dropped": "Rows that a tier had taken and did not write: withdrawn, reset, suspended or too late.",
+    "refused": "Rows that were offered to a tier and not taken: no room, or beyond the write limit.",
+    "evicted": "Rows that left a tier for others.",
+    "failed_checks": "Rows that did not have the bytes that were sealed.",
+    "failed": "Calls on a row that ended with an error.",
+    "late": "Rows that a tier did not move before their deadline.",
+}
+_TIER_GAUGES = {
+    "used_bytes": "Bytes of the rows that a tier holds.",
+    "capacity_bytes": "Bytes of the rows that a tier has room for.",
+    "queued_bytes": "Bytes that wait for a tier's I/O.",
+    "stuck": "Rows whose call has not returned although its time was over.",
+    "suspended": "1 while a tier gives or takes nothing because its calls failed or hung.",
+}
+_TIER_TIMES = {
+    "promote_seconds": "Seconds of I/O of rows that were promoted together.",
+    "demote_seconds": "Seconds of I/O of rows that were demoted together.",
+}
+
+
+def _metrics() -> Iterator[Metric]:
+    for names, kind, prefix in (
+        (_COUNTERS | _POOL_COUNTERS | _UNWRITTEN, Kind.COUNTER, ""),
+        (_POOL_GAUGES, Kind.GAUGE, ""),
+        (_TRANSFER_TIMES, Kind.HISTOGRAM, ""),
+        (_TIER_COUNTERS, Kind.COUNTER, "tier_"),
+        (_TIER_GAUGES, Kind.GAUGE, "tier_"),
+        (_TIER_TIMES, Kind.HISTOGRAM, "tier_"),
+    ):
+        for name, text in names.items():
+            yield Metric(prefix + name, kind, text, SECONDS if kind is Kind.HISTOGRAM else ())
+
+
+METRICS = {metric.name: metric for metric in _metrics()}
+"""All metrics of a connector, by name."""
+
+
+def is_of_tiers(metric: Metric) -> bool:
+    """Say whether a metric has a value for each tier below the pool, with the label `tier`."""
+    return metric.name.startswith("tier_")
 
 
 @dataclass(slots=True)
@@ -48,3 +133,69 @@ class ConnectorStats:
             loaded = sum(explanation.from_tiers.values())
             self.asked_tokens += loaded + explanation.recomputed
             self.loaded_tokens += loaded
+
+
+def make_registry(stats: ConnectorStats, times: TransferTimes, manager: OffloadingManager, row_bytes: int) -> Registry:
+    """Return the metrics of a connector, named `kvtier_...`. Reading those of the pool counts its slots."""
+    registry = Registry("kvtier_")
+
+    def read_connector() -> dict[str, list[Sample]]:
+        seconds: dict[str, list[Sample]] = {"load_seconds": [({}, times.loads)], "store_seconds": [({}, times.stores)]}
+        return seconds | {name: [({}, getattr(stats, name))] for name in _COUNTERS}
+
+    registry.add(_named(_COUNTERS, _TRANSFER_TIMES), read_connector)
+    if isinstance(manager, CPUOffloadingManager | TieredOffloadingManager):
+        _add_pool(registry, manager, row_bytes)
+    if isinstance(manager, TieredOffloadingManager):
+        _add_tiers(registry, manager)
+    return registry
+
+
+def _named(*groups: Iterable[str], prefix: str = "") -> list[Metric]:
+    return [METRICS[prefix + name] for names in groups for name in names]
+
+
+def _add_pool(registry: Registry, manager: CPUOffloadingManager | TieredOffloadingManager, row_bytes: int) -> None:
+    def read() -> dict[str, list[Sample]]:
+        pool = manager.stats()
+        return {
+            "evictions": [({}, pool.evicted)],
+            "refusals": [({}, pool.refused)],
+            "used_bytes": [({}, (pool.slots - pool.free) * row_bytes)],
+            "capacity_bytes": [({}, pool.slots * row_bytes)],
+        }
+
+    registry.add(_named(_POOL_COUNTERS, _POOL_GAUGES), read)
+
+
+def _add_tiers(registry: Registry, manager: TieredOffloadingManager) -> None:
+    def read() -> dict[str, list[Sample]]:
+        samples: dict[str, list[Sample]] = {}
+        for tier in manager.tier_stats():
+            labels = {"tier": tier.name}
+            for name in (*_TIER_COUNTERS, *_TIER_GAUGES):
+                value = tier.suspended is not None if name == "suspended" else getattr(tier, name)
+                samples.setdefault(f"tier_{name}", []).append((labels, int(value)))
+            for direction, times in manager.tier_times.items():
+                samples.setdefault(f"tier_{direction}_seconds", []).append((labels, times[tier.name]))
+        return samples
+
+    registry.add(_named(_UNWRITTEN), lambda: {"unwritten": [({}, manager.unwritten)]})
+    registry.add(_named(_TIER_COUNTERS, _TIER_GAUGES, _TIER_TIMES, prefix="tier_"), read)
+
+
+def describe_tier(tier: TierStats) -> str:
+    """Say in one line what a tier holds, what it moved, and what went wrong, if anything did."""
+    parts = [
+        f"{tier.used:,} rows ({format_size(tier.used_bytes)} of {format_size(tier.capacity_bytes)})",
+        f"{tier.promoted:,} promoted ({format_size(tier.promoted_bytes)} in {tier.promote_seconds:.2f} s of I/O)",
+        f"{tier.demoted:,} demoted ({format_size(tier.demoted_bytes)} in {tier.demote_seconds:.2f} s of I/O)",
+    ]
+    for name in ("evicted", "refused", "dropped", "failed_checks", "failed", "late", "stuck"):
+        if count := getattr(tier, name):
+            parts.append(f"{count:,} {name.replace('_', ' ')}")
+    if tier.suspended is not None:
+        parts.append(f"suspended: {tier.suspended}")
+    elif tier.state not in ("open", "closed"):
+        parts.append(tier.state)
+    return f"{tier.name}: {', '.join(parts)}"

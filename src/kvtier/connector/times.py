@@ -1,35 +1,24 @@
 """How long transfers took, from their order until every rank had reported, for whoever shows it.
 
-What arrived is noted, not what failed. Of what nobody takes, only the newest is kept. Scheduler thread only.
+What arrived is noted, not what failed. Scheduler thread only.
 """
 
 from __future__ import annotations
 
-from collections import deque
-
 from kvtier.connector.jobs import LoadJob, StoreJob
+from kvtier.metrics import Histogram
 
 __all__ = ["TransferTimes"]
 
-_MOST = 1024
-
 
 class TransferTimes:
-    """Seconds of loads and of stores since they were last taken."""
+    """Seconds of loads and of stores."""
 
     def __init__(self) -> None:
-        self._loads: deque[float] = deque(maxlen=_MOST)
-        self._stores: deque[float] = deque(maxlen=_MOST)
+        self.loads, self.stores = Histogram(), Histogram()
 
     def note(self, job: LoadJob | StoreJob, now: float) -> None:
         """Note that a job is over."""
         if not job.failed:
-            times = self._loads if isinstance(job, LoadJob) else self._stores
-            times.append(now - job.started)
-
-    def take(self) -> tuple[list[float], list[float]]:
-        """Take the seconds of loads and those of stores."""
-        taken = list(self._loads), list(self._stores)
-        self._loads.clear()
-        self._stores.clear()
-        return taken
+            times = self.loads if isinstance(job, LoadJob) else self.stores
+            times.observe(now - job.started)

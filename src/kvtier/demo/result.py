@@ -1,21 +1,24 @@
-"""What the demo measured: each request of the run without kvtier (`off`) and of the one with it (`on`), and their sums.
+"""What the demo measured: each request of the run without kvtier (`off`), of the one with it (`on`) and of those
+over a disk before and after a kill (`restart`), and their sums.
 
-Requests of both runs stand in the order in which they were asked, which is the same. Times are in seconds unless a name ends
-in `_ms`. Immutable; any thread.
+Requests of all runs stand in the order in which they were asked, which is the same. Times are in seconds unless a
+name ends in `_ms`. Immutable; any thread.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvtier import __version__
+from kvtier.tiers.base import TierStats
 
-__all__ = ["DemoResult", "Difference", "PoolUse", "RequestResult", "RunResult", "percentile"]
+__all__ = ["DemoResult", "Difference", "PoolUse", "RequestResult", "RestartResult", "RunResult", "percentile"]
 
 
 def percentile(values: list[float], percent: float) -> float:
@@ -114,29 +117,96 @@ class Difference(NamedTuple):
     position: int
     off: int | None
     on: int | None
+    run: str = "on"
+    """In which it differs from the run without kvtier; `on` is the token there."""
 
     def __str__(self) -> str:
-        tokens = f"token {self.off} without kvtier, {self.on} with it"
+        tokens = f"token {self.off} without kvtier, {self.on} {_RUNS[self.run]}"
         return f"conversation {self.conversation}, turn {self.turn}, answer token {self.position}: {tokens}"
+
+
+_RUNS = {
+    "on": "with it",
+    "computed": "over a disk, computed",
+    "pool": "over a disk, from the pool",
+    "disk": "from disk after a kill",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RestartResult:
+    """The same prompts three times: computed, from the pool, and from disk after that process was killed."""
+
+    computed: RunResult
+    pool: RunResult
+    disk: RunResult
+    exit_code: int
+    """Of the first process: minus nine, the number of SIGKILL."""
+    restart_seconds: float
+    """From the kill until the second process could answer: Python, torch, the model and the tier were loaded."""
+    rows_found: int
+    """Rows that the second process found on disk."""
+    tiers: tuple[TierStats, TierStats]
+    """What the disk tier had counted in the first process and in the second, when they were killed."""
+
+    @property
+    def runs(self) -> dict[str, RunResult]:
+        """The runs by name, in their order."""
+        return {"computed": self.computed, "pool": self.pool, "disk": self.disk}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain values for JSON."""
+        return {
+            "requests": len(self.disk.requests),
+            "exit_code": self.exit_code,
+            "restart_seconds": self.restart_seconds,
+            "rows_found": self.rows_found,
+            "prompt_tokens": self.disk.prompt_tokens,
+            "ttft_ms": {name: _ttft(run) for name, run in self.runs.items()},
+            "tokens_from_gpu": {name: run.from_gpu for name, run in self.runs.items()},
+            "tokens_from_tiers": {name: run.from_tiers for name, run in self.runs.items()},
+            "tokens_recomputed": {name: run.recomputed for name, run in self.runs.items()},
+            "tier": dict(zip(("before", "after"), map(asdict, self.tiers), strict=True)),
+            "per_request": [
+                {
+                    "conversation": request.conversation,
+                    "turn": request.turn,
+                    "ttft_ms": {name: run.requests[index].ttft * 1000 for name, run in self.runs.items()},
+                    "tokens_from_tiers": request.from_tiers,
+                    "tokens_recomputed": request.recomputed,
+                    "first_miss": request.first_miss,
+                }
+                for index, request in enumerate(self.disk.requests)
+            ],
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """Both runs, and the settings under which they ran."""
+    """All runs, and the settings under which they ran."""
 
     off: RunResult
     on: RunResult
     config: dict[str, Any] = field(default_factory=dict)
+    restart: RestartResult | None = None
+    restart_skipped: str | None = None
+    """Why there was no run over a disk, although one was asked for."""
 
     @property
     def difference(self) -> Difference | None:
-        """The first token that is not the same in both runs, in the order of asking."""
+        """The first token that is not the same as in the run without kvtier, in the order of asking."""
         return next(self._differences(), None)
 
     @property
     def identical(self) -> bool:
-        """Whether all answers are equal, token for token."""
+        """Whether all answers are equal, token for token, in all runs."""
         return self.difference is None
+
+    @property
+    def compared_tokens(self) -> int:
+        """How many generated tokens were compared with those of the run without kvtier."""
+        restarted = [] if self.restart is None else self.restart.runs.values()
+        return self.on.generated_tokens + sum(run.generated_tokens for run in restarted)
 
     @property
     def ttft_speedup_p50(self) -> float:
@@ -173,6 +243,8 @@ class DemoResult:
             "recomputed": {"off": off.recomputed, "on": on.recomputed},
             "preemptions": {"off": off.preemptions, "on": on.preemptions},
             "pool": on.pool and on.pool._asdict(),
+            "restart": self.restart and self.restart.to_dict(),
+            "restart_skipped": self.restart_skipped,
             "config": self.config,
             "kvtier_version": __version__,
             "per_request": [_pair(*pair) for pair in zip(off.requests, on.requests, strict=True)],
@@ -182,11 +254,19 @@ class DemoResult:
         return ("off", self.off), ("on", self.on)
 
     def _differences(self) -> Iterator[Difference]:
-        for off, on in zip(self.off.requests, self.on.requests, strict=True):
-            for position in range(max(len(off.token_ids), len(on.token_ids))):
-                tokens = [run.token_ids[position] if position < len(run.token_ids) else None for run in (off, on)]
-                if tokens[0] != tokens[1]:
-                    yield Difference(off.conversation, off.turn, position + 1, tokens[0], tokens[1])
+        yield from _differences("on", self.off.requests, self.on.requests)
+        if self.restart is not None:
+            asked = {(request.conversation, request.turn): request for request in self.off.requests}
+            for name, run in self.restart.runs.items():
+                off = [asked[request.conversation, request.turn] for request in run.requests]
+                yield from _differences(name, off, run.requests)
+
+
+def _differences(run: str, off: Sequence[RequestResult], on: Sequence[RequestResult]) -> Iterator[Difference]:
+    for expected, got in zip(off, on, strict=True):
+        for position, tokens in enumerate(zip_longest(expected.token_ids, got.token_ids), 1):
+            if tokens[0] != tokens[1]:
+                yield Difference(expected.conversation, expected.turn, position, *tokens, run)
 
 
 def _ttft(run: RunResult, from_turn: int = 1) -> dict[str, float]:

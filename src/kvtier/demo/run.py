@@ -1,8 +1,8 @@
-"""Plays the workload on an engine without kvtier and on one with it, and measures.
+"""Plays the workload on an engine without kvtier and on one with it, and measures; then the run over a disk.
 
-Both get the same prompts in the same order, and both are warm when the clock starts. Answers are greedy. By default activations
-are float64, so that rounding does not depend on who shares a batch and the two runs can be compared token by token. Whatever
-happens, the engines are closed. One thread.
+Both get the same prompts in the same order, and both are warm when the clock starts. Answers are greedy. By default
+activations are float64, so that rounding does not depend on who shares a batch and the runs can be compared token by
+token. Whatever happens, the engines are closed. One thread.
 """
 
 from __future__ import annotations
@@ -10,44 +10,37 @@ from __future__ import annotations
 import time
 from collections import deque
 from contextlib import ExitStack
-from random import Random
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from kvtier.config import format_size
+from kvtier.demo.play import request_result, warm_up
+from kvtier.demo.restart import run_restart
 from kvtier.demo.result import DemoResult, PoolUse, RequestResult, RunResult
 from kvtier.demo.setup import DemoSettings, describe, open_engines, token_bytes
+from kvtier.demo.watcher import Watcher
 from kvtier.demo.workload import Turn
+from kvtier.errors import OutsideError
 
 if TYPE_CHECKING:
     from kvtier.engine import Engine, RequestOutput
 
-__all__ = ["Watcher", "run_demo"]
-
-_WARM_UP_TOKENS = 64
-
-
-class Watcher(Protocol):
-    """Who wants to see progress. Calls come on the thread that runs the demo."""
-
-    def note(self, text: str) -> None:
-        """Say something worth knowing."""
-        ...
-
-    def begin(self, run: str, requests: int) -> None:
-        """Tell that a run, `off` or `on`, begins."""
-        ...
-
-    def advance(self, run: str, request: RequestResult) -> None:
-        """Tell that a request of it has finished."""
-        ...
-
-    def end(self, run: str, result: RunResult) -> None:
-        """Tell that it is over."""
-        ...
+__all__ = ["run_demo"]
 
 
 def run_demo(settings: DemoSettings, watcher: Watcher) -> DemoResult:
-    """Run the workload without and with kvtier and return what was measured."""
+    """Run the workload without and with kvtier, kill and restart an engine, and return what was measured."""
+    result = _compare(settings, watcher)
+    if settings.disk_folder is None:
+        return result
+    try:
+        return replace(result, restart=run_restart(settings, result, watcher))
+    except OutsideError as error:
+        watcher.note(f"no run over a disk: {error}")
+        return replace(result, restart_skipped=str(error))
+
+
+def _compare(settings: DemoSettings, watcher: Watcher) -> DemoResult:
     with ExitStack() as stack:
         on, off = open_engines(settings, stack)
         _note_capacity(settings, on, watcher)
@@ -57,7 +50,8 @@ def run_demo(settings: DemoSettings, watcher: Watcher) -> DemoResult:
 
 def _run(name: str, engine: Engine, settings: DemoSettings, watcher: Watcher) -> RunResult:
     """Play the whole workload on one engine."""
-    _warm_up(engine, settings.workload.seed)
+    warm_up(engine, settings.workload.seed)
+    engine.reset_prefix_cache(reset_connector=True)
     watcher.begin(name, settings.workload.requests)
     people = _People(engine, settings)
     start, start_cpu = time.perf_counter(), time.process_time()
@@ -106,42 +100,13 @@ class _People:
         """Note an answer; the next prompt of its conversation contains it."""
         turn = self._asking.pop(output.request_id)
         said = self._said[turn.conversation]
-        self._answered[turn] = _result(turn, len(said), output)
+        self._answered[turn] = request_result(turn, len(said), output)
         said += output.token_ids
         return self._answered[turn]
 
     def results(self) -> tuple[RequestResult, ...]:
         """Return all requests in the order of asking."""
         return tuple(self._answered[turn] for turn in self._workload.rounds())
-
-
-def _result(turn: Turn, prompt_tokens: int, output: RequestOutput) -> RequestResult:
-    source, ttft = output.source, output.ttft
-    assert source is not None
-    assert ttft is not None
-    return RequestResult(
-        conversation=turn.conversation,
-        turn=turn.turn,
-        prompt_tokens=prompt_tokens,
-        token_ids=tuple(output.token_ids),
-        from_gpu=source.gpu,
-        from_tiers=dict(source.tiers),
-        recomputed=source.recomputed,
-        first_miss=None if source.first_miss is None else source.first_miss.value,
-        ttft=ttft,
-        preemptions=output.preemptions,
-    )
-
-
-def _warm_up(engine: Engine, seed: int) -> None:
-    """Run a request that shares nothing with the workload, and forget it: the first pass of a process pays for its set-up."""
-    from kvtier.engine import SamplingParams
-
-    random, config = Random(f"{seed}/warm-up"), engine.model.config
-    prompt = [random.randrange(config.vocab_size) for _ in range(min(_WARM_UP_TOKENS, engine.max_model_len - 2))]
-    engine.generate([prompt], SamplingParams(max_tokens=2, ignore_eos=True))
-    engine.drain()
-    engine.reset_prefix_cache(reset_connector=True)
 
 
 def _note_capacity(settings: DemoSettings, engine: Engine, watcher: Watcher) -> None:

@@ -1,7 +1,7 @@
-"""What the demo runs on: its settings, and the two engines made from them.
+"""What the demo runs on: its settings, and the engines made from them.
 
-Both engines have the same model, loaded once, and the same settings; nothing differs but the connector. Sizes that do not go
-together are refused before anything is allocated. One thread.
+The two engines of one process have the same model, loaded once, and the same settings; nothing differs but the
+connector. Sizes that do not go together are refused before anything is allocated. One thread.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvtier.errors import ConfigError, OutsideError
 if TYPE_CHECKING:
     from kvtier.engine import Engine, EngineConfig
 
-__all__ = ["DemoSettings", "describe", "open_engines", "token_bytes"]
+__all__ = ["DemoSettings", "describe", "make_engine", "open_engines", "token_bytes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,8 @@ class DemoSettings:
     device: str = "cpu"
     dtype: str = "float32"
     compute_dtype: str = "float64"
+    disk_folder: Path | None = None
+    """In which the run over a disk makes a folder of its own, and removes it; `None`: there is no such run."""
 
     def __post_init__(self) -> None:
         for name in ("block_size", "concurrency"):
@@ -70,15 +72,21 @@ def _make_engines(settings: DemoSettings, config: EngineConfig, stack: ExitStack
     """Make the engine with kvtier first: it is the one that may be refused."""
     from kvtier.engine import Engine
 
-    if isinstance(settings.model, Path):
-        on = Engine.from_folder(settings.model, config, settings.kvtier)
-    else:
-        on = Engine.from_config(settings.model, config, settings.kvtier, seed=settings.workload.seed)
-    stack.enter_context(on)
+    on = stack.enter_context(make_engine(settings, settings.kvtier))
     if on.max_model_len < (longest := settings.workload.longest()):
         problem = f"expected room for the longest conversation ({longest} tokens), got {config.num_blocks} blocks"
         raise ConfigError("num_blocks", f"{problem} of {config.block_size}")
     return on, stack.enter_context(Engine(on.model, config))
+
+
+def make_engine(settings: DemoSettings, kvtier: KVTierConfig) -> Engine:
+    """Load the model and make an engine over kvtier with these settings of it."""
+    from kvtier.engine import Engine
+
+    config = _engine_config(settings)
+    if isinstance(settings.model, Path):
+        return Engine.from_folder(settings.model, config, kvtier)
+    return Engine.from_config(settings.model, config, kvtier, seed=settings.workload.seed)
 
 
 def _engine_config(settings: DemoSettings) -> EngineConfig:

@@ -9,9 +9,23 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvtier.config import format_size
-from kvtier.demo.result import DemoResult, PoolUse, RunResult
+from kvtier.connector.stats import describe_tier
+from kvtier.demo.result import DemoResult, PoolUse, RestartResult, RunResult
 
-__all__ = ["MEANINGS", "Row", "describe_model", "format_ms", "summarize"]
+__all__ = [
+    "MEANINGS",
+    "RESTART_RUNS",
+    "Row",
+    "describe_model",
+    "describe_restart",
+    "describe_tiers",
+    "format_ms",
+    "summarize",
+    "summarize_restart",
+]
+
+RESTART_RUNS = {"computed": "computed", "pool": "from the pool", "disk": "disk, after kill -9"}
+"""The runs over a disk, and what people call them."""
 
 MEANINGS = {
     "nothing": "All whole chunks were there; only the rest of the prompt, less than a chunk, was computed.",
@@ -87,6 +101,40 @@ def summarize(result: DemoResult) -> Iterator[Row]:
         yield Row("CPU tier in use", "–", _in_use(on.pool))
         yield Row("  chunks evicted", "–", f"{on.pool.evicted:,}")
     yield Row("same tokens", "", "identical" if result.identical else "DIFFERENT")
+
+
+def describe_restart(restart: RestartResult) -> str:
+    """Say what was done, in a sentence or two."""
+    count = len(restart.disk.requests)
+    prompts = f"{count} prompts of the last turn were" if count > 1 else "A prompt of the last turn was"
+    return (
+        f"Over a disk: {prompts} computed, answered from the pool, and, after the engine's process was killed"
+        f" (SIGKILL) and started again over the same folder, from disk. It could answer {restart.restart_seconds:.1f} s"
+        " after the kill, most of which Python, torch and the model took."
+    )
+
+
+def summarize_restart(restart: RestartResult) -> Iterator[tuple[str, str, str, str]]:
+    """Yield the rows of the second table: a label, and a value for each run."""
+    runs = restart.runs.values()
+    for percent in (50, 99):
+        yield _row(f"first token, p{percent}", (format_ms(run.ttft_ms(percent)) for run in runs))
+    yield _row("prompt tokens", (f"{run.prompt_tokens:,}" for run in runs))
+    for tier, label in (("cpu", "  from the pool"), ("disk", "  from disk")):
+        loaded = [(run.from_tiers.get(tier, 0), run) for run in runs]
+        yield _row(label, (_share(tokens, run) if tokens else "–" for tokens, run in loaded))
+    yield _row("  from the GPU", (_share(run.from_gpu, run) for run in runs))
+    yield _row("  recomputed", (_share(run.recomputed, run) for run in runs))
+
+
+def describe_tiers(restart: RestartResult) -> list[str]:
+    """Say what the disk tier had counted in either process."""
+    return [f"{when}, {describe_tier(tier)}" for when, tier in zip(("killed", "restarted"), restart.tiers, strict=True)]
+
+
+def _row(label: str, values: Iterator[str]) -> tuple[str, str, str, str]:
+    computed, pool, disk = values
+    return label, computed, pool, disk
 
 
 def _share(tokens: int, run: RunResult) -> str:

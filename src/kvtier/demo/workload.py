@@ -10,7 +10,7 @@ every platform; answers are the engine's own. Immutable; any thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
@@ -69,6 +69,15 @@ class Workload:
         """Return the user's tokens of a turn."""
         random = Random(f"{self.seed}/message/{turn.conversation}/{turn.turn}")
         return _draw(random, self._length_of(turn, random), vocabulary)
+
+    def prompt_of(self, turn: Turn, answers: Mapping[Turn, Sequence[int]], vocabulary: int) -> list[int]:
+        """Return all that was said in a conversation up to a turn, whose answer comes next."""
+        said = self.system_prompt(vocabulary)
+        for number in range(1, turn.turn + 1):
+            earlier = Turn(turn.conversation, number)
+            said += self.message_of(earlier, vocabulary)
+            said += answers[earlier] if number < turn.turn else ()
+        return said
 
     def longest(self) -> int:
         """Return the tokens of the longest conversation when it ends, prompt and answer."""

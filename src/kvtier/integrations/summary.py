@@ -3,8 +3,8 @@
 A timer's thread looks at the running totals every `INTERVAL` seconds and tells what has changed: an engine
 that works in bursts, or sits in one long step, is heard of too. A line speaks of the time since the last look
 only, so that a pool that has stopped helping shows. The thread reads totals and nothing else of the scheduler's;
-one that it reads too early is told next time. `close` tells the rest. All methods are for one thread, which need
-not be the scheduler's.
+one that it reads too early is told next time. `close` tells the rest and, of each tier below the pool, all that it
+did since the start. All methods are for one thread, which need not be the scheduler's, but for `close`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 
 from kvtier.config import format_size
 from kvtier.connector import ConnectorStats
+from kvtier.connector.stats import describe_tier
+from kvtier.tiers import TierStats
 
 __all__ = ["INTERVAL", "Summary"]
 
@@ -24,12 +26,17 @@ INTERVAL = 60.0
 
 
 class Summary:
-    """Turns running totals into lines."""
+    """Turns running totals into lines. `read_tiers` reads what tiers have counted, on the thread that closes."""
 
     def __init__(
-        self, stats: ConnectorStats, tell: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+        self,
+        stats: ConnectorStats,
+        tell: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+        read_tiers: Callable[[], Iterable[TierStats]] = tuple,
     ) -> None:
         self._stats = stats
+        self._read_tiers = read_tiers
         self._tell = tell
         self._clock = clock
         self._since = clock()
@@ -52,11 +59,14 @@ class Summary:
             self._tell(_describe(counts, seconds))
 
     def close(self) -> None:
-        """End the timer and tell the rest. Idempotent."""
+        """End the timer and tell the rest. Idempotent. On the scheduler's thread, or when that has ended."""
+        is_first = not self._closed.is_set()
         self._closed.set()
         if self._timer is not None:
             self._timer.join()
         self.tell_changes()
+        for tier in self._read_tiers() if is_first else ():
+            self._tell(f"kvtier, tier {describe_tier(tier)}")
 
     def _run(self) -> None:
         while not self._closed.wait(INTERVAL):

@@ -31,12 +31,13 @@ import numpy.typing as npt
 
 from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey
+from kvtier.metrics import Histogram
 from kvtier.offload.base import MissReason, OffloadingEvent, OffloadingManager, PrepareStoreOutput, ReqContext
 from kvtier.offload.demotions import Demotions
 from kvtier.offload.inquiries import Inquiries, Inquiry, InquiryTime
 from kvtier.offload.manager import CPUOffloadingManager, ManagerStats
 from kvtier.offload.promotions import Promotions, PromotionTime, TierCost, Wish
-from kvtier.tiers.base import Piece, Tier, TierMiss, TierStats
+from kvtier.tiers.base import Outcome, Piece, Tier, TierMiss, TierResult, TierStats
 from kvtier.transfer.base import LoadStoreSpec
 
 __all__ = ["TierSeat", "TieredOffloadingManager"]
@@ -101,6 +102,10 @@ class TieredOffloadingManager(OffloadingManager):
         """Chunks of the pool that must not leave it."""
         self._offered_ahead: set[OffloadKey] = set()
         """The coldest chunks when last looked: a tier that did not want them is not asked again."""
+        self.tier_times = {
+            direction: {tier.name: Histogram() for tier in self.tiers} for direction in ("promote", "demote")
+        }
+        """Seconds of I/O of rows that were moved together, by direction and tier."""
         self._polls = 0
         self._is_closed = False
         self.anywhere = _Anywhere(self)
@@ -261,6 +266,7 @@ class TieredOffloadingManager(OffloadingManager):
         """Take in what has become of rows under way, end waits that are over, and have rows written."""
         for tier in self.tiers:
             for result in tier.poll():
+                self._note_time(tier, result)
                 jobs = self._promotions if result.job_id > 0 else self._demotions
                 if jobs.has_job(result.job_id):
                     jobs.take_result(result)
@@ -270,6 +276,11 @@ class TieredOffloadingManager(OffloadingManager):
         self._promotions.expire()
         self._write_ahead()
         self._demotions.submit()
+
+    def _note_time(self, tier: Tier, result: TierResult) -> None:
+        if result.outcome is Outcome.DONE and result.nbytes:
+            direction = "promote" if result.job_id > 0 else "demote"
+            self.tier_times[direction][tier.name].observe(result.seconds)
 
     def _write_ahead(self) -> None:
         """Offer the rows that will be evicted next to tiers that are written to then."""

@@ -1,4 +1,4 @@
-"""The four figures of the demo's report.
+"""The figures of the demo's report: four, and one more of the run over a disk.
 
 Each function takes a result and returns one SVG. Pure; any thread.
 """
@@ -9,14 +9,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from kvtier.demo.result import DemoResult, RequestResult, RunResult
+from kvtier.demo.result import DemoResult, RequestResult, RestartResult, RunResult
 from kvtier.demo.summary import format_ms
 from kvtier.report.plots import BOTTOM, LEFT, RIGHT, TOP, Linear, Log, Plot, format_count, format_time
 
-__all__ = ["RUNS", "SOURCES", "Figure", "figures"]
+__all__ = ["RUNS", "SOURCES", "Figure", "figures", "restart_figure"]
 
 RUNS = (("off", "without kvtier"), ("on", "with kvtier"))
 SOURCES = (("gpu", "from the GPU cache"), ("cpu", "loaded from the CPU tier"), ("recomputed", "recomputed"))
+
+RESTART = (
+    ("recomputed", "computed"),
+    ("cpu", "from the pool"),
+    ("disk", "from disk, after kill -9 and a new start"),
+)
+"""The runs over a disk in their order, and their colours."""
 
 
 class Figure(NamedTuple):
@@ -29,7 +36,7 @@ class Figure(NamedTuple):
 
 
 def figures(result: DemoResult) -> Iterator[Figure]:
-    """Yield all figures in the order of the page."""
+    """Yield the figures of the two runs in the order of the page."""
     caption = "One pair of dots for each request, in the order of asking."
     yield Figure("Time to first token of each request", caption, RUNS, _ttft(result))
     caption = "How many of the requests had their first token by then."
@@ -38,6 +45,12 @@ def figures(result: DemoResult) -> Iterator[Figure]:
     yield Figure("Where prompt tokens came from", caption, SOURCES, _sources(result))
     caption = "Summed up over the run. Lower is better."
     yield Figure("Prompt tokens computed so far", caption, RUNS, _computed(result))
+
+
+def restart_figure(restart: RestartResult) -> Figure:
+    """Return the figure of the run over a disk."""
+    caption = "The same prompts three times. Bars are medians, dots are requests. Lower is better."
+    return Figure("First token, before and after a kill", caption, RESTART, _restart(restart))
 
 
 def _ttft(result: DemoResult) -> str:
@@ -173,6 +186,30 @@ def _computed(result: DemoResult) -> str:
         ends["on"] = ends["off"] + 32
     for name, place in ends.items():
         plot.text(RIGHT, max(place, TOP + 4), f"{runs[name][-1]:,}", f"value {name}")
+    return plot.svg()
+
+
+def _restart(restart: RestartResult) -> str:
+    times = [[request.ttft * 1000 for request in run.requests] for run in restart.runs.values()]
+    y = Linear.up_to(time for run in times for time in run)
+    plot = Plot(
+        "Time to first token of the same prompts: computed, from the pool, from disk after a kill",
+        Linear(0, len(RESTART)),
+        y,
+        x_label="the process was killed between pool and disk",
+        y_label="time to first token",
+    )
+    plot.y_axis((tick, format_time(tick)) for tick in y.ticks())
+    runs = zip(RESTART, restart.runs.values(), times, strict=True)
+    for position, ((css, label), run, shown) in enumerate(runs):
+        middle, median = plot.x(position + 0.5), run.ttft_ms(50)
+        top = plot.y(median)
+        plot.rect_px(middle - 54, top, 60, BOTTOM - top, f"fill {css}", f"{label}: {format_ms(median)}")
+        plot.text(middle - 24, max(top - 8, TOP + 4), format_ms(median), "median")
+        for number, (request, time) in enumerate(zip(run.requests, shown, strict=True)):
+            x = position + 0.6 + 0.2 * number / len(shown)
+            plot.dot((x, time), "single", f"{_name(request)}: {format_ms(time)}")
+        plot.text(middle, BOTTOM + 20, ("computed", "pool", "disk")[position], "tick")
     return plot.svg()
 
 

@@ -15,8 +15,17 @@ from typing import Any
 from kvtier import __version__
 from kvtier.config import format_size
 from kvtier.demo.result import DemoResult
-from kvtier.demo.summary import MEANINGS, describe_model, format_ms, summarize
-from kvtier.report.figures import Figure, figures
+from kvtier.demo.summary import (
+    MEANINGS,
+    RESTART_RUNS,
+    describe_model,
+    describe_restart,
+    describe_tiers,
+    format_ms,
+    summarize,
+    summarize_restart,
+)
+from kvtier.report.figures import Figure, figures, restart_figure
 from kvtier.report.style import STYLE
 
 __all__ = ["render_report"]
@@ -47,6 +56,7 @@ def render_report(result: DemoResult, *, command: Sequence[str] = ()) -> str:
         '<section class="plots">',
         *(_figure(figure) for figure in figures(result)),
         "</section>",
+        *_restart(result),
         _section("Both runs side by side", _summary_table(result)),
         _section("Why prompt tokens had to be computed", _why_table(result)),
         _section("How this was measured", _method(result, command)),
@@ -70,10 +80,21 @@ def _headline(result: DemoResult) -> str:
 <p class="brand">kvtier demo</p>
 <h1>{_verdict(result)} <span class="model">{escape(describe_model(result))}</span></h1>
 {_badge(result)}
-<p class="lead">{len(on.requests)} requests with {on.prompt_tokens:,} prompt tokens, over a GPU cache too small for them:
-{loaded:,} tokens ({share:.0%}) came back from host memory instead of being computed again.{_caution(result)}</p>
+<p class="lead">{len(on.requests)} requests with {on.prompt_tokens:,} prompt tokens, over a GPU cache too small for
+them: {loaded:,} tokens ({share:.0%}) came back from host memory instead of being computed again.
+{_restarted(result)}{_caution(result)}</p>
 <div class="tiles">{"".join(_tile(*tile) for tile in tiles)}</div>
 </header>"""
+
+
+def _restarted(result: DemoResult) -> str:
+    if result.restart is None:
+        return ""
+    times = {name: format_ms(run.ttft_ms(50)) for name, run in result.restart.runs.items()}
+    return (
+        f" After a kill -9 and a new start, the first token came from disk in {times['disk']};"
+        f" computing it took {times['computed']}."
+    )
 
 
 def _caution(result: DemoResult) -> str:
@@ -95,7 +116,7 @@ def _verdict(result: DemoResult) -> str:
 
 def _badge(result: DemoResult) -> str:
     if result.difference is None:
-        tokens = f"all {result.on.generated_tokens:,} generated tokens are the same"
+        tokens = f"all {result.compared_tokens:,} generated tokens are the same"
         return f'<p class="badge good">✓ identical: {tokens}</p>'
     return f'<p class="badge bad">✗ tokens differ: {escape(str(result.difference))}</p>'
 
@@ -123,6 +144,20 @@ def _summary_table(result: DemoResult) -> str:
     return _table(("", "without kvtier", "with kvtier", ""), rows)
 
 
+def _restart(result: DemoResult) -> Iterator[str]:
+    """Yield the section on the run over a disk, or why there was none."""
+    restart, title = result.restart, "Killed, and started again over its disk"
+    if restart is not None:
+        rows = [(_indented(label), *values) for label, *values in summarize_restart(restart)]
+        table = _table(("", *RESTART_RUNS.values()), rows)
+        caption = f"<figcaption><h2>{title}</h2><p>{escape(describe_restart(restart))}</p></figcaption>"
+        counted = "".join(f'<p class="soft">{escape(line)}</p>' for line in describe_tiers(restart))
+        plot = _figure(restart_figure(restart))
+        yield f'<section class="plots">{plot}<figure>{caption}{table}{counted}</figure></section>'
+    elif result.restart_skipped is not None:
+        yield _section(title, f"<p>Not run: {escape(result.restart_skipped)}</p>")
+
+
 def _indented(label: str) -> str:
     return _Html(f'<span class="sub">{escape(label.strip())}</span>') if label.startswith(" ") else label
 
@@ -148,9 +183,18 @@ def _method(result: DemoResult, command: Sequence[str]) -> str:
     return f"""<p>The same requests ran twice on one engine and one model: first without kvtier, then with it. Nothing else
 differs. Each prompt is everything said so far in its conversation, so all but its end had been computed before; what the GPU
 cache forgot is computed again in one run and loaded from host memory in the other. Answers are greedy. Activations are
-{escape(_precision(result.config))}</p>
+{escape(_precision(result.config))}</p>{_restart_method(result)}
 {repeat}
 {_table(("setting", "value"), _settings(result.config), css="words")}"""
+
+
+def _restart_method(result: DemoResult) -> str:
+    if result.restart is None:
+        return ""
+    return """
+<p>The run over a disk has processes of its own, in which the rule that computes what would load slower is off: the disk is
+shown, be it worth it or not. The first process was killed in the middle of an answer, when all rows of the prompts were
+written; nothing was put in order.</p>"""
 
 
 def _precision(config: dict[str, Any]) -> str:

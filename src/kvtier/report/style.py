@@ -8,13 +8,13 @@ STYLE = """
 :root {
   color-scheme: light dark;
   --page: #f6f7f9; --card: #ffffff; --ink: #16202c; --soft: #5b6876; --line: #dfe4ea; --band: #f1f4f7;
-  --off: #8a94a0; --on: #1c6dd0; --gpu: #2a9d7c; --cpu: #1c6dd0; --recomputed: #e59a3c;
+  --off: #8a94a0; --on: #1c6dd0; --gpu: #2a9d7c; --cpu: #1c6dd0; --disk: #7a4fc4; --recomputed: #e59a3c;
   --good: #12724e; --good-back: #dcf3e8; --bad: #a3201d; --bad-back: #fbe3e1;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --page: #10151c; --card: #19202a; --ink: #e8edf3; --soft: #9aa7b5; --line: #2c3643; --band: #1f2733;
-    --off: #8793a1; --on: #5aa5f8; --gpu: #3fbf98; --cpu: #5aa5f8; --recomputed: #e3a24f;
+    --off: #8793a1; --on: #5aa5f8; --gpu: #3fbf98; --cpu: #5aa5f8; --disk: #b08df0; --recomputed: #e3a24f;
     --good: #7fe0b5; --good-back: #14382b; --bad: #ffaaa4; --bad-back: #46201f;
   }
 }
@@ -52,12 +52,13 @@ figcaption p { color: var(--soft); font-size: 14px; margin: 0 0 8px; }
 .swatch { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 7px; }
 .swatch.off { background: var(--off); } .swatch.on { background: var(--on); }
 .swatch.gpu { background: var(--gpu); } .swatch.cpu { background: var(--cpu); }
-.swatch.recomputed { background: var(--recomputed); }
+.swatch.recomputed { background: var(--recomputed); } .swatch.disk { background: var(--disk); }
 svg { display: block; width: 100%; max-width: 640px; height: auto; margin: 0 auto; overflow: visible; }
 svg text { fill: var(--soft); font-size: 13px; text-anchor: middle; font-variant-numeric: tabular-nums; }
 svg text.end, svg text.value { text-anchor: end; }
 svg text.start { text-anchor: start; }
 svg text.value { font-size: 15px; font-weight: 650; }
+svg text.median { font-size: 15px; font-weight: 650; fill: var(--ink); }
 svg text.value.off { fill: var(--soft); } svg text.value.on { fill: var(--on); }
 .grid { stroke: var(--line); stroke-width: 1; }
 .axis { stroke: var(--soft); stroke-width: 1.2; }
@@ -65,7 +66,9 @@ svg text.value.off { fill: var(--soft); } svg text.value.on { fill: var(--on); }
 .line { fill: none; stroke-width: 2.4; stroke-linejoin: round; stroke-linecap: round; }
 .line.off { stroke: var(--off); } .line.on { stroke: var(--on); } .line.link { stroke: var(--line); stroke-width: 1.4; }
 .dot.off { fill: var(--card); stroke: var(--off); stroke-width: 1.8; } .dot.on { fill: var(--on); }
+.dot.single { fill: var(--ink); fill-opacity: 0.45; }
 .fill.gpu { fill: var(--gpu); } .fill.cpu { fill: var(--cpu); } .fill.recomputed { fill: var(--recomputed); }
+.fill.disk { fill: var(--disk); }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: 15px; font-variant-numeric: tabular-nums; }
 th { text-align: left; color: var(--soft); font-weight: 500; font-size: 14px; }

@@ -108,7 +108,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._connector.connector_scheduler is not None:
             _ask_for_recompute(vllm_config)
             _say(summarize(config))
-            self._summary = Summary(self._connector.connector_scheduler.stats, _say)
+            scheduler = self._connector.connector_scheduler
+            self._summary = Summary(scheduler.stats, _say, read_tiers=scheduler.tier_stats)
             self._summary.start()
 
     def make_spec(self, config: OffloadingConfig) -> OffloadingSpec:

@@ -1,0 +1,145 @@
+"""An engine over a disk in a process of its own, which ends only by being killed.
+
+    process:    Ready  ->  Answered ...  ->  PassOver  ->  (the next pass)  ->  TierStats  ->  goes on answering
+    in a bad world:    Failure, at any point
+
+Each pass asks the same prompts after the engine's own cache was emptied. Nothing is put in order at the end,
+as nothing is when the kernel or a person kills an engine; if whoever started the process is gone, it ends too.
+The only thread of its process.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvtier.config import KVTierConfig
+from kvtier.demo.play import play, warm_up
+from kvtier.demo.result import RequestResult
+from kvtier.demo.setup import DemoSettings, make_engine
+from kvtier.demo.workload import Turn
+from kvtier.errors import KVTierError, OutsideError
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from kvtier.engine import Engine
+    from kvtier.offload.tiered import TieredOffloadingManager
+
+__all__ = ["Answered", "Failure", "Orders", "PassOver", "Ready", "serve_until_killed"]
+
+_OPEN_SECONDS = 60.0
+_STILL_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What the process is to do: `kvtier` has the disk tier, `passes` are the names of the passes."""
+
+    settings: DemoSettings
+    kvtier: KVTierConfig
+    prompts: dict[Turn, list[int]]
+    passes: tuple[str, ...]
+
+
+class Ready(NamedTuple):
+    """The model is loaded, the tier is open, the process is warm."""
+
+    rows: int
+    """That the tier has brought from a process before."""
+
+
+class Answered(NamedTuple):
+    """A request of a pass has finished."""
+
+    name: str
+    request: RequestResult
+
+
+class PassOver(NamedTuple):
+    """All requests of a pass have finished."""
+
+    wall_seconds: float
+    cpu_seconds: float
+
+
+class Failure(NamedTuple):
+    """The process cannot go on."""
+
+    why: str
+
+
+def serve_until_killed(connection: Connection[Any, Any], orders: Orders) -> None:
+    """Run the passes and tell of them. The main function of the process."""
+    logging.getLogger("kvtier").addHandler(logging.NullHandler())  # whoever started it says what there is to say
+    try:
+        with make_engine(orders.settings, orders.kvtier) as engine:
+            _serve(engine, connection, orders)
+    except (KVTierError, MemoryError, OSError, RuntimeError) as error:  # torch has no memory: a RuntimeError
+        with suppress(OSError):
+            connection.send(Failure(str(error) or type(error).__name__))
+
+
+def _serve(engine: Engine, connection: Connection[Any, Any], orders: Orders) -> None:
+    manager = _manager_of(engine)
+    _await_open(engine, manager)
+    found = manager.tier_stats()[0].used
+    warm_up(engine, orders.settings.workload.seed)
+    connection.send(Ready(found))
+    for name in orders.passes:
+        engine.reset_prefix_cache()
+        start, start_cpu = time.perf_counter(), time.process_time()
+        for request in play(
+            engine, orders.prompts, answer=orders.settings.workload.answer, concurrency=orders.settings.concurrency
+        ):
+            connection.send(Answered(name, request))
+        connection.send(PassOver(time.perf_counter() - start, time.process_time() - start_cpu))
+        engine.drain()
+        engine.check()
+    _await_written(engine, manager)
+    connection.send(manager.tier_stats()[0])
+    _go_on(engine, connection, next(iter(orders.prompts.values())))
+
+
+def _go_on(engine: Engine, connection: Connection[Any, Any], prompt: list[int]) -> None:
+    """Be in the middle of an answer when the end comes."""
+    from kvtier.engine import SamplingParams
+
+    engine.add_request(prompt, SamplingParams(max_tokens=engine.max_model_len, ignore_eos=True))
+    while engine.has_unfinished() and not connection.poll():
+        engine.step()
+    connection.poll(None)
+
+
+def _manager_of(engine: Engine) -> TieredOffloadingManager:
+    from kvtier.offload.tiered import TieredOffloadingManager
+
+    assert engine.connector is not None
+    assert engine.connector.connector_scheduler is not None
+    manager = engine.connector.connector_scheduler.manager
+    assert isinstance(manager, TieredOffloadingManager)
+    return manager
+
+
+def _await_open(engine: Engine, manager: TieredOffloadingManager) -> None:
+    """Step until the tier is open: of a model in files, its content has to be digested first."""
+    until = time.monotonic() + _OPEN_SECONDS
+    while (state := manager.tier_stats()[0].state) != "open":
+        if time.monotonic() > until:
+            raise OutsideError(f"the disk tier was not open after {_OPEN_SECONDS:.0f} s: {state}")
+        engine.step()
+
+
+def _await_written(engine: Engine, manager: TieredOffloadingManager) -> None:
+    """Step until all rows of the pool are on disk, or none has come there for a while."""
+    written, until = -1, 0.0
+    while (tier := manager.tier_stats()[0]).used < manager.stats().ready:
+        now = time.monotonic()
+        if tier.demoted > written:
+            written, until = tier.demoted, now + _STILL_SECONDS
+        elif now > until:
+            return
+        engine.step()

@@ -1,0 +1,171 @@
+"""The run over a disk: an engine's process is killed with SIGKILL and started again over the same folder.
+
+The first process answers some prompts of the demo's last turn twice: computing them, and from the pool. In the
+middle of its next answer it is killed. The second answers the same prompts from what is on disk. All tokens
+must be those that were computed. The rule that would compute instead of loading is off in both processes, so that
+the disk is seen whatever it is worth. The folder is a temporary one and is removed, as are the processes,
+whatever happens. One thread.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import tempfile
+import time
+from dataclasses import replace
+from types import TracebackType
+from typing import Self, TypeVar
+
+from kvtier.config import DiskConfig
+from kvtier.demo.killed import Answered, Failure, Orders, PassOver, Ready, serve_until_killed
+from kvtier.demo.result import DemoResult, RestartResult, RunResult
+from kvtier.demo.setup import DemoSettings
+from kvtier.demo.watcher import Watcher
+from kvtier.demo.workload import Turn
+from kvtier.errors import IntegrityError, OutsideError
+from kvtier.file_systems import find_mount
+from kvtier.tiers.base import TierStats
+
+__all__ = ["run_restart"]
+
+_MOST_PROMPTS = 5
+"""Computing more would take longer than the demo is worth."""
+_POOL_SHARE = 0.8
+"""The prompts have to fit into the pool, or it could not answer them all."""
+_ROW_OVERHEAD = 1024
+"""More than the record and the description of a row take."""
+_PATIENCE = 120.0
+_LOAD_DEADLINE = 10.0
+"""Of a load: a busy machine should show the disk too."""
+
+_T = TypeVar("_T")
+
+
+def run_restart(settings: DemoSettings, result: DemoResult, watcher: Watcher) -> RestartResult:
+    """Kill and restart an engine over a folder. `OutsideError` in one line if the disk cannot be used."""
+    parent = settings.disk_folder
+    assert parent is not None
+    mount = find_mount(parent)
+    if mount is not None and mount.is_memory:
+        raise OutsideError(f"{parent} is memory ({mount.kind}); name a folder on a disk with --disk-folder")
+    prompts, rows = _choose_prompts(settings, result)
+    try:
+        with tempfile.TemporaryDirectory(prefix="kvtier-demo-", dir=parent, ignore_cleanup_errors=True) as folder:
+            return _run(_order(settings, result, prompts, rows, folder), result, watcher)
+    except OSError as error:
+        raise OutsideError(f"{parent}: {error.strerror or error}") from error
+
+
+def _run(orders: Orders, result: DemoResult, watcher: Watcher) -> RestartResult:
+    patience = max(_PATIENCE, 3 * result.off.wall_seconds)
+    with _EngineProcess(replace(orders, passes=("computed", "pool")), patience) as first:
+        first.expect(Ready)
+        computed, pool = (first.watch(name, len(orders.prompts), watcher) for name in ("computed", "pool"))
+        before = first.expect(TierStats)
+        exit_code = first.kill()
+    began = time.perf_counter()
+    with _EngineProcess(replace(orders, passes=("disk",)), patience) as second:
+        found = second.expect(Ready).rows
+        seconds = time.perf_counter() - began
+        disk = second.watch("disk", len(orders.prompts), watcher)
+        after = second.expect(TierStats)
+    return RestartResult(
+        computed, pool, disk, exit_code=exit_code, restart_seconds=seconds, rows_found=found, tiers=(before, after)
+    )
+
+
+def _choose_prompts(settings: DemoSettings, result: DemoResult) -> tuple[dict[Turn, list[int]], int]:
+    """Return the first prompts of the last turn that fit into the pool, and how many rows they have."""
+    workload = settings.workload
+    answers = {Turn(request.conversation, request.turn): request.token_ids for request in result.off.requests}
+    slots = 0 if result.on.pool is None else int(result.on.pool.slots * _POOL_SHARE)
+    prompts, rows = dict[Turn, list[int]](), 0
+    for turn in workload.rounds():
+        if turn.turn < workload.turns or len(prompts) == _MOST_PROMPTS:
+            continue
+        prompt = workload.prompt_of(turn, answers, result.config["model"]["vocab_size"])
+        needed = _rows_of(settings, len(prompt) + workload.answer)
+        if rows + needed <= slots:
+            prompts[turn] = prompt
+            rows += needed
+    if not prompts:
+        raise OutsideError("the CPU tier has no room for one prompt of the last turn; raise --cpu-capacity")
+    return prompts, rows
+
+
+def _rows_of(settings: DemoSettings, tokens: int) -> int:
+    chunk = settings.kvtier.chunk_tokens or settings.kvtier.blocks_per_chunk * settings.block_size
+    return -(-tokens // chunk)
+
+
+def _order(
+    settings: DemoSettings, result: DemoResult, prompts: dict[Turn, list[int]], rows: int, folder: str
+) -> Orders:
+    """Give the disk room for the prompts, and for the answer in whose middle the process is killed."""
+    assert result.on.pool is not None
+    longest = _rows_of(settings, settings.num_blocks * settings.block_size)
+    capacity = (2 * rows + longest + 64) * (result.on.pool.row_bytes + _ROW_OVERHEAD)
+    disk = DiskConfig(path=folder, capacity=capacity, required=True)
+    deadline = max(settings.kvtier.load_deadline, _LOAD_DEADLINE)
+    kvtier = replace(settings.kvtier, load_if_faster=False, load_deadline=deadline, tiers=(disk,))
+    return Orders(settings, kvtier, prompts, ())
+
+
+class _EngineProcess:
+    """A child process that serves. It is killed when the context ends, at the latest."""
+
+    def __init__(self, orders: Orders, patience: float) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._patience = patience
+        self._connection, theirs = spawn.Pipe()
+        self._process = spawn.Process(target=serve_until_killed, args=(theirs, orders), daemon=True)
+        # The terminal's Ctrl-C is for this process, which kills the other: it must not end with a traceback.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            theirs.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.kill()
+        self._connection.close()
+
+    def kill(self) -> int:
+        """End the process with SIGKILL, if that was not done, and return its exit code: minus nine."""
+        self._process.kill()
+        self._process.join()
+        return self._process.exitcode or 0
+
+    def watch(self, name: str, requests: int, watcher: Watcher) -> RunResult:
+        """Wait until a pass is over, and tell the watcher of its requests."""
+        watcher.begin(name, requests)
+        answered = []
+        for _ in range(requests):
+            request = self.expect(Answered).request
+            watcher.advance(name, request)
+            answered.append(request)
+        over = self.expect(PassOver)
+        result = RunResult(tuple(answered), over.wall_seconds, over.cpu_seconds)
+        watcher.end(name, result)
+        return result
+
+    def expect(self, kind: type[_T]) -> _T:
+        """Wait for the next message. `OutsideError` if the process fails, ends or says nothing for long."""
+        if not self._connection.poll(self._patience):
+            raise OutsideError(f"the engine's process said nothing for {self._patience:.0f} s")
+        try:
+            message = self._connection.recv()
+        except (EOFError, OSError):
+            raise OutsideError(f"the engine's process ended by itself, with code {self.kill()}") from None
+        if isinstance(message, Failure):
+            raise OutsideError(message.why)
+        if not isinstance(message, kind):
+            raise IntegrityError(f"demo: expected {kind.__name__} from the engine's process, got {message!r}")
+        return message

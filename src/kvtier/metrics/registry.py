@@ -1,0 +1,146 @@
+"""Counters, gauges and histograms: what they are called, where their values are, and their text for Prometheus.
+
+Parts keep their totals in plain attributes, which cost nothing to count; a registry knows how to read them when
+somebody asks. So nothing is counted twice, and the same metrics go to a text (`Registry.text`) and to an engine
+that shows metrics of its own (`Registry.collect`). The names of counters end in `_total` in the text alone.
+
+A registry and its histograms belong to the thread of the part that they are of.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import accumulate
+
+from kvtier.errors import InputError
+
+__all__ = ["SECONDS", "Histogram", "Kind", "Metric", "Read", "Registry", "Sample", "format_family"]
+
+SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+"""Buckets of transfers: a chunk takes less than a millisecond, and `store_deadline` is 30 s."""
+_MOST_RECENT = 1024
+
+
+class Kind(Enum):
+    """What can be done with a metric's values."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """What is counted, without its values. `buckets` are the upper bounds of a histogram's."""
+
+    name: str
+    kind: Kind
+    text: str
+    buckets: tuple[float, ...] = ()
+
+
+class Histogram:
+    """How many observations were up to which size, and their sum.
+
+    The newest are kept for whoever counts them again: engines have histograms that take single values only.
+    """
+
+    def __init__(self, buckets: Sequence[float] = SECONDS) -> None:
+        self.buckets = tuple(buckets)
+        self.counts = [0] * (len(self.buckets) + 1)
+        """By bucket, not summed up; the last is of what is larger than all bounds."""
+        self.sum = 0.0
+        self._recent: deque[float] = deque(maxlen=_MOST_RECENT)
+
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        self.counts[bisect_left(self.buckets, value)] += 1
+        self.sum += value
+        self._recent.append(value)
+
+    def take_recent(self) -> list[float]:
+        """Take the values since the last call; of very many, the newest."""
+        taken = list(self._recent)
+        self._recent.clear()
+        return taken
+
+
+Sample = tuple[Mapping[str, str], float | Histogram]
+"""A value and its labels."""
+
+
+Read = Callable[[], Mapping[str, Iterable[Sample]]]
+"""Reads the values of some metrics, by name."""
+
+
+class Registry:
+    """The metrics of one part, whose names begin with `prefix`."""
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        self._groups: list[tuple[tuple[Metric, ...], Read]] = []
+
+    def add(self, metrics: Iterable[Metric], read: Read) -> None:
+        """Show metrics, whose values `read` returns all at once; of one that it leaves out there are none."""
+        known = {metric.name for group, _ in self._groups for metric in group}
+        group = tuple(metrics)
+        for metric in group:
+            if metric.name in known:
+                raise InputError(f"metrics: expected one metric of each name, got a second {metric.name}")
+            known.add(metric.name)
+        self._groups.append((group, read))
+
+    def collect(self) -> Iterator[tuple[Metric, list[Sample]]]:
+        """Read all values, metric after metric."""
+        for group, read in self._groups:
+            values = read()
+            for metric in group:
+                yield metric, list(values.get(metric.name, ()))
+
+    def text(self) -> str:
+        """Return all metrics in Prometheus' text format."""
+        return "".join(format_family(self.prefix, metric, samples) for metric, samples in self.collect())
+
+
+def format_family(prefix: str, metric: Metric, samples: Iterable[Sample]) -> str:
+    """Return one metric with all its samples in Prometheus' text format."""
+    name = f"{prefix}{metric.name}" + ("_total" if metric.kind is Kind.COUNTER else "")
+    text = metric.text.replace("\\", r"\\").replace("\n", r"\n")
+    lines = [f"# HELP {name} {text}", f"# TYPE {name} {metric.kind.value}"]
+    for labels, value in samples:
+        if isinstance(value, Histogram):
+            lines += _histogram_lines(name, labels, value)
+        else:
+            lines.append(_line(name, labels, value))
+    return "\n".join(lines) + "\n"
+
+
+def _histogram_lines(name: str, labels: Mapping[str, str], value: Histogram) -> Iterator[str]:
+    bounds = [*map(_number, value.buckets), "+Inf"]
+    for bound, count in zip(bounds, accumulate(value.counts), strict=True):
+        yield _line(f"{name}_bucket", {**labels, "le": bound}, count)
+    yield _line(f"{name}_sum", labels, value.sum)
+    yield _line(f"{name}_count", labels, sum(value.counts))
+
+
+def _line(name: str, labels: Mapping[str, str], value: float) -> str:
+    said = ",".join(f'{key}="{_escape(label)}"' for key, label in labels.items())
+    return f"{name}{{{said}}} {_number(value)}" if said else f"{name} {_number(value)}"
+
+
+def _number(value: float) -> str:
+    """Return a number as Prometheus reads it. A publisher's clock can say anything, infinity included."""
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "+Inf" if value > 0 else "-Inf"
+    return str(int(value)) if value == int(value) else repr(float(value))
+
+
+def _escape(value: str) -> str:
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
