@@ -108,12 +108,15 @@ class VllmEngine:
 
         self._scheduler.schedule = note
 
-    def submit(self, prompt: Sequence[int], max_tokens: int) -> str:
-        """Queue a prompt and return its id."""
+    def submit(self, prompt: Sequence[int], max_tokens: int, **asked: Any) -> str:
+        """Queue a prompt and return its id. What is `asked` goes to the connector (`kv_transfer_params`)."""
         self._submitted += 1
         request_id = str(self._submitted)
         self._answers[request_id] = Answer(len(prompt), time.perf_counter())
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        extra = {"kv_transfer_params": asked} if asked else None
+        params = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args=extra
+        )
         self._engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, params)
         return request_id
 
@@ -159,10 +162,14 @@ class VllmEngine:
             self.step()  # with steps scheduled ahead, blocks are freed a step later
         self.drain()
 
+    @property
+    def kvtier(self) -> Any:
+        """The scheduler's side of kvtier; `None` with another connector."""
+        return getattr(getattr(self._scheduler.connector, "_connector", None), "connector_scheduler", None)
+
     def counts(self) -> dict[str, int]:
         """Return what kvtier has counted; nothing with another connector."""
-        connector = getattr(self._scheduler.connector, "_connector", None)
-        return {} if connector is None else asdict(connector.connector_scheduler.stats)
+        return {} if self.kvtier is None else asdict(self.kvtier.stats)
 
     def facts(self) -> dict[str, Any]:
         """Return what results depend on and vLLM has chosen."""

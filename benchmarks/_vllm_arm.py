@@ -60,22 +60,24 @@ class Arm:
         self._process.start()
         theirs.close()  # else the end of the child would not be noticed
 
-    def wait_ready(self) -> dict[str, Any]:
-        """Wait until the engine runs, and return what is worth knowing of it."""
-        return self._wait_answer()
+    def wait_ready(self, timeout: float | None = None) -> dict[str, Any]:
+        """Wait until the engine runs, and return what is worth knowing of it. `TimeoutError` after so long."""
+        return self._wait_answer(timeout)
 
-    def ask(self, task: str, **named: Any) -> dict[str, Any]:
-        """Have a task done, and wait for what comes of it."""
+    def ask(self, task: str, timeout: float | None = None, **named: Any) -> dict[str, Any]:
+        """Have a task done, and wait for what comes of it. `TimeoutError` after so long."""
         self._pipe.send((task, named))
-        return self._wait_answer()
+        return self._wait_answer(timeout)
 
     def close(self) -> None:
         """End the process, whatever it does."""
         self._process.kill()
         self._process.join()
 
-    def _wait_answer(self) -> dict[str, Any]:
+    def _wait_answer(self, timeout: float | None) -> dict[str, Any]:
         try:
+            if not self._pipe.poll(timeout):
+                raise TimeoutError(f"{self.name}: expected an answer within {timeout:.0f} s")
             answer: dict[str, Any] = self._pipe.recv()
         except EOFError:
             raise RuntimeError(f"{self.name}: its process has ended; what it said is above") from None
@@ -100,7 +102,7 @@ def _serve(plan: ArmPlan, pipe: Connection) -> None:
 
 def first_tokens(engine: VllmEngine, length: int, seed: int, repetitions: int) -> dict[str, Any]:
     """Time the first token of a new prompt, then when vLLM has evicted it, then when vLLM has it."""
-    prompt = random.Random(f"first {seed} {length}").choices(range(1, 8192), k=length + 1)
+    prompt = _prompt(length, seed)
     engine.forget()
     times: dict[str, list[float]] = {"computed": [_run(engine, prompt).ttft], "evicted": [], "hit": []}
     cached = []
@@ -113,14 +115,72 @@ def first_tokens(engine: VllmEngine, length: int, seed: int, repetitions: int) -
     return times | {"cached": cached}
 
 
-def _run(engine: VllmEngine, prompt: list[int]) -> Answer:
+def _run(engine: VllmEngine, prompt: list[int], **asked: Any) -> Answer:
     """Run a prompt to its first token, and its stores to their end."""
-    request_id = engine.submit(prompt, 1)
+    request_id = engine.submit(prompt, 1, **asked)
     done: dict[str, Answer] = {}
     while request_id not in done:
         done = engine.step()
     engine.drain()
     return done[request_id]
+
+
+def _prompt(length: int, seed: int) -> list[int]:
+    """Return a prompt of so many tokens and one more, which is always computed."""
+    return random.Random(f"first {seed} {length}").choices(range(1, 8192), k=length + 1)
+
+
+def open_disk(engine: VllmEngine, seconds: float) -> dict[str, Any]:
+    """Step until the disk tier below kvtier's pool is open, or for so long, and say what it is."""
+    manager, until, seed = engine.kvtier.manager, time.perf_counter() + seconds, 0
+    while manager.tier_stats()[0].state != "open" and time.perf_counter() < until:
+        _run(engine, _prompt(8, seed))
+        seed += 1
+    (tier,), (stats,) = manager.tiers, manager.tier_stats()
+    return {"state": stats.state, "problem": tier.problem, "rows": stats.capacity, "row_bytes": tier.row_bytes}
+
+
+def fill_disk(engine: VllmEngine, length: int, seconds: float) -> dict[str, Any]:
+    """Compute a prompt and wait until the disk has all of it, or for so long. Return how long both took."""
+    manager, begin = engine.kvtier.manager, time.perf_counter()
+    before, rows = manager.tier_stats()[0].demoted, length // engine.facts()["block_size"]
+    answer = _run(engine, _prompt(length, 0))
+    while (written := manager.tier_stats()[0].demoted - before) < rows and time.perf_counter() - begin < seconds:
+        _run(engine, _prompt(8, 0))  # a step takes in what was written
+    return {"computed": answer.ttft, "seconds": time.perf_counter() - begin, "rows": rows, "written": written}
+
+
+def disk_first_tokens(engine: VllmEngine, length: int) -> dict[str, Any]:
+    """Time the first token of a prompt that the disk has: computed, loaded from there, loaded from the pool.
+
+    Also return what the cost rule expects of either way by what it has learnt.
+    """
+    core, prompt = engine.kvtier, _prompt(length, 0)
+    pool, block_size = core.manager.pool, engine.facts()["block_size"]
+    engine.forget()
+    computed = _run(engine, prompt, max_load_tokens=0)
+    engine.forget()
+    pool.discard(pool.hottest())  # as an eviction would: the tiers below keep what they have
+    before = core.manager.tier_stats()[0]
+    from_disk = _run(engine, prompt)
+    after = core.manager.tier_stats()[0]
+    engine.forget()
+    from_pool = _run(engine, prompt)
+    size = after.promoted_bytes - before.promoted_bytes
+    expected = {
+        "promote": core.cost.price_of(after.name).seconds(size),
+        "load": core.cost.load_seconds(size),
+        "compute": core.cost.compute_seconds(length),
+    }
+    return {
+        "computed": computed.ttft,
+        "disk": from_disk.ttft,
+        "pool": from_pool.ttft,
+        "cached": [computed.cached, from_disk.cached, from_pool.cached],
+        "promoted_tokens": (after.promoted - before.promoted) * block_size,
+        "promoted_bytes": size,
+        "expected": expected,
+    }
 
 
 def chats(engine: VllmEngine, kind: Chats, seed: int, rate: float | None = None) -> dict[str, Any]:
@@ -211,7 +271,10 @@ def bus(engine: VllmEngine, size: int, repetitions: int) -> dict[str, Any]:
 TASKS: dict[str, Callable[..., dict[str, Any]]] = {
     "bus": bus,
     "chats": chats,
+    "disk_first_tokens": disk_first_tokens,
+    "fill_disk": fill_disk,
     "first_tokens": first_tokens,
+    "open_disk": open_disk,
     "unique": unique,
 }
 """What a parent may ask for."""

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import pytest
 from tests.vllm.engines import Engine, as_connector, make_prompt, vllm_engine
-from tests.vllm.test_server import ANSWER, serving
 from tests.vllm.test_tiers import wait_open
 
 from kvtier.connector import Explanation
@@ -150,26 +148,3 @@ def test_counts_add_up_and_levels_do_not() -> None:
     both = tier.aggregate(KVTierStats({"tier_demoted:disk": 1, "tier_used_bytes:disk": 8192, "tier_suspended:disk": 0}))
     assert both.data == {"tier_demoted:disk": 3, "tier_used_bytes:disk": 8192, "tier_suspended:disk": 0}
     assert both.reduce()["kvtier tier_used_bytes:disk"] == "8.0 KiB"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_an_openai_client_sees_it(llama: Path) -> None:
-    with serving(llama) as client:
-        options: dict[str, Any] = {"model": "tiny", "max_tokens": ANSWER, "temperature": 0.0}
-        options["extra_body"] = {"kv_transfer_params": {"kvtier": {"explain": True}}}
-        prompt = make_prompt(0, 100)
-        first = client.completions.create(prompt=prompt, **options).kv_transfer_params["kvtier"]
-        again = client.completions.create(prompt=prompt, **options).kv_transfer_params["kvtier"]
-        others = [make_prompt(seed, 300) for seed in range(1, 4)]
-        for other in others:
-            client.completions.create(prompt=other, **(options | {"extra_body": {}}))
-        evicted = client.completions.create(prompt=prompt, **options).kv_transfer_params["kvtier"]
-        plain = client.completions.create(prompt=prompt, **(options | {"extra_body": {}}))
-        metrics = urlopen(str(client.base_url.join("/metrics"))).read().decode()
-    assert (first["from_gpu"], first["computed"], first["first_miss"]) == (0, 100, "never stored")
-    assert again["from_gpu"] == 96
-    assert evicted["from_tiers"] == {"cpu": 96}, "from host memory, since vLLM's own cache has forgotten it"
-    assert not getattr(plain, "kv_transfer_params", None)
-    for name in ("used_bytes{", "capacity_bytes{", "evictions_total{", "load_seconds_bucket{", "store_seconds_count{"):
-        assert f"vllm:kvtier_{name}" in metrics

@@ -13,6 +13,18 @@ from tests.vllm.test_faults import DEADLINES, FAULTY, use
 from kvtier.testing.faults import Fault, FaultPlan
 
 PROMPTS = [make_prompt(seed, 60 + 40 * seed) for seed in range(4)]
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+OWN = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {
+        "spec_name": "HostSpec",
+        "spec_module_path": "_vllm_host_spec",
+        "cpu_bytes_to_use": 16 << 20,
+        "offload_prompt_only": False,
+    },
+}
+"""vLLM's own connector and manager, with a worker that copies on a CPU."""
 
 
 @pytest.fixture(autouse=True)
@@ -69,3 +81,34 @@ def test_right_tokens_although_transfers_fail(model: Path, reference: Reference,
         engine.settle()
         assert engine.stats.loads > engine.stats.loads_failed > 0
     assert rounds == [reference(model, prompts, 24)] * 2
+
+
+def test_beside_vllms_own_connector(llama: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has everything: what one has lost the other gives, and so the first has it again."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    with vllm_engine(llama, {}, beside=[OWN]) as engine:
+        rounds, loads = [], []
+        for is_emptied in (False, False, True, False):
+            if is_emptied:
+                engine.connector.reset_cache()
+            rounds.append(engine.generate(PROMPTS))
+            engine.forget()
+            loads.append(engine.stats.loads)
+    assert [tokens_of(outputs) for outputs in rounds] == [reference(llama, PROMPTS)] * 4
+    assert loads == [0, 4, 4, 8]
+    assert [output.cached for output in rounds[0]] == [0] * 4
+    assert [[output.cached for output in outputs] for outputs in rounds[1:]] == [[32, 96, 128, 160]] * 3
+
+
+def test_failures_beside_vllms_own_connector(
+    llama: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What kvtier fails to load is not waited for: vLLM's own connector may give it, or it is computed."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    prompts = [make_prompt(seed % 9, 100 + 10 * (seed % 9)) for seed in range(24)]
+    use(FaultPlan(1, 0.3, (Fault.REFUSE, Fault.FAIL, Fault.HANG, Fault.SHORT)))
+    with vllm_engine(llama, DEADLINES, connector=FAULTY, beside=[OWN], num_blocks=20) as engine:
+        rounds = [tokens_of(engine.generate(prompts, 24)) for _ in range(2)]
+        engine.settle()
+        assert engine.stats.loads > engine.stats.loads_failed > 0
+    assert rounds == [reference(llama, prompts, 24)] * 2

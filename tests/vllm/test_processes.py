@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.vllm.device import skip_without_devices
@@ -52,24 +53,43 @@ def unlink_shared(mapped: set[tuple[str, str]]) -> None:
             Path(name).unlink(missing_ok=True)
 
 
+CACHED = [32, 96, 128, 160]
+"""Of the prompts of `turns.py` what fills whole blocks, and is not the last token."""
+
+
+def run_turns(*arguments: str) -> tuple[dict[str, list[Any]], set[tuple[str, str]]]:
+    """Run `turns.py` until it has told its results and kill it; return these and the files that were mapped."""
+    with running(str(TURNS), *arguments) as process:
+        assert process.stdout is not None
+        said: list[str] = []
+        told = any(said.append(line) or line.startswith('{"computed"') for line in process.stdout)
+        assert told, "it has ended:\n" + "".join(said[-20:])
+        mapped = mapped_files(process.pid)
+    return json.loads(said[-1]), mapped
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
-def test_same_tokens_and_nothing_left_behind(llama: Path, tensor_parallel_size: int) -> None:
+def test_same_tokens_and_nothing_left_behind(llama: Path, tensor_parallel_size: int, tmp_path: Path) -> None:
+    """Two ranks have a disk below their pool: killed, and started again, they have from there what they had."""
     skip_without_devices(tensor_parallel_size)
-    with running(str(TURNS), str(llama), str(tensor_parallel_size)) as process:
-        assert process.stdout is not None
-        line = next(line for line in process.stdout if line.startswith('{"computed"'))
-        mapped = mapped_files(process.pid)
-    result = json.loads(line)
-    tokens, cached = zip(*result["loaded"], strict=True)
-    assert list(tokens) == [tokens for tokens, _ in result["computed"]]
-    assert [cached for _, cached in result["computed"]] == [0] * 4
-    assert list(cached) == [32, 96, 128, 160]
+    arguments = [str(llama), str(tensor_parallel_size), *[str(tmp_path)] * (tensor_parallel_size > 1)]
+    result, mapped = run_turns(*arguments)
+    tokens, cached, sources = zip(*result["loaded"], strict=True)
+    assert list(tokens) == [tokens for tokens, *_ in result["computed"]]
+    assert [turn[1:] for turn in result["computed"]] == [[0, {}]] * 4, "nothing is in the folder yet"
+    assert list(cached) == CACHED
+    assert list(sources) == [{"cpu": count} for count in CACHED]
     pools = [name.removeprefix("/memfd:").split()[0] for _, name in mapped if name.startswith("/memfd:kvtier-")]
     assert len(pools) == (tensor_parallel_size > 1), "one process with nobody to share needs no shared memory"
     assert not any(Path(f"/dev/shm/{name}.pool").exists() for name in pools), "the ranks have met"
     unlink_shared(mapped)
+    if tensor_parallel_size > 1:
+        again, mapped = run_turns(*arguments)
+        unlink_shared(mapped)
+        expected = zip(tokens, CACHED, [{"disk": count} for count in CACHED], strict=True)
+        assert again["computed"] == [list(turn) for turn in expected]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A real server and real clients: conversations over HTTP, a SIGKILL in the middle, and a restart."""
+"""A real server and real clients: conversations over HTTP, a SIGKILL in the middle, and a restart over the same folder."""
 
 from __future__ import annotations
 
@@ -16,21 +16,18 @@ from urllib.request import urlopen
 import pytest
 from tests.vllm.conftest import Reference
 from tests.vllm.device import engine_options
-from tests.vllm.engines import Prompt, make_prompt
+from tests.vllm.disks import PROBE, disk_tier, wait_open, wait_rows
+from tests.vllm.engines import Prompt, as_connector, make_prompt
 from tests.vllm.test_processes import mapped_files, running, unlink_shared
 
 CHATS, TURNS, ANSWER = 6, 3, 16
-TRANSFER = {
-    "kv_connector": "KVTierConnector",
-    "kv_connector_module_path": "kvtier.integrations.vllm",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {"cpu": {"capacity": "16MiB"}, "load_if_faster": False},
-}
+ROWS = CHATS * ((TURNS * (50 + ANSWER) - 1) // 32)
+"""Blocks that whole conversations fill; of each the last token has no KV."""
 
 
 @contextmanager
-def serving(model: Path) -> Iterator[Any]:
-    """Serve a model and yield a client. In the end the server is killed, whatever it is doing."""
+def serving(model: Path, folder: Path) -> Iterator[Any]:
+    """Serve a model over a disk, and yield a client. In the end the server is killed, whatever it is doing."""
     from openai import OpenAI
 
     pytest.importorskip("watchfiles", reason="vLLM's server needs it")
@@ -47,7 +44,7 @@ def serving(model: Path) -> Iterator[Any]:
         "num-gpu-blocks-override": 24,
         "kv-cache-memory-bytes": 64 << 20,
         "served-model-name": "tiny",
-        "kv-transfer-config": json.dumps(TRANSFER),
+        "kv-transfer-config": json.dumps(as_connector(disk_tier(folder))),
     }
     options |= {name.replace("_", "-"): value for name, value in engine_options().items() if value is not False}
     flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
@@ -58,7 +55,9 @@ def serving(model: Path) -> Iterator[Any]:
         said = deque(maxlen=20)
         started = any(said.append(line) or "Application startup complete" in line for line in process.stdout)
         assert started, "the server did not start:\n" + "".join(said)
-        yield OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+        client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+        wait_open(lambda seed: explain(client, make_prompt(seed, 40), PROBE))
+        yield client
         mapped = mapped_files(process.pid)
     assert not any("kvtier" in name and name.startswith("/dev/shm/") for _, name in mapped)
     unlink_shared(mapped)
@@ -66,14 +65,26 @@ def serving(model: Path) -> Iterator[Any]:
 
 def complete(client: Any, prompt: Prompt) -> list[int]:
     """Ask for the tokens that follow."""
-    answer = client.completions.create(
+    answer = ask(client, prompt)
+    return list(answer.choices[0].model_extra["token_ids"])
+
+
+def explain(client: Any, prompt: Prompt, asked: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Ask where a prompt comes from."""
+    told: dict[str, Any] = ask(client, prompt, asked or {"kvtier": {"explain": True}}).kv_transfer_params["kvtier"]
+    return told
+
+
+def ask(client: Any, prompt: Prompt, asked: dict[str, Any] | None = None) -> Any:
+    """Send a prompt."""
+    more = {} if asked is None else {"kv_transfer_params": asked}
+    return client.completions.create(
         model="tiny",
         prompt=prompt,
         max_tokens=ANSWER,
         temperature=0.0,
-        extra_body={"return_token_ids": True, "ignore_eos": True},
+        extra_body={"return_token_ids": True, "ignore_eos": True} | more,
     )
-    return list(answer.choices[0].model_extra["token_ids"])
 
 
 def chat(client: Any, seed: int) -> Prompt:
@@ -85,23 +96,53 @@ def chat(client: Any, seed: int) -> Prompt:
     return said
 
 
+def metrics_of(client: Any) -> str:
+    """Return what the server's `/metrics` shows."""
+    shown: str = urlopen(str(client.base_url.join("/metrics"))).read().decode()
+    return shown
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_conversations_survive_a_killed_server(llama: Path, reference: Reference) -> None:
+@pytest.mark.timeout(450)
+def test_conversations_survive_a_killed_server(llama: Path, reference: Reference, tmp_path: Path) -> None:
+    """The next server has them from disk; one over another folder computes them, and then has them, too."""
     with ThreadPoolExecutor(CHATS) as pool:
-        with serving(llama) as client:
+        with serving(llama, tmp_path / "first") as client:
             before = list(pool.map(lambda seed: chat(client, seed), range(CHATS)))
             again = list(pool.map(lambda seed: chat(client, seed), range(CHATS)))
-            metrics = urlopen(str(client.base_url.join("/metrics"))).read().decode()
+            metrics = metrics_of(client)
+            wait_rows(tmp_path / "first", ROWS)
             interrupted = [pool.submit(chat, client, seed) for seed in range(CHATS)]
         for future in interrupted:
             with suppress(Exception):  # whatever a client makes of a server that is gone
                 future.result()
-        with serving(llama) as client:
+        with serving(llama, tmp_path / "first") as client:
+            from_disk = [explain(client, said[:-ANSWER]) for said in before]
             after = list(pool.map(lambda seed: chat(client, seed), range(CHATS)))
     assert before == again == after
     last_turns = [said[:-ANSWER] for said in before]
     assert [said[-ANSWER:] for said in before] == reference(llama, last_turns, ANSWER)
+    assert [told["from_tiers"] for told in from_disk] == [{"disk": 160}] * CHATS
+    assert [(told["from_gpu"], told["computed"], told["first_miss"]) for told in from_disk] == [(0, 22, None)] * CHATS
     loads = re.search(r"vllm:kvtier_loads_total\{.*\} ([\d.]+)", metrics)
     assert loads is not None
     assert float(loads[1]) > 0
+    with serving(llama, tmp_path / "second") as client:
+        check_explanations(client, last_turns)
+
+
+def check_explanations(client: Any, prompts: list[Prompt]) -> None:
+    """Hold what a client is told against what a server that knows no prompt can have done."""
+    prompt, *others = prompts
+    first, again = explain(client, prompt), explain(client, prompt)
+    for other in others:
+        assert explain(client, other)["from_tiers"] == {}, "nothing is in its folder"
+    evicted, plain = explain(client, prompt), ask(client, prompt)
+    metrics = metrics_of(client)
+    assert (first["from_gpu"], first["computed"], first["first_miss"]) == (0, 182, "never stored")
+    assert first["from_tiers"] == {}
+    assert again["from_gpu"] == 160
+    assert evicted["from_tiers"] == {"cpu": 160}, "from host memory, since vLLM's own cache has forgotten it"
+    assert not getattr(plain, "kv_transfer_params", None)
+    for name in ("loads_total{", "load_seconds_bucket{", "store_seconds_count{"):
+        assert f"vllm:kvtier_{name}" in metrics

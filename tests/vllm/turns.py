@@ -1,23 +1,30 @@
 """A program for `test_processes`: it serves prompts in vLLM's own processes, and says what came out as lines of JSON.
 
-`python turns.py MODEL TENSOR_PARALLEL_SIZE` computes prompts, forgets them, loads them back, and then goes on generating
-until somebody kills it.
+`python turns.py MODEL TENSOR_PARALLEL_SIZE [FOLDER]` computes prompts, forgets them, loads them back, and
+then goes on generating until somebody kills it. With a folder there is a disk tier in it, which has all of
+them by the time the line is there.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
+from typing import Any
 
 from tests.vllm.device import engine_options
+from tests.vllm.disks import PROBE, disk_tier, wait_open, wait_rows
+from tests.vllm.engines import make_prompt
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 
 PROMPTS = [[(7 * seed + 13 * token) % 512 for token in range(60 + 40 * seed)] for seed in range(4)]
+ROWS = 2 + 3 + 4 + 5
+"""Blocks of 32 that the prompts and the KV of 7 more tokens fill."""
 
 
 def main() -> None:
-    model, tensor_parallel_size = sys.argv[1:]
+    model, tensor_parallel_size, *folders = sys.argv[1:]
     llm = LLM(
         **engine_options(),
         model=model,
@@ -35,22 +42,49 @@ def main() -> None:
             kv_connector="KVTierConnector",
             kv_connector_module_path="kvtier.integrations.vllm",
             kv_role="kv_both",
-            kv_connector_extra_config={"cpu": {"capacity": "16MiB"}, "load_if_faster": False},
+            kv_connector_extra_config={"cpu": {"capacity": "16MiB"}, "load_if_faster": False}
+            | (disk_tier(Path(folders[0])) if folders else {}),
         ),
     )
+    if folders:
+        wait_open(lambda seed: run(llm, [make_prompt(seed, 40)], 1, PROBE)[0].kv_transfer_params["kvtier"])
     computed = generate(llm, 8)
     assert llm.reset_prefix_cache()
     loaded = generate(llm, 8)
+    if folders:
+        wait_rows(Path(folders[0]), ROWS)
     print(json.dumps({"computed": computed, "loaded": loaded}), flush=True)
     while True:
         generate(llm, 64)
         llm.reset_prefix_cache()
 
 
-def generate(llm: LLM, max_tokens: int) -> list[tuple[list[int], int]]:
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
-    return [(list(output.outputs[0].token_ids), output.num_cached_tokens) for output in outputs]
+def generate(llm: LLM, max_tokens: int) -> list[tuple[list[int], int, dict[str, int]]]:
+    """Return for each prompt the tokens that follow, how many of its own were not computed, and what tiers gave."""
+    outputs = run(llm, PROMPTS, max_tokens, {"kvtier": {"explain": True}})
+    return [
+        (
+            list(output.outputs[0].token_ids),
+            output.num_cached_tokens,
+            output.kv_transfer_params["kvtier"]["from_tiers"],
+        )
+        for output in outputs
+    ]
+
+
+def run(llm: LLM, prompts: list[list[int]], max_tokens: int, asked: dict[str, Any]) -> list[Any]:
+    params = [
+        SamplingParams(
+            temperature=0.0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={"kv_transfer_params": json.loads(json.dumps(asked))},  # the question is taken out of it
+        )
+        for _ in prompts
+    ]
+    outputs: list[Any] = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    return outputs
 
 
 if __name__ == "__main__":

@@ -1,0 +1,47 @@
+"""A disk tier seen from outside of the engine that owns it: when it is open, and what has been written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvtier.tiers.disk.folder import RECORDS
+from kvtier.tiers.disk.header import HEADER_BYTES
+from kvtier.tiers.disk.records import EMPTY, RECORD_BYTES
+
+__all__ = ["PROBE", "disk_tier", "num_rows", "wait_open", "wait_rows"]
+
+PROBE = {"kvtier": {"explain": True}, "max_offload_tokens": 0}
+"""What a request asks for that is to be explained and to leave nothing behind."""
+
+
+def disk_tier(folder: Path) -> dict[str, Any]:
+    """Return settings of kvtier with a disk, and with patience: machines that test are busy."""
+    return {"tiers": [{"disk": {"path": str(folder), "capacity": "64MiB"}}], "load_deadline": "30s"}
+
+
+def wait_open(explain: Callable[[int], dict[str, Any]]) -> None:
+    """Ask about one new prompt after the other until the disk knows that it never had one.
+
+    `explain` runs a prompt of a block or more, made of a seed, with `PROBE`, and returns what is explained.
+    """
+    seed = 1000
+    while (reason := explain(seed)["first_miss"]) != "never stored":
+        assert reason in ("namespace not known yet", "not open yet")
+        seed += 1
+
+
+def wait_rows(folder: Path, count: int) -> None:
+    """Block until so many rows have been written. An engine with nothing else to do writes them, too."""
+    while num_rows(folder) < count:
+        time.sleep(0.02)
+
+
+def num_rows(folder: Path) -> int:
+    """Count the rows that are on the disk, by their records."""
+    records = [file.read_bytes()[HEADER_BYTES:] for file in folder.glob(f"*/*/{RECORDS}")]
+    return sum(
+        content[at : at + RECORD_BYTES] != EMPTY for content in records for at in range(0, len(content), RECORD_BYTES)
+    )
