@@ -14,7 +14,6 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from itertools import chain, groupby
 from operator import attrgetter, index
 from types import NoneType
@@ -56,6 +55,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 _HASHES = {int, bytes}
 _EXTRA_KEYS = {list, tuple, NoneType}
+_right_types: dict[type, tuple[type, ...]] = {}
 _hashes, _place = attrgetter("block_hashes"), attrgetter("medium", "group_idx", "locality", "ownership")
 
 
@@ -171,9 +171,10 @@ class Sender:
         If there is `more` to come it may wait for the next one, or for `flush`, to travel with it.
         """
         try:
-            rank = self.rank if batch.data_parallel_rank is None else _checked_rank(batch.data_parallel_rank)
-            ts, events = float(batch.ts), list(batch.events)
-            drafts = [self._draft(event) for event in self._prepared(events)]
+            rank, ts, events = batch.data_parallel_rank, float(batch.ts), list(batch.events)
+            if type(rank) is not int or rank not in self._states:
+                rank = self.rank if rank is None else _checked_rank(rank)
+            drafts = list(map(self._draft, self._prepared(events)))
         except _UNENCODABLE as error:
             self.counters["unencodable"] += 1
             logger.error("a batch of events cannot be encoded and is dropped whole: %s", error)
@@ -333,19 +334,18 @@ class Sender:
         return prepared, left_out
 
     def _apply(self, rank: int, kind: str, event: Any, data: bytes) -> None:
+        if kind not in _BLOCK_EVENTS:
+            if kind == "AllBlocksCleared":
+                self._clear(rank)
+            self._events.append(data)
+            return
         try:
-            if kind in _BLOCK_EVENTS:
-                check_fields(event)
-                state = self._states.get(rank) or self._state(rank)
-                (state.store if kind == "BlockStored" else state.remove)(event, data, self._events)
-                return
+            check_fields(event)
+            state = self._states.get(rank) or self._state(rank)
+            (state.store if kind == "BlockStored" else state.remove)(event, data, self._events)
         except _UNENCODABLE as error:
             self.counters["unencodable"] += 1
             logger.error("a %s has fields of the wrong type and is dropped: %s", kind, error)
-            return
-        if kind == "AllBlocksCleared":
-            self._clear(rank)
-        self._events.append(data)
 
     # -- states ---------------------------------------------------------------------------------------------
 
@@ -456,20 +456,18 @@ def _checked_rank(rank: Any) -> int:
 
 def check_fields(event: Any) -> None:
     """Raise `TypeError` where a field of an event of blocks has a type that consumers cannot read."""
-    _check_types(type(event), *map(type, msgspec.structs.astuple(event)))
-    if not set(map(type, event.block_hashes)) <= _HASHES:
+    kind, types = type(event), tuple(map(type, msgspec.structs.astuple(event)))
+    if _right_types.get(kind) != types:  # one event's mostly are those of the last
+        for name, found in zip(kind.__struct_fields__, types, strict=True):
+            wanted = _TYPES.get(name)
+            if wanted is not None and found not in wanted:
+                raise TypeError(f"{name}: expected {wanted[0].__name__}, got {found.__name__}")
+        _right_types[kind] = types
+    if not _HASHES.issuperset(map(type, event.block_hashes)):
         raise TypeError("block_hashes: expected numbers or bytes")
     extra = getattr(event, "extra_keys", None)
-    if extra and not set(map(type, extra)) <= _EXTRA_KEYS:
+    if extra and not _EXTRA_KEYS.issuperset(map(type, extra)):
         raise TypeError("extra_keys: expected a list or nothing for each block")
-
-
-@lru_cache(maxsize=1024)
-def _check_types(event: type[Any], *types: type) -> None:
-    for name, kind in zip(event.__struct_fields__, types, strict=True):
-        wanted = _TYPES.get(name)
-        if wanted is not None and kind not in wanted:
-            raise TypeError(f"{name}: expected {wanted[0].__name__}, got {kind.__name__}")
 
 
 def _has_u64(event: Any) -> bool:
@@ -496,9 +494,9 @@ def _join_removals(events: list[Any]) -> list[Any]:
 
     Engines send them block by block.
     """
-    joined: list[Any] = []
-    if len(events) == 1:
+    if len(set(map(type, events))) == len(events):
         return events
+    joined: list[Any] = []
     for kind, same in groupby(events, type):
         run = list(same)
         if len(run) == 1 or kind.__name__ != "BlockRemoved":

@@ -33,6 +33,7 @@ __all__ = ["BlockMap", "Holding", "PublishedState", "Record", "runs"]
 Hashes = Sequence[ExternalBlockHash]
 
 _LEAST_GHOSTS = 10_000
+_SWEPT_AT_ONCE = 64
 _UNCHANGED: Any = object()
 _where = attrgetter("medium", "group_idx", "ownership", "locality")
 
@@ -140,6 +141,7 @@ class PublishedState:
         self._holdings: dict[Place, Holding] = {}
         self._children: dict[ExternalBlockHash, int] = {}  # how many records hang from a block
         self._records: deque[Record] = deque()  # all with uses, and a few without
+        self._ended = 0  # records, since the last sweep
         self._is_frozen = False
 
     # -- events ---------------------------------------------------------------------------------------------
@@ -312,14 +314,17 @@ class PublishedState:
             table.thaw()
 
     def next_record(self) -> Record:
-        """Return the record that was looked at longest ago, and let it go if nothing uses it.
-
-        With two looks for each record that ends, at most about every second has ended.
-        """
+        """Return the record that was looked at longest ago, and let it go if nothing uses it."""
         record = self._records.popleft()
         if record.uses:
             self._records.append(record)
         return record
+
+    def _sweep(self) -> None:
+        """Look at two records for each that has ended, so that about half of them at most are of no use."""
+        for _ in range(min(2 * _SWEPT_AT_ONCE, len(self._records))):
+            self.next_record()
+        self._ended -= _SWEPT_AT_ONCE
 
     def _tables(self) -> list[BlockMap]:
         return [self.ghosts, *(holding.blocks for holding in self._holdings.values())]
@@ -377,8 +382,9 @@ class PublishedState:
         record.uses -= uses
         if record.uses:
             return
-        for _ in range(0 if self._is_frozen else min(2, len(self._records))):
-            self.next_record()
+        self._ended += 1
+        if self._ended >= _SWEPT_AT_ONCE and not self._is_frozen:
+            self._sweep()
         if record.parent is not None:
             self._let_go(record.parent)
 
@@ -416,7 +422,10 @@ class PublishedState:
 
 def sum_of(hashes: Hashes) -> int:
     """Return what `hash_sum` returns; raise `TypeError` for what is no hash."""
-    total = hash_sum(hashes)
+    try:
+        total = sum(hashes)  # type: ignore[arg-type]
+    except TypeError:
+        total = hash_sum(hashes)
     if type(total) is not int:
         raise TypeError(f"a block hash is an int or bytes, got {hashes!r}")
     return total
