@@ -345,11 +345,11 @@ def test_runs(places: set[int]) -> None:
 BREAKERS: list[Callable[[PublishedState], None]] = [
     lambda state: setattr(state, "blocks", 7),
     lambda state: setattr(state, "digest", 7),
-    lambda state: state.ghosts.put(5, state.holdings()[0].blocks.get(1)),  # type: ignore[arg-type]
-    lambda state: setattr(state, "ghost_count", 1),
+    lambda state: state.ghosts.table.update({5: state.holdings()[0].blocks.table[1]}),
     lambda state: setattr(state.holdings()[0].blocks.get(1), "uses", 1),
-    lambda state: state.holdings()[0].blocks.pop(3),
+    lambda state: state.holdings()[0].blocks.pop_all([3]),
     lambda state: state._children.pop(2),
+    lambda state: state._records.pop(),
     lambda state: state.holdings()[0].counts.update({99: 2}),
 ]
 

@@ -472,6 +472,33 @@ def test_two_registrations_whose_batches_say_the_same_rank(client: Client) -> No
         assert client.query(T)["states"] == {"1": {"1": "exact"}}
 
 
+def test_one_of_several_learnt_ranks_cannot_be_unregistered_alone(client: Client) -> None:
+    """Such a call removed nothing and said that the instance is not there."""
+    with StockPublisher() as publisher:
+        client("POST", "/register", publisher.registration)
+        publisher.publish(0, stored([1], None, T[:4]))
+        publisher.publish(1, stored([1, 2], None, T[:8]))
+        until(lambda: client.query(T)["scores"] == {"1": {"0": 4, "1": 8}})
+        status, answer = client("POST", "/unregister", {"instance_id": 1, "model_name": "m", "dp_rank": 1})
+        assert status == 409
+        assert "ranks 0, 1: unregister it without dp_rank" in answer["error"]
+        assert client("POST", "/unregister", {"instance_id": 1, "model_name": "m", "dp_rank": 2})[0] == 404
+        assert client.query(T)["scores"] == {"1": {"0": 4, "1": 8}}
+        assert client("POST", "/unregister", {"instance_id": 1, "model_name": "m"})[0] == 200
+
+
+@pytest.mark.parametrize("rank", [None, 0, 3])
+def test_the_only_learnt_rank_is_unregistered_by_its_number(client: Client, rank: int | None) -> None:
+    """Who registers without a rank may learn it from `/workers`, and use it."""
+    with StockPublisher() as publisher:
+        client("POST", "/register", publisher.registration)
+        publisher.publish(rank, stored([1], None, T[:4]))
+        until(lambda: client.query(T)["scores"] == {"1": {str(rank or 0): 4}})
+        assert client("POST", "/unregister", {"instance_id": 1, "model_name": "m", "dp_rank": 7})[0] == 404
+        assert client("POST", "/unregister", {"instance_id": 1, "model_name": "m", "dp_rank": rank or 0})[0] == 200
+        assert client("POST", "/query", {"token_ids": T, "model_name": "m"})[0] == 404
+
+
 def test_a_registration_without_a_rank_speaks_for_those_of_its_batches(client: Client) -> None:
     with StockPublisher() as publisher, StockPublisher() as other:
         client("POST", "/register", publisher.registration)

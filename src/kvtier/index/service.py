@@ -153,6 +153,19 @@ class Followed:
         """Return the workers it speaks for."""
         return [self.registration.worker(rank) for rank in sorted(self.ranks or {0})]
 
+    def speaks_only_for(self, rank: int) -> bool:
+        """Return whether this registration names no rank and speaks for this one. `Conflict` if for others too."""
+        ranks = self.ranks or {0}
+        if self.registration.rank is not None or rank not in ranks:
+            return False
+        if len(ranks) > 1:
+            of, all_ranks = self.registration.instance_id, ", ".join(map(str, sorted(ranks)))
+            raise Conflict(
+                f"instance {of} is registered without dp_rank, and its one stream speaks for ranks {all_ranks}: "
+                f"unregister it without dp_rank, or register each rank's endpoint with one"
+            )
+        return True
+
 
 @dataclass(slots=True)
 class Group:
@@ -262,14 +275,18 @@ class Service:
     def unregister(
         self, instance: str, model: str, routing_group: str | None = None, rank: int | None = None
     ) -> list[Registration]:
-        """Follow an instance no more, or one rank of it, and forget what it holds; return what is gone."""
+        """Follow an instance no more, or one rank of it, and forget what it holds; return what is gone.
+
+        A registration without a rank goes with the only rank it speaks for. `Conflict` where it speaks for more:
+        its stream is followed as a whole or not at all.
+        """
         with self._lock:
             gone = [
                 followed
                 for (group, name, its_rank), followed in self._registered.items()
                 if (name, group.model) == (instance, model)
                 and routing_group in (None, group.routing_group)
-                and rank in (None, its_rank)
+                and (rank in (None, its_rank) or followed.speaks_only_for(rank))
             ]
             if not gone:
                 which = f" with dp_rank {rank}" if rank is not None else ""

@@ -12,8 +12,8 @@ import math
 import secrets
 import time
 from array import array
+from collections import deque
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from itertools import chain, groupby
 from operator import attrgetter, index
 from types import NoneType
@@ -29,7 +29,7 @@ from kvtier.events.publish.sequence import SequenceFile, number_from_clock
 from kvtier.events.publish.snapshot import Snapshot
 from kvtier.events.publish.state import PublishedState
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, Mark, blocks_of
-from kvtier.events.wire import U64, EventEncoder, batch_ends, frame_batch, to_u64
+from kvtier.events.wire import U64, Encoding, EventEncoder, batch_ends, frame_batch, to_u64
 
 __all__ = ["Ring", "Sender"]
 
@@ -55,6 +55,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 _HASHES = {int, bytes}
 _EXTRA_KEYS = {list, tuple, NoneType}
+_right_types: dict[type, tuple[type, ...]] = {}
 _hashes, _place = attrgetter("block_hashes"), attrgetter("medium", "group_idx", "locality", "ownership")
 
 
@@ -138,6 +139,8 @@ class Sender:
         self._reserved: float = numbers.start if numbers is not None else math.inf
         self._counting = config.counting
         self._as_u64 = config.hash_format == "u64"
+        self._is_reduced = self.encoder.encoding is not Encoding.MAP
+        self._encode = self.encoder.event
         self._most_blocks = config.max_blocks_per_event
         self._states = {rank: self._make_state()}
         # The batches that are to leave together: their events, how many they are, their rank, the last one's
@@ -153,7 +156,7 @@ class Sender:
         self._snapshot: Snapshot | None = None
         self._snapshot_at = 0.0
         self._used: list[Snapshot] = []  # that serve no newcomers any more
-        self._waste: list[dict[Any, Any]] = []  # to be freed bit by bit
+        self._waste: list[dict[Any, Any] | deque[Any]] = []  # to be freed bit by bit
 
     # -- out ------------------------------------------------------------------------------------------------
 
@@ -168,9 +171,10 @@ class Sender:
         If there is `more` to come it may wait for the next one, or for `flush`, to travel with it.
         """
         try:
-            rank = self.rank if batch.data_parallel_rank is None else _checked_rank(batch.data_parallel_rank)
-            ts, events = float(batch.ts), list(batch.events)
-            drafts = [self._draft(event) for event in self._prepared(events)]
+            rank, ts, events = batch.data_parallel_rank, float(batch.ts), list(batch.events)
+            if type(rank) is not int or rank not in self._states:
+                rank = self.rank if rank is None else _checked_rank(rank)
+            drafts = list(map(self._draft, self._prepared(events)))
         except _UNENCODABLE as error:
             self.counters["unencodable"] += 1
             logger.error("a batch of events cannot be encoded and is dropped whole: %s", error)
@@ -299,13 +303,13 @@ class Sender:
         kind = type(event).__name__  # not the class: an engine's own events are as good as ours
         if kind in _BLOCK_EVENTS:
             event = self._as_published(event)
-        return kind, event, self.encoder.event(event)
+        return kind, event, self._encode(event)
 
     def _as_published(self, event: Any) -> Any:
         """Return an event of blocks with the hashes and the place that consumers will see."""
-        if self._as_u64:
+        if self._as_u64 and not _has_u64(event):
             event = _with_u64(event)
-        return self.encoder.reduced(event)
+        return self.encoder.reduced(event) if self._is_reduced else event
 
     def _prepare(self, event: Any) -> Any:
         """Return an event of blocks in its published form; raise `TypeError` for fields of wrong types."""
@@ -330,19 +334,18 @@ class Sender:
         return prepared, left_out
 
     def _apply(self, rank: int, kind: str, event: Any, data: bytes) -> None:
+        if kind not in _BLOCK_EVENTS:
+            if kind == "AllBlocksCleared":
+                self._clear(rank)
+            self._events.append(data)
+            return
         try:
-            if kind in _BLOCK_EVENTS:
-                check_fields(event)
-                state = self._states.get(rank) or self._state(rank)
-                (state.store if kind == "BlockStored" else state.remove)(event, data, self._events)
-                return
+            check_fields(event)
+            state = self._states.get(rank) or self._state(rank)
+            (state.store if kind == "BlockStored" else state.remove)(event, data, self._events)
         except _UNENCODABLE as error:
             self.counters["unencodable"] += 1
             logger.error("a %s has fields of the wrong type and is dropped: %s", kind, error)
-            return
-        if kind == "AllBlocksCleared":
-            self._clear(rank)
-        self._events.append(data)
 
     # -- states ---------------------------------------------------------------------------------------------
 
@@ -416,13 +419,14 @@ class Sender:
             return True
         for used in [used for used in self._used if not used.readers]:
             self._used.remove(used)
-            self._waste.append(dict(enumerate(used.batches)))
+            self._waste.append(deque(used.batches))
             used.batches.clear()
         deadline = time.monotonic() + seconds
         while self._waste and time.monotonic() < deadline:
             piece = self._waste[-1]
+            pop = piece.popitem if isinstance(piece, dict) else piece.pop
             for _ in range(min(len(piece), _FREED_AT_ONCE)):
-                piece.popitem()
+                pop()
             if not piece:
                 self._waste.pop()
         return bool(self._waste)
@@ -452,40 +456,37 @@ def _checked_rank(rank: Any) -> int:
 
 def check_fields(event: Any) -> None:
     """Raise `TypeError` where a field of an event of blocks has a type that consumers cannot read."""
-    _check_types(event.__struct_fields__, tuple(map(type, msgspec.structs.astuple(event))))
-    if not set(map(type, event.block_hashes)) <= _HASHES:
+    kind, types = type(event), tuple(map(type, msgspec.structs.astuple(event)))
+    if _right_types.get(kind) != types:  # one event's mostly are those of the last
+        for name, found in zip(kind.__struct_fields__, types, strict=True):
+            wanted = _TYPES.get(name)
+            if wanted is not None and found not in wanted:
+                raise TypeError(f"{name}: expected {wanted[0].__name__}, got {found.__name__}")
+        _right_types[kind] = types
+    if not _HASHES.issuperset(map(type, event.block_hashes)):
         raise TypeError("block_hashes: expected numbers or bytes")
     extra = getattr(event, "extra_keys", None)
-    if extra and not set(map(type, extra)) <= _EXTRA_KEYS:
+    if extra and not _EXTRA_KEYS.issuperset(map(type, extra)):
         raise TypeError("extra_keys: expected a list or nothing for each block")
 
 
-@lru_cache(maxsize=1024)
-def _check_types(names: tuple[str, ...], types: tuple[type, ...]) -> None:
-    for name, kind in zip(names, types, strict=True):
-        wanted = _TYPES.get(name)
-        if wanted is not None and kind not in wanted:
-            raise TypeError(f"{name}: expected {wanted[0].__name__}, got {kind.__name__}")
+def _has_u64(event: Any) -> bool:
+    """Return whether all hashes, the parent's included, are unsigned 64-bit ints, as an engine's mostly are."""
+    parent = getattr(event, "parent_block_hash", None)
+    try:
+        array("Q", event.block_hashes)
+    except (OverflowError, TypeError):
+        return False
+    return parent is None or (type(parent) is int and 0 <= parent <= U64)
 
 
 def _with_u64(event: Any) -> Any:
     """Return an event with its hashes, the parent's included, as their low 64 bits."""
-    hashes, parent = event.block_hashes, getattr(event, "parent_block_hash", None)
-    if _are_u64(hashes) and (parent is None or _are_u64((parent,))):
-        return event
-    hashes = [to_u64(block) for block in hashes]
+    parent = getattr(event, "parent_block_hash", None)
+    hashes = [to_u64(block) for block in event.block_hashes]
     if parent is None:
         return msgspec.structs.replace(event, block_hashes=hashes)
     return msgspec.structs.replace(event, block_hashes=hashes, parent_block_hash=to_u64(parent))
-
-
-def _are_u64(hashes: Sequence[Any]) -> bool:
-    """Return whether all are unsigned 64-bit ints, as an engine's mostly are."""
-    try:
-        array("Q", hashes)
-    except (OverflowError, TypeError):
-        return False
-    return True
 
 
 def _join_removals(events: list[Any]) -> list[Any]:
@@ -493,23 +494,22 @@ def _join_removals(events: list[Any]) -> list[Any]:
 
     Engines send them block by block.
     """
-    joined: list[Any] = []
-    if len(events) == 1:
+    if len(set(map(type, events))) == len(events):
         return events
-    for kind, run in groupby(events, type):
-        if kind.__name__ != "BlockRemoved":
+    joined: list[Any] = []
+    for kind, same in groupby(events, type):
+        run = list(same)
+        if len(run) == 1 or kind.__name__ != "BlockRemoved":
             joined += run
-            continue
-        joined += chain.from_iterable(_join(place, list(some)) for place, some in groupby(run, _place))
+        else:
+            joined += chain.from_iterable(_join(place, list(some)) for place, some in groupby(run, _place))
     return joined
 
 
 def _join(place: tuple[Any, ...], removals: list[Any]) -> list[Any]:
-    """Return removals from one place as one, or as they are if there is one only or one has no list of
-    hashes.
-    """
+    """Return removals from one place as one, or as they are if one has no list of hashes."""
     lists = list(map(_hashes, removals))
-    if len(lists) == 1 or set(map(type, lists)) != {list}:
+    if set(map(type, lists)) != {list}:
         return removals
     return [BlockRemoved(list(chain.from_iterable(lists)), *place)]
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvtier.errors import IntegrityError
-from kvtier.events.publish.state import Holding, PublishedState, Record, runs
+from kvtier.events.publish.state import PublishedState, Record, runs
 from kvtier.events.types import AllBlocksCleared, BlockStored, ExternalBlockHash, Mark, blocks_of
 from kvtier.events.wire import Encoding, EventEncoder, Place
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 _BATCH_BYTES = 32 << 10
 _REMOVED_AT_ONCE = 4096
-_STEPS, _BLOCKS_A_STEP = 2, 32  # between two looks at the clock
+_STEPS = 2  # between two looks at the clock
 _NAMES = BlockStored.__struct_fields__
 
 _Need = tuple[int, Record, int]
@@ -114,38 +114,22 @@ class _Walk:
         self._encoder = snapshot._encoder
         self._holdings = {holding.place: holding for holding in state.holdings()}
         self._ancestors: dict[Place, dict[ExternalBlockHash, None]] = {}  # sent though not held
-        state.freeze()
+        self._records = state.freeze()
 
     def events(self) -> Iterator[bytes | None]:
         """Yield all events of the rank but the mark; `None` where it only took time."""
         yield self._encoder.event(AllBlocksCleared())
-        for holding in self._holdings.values():
-            for record in self._unsent(holding):
-                if record is None:
-                    yield None
-                else:
-                    yield from self._send(record)
+        for _ in range(self._records):
+            record = self.state.next_record()
+            if record.walked == self._number:
+                yield None
+            else:
+                yield from self._send(record)
         for place, hashes in self._ancestors.items():
             gone = list(hashes)
             for start in range(0, len(gone), _REMOVED_AT_ONCE):
                 removal = self._holdings[place].removal(gone[start : start + _REMOVED_AT_ONCE])
                 yield self._encoder.event(removal)
-
-    def _unsent(self, holding: Holding) -> Iterator[Record | None]:
-        """Yield the records of blocks that were held and have not all been dealt with.
-
-        `None` where it only took time.
-        """
-        was, number = holding.blocks.was, self._number
-        for part in holding.blocks.parts:
-            # Not the items: new tuples wake the garbage collector.
-            for place, block in enumerate(list(part)):
-                if place % _BLOCKS_A_STEP == 0:
-                    yield None
-                record = was(block)
-                if record is not None and record.walked != number:
-                    yield record
-        yield from holding.blocks.changed()
 
     def _send(self, record: Record) -> Iterator[bytes | None]:
         """Yield the events of a record, and before it those of the records that it hangs from.

@@ -4,7 +4,9 @@ so.
 The stream is set-like: per place (medium, group, ownership, locality) a block goes out as stored when its
 count leaves 0 and as removed when it returns there. An event that is known in part goes out in parts. The
 state keeps one record per event that went out: its bytes, its hashes and its parent's hash. A snapshot is
-those bytes again, parents first.
+those bytes again, parents first. One dict per place finds a block's record: where it grows beyond 350,000 or
+700,000 blocks, all threads stand still for 20 or 45 ms (`docs/events.md`); many small dicts would not, but
+routing each block to one of them takes longer than all the rest.
 
 A removed block that others still hang from is a *ghost*: its record stays, so that a snapshot can give
 tree-building consumers the way to its children. Ghosts are counted, bounded, and leave with their last
@@ -14,11 +16,11 @@ child. `blocks` and `digest` always equal the sum of `change_of` over all that w
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby, islice
+from itertools import groupby, repeat
 from operator import attrgetter
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -29,100 +31,11 @@ from kvtier.events.wire import U64, EventEncoder, Place, hash_sum, place_of, pla
 __all__ = ["BlockMap", "Holding", "PublishedState", "Record", "runs"]
 
 Hashes = Sequence[ExternalBlockHash]
-V = TypeVar("V")
 
-_PARTS = 256
-_MASK = _PARTS - 1
 _LEAST_GHOSTS = 10_000
+_SWEPT_AT_ONCE = 64
 _UNCHANGED: Any = object()
 _where = attrgetter("medium", "group_idx", "ownership", "locality")
-
-
-class BlockMap(Generic[V]):
-    """Values by block hash, in many small dicts: growing, one dict of a million would stop all threads for
-    60 ms.
-    """
-
-    __slots__ = ("_before", "parts")
-
-    def __init__(self) -> None:
-        self.parts: list[dict[ExternalBlockHash, V]] = [{} for _ in range(_PARTS)]
-        self._before: dict[ExternalBlockHash, V | None] | None = None
-
-    def get(self, block: ExternalBlockHash) -> V | None:
-        """Return a block's value."""
-        return self.parts[hash(block) & _MASK].get(block)
-
-    def put(self, block: ExternalBlockHash, value: V) -> None:
-        """Give a block a value."""
-        part = self.parts[hash(block) & _MASK]
-        if self._before is not None:
-            self._before.setdefault(block, part.get(block))
-        part[block] = value
-
-    def pop(self, block: ExternalBlockHash) -> V | None:
-        """Take a block out; return its value."""
-        found = self.parts[hash(block) & _MASK].pop(block, None)
-        if self._before is not None:
-            self._before.setdefault(block, found)
-        return found
-
-    def has_any(self, blocks: Hashes) -> bool:
-        """Return whether one of the blocks has a value."""
-        parts = self.parts
-        return True in [block in parts[hash(block) & _MASK] for block in blocks]
-
-    def add_all(self, blocks: Hashes, value: V) -> bool:
-        """Give blocks a value if none has one and each is named once, and return whether that is so."""
-        parts = self.parts
-        for place, block in enumerate(blocks):
-            part = parts[hash(block) & _MASK]
-            if block in part:
-                for added in blocks[:place]:
-                    del parts[hash(added) & _MASK][added]
-                return False
-            part[block] = value
-        if self._before is not None:
-            for block in blocks:
-                self._before.setdefault(block, None)
-        return True
-
-    def pop_all(self, blocks: Hashes) -> list[V | None]:
-        """Take blocks out; return their values."""
-        parts = self.parts
-        found = [parts[hash(block) & _MASK].pop(block, None) for block in blocks]
-        if self._before is not None:
-            for block, value in zip(blocks, found, strict=True):
-                self._before.setdefault(block, value)
-        return found
-
-    def freeze(self) -> None:
-        """Remember from now on what was there before each change."""
-        self._before = {}
-
-    def thaw(self) -> None:
-        """Forget what was there before."""
-        self._before = None
-
-    def was(self, block: ExternalBlockHash) -> V | None:
-        """Return the value that a block had at `freeze`; of a table that is not frozen, the value it has."""
-        found = _UNCHANGED if self._before is None else self._before.get(block, _UNCHANGED)
-        return self.get(block) if found is _UNCHANGED else found
-
-    def changed(self) -> list[V]:
-        """Return the values since `freeze` replaced or taken out."""
-        return [value for value in (self._before or {}).values() if value is not None]
-
-    def items(self) -> Iterator[tuple[ExternalBlockHash, V]]:
-        """Yield all blocks with their values.
-
-        The table may change meanwhile, part by part it is read at one moment.
-        """
-        for part in self.parts:
-            yield from list(part.items())
-
-    def __len__(self) -> int:
-        return sum(map(len, self.parts))
 
 
 class Record(msgspec.Struct, gc=False, eq=False):
@@ -142,6 +55,56 @@ class Record(msgspec.Struct, gc=False, eq=False):
     walked: int = 0
 
 
+class BlockMap:
+    """Records by block hash, and between `freeze` and `thaw` also the records as they were at `freeze`."""
+
+    __slots__ = ("_before", "table")
+
+    def __init__(self) -> None:
+        self.table: OrderedDict[ExternalBlockHash, Record] | dict[ExternalBlockHash, Record] = {}
+        self._before: dict[ExternalBlockHash, Record | None] | None = None
+
+    def get(self, block: ExternalBlockHash) -> Record | None:
+        """Return a block's record."""
+        return self.table.get(block)
+
+    def add_all(self, blocks: Hashes, record: Record) -> bool:
+        """Give blocks a record if none has one and each is named once, and return whether that is so."""
+        table = self.table
+        size = len(table)
+        deque(map(table.setdefault, blocks, repeat(record)), maxlen=0)
+        if len(table) - size != len(blocks):
+            for block in blocks:
+                if table.get(block) is record:
+                    del table[block]
+            return False
+        if self._before is not None:
+            for block in blocks:
+                self._before.setdefault(block, None)
+        return True
+
+    def pop_all(self, blocks: Hashes) -> list[Record | None]:
+        """Take blocks out; return their records."""
+        found = list(map(self.table.pop, blocks, repeat(None)))
+        if self._before is not None:
+            for block, record in zip(blocks, found, strict=True):
+                self._before.setdefault(block, record)
+        return found
+
+    def freeze(self) -> None:
+        """Remember from now on what was there before each change."""
+        self._before = {}
+
+    def thaw(self) -> None:
+        """Forget what was there before."""
+        self._before = None
+
+    def was(self, block: ExternalBlockHash) -> Record | None:
+        """Return the record that a block had at `freeze`; of a table that is not frozen, the one it has."""
+        found = _UNCHANGED if self._before is None else self._before.get(block, _UNCHANGED)
+        return self.table.get(block) if found is _UNCHANGED else found
+
+
 class Holding:
     """The blocks of one place: each with its record, and with its count where that is more than 1."""
 
@@ -151,7 +114,7 @@ class Holding:
         self.place = place_of(event)
         self.weight = place_weight(self.place)
         self.like = BlockRemoved([], event.medium, event.group_idx, event.locality, event.ownership)
-        self.blocks: BlockMap[Record] = BlockMap()
+        self.blocks = BlockMap()
         self.counts: dict[ExternalBlockHash, int] = {}
 
     def removal(self, hashes: Hashes) -> BlockRemoved:
@@ -170,14 +133,16 @@ class PublishedState:
         """Hold nothing. `counting` is `count` or `set`, see `KVEventsConfig`."""
         self.blocks = 0
         self.digest = 0
-        self.ghosts: BlockMap[Record] = BlockMap()
-        self.ghost_count = 0
-        self._forgetting = 0
+        self.ghosts = BlockMap()
+        self.ghosts.table = OrderedDict()
         self._encoder = encoder
         self._counted = counting == "count"
         self._by_event: dict[tuple[object, ...], Holding] = {}
         self._holdings: dict[Place, Holding] = {}
-        self._children: BlockMap[int] = BlockMap()  # how many records hang from a block
+        self._children: dict[ExternalBlockHash, int] = {}  # how many records hang from a block
+        self._records: deque[Record] = deque()  # all with uses, and a few without
+        self._ended = 0  # records, since the last sweep
+        self._is_frozen = False
 
     # -- events ---------------------------------------------------------------------------------------------
 
@@ -228,24 +193,27 @@ class PublishedState:
     ) -> bool:
         """Make a record of blocks if all of them are new; return whether they were."""
         total = sum_of(hashes)
-        siblings = 0 if parent is None else self._children.get(parent) or 0
-        if not holding.blocks.add_all(hashes, Record(holding.place, hashes, parent, data, len(hashes))):
+        siblings = 0 if parent is None else self._children.get(parent, 0)
+        record = Record(holding.place, hashes, parent, data, len(hashes))
+        if not holding.blocks.add_all(hashes, record):
             return False
+        self._records.append(record)
         if parent is not None:
-            self._children.put(parent, siblings + 1)
+            self._children[parent] = siblings + 1
         self.blocks += len(hashes)
         self.digest = (self.digest + total * holding.weight) & U64
-        if self.ghost_count:
-            for block in hashes:
-                self._forget_ghost(block)
+        if self.ghosts.table:
+            self._forget_ghosts(hashes)
         return True
 
     def remove(self, event: BlockRemoved, data: bytes, out: list[bytes]) -> None:
         """Let blocks go; `data` is the whole event's bytes."""
         hashes = event.block_hashes
         total = sum_of(hashes)
+        if not hashes:
+            return
         holding = self._holding(event)
-        if holding.counts or self._children.has_any(hashes):
+        if holding.counts or not self._children.keys().isdisjoint(hashes):
             gone = [block for block in hashes if self._drop(holding, block)]
         else:
             gone = self._drop_all(holding, hashes)
@@ -260,11 +228,13 @@ class PublishedState:
     def _drop_all(self, holding: Holding, hashes: list[ExternalBlockHash]) -> list[ExternalBlockHash]:
         """Let go blocks that are counted once and have no children; return those that were held."""
         records = holding.blocks.pop_all(hashes)
-        for record, same in groupby(records):  # mostly a record leaves as it came
+        first = records[0]
+        if first is not None and records.count(first) == len(records):  # mostly a record leaves as it came
+            self._unuse(first, len(records))
+            return hashes
+        for record, same in groupby(records):
             if record is not None:
-                record.uses -= len(list(same))
-                if not record.uses and record.parent is not None:
-                    self._let_go(record.parent)
+                self._unuse(record, len(list(same)))
         if None in records:
             return [block for block, record in zip(hashes, records, strict=True) if record is not None]
         return hashes
@@ -276,10 +246,10 @@ class PublishedState:
             if left > 1:
                 holding.counts[block] = left
             return False
-        record = holding.blocks.pop(block)
+        record = holding.blocks.pop_all((block,))[0]
         if record is None:
             return False
-        if self._children.get(block) and not self._is_elsewhere(block):
+        if block in self._children and not self._is_elsewhere(block):
             self._add_ghost(block, record)
         else:
             self._unuse(record)
@@ -318,35 +288,59 @@ class PublishedState:
 
     # -- reading --------------------------------------------------------------------------------------------
 
+    @property
+    def ghost_count(self) -> int:
+        """Return how many removed blocks are kept."""
+        return len(self.ghosts.table)
+
     def holdings(self) -> list[Holding]:
         """Return what each place holds."""
         return list(self._holdings.values())
 
-    def freeze(self) -> None:
-        """Keep what is there readable, as `BlockMap.was`, while it changes."""
-        for table in self._frozen():
+    def freeze(self) -> int:
+        """Keep what is there readable, as `BlockMap.was`, while it changes.
+
+        Return after how many calls of `next_record` all records have come that are of use to it.
+        """
+        self._is_frozen = True
+        for table in self._tables():
             table.freeze()
+        return len(self._records)
 
     def thaw(self) -> None:
         """Stop keeping what was there."""
-        for table in self._frozen():
+        self._is_frozen = False
+        for table in self._tables():
             table.thaw()
 
-    def _frozen(self) -> list[BlockMap[Record]]:
+    def next_record(self) -> Record:
+        """Return the record that was looked at longest ago, and let it go if nothing uses it."""
+        record = self._records.popleft()
+        if record.uses:
+            self._records.append(record)
+        return record
+
+    def _sweep(self) -> None:
+        """Look at two records for each that has ended, so that about half of them at most are of no use."""
+        for _ in range(min(2 * _SWEPT_AT_ONCE, len(self._records))):
+            self.next_record()
+        self._ended -= _SWEPT_AT_ONCE
+
+    def _tables(self) -> list[BlockMap]:
         return [self.ghosts, *(holding.blocks for holding in self._holdings.values())]
 
-    def take_apart(self) -> list[dict[Any, Any]]:
+    def take_apart(self) -> list[dict[Any, Any] | deque[Any]]:
         """Return all that the state consists of, for others to free bit by bit: at once, it takes half a
         second.
         """
-        pieces: list[dict[Any, Any]] = [*self._children.parts, *self.ghosts.parts]
+        pieces: list[dict[Any, Any] | deque[Any]] = [self._records, self._children, self.ghosts.table]
         for holding in self._holdings.values():
-            pieces += [*holding.blocks.parts, holding.counts]
+            pieces += [holding.blocks.table, holding.counts]
         return pieces
 
     def check(self) -> None:
         """Raise `IntegrityError` where counts, digest, records and ghosts do not agree."""
-        held = {holding.place: dict(holding.blocks.items()) for holding in self._holdings.values()}
+        held = {holding.place: holding.blocks.table for holding in self._holdings.values()}
         _expect(sum(map(len, held.values())), self.blocks, "blocks held")
         for holding in self._holdings.values():
             place = holding.place
@@ -354,8 +348,7 @@ class PublishedState:
             _expect([n for n in holding.counts.values() if n < 2], [], f"counts below 2 in {place}")
         digest = sum(hash_sum(list(blocks)) * place_weight(place) for place, blocks in held.items())
         _expect(digest & U64, self.digest, "digest")
-        ghosts = dict(self.ghosts.items())
-        _expect(len(ghosts), self.ghost_count, "ghosts")
+        ghosts = dict(self.ghosts.table)
         self._check_records(held, ghosts)
         is_held = {block for blocks in held.values() for block in blocks}
         _expect(ghosts.keys() & is_held, set(), "ghosts that are held")
@@ -370,7 +363,8 @@ class PublishedState:
         uses = Counter(id(record) for _, record in blocks)
         _expect(uses, {key: record.uses for key, record in records.items()}, "uses of records")
         children = Counter(record.parent for record in records.values() if record.parent is not None)
-        _expect(dict(self._children.items()), dict(children), "children")
+        _expect(self._children, dict(children), "children")
+        _expect(records.keys() - set(map(id, self._records)), set(), "records that no snapshot would meet")
         _expect(ghosts.keys() - children.keys(), set(), "ghosts without children")
 
     # -- inside ---------------------------------------------------------------------------------------------
@@ -383,10 +377,15 @@ class PublishedState:
             self._by_event[key] = holding
         return holding
 
-    def _unuse(self, record: Record) -> None:
-        """Take a use from a record; with its last use it lets its parent go."""
-        record.uses -= 1
-        if not record.uses and record.parent is not None:
+    def _unuse(self, record: Record, uses: int = 1) -> None:
+        """Take uses from a record; with its last use it lets its parent go."""
+        record.uses -= uses
+        if record.uses:
+            return
+        self._ended += 1
+        if self._ended >= _SWEPT_AT_ONCE and not self._is_frozen:
+            self._sweep()
+        if record.parent is not None:
             self._let_go(record.parent)
 
     def _let_go(self, parent: ExternalBlockHash) -> None:
@@ -396,40 +395,37 @@ class PublishedState:
         """
         above: ExternalBlockHash | None = parent
         while above is not None:
-            left = (self._children.get(above) or 0) - 1
-            if left > 0:
-                self._children.put(above, left)
+            left = self._children.pop(above) - 1
+            if left:
+                self._children[above] = left
                 return
-            self._children.pop(above)
-            ghost = self.ghosts.pop(above)
+            ghost = self.ghosts.pop_all((above,))[0]
             if ghost is None:
                 return
-            self.ghost_count -= 1
             ghost.uses -= 1
             above = None if ghost.uses else ghost.parent
 
     def _add_ghost(self, block: ExternalBlockHash, record: Record) -> None:
         """Keep a removed block's record.
 
-        With too many ghosts old ones are forgotten, and their children are orphans.
+        With too many ghosts the oldest are forgotten, and their children are orphans.
         """
-        self.ghosts.put(block, record)
-        self.ghost_count += 1
-        while self.ghost_count > max(self.blocks, _LEAST_GHOSTS):  # part by part the oldest
-            self._forgetting = (self._forgetting + 1) % _PARTS
-            for oldest in islice(self.ghosts.parts[self._forgetting], 1):
-                self._forget_ghost(oldest)
+        self.ghosts.add_all((block,), record)
+        while len(self.ghosts.table) > max(self.blocks, _LEAST_GHOSTS):
+            self._forget_ghosts((next(iter(self.ghosts.table)),))
 
-    def _forget_ghost(self, block: ExternalBlockHash) -> None:
-        ghost = self.ghosts.pop(block)
-        if ghost is not None:
-            self.ghost_count -= 1
-            self._unuse(ghost)
+    def _forget_ghosts(self, blocks: Hashes) -> None:
+        for ghost in self.ghosts.pop_all(blocks):
+            if ghost is not None:
+                self._unuse(ghost)
 
 
 def sum_of(hashes: Hashes) -> int:
     """Return what `hash_sum` returns; raise `TypeError` for what is no hash."""
-    total = hash_sum(hashes)
+    try:
+        total = sum(hashes)  # type: ignore[arg-type]
+    except TypeError:
+        total = hash_sum(hashes)
     if type(total) is not int:
         raise TypeError(f"a block hash is an int or bytes, got {hashes!r}")
     return total

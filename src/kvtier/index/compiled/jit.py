@@ -1,12 +1,12 @@
 """How the index's inner loops are compiled, and the machine instructions that Python has no name for.
 
-Needs numba. A function marked with `jit` is compiled at its first call, kept on disk for the next process until any module
-of the index changes, and lets other threads run meanwhile.
+Needs numba. A function marked with `jit` is compiled at its first call, kept on disk for the next process until a module
+changes that is compiled or gives compiled code a constant, and lets other threads run meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,20 @@ from numba.extending import intrinsic
 __all__ = ["fold_product", "jit", "lowest_bit", "prefetch", "swap_bytes"]
 
 
-def stamp_of(folder: Path) -> int:
-    """Return what changes with any module in a folder or below it."""
+COMPILED_IN = ("base", "names", "places", "xxh3")
+"""The modules of the index, besides those of this folder, that compiled code has constants of."""
+
+
+def stamp_of(files: Iterable[Path]) -> int:
+    """Return what changes with any of the files."""
     digest = xxhash.xxh3_64()
-    for file in sorted(folder.rglob("*.py")):
+    for file in sorted(files):
         digest.update(file.read_bytes())
     return digest.intdigest()
 
 
-_STAMP = stamp_of(Path(__file__).parents[1])
+_HERE = Path(__file__).parent
+_STAMP = stamp_of([*_HERE.glob("*.py"), *(_HERE.parent / f"{name}.py" for name in COMPILED_IN)])
 
 
 def jit(function: Callable[..., Any]) -> Any:
