@@ -412,14 +412,15 @@ class TestLateAndLost:
                 assert [payload_of(row) for row in rows] == [content(number + 1), content(number + 2)]
                 assert backend.contains([empty(50)]) == [False]
 
-    def test_a_drip_does_not_hold_a_call(self) -> None:
+    @pytest.mark.parametrize("head", [b"$%d\r\n" % (64 + ROW_BYTES), b"$"])
+    def test_a_drip_does_not_hold_a_call(self, head: bytes) -> None:
         """The time-out is that of the exchange, not of a byte."""
         over = threading.Event()
 
         def drip(connection: socket.socket) -> None:
             connection.sendall(b"+PONG\r\n")
             connection.recv(1 << 16)
-            connection.sendall(b"$%d\r\n" % (64 + ROW_BYTES))
+            connection.sendall(head)
             while not over.wait(SOON / 20):
                 connection.sendall(b"x")
 

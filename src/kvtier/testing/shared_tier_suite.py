@@ -131,6 +131,17 @@ class SharedTierSuite(MovingSuite):
         assert driver.tier.explain(key(1)) is TierMiss.EVICTED
         driver.store(1)
 
+    def test_a_row_that_is_gone_puts_the_others_in_doubt(self, drivers: list[TierDriver], stranger: Backend) -> None:
+        """A server that comes back empty: rows that were not read since, as those behind a gap, are written anew."""
+        driver = self.drive(drivers)
+        driver.store(1, 2, 3)
+        stranger.delete([_row(number) for number in (1, 2, 3)])
+        driver.clock.now += 0.1
+        assert driver.fetch(1) == {1: Outcome.ABSENT}
+        assert driver.tier.lookup_many(keys(1, 2, 3)) == [False, None, None]
+        driver.store(1, 2, 3)
+        assert driver.fetch(1, 2, 3) == {number: content(number) for number in (1, 2, 3)}
+
     # Who writes
 
     def test_a_row_is_written_once(self, drivers: list[TierDriver], monkeypatch: pytest.MonkeyPatch) -> None:

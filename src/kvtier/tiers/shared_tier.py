@@ -2,8 +2,8 @@
 
 It does not know what it holds. A prefix is asked about on I/O threads (`ask`); answers are kept in mind for a
 while, a yes for longer than a no, and what this process has written or read is a yes. An answer may be stale:
-a yes then costs one promotion that fails and is a no from there on, a no costs computing what another engine
-has just written. Nothing is announced, because nothing about it is exact (docs/decisions/0014).
+a yes then costs one promotion that fails, and puts every older yes in doubt; a no costs computing what another
+engine has just written. Nothing is announced, because nothing about it is exact (docs/decisions/0014).
 
 Rows go by key, and names on the server by scope and key: engines of one namespace share rows, and after a
 reset an engine has names of its own. A row that is known to be there is not written; a large one is asked for
@@ -45,10 +45,15 @@ _LARGE_ROW = 64 << 10
 
 
 class _Answer(NamedTuple):
-    """What is known of a chunk, until when."""
+    """What was last known of a chunk, and when."""
 
     is_there: bool
-    until: float
+    at: float
+
+    @property
+    def until(self) -> float:
+        """When it counts no more."""
+        return self.at + (_YES_SECONDS if self.is_there else _NO_SECONDS)
 
 
 @dataclass(slots=True, eq=False)
@@ -101,7 +106,7 @@ class SharedTier(IOTier):
         self._is_named = False  # the namespace is known
         self._suffix = ""  # of the last reset
         self._known: RecentKeys[_Answer] = RecentKeys(REMEMBERED)
-        self._written: RecentKeys[bool] = RecentKeys(REMEMBERED)
+        self._trusted_since = float("-inf")  # a yes from before is in doubt: a row was not there that should have been
         # Of the current scope: rows that calls work on. None of them is written or deleted beside another call.
         self._writing: set[OffloadKey] = set()
         self._reading: Counter[OffloadKey] = Counter()
@@ -157,15 +162,14 @@ class SharedTier(IOTier):
     def lookup_many(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
         if not self._is_readable():
             return [False] * len(keys)
-        now, known = self._clock(), self._known
-        found: list[bool | None] = []
-        for key in keys:
-            answer = known.get(key)
-            found.append(answer.is_there if answer is not None and now < answer.until else self._guess(key, now))
-        return found
+        now = self._clock()
+        return [self._look_up(key, now) for key in keys]
 
-    def _guess(self, key: OffloadKey, now: float) -> bool | None:
-        """Say of a chunk of which nothing is known whether it may turn out to be there."""
+    def _look_up(self, key: OffloadKey, now: float) -> bool | None:
+        """Say what is known of a chunk, or whether it may turn out to be there."""
+        answer = self._known.get(key)
+        if answer is not None and self._is_trusted(answer) and now < answer.until:
+            return answer.is_there
         question = self._asked.get(key)
         if question is not None:
             return None if now < question.deadline else False
@@ -211,7 +215,7 @@ class SharedTier(IOTier):
             self._note_there([key for key, is_there in zip(question.keys, found.there, strict=True) if is_there])
             absent = [key for key, is_there in zip(question.keys, found.there, strict=True) if not is_there]
             if not question.is_late:  # else rounds were left out
-                evicted = [key for key in absent if self._written.get(key)]
+                evicted = [key for key in absent if self._was_there(key)]
                 self._note_absent(absent, TierMiss.NEVER_STORED)
                 self._note_absent(evicted, TierMiss.EVICTED)
 
@@ -241,13 +245,19 @@ class SharedTier(IOTier):
         return keys
 
     def _note_there(self, keys: list[OffloadKey]) -> None:
-        self._known.note(keys, _Answer(True, self._clock() + _YES_SECONDS))
+        self._known.note(keys, _Answer(True, self._clock()))
 
     def _note_absent(self, keys: list[OffloadKey], reason: TierMiss) -> None:
-        self._known.note(keys, _Answer(False, self._clock() + _NO_SECONDS))
+        self._known.note(keys, _Answer(False, self._clock()))
         self._misses.note(keys, reason)
-        if reason is not TierMiss.NO_ANSWER:
-            self._written.note([key for key in keys if self._written.get(key)], False)
+
+    def _was_there(self, key: OffloadKey) -> bool:
+        """Say whether a chunk was there when it was last heard of, however long ago."""
+        answer = self._known.get(key)
+        return answer is not None and answer.is_there and self._is_trusted(answer)
+
+    def _is_trusted(self, answer: _Answer) -> bool:
+        return not answer.is_there or answer.at >= self._trusted_since
 
     def explain(self, key: OffloadKey) -> TierMiss | None:
         if not self.is_open():
@@ -297,9 +307,8 @@ class SharedTier(IOTier):
 
     def _may_write(self, row: LentRow) -> bool:
         """Say whether a row is not known to be there, and no call works on it."""
-        key, answer = row.key, self._known.get(row.key)
-        is_there = self._written.get(key) or (answer is not None and answer.is_there and self._clock() < answer.until)
-        return not (is_there or key in self._writing or key in self._deleting or key in self._reading)
+        key = row.key
+        return not (self._was_there(key) or key in self._writing or key in self._deleting or key in self._reading)
 
     def _withdrawn(self, direction: Direction, rows: list[BackendRow]) -> None:
         self._let_go(direction, rows)
@@ -336,6 +345,7 @@ class SharedTier(IOTier):
         elif outcome is Outcome.ABSENT:
             self._health[Direction.PROMOTE].note_success()
             self._counts["evicted"] += len(rows)
+            self._trusted_since = self._clock()  # the server may have lost all: rows behind these were not even read
             self._note_absent(current, TierMiss.EVICTED)
         elif outcome is Outcome.FAILED:
             self._counts["failed"] += len(rows)
@@ -351,9 +361,7 @@ class SharedTier(IOTier):
             self._count_moved(report, "demoted")
             self._health[Direction.DEMOTE].note_success()
             self._last_progress = self._clock()
-            kept = [key for key in current if key not in self._deleting]
-            self._written.note(kept, True)
-            self._note_there(kept)
+            self._note_there([key for key in current if key not in self._deleting])
         elif outcome is Outcome.FAILED:
             self._counts["failed"] += len(rows)
             self._note_failure(Direction.DEMOTE, report.why, report.seconds)
@@ -414,7 +422,6 @@ class SharedTier(IOTier):
         self._scope = SealScope(self._scope.namespace, suffix=suffix)
         self._misses.note(list(self._known), TierMiss.CLEARED)
         self._known.clear()
-        self._written.clear()
         for rows in (self._writing, self._deleting, self._unwanted, self._asked, self._reading):
             rows.clear()
         self._io.give_up(Outcome.RESET)

@@ -6,9 +6,8 @@
 A batch is one exchange: all commands are sent, then all answers are read, rows from and into the memory that
 is lent. An exchange that fails in the middle gives what was answered until then and a failure for each of
 the others, and its connection is closed: what is still on its way is never taken for another answer. An
-exchange is over after `timeout` seconds, waiting for a connection and connecting included (but for the
-resolution of a host's name, which nothing bounds). Any thread may call; at most `config.connections`
-exchanges run at once.
+exchange has `timeout` seconds, waiting for a connection and connecting included (but for the resolution of a
+host's name, which nothing bounds). Any thread may call; at most `config.connections` exchanges run at once.
 
 `write` replaces (`SET`), as the contract says. `NX` would save nothing: the row has travelled when the
 server looks, and a damaged row would stay for ever; whoever wants to write once asks `contains` first. A
@@ -145,8 +144,8 @@ class ValkeyBackend(Backend):
             raise TimeoutError(errno.ETIMEDOUT, "all connections were busy")
         try:
             connection = self._take_idle() or self._endpoint.connect(deadline)
-            connection.deadline = deadline
             try:
+                connection.begin(deadline)
                 yield connection
             except BaseException:
                 connection.refused = True

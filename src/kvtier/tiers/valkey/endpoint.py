@@ -78,7 +78,8 @@ class Endpoint:
             if self.tls:
                 raw.settimeout(seconds_left(deadline))
                 raw = self._wrap(raw)
-            connection = RespConnection(raw, deadline)
+            connection = RespConnection(raw)
+            connection.begin(deadline)
             self._greet(connection, password)
         except BaseException:
             raw.close()

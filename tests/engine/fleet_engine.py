@@ -1,0 +1,76 @@
+"""One engine of a fleet, as a process that does what it is told over a pipe.
+
+`{"ask": [tokens], "name": "a"}` runs a request and answers its tokens and where its prompt came from; `{"forget":
+True}` empties engine and pool; `{"die_in": n}` ends the process as SIGKILL does in the middle of the n-th time
+that it sends rows; any other order is for a step. Every answer has the state of the tier.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from tests.engine.drive import run
+from tests.engine.tier_kit import ROW, manager_of, valkey_engine
+
+from kvtier.engine import Engine, SamplingParams
+
+LOAD_DEADLINE = 0.5
+
+
+def serve(url: str, pipe: Connection[Any, Any]) -> None:
+    """Obey until nobody gives orders any more."""
+    with valkey_engine(url, load_deadline=LOAD_DEADLINE) as engine, suppress(EOFError):
+        pipe.send(_state(engine))
+        while True:
+            order = pipe.recv()
+            pipe.send(_obey(engine, order) | _state(engine))
+
+
+def _obey(engine: Engine, order: dict[str, Any]) -> dict[str, Any]:
+    if "die_in" in order:
+        _die_in(order["die_in"])
+    if "forget" in order:
+        engine.drain()
+        engine.reset_prefix_cache()
+        manager_of(engine).pool.reset_cache()
+    if "ask" not in order:
+        engine.step()  # looks after the tier
+        return {}
+    engine.add_request(order["ask"], SamplingParams(max_tokens=4), request_id=order["name"])
+    output = run(engine)[order["name"]]
+    _settle(engine)
+    assert output.source is not None
+    return {"tokens": output.token_ids, "tiers": output.source.tiers, "recomputed": output.source.recomputed}
+
+
+def _settle(engine: Engine) -> None:
+    """Step until what was offered is written, or is not going to be."""
+    engine.drain()
+    while manager_of(engine).has_pending_work():
+        engine.step()
+
+
+def _state(engine: Engine) -> dict[str, Any]:
+    (stats,) = manager_of(engine).tier_stats()
+    return {"state": stats.state, "suspended": stats.suspended, "demoted": stats.demoted}
+
+
+def _die_in(number: int) -> None:
+    """Send half of what is sent as the n-th that holds a row, and die."""
+    send, left = socket.socket.sendmsg, itertools.count(number - 1, -1)
+
+    def send_half(self: socket.socket, buffers: Sequence[Any], *more: Any) -> int:
+        whole = b"".join(buffers)
+        if len(whole) > ROW and next(left) == 0:
+            send(self, [whole[: len(whole) // 2]])
+            os.kill(os.getpid(), signal.SIGKILL)
+        return send(self, buffers, *more)
+
+    socket.socket.sendmsg = send_half  # type: ignore[assignment, method-assign]
