@@ -31,7 +31,7 @@ class S3Server:
     """A moto server on a port of its own, which it keeps when it is started again. It forgets all on `stop`."""
 
     def __init__(self, port: int = 0) -> None:
-        self.port = port or _free_port()
+        self.port = port or free_port()
         self.process: subprocess.Popen[bytes] | None = None
         self.start()
 
@@ -75,7 +75,7 @@ def wait_for_port(port: int, process: subprocess.Popen[bytes] | None = None) -> 
             time.sleep(0.05)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]

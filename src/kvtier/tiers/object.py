@@ -23,12 +23,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-import numpy as np
-
 from kvtier.errors import ConfigError
 from kvtier.tier_config import ObjectConfig
-from kvtier.tiers.base import Backend, BackendRow, Piece
-from kvtier.tiers.value_header import HEADER_BYTES, pack_header, seal_in
+from kvtier.tiers.base import Backend, BackendRow
+from kvtier.tiers.value_header import HEADER_BYTES, copy_into, pack_header, seal_in
 
 if TYPE_CHECKING:
     from obstore.store import AzureStore, GCSStore, S3Store
@@ -150,7 +148,7 @@ class ObjectBackend(Backend):
         value = memoryview(found.bytes())
         if len(value) != nbytes or not (seal := seal_in(value[:HEADER_BYTES], row)):
             return b""
-        _copy_into(row.pieces, value[HEADER_BYTES:])
+        copy_into(row.pieces, value[HEADER_BYTES:])
         return seal
 
     def _contains(self, row: BackendRow) -> bool:
@@ -202,14 +200,6 @@ def _status(error: Exception) -> int:
     """Return the HTTP status that an error of the client library tells of; 0: none."""
     found = _STATUS.search(str(error))
     return int(found[1]) if found else 0
-
-
-def _copy_into(pieces: Sequence[Piece], payload: Piece) -> None:
-    """Copy without the GIL, as assigning to a memoryview would not."""
-    source, at = np.frombuffer(payload, np.uint8), 0
-    for piece in pieces:
-        np.copyto(np.frombuffer(piece, np.uint8), source[at : at + piece.nbytes])
-        at += piece.nbytes
 
 
 def _open_store(config: ObjectConfig, timeout: float) -> S3Store | GCSStore | AzureStore:
