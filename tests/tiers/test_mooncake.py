@@ -49,20 +49,21 @@ class OpenBackend(MooncakeBackend):
         return
 
 
-class TestMooncake(BackendSuite):
-    @pytest.fixture(scope="class")
-    def open(self, server: MooncakeServer) -> Iterator[OpenBackend]:
-        backend = OpenBackend(server.config("suite"), ROW_BYTES, timeout=PATIENCE)
-        yield backend
-        MooncakeBackend.close(backend)
+@pytest.fixture(scope="module")
+def joined(server: MooncakeServer) -> Iterator[OpenBackend]:
+    backend = OpenBackend(server.config("suite"), ROW_BYTES, timeout=PATIENCE)
+    yield backend
+    MooncakeBackend.close(backend)
 
+
+class TestMooncake(BackendSuite):
     @pytest.fixture(autouse=True)
-    def at(self, server: MooncakeServer, open: OpenBackend) -> None:
-        self.server, self.open_backend = server, open
+    def at(self, server: MooncakeServer, joined: OpenBackend) -> None:
+        self.server, self.joined = server, joined
 
     def make(self) -> Backend:
-        self.open_backend.delete([empty(number) for number in range(NUM_PLACES)])
-        return self.open_backend
+        self.joined.delete([empty(number) for number in range(NUM_PLACES)])
+        return self.joined
 
     def reopen(self, backend: Backend) -> Backend:
         """What another process finds, or this one that has left and joined again."""
