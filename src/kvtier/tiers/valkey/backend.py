@@ -1,0 +1,216 @@
+"""Rows on a Valkey or Redis server: `ValkeyBackend(config, row_bytes, timeout=...)`.
+
+    name    {prefix}:{scope, 16 hex digits}:{bytes of a row, hex}:{key, hex}
+    value   header of 64 bytes . row
+
+A batch is one exchange: all commands are sent, then all answers are read, rows from and into the memory that
+is lent. An exchange that fails in the middle gives what was answered until then and a failure for each of
+the others, and its connection is closed: what is still on its way is never taken for another answer. An
+exchange has `timeout` seconds, waiting for a connection and connecting included (but for the resolution of a
+host's name, which nothing bounds). Any thread may call; at most `config.connections` exchanges run at once.
+
+`write` replaces (`SET`), as the contract says. `NX` would save nothing: the row has travelled when the
+server looks, and a damaged row would stay for ever; whoever wants to write once asks `contains` first. A
+value that is no row of ours, by length or by header, is read as a row with an empty seal: it fails its
+check, and can be deleted or written anew.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar
+
+from kvtier.errors import IntegrityError
+from kvtier.tier_config import ValkeyConfig
+from kvtier.tiers.base import Backend, BackendRow, Piece
+from kvtier.tiers.valkey.endpoint import Endpoint
+from kvtier.tiers.valkey.resp import RespConnection, bulk, command
+from kvtier.tiers.value_header import HEADER_BYTES, pack_header, seal_in
+
+__all__ = ["ValkeyBackend"]
+
+_Answer = TypeVar("_Answer")
+
+_EXCHANGE_BYTES = 16 << 20
+"""Rows of one exchange, beyond the first: a server keeps the answers to all of them in its memory."""
+_EXCHANGE_ROWS = 1024
+
+
+class ValkeyBackend(Backend):
+    """Rows on a server, by key."""
+
+    contains_batch = _EXCHANGE_ROWS
+
+    def __init__(self, config: ValkeyConfig, row_bytes: int, *, timeout: float) -> None:
+        """Connect to nothing yet: the first call does. `row_bytes` tells engines with other chunks apart."""
+        self._endpoint = Endpoint.from_config(config)
+        self._endpoint.warn_of_open_files()
+        self._timeout = timeout
+        self._prefix, self._row_bytes = config.prefix.encode(), row_bytes
+        self._expiry = b"" if config.ttl is None else bulk(b"PX", b"%d" % max(1, round(config.ttl * 1000)))
+        self._connections = config.connections
+        self._room = threading.Semaphore(config.connections)
+        self._lock = threading.Lock()
+        self._idle: list[RespConnection] = []
+        self._closed = False
+
+    def write(self, rows: Sequence[BackendRow]) -> list[OSError | None]:
+        return self._exchange(rows, self._set, _read_status)
+
+    def read(self, rows: Sequence[BackendRow]) -> list[bytes | OSError | None]:
+        return self._exchange(rows, partial(self._ask, b"GET"), _read_row)
+
+    def contains(self, rows: Sequence[BackendRow]) -> list[bool]:
+        return [number > 0 for number in self._count(b"EXISTS", rows)]
+
+    def delete(self, rows: Sequence[BackendRow]) -> None:
+        self._count(b"UNLINK", rows)
+
+    def probe(self) -> None:
+        """Raise `OSError` if the server does not take a row. A small value would fit where no row does."""
+        name = self._prefix + b":probe"
+        store = command(b"SET", name, bytes(self._row_bytes), b"PX", b"1000")
+        with self._connection() as connection:
+            connection.send([store, command(b"UNLINK", name)])
+            refusal, _ = connection.read_status(), connection.read_number()
+        if refusal is not None:
+            raise refusal
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+        self._close_idle()
+
+    def check(self) -> None:
+        """Raise `IntegrityError` if more connections are kept than allowed, or one that should not be."""
+        with self._lock:
+            kept, most = len(self._idle), self._connections
+            if kept > most or any(connection.refused for connection in self._idle):
+                raise IntegrityError(f"valkey: expected at most {most} good connections, kept {kept} or bad")
+
+    # -- exchanges ---------------------------------------------------------------------------------
+
+    def _name(self, row: BackendRow) -> bytes:
+        return b"%b:%016x:%x:%b" % (self._prefix, row.scope, self._row_bytes, row.key.hex().encode())
+
+    def _ask(self, verb: bytes, row: BackendRow) -> list[bytes | Piece]:
+        return [command(verb, self._name(row))]
+
+    def _set(self, row: BackendRow) -> list[bytes | Piece]:
+        """Return `SET name header.row`, its row from where it lies."""
+        head = b"*%d\r\n" % (5 if self._expiry else 3) + bulk(b"SET", self._name(row))
+        size = b"$%d\r\n" % (HEADER_BYTES + row.nbytes)
+        return [head + size + pack_header(row), *row.pieces, b"\r\n" + self._expiry]
+
+    def _count(self, verb: bytes, rows: Sequence[BackendRow]) -> list[int]:
+        """Return a server's number for each row; `OSError` if there is none for one of them."""
+        counts: list[int] = []
+        for count in self._exchange(rows, partial(self._ask, verb), _read_number):
+            if isinstance(count, OSError):
+                raise count
+            counts.append(count)
+        return counts
+
+    def _exchange(
+        self,
+        rows: Sequence[BackendRow],
+        ask: Callable[[BackendRow], list[bytes | Piece]],
+        receive: Callable[[RespConnection, BackendRow], _Answer],
+    ) -> list[_Answer | OSError]:
+        """Send what `ask` says of all rows, then receive all answers. After a failure there are no more."""
+        answers: list[_Answer | OSError] = []
+        try:
+            for part in _parts(rows):
+                with self._connection() as connection:
+                    connection.send([buffer for row in part for buffer in ask(row)])
+                    for row in part:
+                        answers.append(receive(connection, row))
+        except OSError as error:
+            answers += [error] * (len(rows) - len(answers))
+        return answers
+
+    # -- connections -------------------------------------------------------------------------------
+
+    @contextmanager
+    def _connection(self) -> Iterator[RespConnection]:
+        """Lend a connection for one exchange. It is kept if nothing went wrong; else all are made anew."""
+        deadline = time.monotonic() + self._timeout
+        if not self._room.acquire(timeout=self._timeout):
+            raise TimeoutError(errno.ETIMEDOUT, "all connections were busy")
+        try:
+            connection = self._take_idle() or self._endpoint.connect(deadline)
+            try:
+                connection.begin(deadline)
+                yield connection
+            except BaseException:
+                connection.refused = True
+                raise
+            finally:
+                self._give_back(connection)
+        finally:
+            self._room.release()
+
+    def _take_idle(self) -> RespConnection | None:
+        """Return a connection that was kept and that the server has not closed since."""
+        while True:
+            with self._lock:
+                connection = self._idle.pop() if self._idle else None
+            if connection is None or connection.is_quiet():
+                return connection
+            connection.close()
+
+    def _give_back(self, connection: RespConnection) -> None:
+        with self._lock:
+            keep = not (connection.refused or self._closed)
+            if keep:
+                self._idle.append(connection)
+        if not keep:  # others may lead to the same dead or demoted server
+            connection.close()
+            self._close_idle()
+
+    def _close_idle(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+
+def _read_status(connection: RespConnection, _row: BackendRow) -> OSError | None:
+    return connection.read_status()
+
+
+def _read_number(connection: RespConnection, _row: BackendRow) -> int | OSError:
+    return connection.read_number()
+
+
+def _read_row(connection: RespConnection, row: BackendRow) -> bytes | OSError | None:
+    """Receive a row into its memory; a value that cannot be one is passed over."""
+    length = connection.read_length()
+    if isinstance(length, OSError) and length.errno == errno.EINVAL:
+        return b""  # a list, a set, ...
+    if length is None or isinstance(length, OSError):
+        return length
+    if length != HEADER_BYTES + row.nbytes:
+        connection.end_value(unread=length)
+        return b""
+    header = bytearray(HEADER_BYTES)
+    connection.read_value([memoryview(header), *row.pieces])
+    connection.end_value()
+    return seal_in(header, row)
+
+
+def _parts(rows: Sequence[BackendRow]) -> Iterator[Sequence[BackendRow]]:
+    """Cut a batch into what one exchange moves."""
+    start = nbytes = 0
+    for at, row in enumerate(rows):
+        if at > start and (nbytes + row.nbytes > _EXCHANGE_BYTES or at - start == _EXCHANGE_ROWS):
+            yield rows[start:at]
+            start, nbytes = at, 0
+        nbytes += row.nbytes
+    if start < len(rows):
+        yield rows[start:]

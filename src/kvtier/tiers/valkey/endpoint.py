@@ -1,0 +1,169 @@
+"""Where a server is, and how a connection to it is opened: sockets, TLS, password, database.
+
+Secrets are kept nowhere: files are read at each connect, so that they can be replaced, and errors name files
+and hosts only. Of what a server says to `AUTH` the first word is told, because servers repeat the arguments
+of commands that they do not know. Any thread may call what is here.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socket
+import ssl
+import stat
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote
+
+from kvtier.errors import ConfigError, show_value
+from kvtier.tier_config import ValkeyConfig
+from kvtier.tiers.valkey.resp import RespConnection, command, late, seconds_left
+
+__all__ = ["Endpoint"]
+
+logger = logging.getLogger(__name__)
+
+_PORT = 6379
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a server is and how to be let in. Files are read at each connect, so that they can be replaced.
+
+    Behind the host of an address is the number of a database; behind a Unix socket it is `?db=number`.
+    """
+
+    host: str
+    port: int
+    path: str | None
+    """Of a Unix socket; `None`: host and port count."""
+    database: int
+    user: str | None
+    tls: bool
+    config: ValkeyConfig
+
+    @classmethod
+    def from_config(cls, config: ValkeyConfig) -> Endpoint:
+        """Read the address of a config."""
+        parts = config.address
+        unix = parts.scheme == "unix"
+        text = parts.query.removeprefix("db=") if unix else parts.path.strip("/")
+        if parts.query and not unix:
+            raise ConfigError("valkey.url", f"expected nothing behind the ?, got {show_value(parts.query)}")
+        tls = config.tls or parts.scheme in ("valkeys", "rediss")
+        if unix and tls:
+            raise ConfigError("valkey.tls", "expected none on a Unix socket")
+        if text and not text.isdecimal():
+            raise ConfigError("valkey.url", f"expected the number of a database, got {show_value(text)}")
+        return cls(
+            host=parts.hostname or "",
+            port=parts.port or _PORT,
+            path=unquote(parts.path) if unix else None,
+            database=int(text or 0),
+            user=unquote(parts.username) if parts.username else None,
+            tls=tls,
+            config=config,
+        )
+
+    def __str__(self) -> str:
+        return self.path or f"{self.host}:{self.port}"
+
+    def connect(self, deadline: float) -> RespConnection:
+        """Open a connection and be let in. `OSError` says what is in the way."""
+        password = self._read_password()
+        raw = self._open(seconds_left(deadline))
+        try:
+            if self.tls:
+                raw.settimeout(seconds_left(deadline))
+                raw = self._wrap(raw)
+            connection = RespConnection(raw)
+            connection.begin(deadline)
+            self._greet(connection, password)
+        except BaseException:
+            raw.close()
+            raise
+        return connection
+
+    def warn_of_open_files(self) -> None:
+        """Say which secrets everybody on this machine can read."""
+        for name in (self.config.password_file, self.config.tls_key_file):
+            with suppress(OSError):  # of which connecting tells
+                if name is not None and Path(name).stat().st_mode & stat.S_IROTH:
+                    logger.warning("valkey: everybody can read the secret in %s; chmod 600 it", name)
+
+    def _open(self, timeout: float) -> socket.socket:
+        try:
+            if self.path is not None:
+                raw = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                try:
+                    raw.settimeout(timeout)
+                    raw.connect(self.path)
+                except BaseException:
+                    raw.close()
+                    raise
+                return raw
+            raw = socket.create_connection((self.host, self.port), timeout)
+        except TimeoutError:
+            raise OSError(errno.ETIMEDOUT, f"no connection to {self} in {timeout:.3g} s") from None
+        except OSError as error:
+            problem = f"no connection to {self}: {error.strerror or error}"
+            raise OSError(error.errno or errno.EIO, problem) from None
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        return raw
+
+    def _wrap(self, raw: socket.socket) -> ssl.SSLSocket:
+        try:
+            return self._context().wrap_socket(raw, server_hostname=self.host)
+        except ssl.SSLCertVerificationError as error:
+            problem = f"no TLS with {self}: {error.verify_message}; see valkey.tls_ca_file"
+            raise OSError(errno.EPROTO, problem) from None
+        except TimeoutError:
+            raise late() from None
+        except ssl.SSLError as error:
+            raise OSError(errno.EPROTO, f"no TLS with {self}: {error.reason or error}") from None
+
+    def _context(self) -> ssl.SSLContext:
+        config = self.config
+        try:
+            context = ssl.create_default_context(cafile=config.tls_ca_file)
+            if config.tls_cert_file is not None:
+                context.load_cert_chain(config.tls_cert_file, config.tls_key_file)
+        except OSError as error:  # which names no file, and SSLError is one
+            files = [config.tls_ca_file, config.tls_cert_file, config.tls_key_file]
+            names = ", ".join(name for name in files if name)
+            problem = f"expected certificates in {names}: {error.strerror}"
+            raise OSError(error.errno or errno.EINVAL, problem) from None
+        return context
+
+    def _greet(self, connection: RespConnection, password: bytes | None) -> None:
+        """Be let in, choose the database, and see that the server listens: one round trip."""
+        steps: list[tuple[bytes, str]] = []
+        if password is not None:
+            user = [] if self.user is None else [self.user.encode()]
+            hint = "see valkey.password_file and the user in valkey.url"
+            steps.append((command(b"AUTH", *user, password), hint))
+        if self.database:
+            steps.append((command(b"SELECT", b"%d" % self.database), "see the database in valkey.url"))
+        steps.append((command(b"PING"), "set valkey.password_file" if password is None else "see its log"))
+        connection.send([words for words, _ in steps])
+        for number, (_, hint) in enumerate(steps):
+            refusal = connection.read_status(secret=password is not None and number == 0)
+            if refusal is not None:
+                told = refusal.errno in (errno.EACCES, errno.EIO)
+                raise OSError(refusal.errno, f"{self}: {refusal.strerror}" + (f"; {hint}" if told else ""))
+
+    def _read_password(self) -> bytes | None:
+        name = self.config.password_file
+        if name is None:
+            return None
+        try:
+            password = Path(name).read_bytes().rstrip(b"\r\n")
+        except OSError as error:
+            problem = f"valkey.password_file: cannot read {name}: {error.strerror}"
+            raise OSError(error.errno, problem) from None
+        if not password:
+            raise OSError(errno.EINVAL, f"valkey.password_file: expected a password in {name}, got none")
+        return password

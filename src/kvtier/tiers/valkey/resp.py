@@ -1,0 +1,223 @@
+"""One connection that speaks RESP, and sends from and receives into memory that is lent to it.
+
+The packaged clients (valkey-py, redis-py, glide) return values as new `bytes`, a copy more than needed, and
+keep their sockets under private names; so RESP is spoken here. A connection is used by one thread at a time.
+
+What follows a `begin` has to be over at its deadline (of `time.monotonic`). The kernel waits, so that a row
+is one call without the GIL; a server that stops in the middle of one is noticed at twice the time at most.
+An error that the server answers is a value. An exception leaves answers on their way that nobody must take
+for the next ones: whoever sees one closes the connection.
+"""
+
+from __future__ import annotations
+
+import errno
+import select
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Sequence
+
+from kvtier.errors import show_value
+from kvtier.tiers.base import Piece
+
+__all__ = ["RespConnection", "bulk", "command", "late", "seconds_left"]
+
+_BUFFER_BYTES = 4096
+"""Holds the heads of replies. What it catches of a row is copied out of it, so it is small."""
+_MOST_BUFFERS = 512
+"""Of one `sendmsg`; Linux takes 1,024."""
+
+_CODES = {
+    "OOM": errno.ENOSPC,
+    "READONLY": errno.EROFS,
+    "NOREPLICAS": errno.EROFS,
+    "MISCONF": errno.EROFS,
+    "NOAUTH": errno.EACCES,
+    "WRONGPASS": errno.EACCES,
+    "NOPERM": errno.EACCES,
+    "LOADING": errno.EBUSY,
+    "BUSY": errno.EBUSY,
+    "MASTERDOWN": errno.EBUSY,
+    "WRONGTYPE": errno.EINVAL,
+    "MOVED": errno.ENOTSUP,
+    "ASK": errno.ENOTSUP,
+    "CLUSTERDOWN": errno.ENOTSUP,
+}
+_CLUSTER = "the server is a node of a cluster, which is not supported: expected a single server or a proxy"
+
+
+def bulk(*words: bytes) -> bytes:
+    """Return words of a command as they travel."""
+    return b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
+
+
+def command(*words: bytes) -> bytes:
+    """Return a whole command as it travels."""
+    return b"*%d\r\n" % len(words) + bulk(*words)
+
+
+def _refusal(line: bytes, *, secret: bool = False) -> OSError:
+    """Return what a server's error means here."""
+    text = line.decode("utf-8", "replace")
+    word = text.partition(" ")[0]
+    code = _CODES.get(word, errno.EIO)
+    if code == errno.ENOTSUP:
+        return OSError(code, f"{_CLUSTER} ({word})")
+    return OSError(code, f"the server answered {show_value(word if secret else text)}")
+
+
+class RespConnection:
+    """An open connection. After an exception nothing may be done with it but `close`."""
+
+    __slots__ = ("_deadline", "_end", "_socket", "_start", "_view", "_whole", "refused")
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        self._deadline = 0.0
+        self._whole = 0 if isinstance(connected, ssl.SSLSocket) else socket.MSG_WAITALL
+        self._view = memoryview(bytearray(_BUFFER_BYTES))
+        self._start = self._end = 0  # what was received and not read
+        self.refused = False
+        """The server has answered an error, so it may not be the right one any more."""
+
+    def close(self) -> None:
+        """End it. Whatever was on its way is lost."""
+        self._socket.close()
+
+    def is_quiet(self) -> bool:
+        """Say whether it is open and the server has sent nothing that nobody has asked for."""
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        return self._start == self._end and not poller.poll(0)
+
+    def begin(self, deadline: float) -> None:
+        """Let what follows take until then."""
+        self._deadline = deadline
+        left = seconds_left(deadline)
+        if isinstance(self._socket, ssl.SSLSocket):  # OpenSSL waits by itself
+            self._socket.settimeout(left)
+            return
+        self._socket.settimeout(None)
+        wait = struct.pack("@ll", int(left), max(1, int(left % 1 * 1e6)))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, wait)
+
+    # -- sending -----------------------------------------------------------------------------------
+
+    def send(self, buffers: Sequence[bytes | Piece]) -> None:
+        """Send buffers one after the other, from where they lie."""
+        try:
+            if isinstance(self._socket, ssl.SSLSocket):  # has no `sendmsg`
+                for buffer in buffers:
+                    seconds_left(self._deadline)
+                    self._socket.sendall(buffer)
+                return
+            left, at = [memoryview(buffer) for buffer in buffers], 0
+            while at < len(left):
+                seconds_left(self._deadline)
+                sent = self._socket.sendmsg(left[at : at + _MOST_BUFFERS])
+                while at < len(left) and sent >= left[at].nbytes:
+                    sent -= left[at].nbytes
+                    at += 1
+                if sent:
+                    left[at] = left[at][sent:]
+        except (TimeoutError, BlockingIOError):
+            raise late() from None
+
+    # -- receiving ---------------------------------------------------------------------------------
+
+    def read_status(self, *, secret: bool = False) -> OSError | None:
+        """Read `+OK` or the like, or the server's error, of which nothing is told that may be secret."""
+        head = self._read_head(b"+", secret=secret)
+        return head if isinstance(head, OSError) else None
+
+    def read_number(self) -> int | OSError:
+        """Read `:n`, or the server's error."""
+        head = self._read_head(b":")
+        return head if isinstance(head, OSError) else _number(head)
+
+    def read_length(self) -> int | OSError | None:
+        """Read the head of a value: how many bytes follow; `None` if there is none; or the error."""
+        head = self._read_head(b"$")
+        if isinstance(head, OSError):
+            return head
+        return None if head == b"-1" else _number(head)
+
+    def read_value(self, pieces: Sequence[Piece]) -> None:
+        """Fill pieces with the next bytes of a value."""
+        for piece in pieces:
+            filled = min(self._end - self._start, piece.nbytes)
+            piece[:filled] = self._view[self._start : self._start + filled]
+            self._start += filled
+            while filled < piece.nbytes:
+                filled += self._receive(piece[filled:], self._whole)
+
+    def end_value(self, unread: int = 0) -> None:
+        """Pass over the rest of a value, and see that it ends there."""
+        while unread:
+            passed = min(unread, self._end - self._start)
+            self._start += passed
+            unread -= passed
+            if unread:
+                self._fill()
+        end = bytearray(2)
+        self.read_value([memoryview(end)])
+        if end != b"\r\n":
+            raise _garbled()
+
+    def _read_head(self, kind: bytes, *, secret: bool = False) -> bytes | OSError:
+        """Read a line of this kind without its first byte, or the server's error."""
+        while (length := bytes(self._view[self._start : self._end]).find(b"\r\n")) < 0:
+            self._fill()
+        line = bytes(self._view[self._start : self._start + length])
+        self._start += length + 2
+        if line[:1] == b"-":
+            self.refused = True
+            return _refusal(line[1:], secret=secret)
+        if line[:1] != kind:
+            raise _garbled()
+        return line[1:]
+
+    def _fill(self) -> None:
+        """Receive more into the buffer."""
+        held = self._end - self._start
+        if held == _BUFFER_BYTES:
+            raise _garbled()
+        self._view[:held] = bytes(self._view[self._start : self._end])
+        self._start, self._end = 0, held
+        self._end += self._receive(self._view[held:])
+
+    def _receive(self, view: Piece, flags: int = 0) -> int:
+        seconds_left(self._deadline)
+        try:
+            received = self._socket.recv_into(view, 0, flags)
+        except (TimeoutError, BlockingIOError):
+            raise late() from None
+        if not received:
+            raise ConnectionResetError(errno.ECONNRESET, "the server closed the connection")
+        return received
+
+
+def _number(head: bytes) -> int:
+    if not head.isdigit():
+        raise _garbled()
+    return int(head)
+
+
+def _garbled() -> OSError:
+    return OSError(errno.EPROTO, "expected an answer of a Valkey or Redis server, got something else")
+
+
+def late() -> OSError:
+    """Return what is raised at a deadline."""
+    return TimeoutError(errno.ETIMEDOUT, "the server did not answer in time")
+
+
+def seconds_left(deadline: float) -> float:
+    """Return the seconds until then, or raise what a socket raises that waits no longer."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise late()
+    return left
