@@ -241,7 +241,12 @@ def _profile_credentials() -> Any:
     if not os.environ.get("AWS_PROFILE") and not file.is_file():
         return None
     try:
+        from botocore.exceptions import BotoCoreError
         from obstore.auth.boto3 import Boto3CredentialProvider
     except ImportError:
         raise ConfigError("object", "reading AWS profiles needs the package boto3: pip install boto3") from None
-    return Boto3CredentialProvider()
+    try:
+        return Boto3CredentialProvider()
+    except (BotoCoreError, ValueError) as error:
+        problem = f"the files of AWS profiles give no credentials: {type(error).__name__}; is AWS_PROFILE right?"
+        raise ConfigError("object", problem) from None
