@@ -145,7 +145,7 @@ def test_another_owner(tmp_path: Path) -> None:
 
 def test_the_hash_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unset = by_name(examine_disk(tmp_path))["hash seed"]
-    assert "finds nothing after a restart with xxhash" in unset.detail
+    assert "nothing with xxhash" in unset.detail
     assert unset.hint.endswith("export PYTHONHASHSEED=0")
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     assert by_name(examine_disk(tmp_path))["hash seed"].hint == ""
@@ -163,7 +163,7 @@ def mount(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Mo
     [
         (Mount(Path("/dev/shm"), "tmpfs", False), Status.FAIL, "its files are memory"),
         (Mount(Path("/data"), "ext4", True), Status.FAIL, "read-only"),
-        (Mount(Path("/"), "overlay", False), Status.WARN, "a container's own layer"),
+        (Mount(Path("/"), "overlay", False), Status.WARN, "a container's layer"),
         (Mount(Path("/net"), "nfs4", False), Status.WARN, "not a local disk"),
         (Mount(Path("/net"), "fuse.sshfs", False), Status.WARN, "not a local disk"),
         (Mount(Path("/data"), "xfs", False), Status.OK, "xfs, mounted at /data"),

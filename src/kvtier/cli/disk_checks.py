@@ -1,8 +1,9 @@
 """What `kvtier doctor` looks at in the folder of a disk tier.
 
-One line for each question that decides whether the tier works, and how well. As of all checks: what cannot be found
-out is said, and nothing is changed. The speed is measured in a file of its own, which has no name from the start, so
-that nothing is left whatever happens; of a folder that does not exist, where it would be made.
+One line for each question that decides whether the tier works, and how well. As of all checks: what cannot
+be found out is said, and nothing is changed. The speed is measured in a file of its own, which has no name
+from the start, so that nothing is left whatever happens; of a folder that does not exist, where it would be
+made.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ def _check_folder(path: Path, place: Path) -> Check:
         with _probe_file(place):
             pass
     except OSError as error:
-        hint = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check its owner and how it is mounted"
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        hint = "make room" if full else "check its owner and how it is mounted"
         return Check(name, Status.FAIL, f"{quote(place)} cannot be written to: {error.strerror}", hint)
     if place != path.absolute():
         return Check(name, Status.OK, f"{quote(path)} does not exist; an engine makes it")
@@ -84,7 +86,7 @@ def _check_file_system(mount: Mount | None) -> Check:
     if mount.read_only:
         return Check(name, Status.FAIL, detail, "mount it for writing, or choose another disk.path")
     if mount.kind == "overlay":
-        return Check(name, Status.WARN, f"{detail}: a container's own layer, which ends with it", "mount a volume")
+        return Check(name, Status.WARN, f"{detail}: a container's layer, which ends with it", "mount a volume")
     if mount.kind.partition(".")[0] in _REMOTE:
         hint = "use a local disk: it belongs to one engine, and locks over a network may not hold"
         return Check(name, Status.WARN, f"{detail}: not a local disk", hint)
@@ -150,14 +152,12 @@ def _check_seed() -> Check:
     """Keys of vLLM begin with a seed: with a random one, no process finds the rows of another."""
     name, seed = "disk hash seed", os.environ.get("PYTHONHASHSEED")
     if seed is not None:
-        return Check(name, Status.OK, f"PYTHONHASHSEED={seed}; a start with the same one finds what was written")
-    detail = "PYTHONHASHSEED is not set: vLLM finds nothing after a restart with xxhash, all with sha256, its default"
-    return Check(
-        name, Status.OK, detail, "with --prefix-caching-hash-algo xxhash or xxhash_cbor: export PYTHONHASHSEED=0"
-    )
+        return Check(name, Status.OK, f"PYTHONHASHSEED={seed}; a start with the same finds what was written")
+    detail = "PYTHONHASHSEED is not set: a restarted vLLM finds all with sha256, its default, nothing with xxhash"
+    return Check(name, Status.OK, detail, "for --prefix-caching-hash-algo xxhash: export PYTHONHASHSEED=0")
 
 
-# -- a file to try things with -----------------------------------------------------------------------------------------
+# -- a file to try things with ---------------------------------------------------------------------
 
 
 class _ProbeFile(NamedTuple):

@@ -25,15 +25,20 @@ _STYLES = {Status.OK: "green", Status.WARN: "yellow", Status.MISSING: "cyan", St
 
 _Config = Annotated[
     Path | None,
-    Option(metavar="FILE", help="Settings whose disk tier is looked at, too; as `kvtier config check` takes."),
+    Option(metavar="FILE", help="Settings, as `kvtier config check` takes them, whose disk is looked at."),
 ]
-_Disk = Annotated[Path | None, Option(metavar="FOLDER", help="The folder of a disk tier, to be looked at, too.")]
+_Disk = Annotated[Path | None, Option(metavar="FOLDER", help="The folder of a disk tier to look at.")]
 
 
 def doctor_command(
-    config: _Config = None, disk: _Disk = None, as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False
+    config: _Config = None,
+    disk: _Disk = None,
+    as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what this machine has and what is missing. Exits with 1 if kvtier, or the disk asked about, cannot be used."""
+    """Say what this machine has and what is missing.
+
+    Exits with 1 if kvtier, or the disk asked about, cannot be used.
+    """
     of_disk = _examine_config(config) if config is not None else []
     of_disk += examine_disk(disk) if disk is not None else []
     of_machine = examine()
@@ -49,9 +54,7 @@ def _examine_config(file: Path) -> list[Check]:
     """Look at the disk tier of a file of settings, if it has one."""
     disks = [tier for tier in KVTierConfig.from_file(file).tiers if isinstance(tier, DiskConfig)]
     if not disks:
-        return [
-            Check("disk", Status.MISSING, f"{file} has no disk tier", 'add "tiers": [{"disk": {...}}] (docs/tiers.md)')
-        ]
+        return [Check("disk", Status.MISSING, f"{file} has no disk tier", "see docs/tiers.md")]
     return [check for disk in disks for check in examine_disk(Path(disk.path), disk.capacity)]
 
 
