@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -69,6 +73,25 @@ def test_check(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         held = [number for number in (1, 2, 3) if driver.tier.lookup(key(number))]
         assert len(held) == 2
         assert driver.fetch(*held) == {number: content(number) for number in held}
+
+
+def test_check_shows_how_far_it_is(path: Path) -> None:
+    """On a terminal, which stderr is here; what is printed for programs stays as it is."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "kvtier", "disk", "check", str(path), "--json"]
+    env = os.environ | {"TERM": "xterm", "COLUMNS": "200"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, env=env) as process:
+        os.close(theirs)
+        shown = b""
+        with suppress(OSError):  # EIO: the other side has closed it
+            while piece := os.read(ours, 4096):
+                shown += piece
+        assert process.stdout is not None
+        (found,) = json.loads(process.stdout.read()).values()
+    os.close(ours)
+    assert found["whole"] == 3
+    assert str(place_of(path).relative_to(path)).encode() in shown
+    assert b"3/3" in shown
 
 
 def test_check_of_what_is_in_use(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from kvtier.connector import ConnectorStats
 from kvtier.connector.stats import METRICS, is_of_tiers
 from kvtier.errors import InputError
 from kvtier.index.server import IndexServer
-from kvtier.metrics import SECONDS, Histogram, Kind, Metric, Registry, format_family
+from kvtier.metrics import SECONDS, Histogram, Metric, MetricKind, Registry, format_family
 from kvtier.tiers import TierStats
 
 INDEX = [
@@ -79,7 +79,7 @@ LINE = re.compile(r'[a-z_]+(\{[a-z_]+="(\\["\\n]|[^"\\\n])*"(,[a-z_]+="(\\["\\n]
 
 def test_a_family_has_help_type_and_samples() -> None:
     samples = [({"path": 'a"b\\c\nd', "status": "200"}, 3), ({}, 0.25)]
-    assert format_family("kvtier_", Metric("requests", Kind.COUNTER, "Two\nlines \\ and all."), samples) == (
+    assert format_family("kvtier_", Metric("requests", MetricKind.COUNTER, "Two\nlines \\ and all."), samples) == (
         "# HELP kvtier_requests_total Two\\nlines \\\\ and all.\n"
         "# TYPE kvtier_requests_total counter\n"
         'kvtier_requests_total{path="a\\"b\\\\c\\nd",status="200"} 3\n'
@@ -91,7 +91,9 @@ def test_buckets_are_cumulative_up_to_infinity() -> None:
     times = Histogram((0.1, 0.5))
     for seconds in (0.05, 0.1, 0.3, 7.0):
         times.observe(seconds)
-    text = format_family("", Metric("seconds", Kind.HISTOGRAM, "Of all.", (0.1, 0.5)), [({"tier": "disk"}, times)])
+    text = format_family(
+        "", Metric("seconds", MetricKind.HISTOGRAM, "Of all.", (0.1, 0.5)), [({"tier": "disk"}, times)]
+    )
     assert text.splitlines()[2:] == [
         'seconds_bucket{tier="disk",le="0.1"} 2',
         'seconds_bucket{tier="disk",le="0.5"} 3',
@@ -106,7 +108,7 @@ def test_a_histogram_agrees_with_a_plain_count(values: list[float]) -> None:
     times = Histogram()
     for value in values:
         times.observe(value)
-    text = format_family("", Metric("seconds", Kind.HISTOGRAM, ""), [({}, times)])
+    text = format_family("", Metric("seconds", MetricKind.HISTOGRAM, ""), [({}, times)])
     found = dict(re.findall(r'bucket\{le="(.*)"\} (\d+)', text))
     assert [int(count) for count in found.values()] == [
         sum(value <= bound for value in values) for bound in (*SECONDS, math.inf)
@@ -126,23 +128,23 @@ def test_what_nobody_takes_is_bounded() -> None:
 
 @pytest.mark.parametrize(("value", "text"), [(math.nan, "NaN"), (math.inf, "+Inf"), (-math.inf, "-Inf"), (1e3, "1000")])
 def test_numbers_are_written_for_prometheus(value: float, text: str) -> None:
-    assert format_family("", Metric("lag", Kind.GAUGE, ""), [({}, value)]).endswith(f"lag {text}\n")
+    assert format_family("", Metric("lag", MetricKind.GAUGE, ""), [({}, value)]).endswith(f"lag {text}\n")
 
 
 def test_a_registry_reads_a_group_once_and_names_are_single() -> None:
     reads = []
     registry = Registry("kvtier_")
     metrics = [
-        Metric("used", Kind.GAUGE, "Used."),
-        Metric("moved", Kind.COUNTER, "Moved."),
-        Metric("no", Kind.GAUGE, ""),
+        Metric("used", MetricKind.GAUGE, "Used."),
+        Metric("moved", MetricKind.COUNTER, "Moved."),
+        Metric("no", MetricKind.GAUGE, ""),
     ]
     registry.add(metrics, lambda: reads.append(1) or {"used": [({}, 2)], "moved": [({"tier": "disk"}, 3)]})
     samples = [line for line in registry.text().splitlines() if line[0] != "#"]
     assert samples == ["kvtier_used 2", 'kvtier_moved_total{tier="disk"} 3']
     assert len(reads) == 1
     with pytest.raises(InputError, match="expected one metric of each name, got a second moved"):
-        registry.add([Metric("moved", Kind.GAUGE, "")], dict)
+        registry.add([Metric("moved", MetricKind.GAUGE, "")], dict)
 
 
 def test_names_of_the_index_stay() -> None:

@@ -27,7 +27,7 @@ from kvtier.integrations import expect_version
 from kvtier.memory import free_memory
 from kvtier.rendezvous import default_directory, is_held, locked, named_files
 
-__all__ = ["VLLM_VERSIONS", "Check", "Status", "examine"]
+__all__ = ["VLLM_VERSIONS", "Check", "Status", "examine", "quote"]
 
 _CORE = ("msgspec", "numpy", "pyzmq", "rich", "typer", "xxhash")
 _COMPILED = tuple(f"kvtier.native._{loop}" for loop in native.LOOPS)
@@ -199,14 +199,14 @@ def _check_leftovers() -> Check:
             found = {path: is_held(path) for path in named_files(directory)}
     except (OSError, PoolError) as error:
         return Check("shared pools", Status.OK, f"not looked for: {error}")
-    left = [_quote(path) for path, held in found.items() if not held]
+    left = [quote(path) for path, held in found.items() if not held]
     if not left:
         return Check("shared pools", Status.OK, f"{len(found)} starting up, none left behind in {directory}")
     detail = f"{len(left)} left behind in {directory}"
     return Check("shared pools", Status.WARN, detail, f"rm {' '.join(left)}")
 
 
-def _quote(path: Path) -> str:
+def quote(path: Path) -> str:
     """Write a path for a shell and for a terminal. Anybody may have made the file, and have given it any name."""
     if str(path).isprintable():
         return shlex.quote(str(path))

@@ -80,7 +80,9 @@ _Report = Annotated[Path, Option(metavar="FILE", help="Where the HTML report goe
 _DiskFolder = Annotated[
     Path | None,
     Option(
-        metavar="FOLDER", help="Where the run over a disk keeps its files, a while.", show_default="temporary files"
+        metavar="FOLDER",
+        help="Where the run over a disk keeps its files, a while.",
+        show_default="temporary files",
     ),
 ]
 _NoDisk = Annotated[bool, Option("--no-disk", help="Leave out the run over a disk.")]

@@ -125,7 +125,8 @@ def _sentence(line: _Run) -> str:
     """Write all that the live table shows."""
     count, gpu, loaded, recomputed, ttft, wall = line.cells()
     tokens = f"tokens from GPU {gpu}, loaded {loaded}, recomputed {recomputed}"
-    return f"{_ALL_NAMES[line.name]}: {count} requests in {wall}, {tokens}, first token p50 {ttft}".removesuffix(" ")
+    name = _ALL_NAMES[line.name]
+    return f"{name}: {count} requests in {wall}, {tokens}, first token p50 {ttft}".removesuffix(" ")
 
 
 def _fits(console: Console, table: Table) -> bool:

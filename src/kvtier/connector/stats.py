@@ -12,7 +12,7 @@ from kvtier.config import format_size
 from kvtier.connector.explain import Explanation
 from kvtier.connector.jobs import LoadJob, StoreJob
 from kvtier.connector.times import TransferTimes
-from kvtier.metrics import SECONDS, Kind, Metric, Registry, Sample
+from kvtier.metrics import SECONDS, Metric, MetricKind, Registry, Sample
 from kvtier.offload.base import OffloadingManager
 from kvtier.offload.manager import CPUOffloadingManager
 from kvtier.offload.tiered import TieredOffloadingManager
@@ -39,7 +39,7 @@ _POOL_COUNTERS = {
     "evictions": "Chunks that left the pool for others.",
     "refusals": "Chunks that were offered and not taken: below the threshold, or no place.",
 }
-_UNWRITTEN = {"unwritten": "Chunks that left the pool, or were needed, before a tier below had written them."}
+_UNWRITTEN = {"unwritten": "Chunks that left the pool, or had to, before a tier had written them."}
 _POOL_GAUGES = {
     "used_bytes": "Host memory that chunks take, those being written and read included.",
     "capacity_bytes": "Host memory for chunks.",
@@ -75,15 +75,15 @@ _TIER_TIMES = {
 
 def _metrics() -> Iterator[Metric]:
     for names, kind, prefix in (
-        (_COUNTERS | _POOL_COUNTERS | _UNWRITTEN, Kind.COUNTER, ""),
-        (_POOL_GAUGES, Kind.GAUGE, ""),
-        (_TRANSFER_TIMES, Kind.HISTOGRAM, ""),
-        (_TIER_COUNTERS, Kind.COUNTER, "tier_"),
-        (_TIER_GAUGES, Kind.GAUGE, "tier_"),
-        (_TIER_TIMES, Kind.HISTOGRAM, "tier_"),
+        (_COUNTERS | _POOL_COUNTERS | _UNWRITTEN, MetricKind.COUNTER, ""),
+        (_POOL_GAUGES, MetricKind.GAUGE, ""),
+        (_TRANSFER_TIMES, MetricKind.HISTOGRAM, ""),
+        (_TIER_COUNTERS, MetricKind.COUNTER, "tier_"),
+        (_TIER_GAUGES, MetricKind.GAUGE, "tier_"),
+        (_TIER_TIMES, MetricKind.HISTOGRAM, "tier_"),
     ):
         for name, text in names.items():
-            yield Metric(prefix + name, kind, text, SECONDS if kind is Kind.HISTOGRAM else ())
+            yield Metric(prefix + name, kind, text, SECONDS if kind is MetricKind.HISTOGRAM else ())
 
 
 METRICS = {metric.name: metric for metric in _metrics()}
@@ -140,8 +140,8 @@ def make_registry(stats: ConnectorStats, times: TransferTimes, manager: Offloadi
     registry = Registry("kvtier_")
 
     def read_connector() -> dict[str, list[Sample]]:
-        seconds: dict[str, list[Sample]] = {"load_seconds": [({}, times.loads)], "store_seconds": [({}, times.stores)]}
-        return seconds | {name: [({}, getattr(stats, name))] for name in _COUNTERS}
+        samples: dict[str, list[Sample]] = {name: [({}, getattr(stats, name))] for name in _COUNTERS}
+        return samples | {"load_seconds": [({}, times.loads)], "store_seconds": [({}, times.stores)]}
 
     registry.add(_named(_COUNTERS, _TRANSFER_TIMES), read_connector)
     if isinstance(manager, CPUOffloadingManager | TieredOffloadingManager):
@@ -184,12 +184,16 @@ def _add_tiers(registry: Registry, manager: TieredOffloadingManager) -> None:
     registry.add(_named(_TIER_COUNTERS, _TIER_GAUGES, _TIER_TIMES, prefix="tier_"), read)
 
 
+def _moved(rows: int, how: str, num_bytes: int, seconds: float) -> str:
+    return f"{rows:,} {how} ({format_size(num_bytes)} in {seconds:.2f} s of I/O)"
+
+
 def describe_tier(tier: TierStats) -> str:
     """Say in one line what a tier holds, what it moved, and what went wrong, if anything did."""
     parts = [
         f"{tier.used:,} rows ({format_size(tier.used_bytes)} of {format_size(tier.capacity_bytes)})",
-        f"{tier.promoted:,} promoted ({format_size(tier.promoted_bytes)} in {tier.promote_seconds:.2f} s of I/O)",
-        f"{tier.demoted:,} demoted ({format_size(tier.demoted_bytes)} in {tier.demote_seconds:.2f} s of I/O)",
+        _moved(tier.promoted, "promoted", tier.promoted_bytes, tier.promote_seconds),
+        _moved(tier.demoted, "demoted", tier.demoted_bytes, tier.demote_seconds),
     ]
     for name in ("evicted", "refused", "dropped", "failed_checks", "failed", "late", "stuck"):
         if count := getattr(tier, name):

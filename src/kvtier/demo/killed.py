@@ -1,11 +1,11 @@
 """An engine over a disk in a process of its own, which ends only by being killed.
 
-    process:    Ready  ->  Answered ...  ->  PassOver  ->  (the next pass)  ->  TierStats  ->  goes on answering
+    process:    Ready -> Answered ... -> PassOver -> (the next pass) -> TierStats -> goes on answering
     in a bad world:    Failure, at any point
 
-Each pass asks the same prompts after the engine's own cache was emptied. Nothing is put in order at the end,
-as nothing is when the kernel or a person kills an engine; if whoever started the process is gone, it ends too.
-The only thread of its process.
+Each pass asks the same prompts after the engine's own cache was emptied. Nothing is put in order at the
+end, as nothing is when the kernel or a person kills an engine; if whoever started the process is gone, it
+ends too. The only thread of its process.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Failure(NamedTuple):
 
 def serve_until_killed(connection: Connection[Any, Any], orders: Orders) -> None:
     """Run the passes and tell of them. The main function of the process."""
-    logging.getLogger("kvtier").addHandler(logging.NullHandler())  # whoever started it says what there is to say
+    logging.getLogger("kvtier").addHandler(logging.NullHandler())  # the other process does the talking
     try:
         with make_engine(orders.settings, orders.kvtier) as engine:
             _serve(engine, connection, orders)
@@ -89,12 +89,12 @@ def _serve(engine: Engine, connection: Connection[Any, Any], orders: Orders) -> 
     found = manager.tier_stats()[0].used
     warm_up(engine, orders.settings.workload.seed)
     connection.send(Ready(found))
+    settings = orders.settings
     for name in orders.passes:
         engine.reset_prefix_cache()
         start, start_cpu = time.perf_counter(), time.process_time()
-        for request in play(
-            engine, orders.prompts, answer=orders.settings.workload.answer, concurrency=orders.settings.concurrency
-        ):
+        answer, concurrency = settings.workload.answer, settings.concurrency
+        for request in play(engine, orders.prompts, answer=answer, concurrency=concurrency):
             connection.send(Answered(name, request))
         connection.send(PassOver(time.perf_counter() - start, time.process_time() - start_cpu))
         engine.drain()

@@ -1,4 +1,4 @@
-"""Asking an engine: what the runs of one process and those of the processes that are killed have in common."""
+"""Asking an engine: what all runs have in common, those of processes that are killed too."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def request_result(turn: Turn, prompt_tokens: int, output: RequestOutput) -> Req
 
 
 def warm_up(engine: Engine, seed: int) -> None:
-    """Run a request that shares nothing with the workload: the first pass of a process pays for its set-up."""
+    """Run a request that shares nothing with the workload: the first pass of a process pays for set-up."""
     from kvtier.engine import SamplingParams
 
     prompt = random_prompt(engine, f"{seed}/warm-up", _WARM_UP_TOKENS)

@@ -1,10 +1,10 @@
 """The run over a disk: an engine's process is killed with SIGKILL and started again over the same folder.
 
-The first process answers some prompts of the demo's last turn twice: computing them, and from the pool. In the
-middle of its next answer it is killed. The second answers the same prompts from what is on disk. All tokens
-must be those that were computed. The rule that would compute instead of loading is off in both processes, so that
-the disk is seen whatever it is worth. The folder is a temporary one and is removed, as are the processes,
-whatever happens. One thread.
+The first process answers some prompts of the demo's last turn twice: computing them, and from the pool. In
+the middle of its next answer it is killed. The second answers the same prompts from what is on disk. All
+tokens must be those that were computed. The rule that would compute instead of loading is off in both
+processes, so that the disk is seen whatever it is worth. The folder is a temporary one and is removed, as
+are the processes, whatever happens. One thread.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def _run(orders: Orders, result: DemoResult, watcher: Watcher) -> RestartResult:
 def _choose_prompts(settings: DemoSettings, result: DemoResult) -> tuple[dict[Turn, list[int]], int]:
     """Return the first prompts of the last turn that fit into the pool, and how many rows they have."""
     workload = settings.workload
-    answers = {Turn(request.conversation, request.turn): request.token_ids for request in result.off.requests}
+    asked = result.off.requests
+    answers = {Turn(request.conversation, request.turn): request.token_ids for request in asked}
     slots = 0 if result.on.pool is None else int(result.on.pool.slots * _POOL_SHARE)
     prompts, rows = dict[Turn, list[int]](), 0
     for turn in workload.rounds():
@@ -167,5 +168,5 @@ class _EngineProcess:
         if isinstance(message, Failure):
             raise OutsideError(message.why)
         if not isinstance(message, kind):
-            raise IntegrityError(f"demo: expected {kind.__name__} from the engine's process, got {message!r}")
+            raise IntegrityError(f"demo: expected {kind.__name__} from a process, got {message!r}")
         return message

@@ -1,8 +1,8 @@
-"""What the demo measured: each request of the run without kvtier (`off`), of the one with it (`on`) and of those
-over a disk before and after a kill (`restart`), and their sums.
+"""What the demo measured: each request of the run without kvtier (`off`), of the one with it (`on`) and of
+those over a disk before and after a kill (`restart`), and their sums.
 
-Requests of all runs stand in the order in which they were asked, which is the same. Times are in seconds unless a
-name ends in `_ms`. Immutable; any thread.
+Requests of all runs stand in the order in which they were asked, which is the same. Times are in seconds
+unless a name ends in `_ms`. Immutable; any thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ import numpy as np
 from kvtier import __version__
 from kvtier.tiers.base import TierStats
 
-__all__ = ["DemoResult", "Difference", "PoolUse", "RequestResult", "RestartResult", "RunResult", "percentile"]
+__all__ = [
+    "DemoResult",
+    "Difference",
+    "PoolUse",
+    "RequestResult",
+    "RestartResult",
+    "RunResult",
+    "percentile",
+]
 
 
 def percentile(values: list[float], percent: float) -> float:
@@ -143,7 +151,7 @@ class RestartResult:
     exit_code: int
     """Of the first process: minus nine, the number of SIGKILL."""
     restart_seconds: float
-    """From the kill until the second process could answer: Python, torch, the model and the tier were loaded."""
+    """From the kill until the second process could answer: Python, torch, the model and the tier load."""
     rows_found: int
     """Rows that the second process found on disk."""
     tiers: tuple[TierStats, TierStats]

@@ -1,8 +1,9 @@
-"""Plays the workload on an engine without kvtier and on one with it, and measures; then the run over a disk.
+"""Plays the workload on an engine without kvtier and on one with it, and measures; then the run over a
+disk.
 
-Both get the same prompts in the same order, and both are warm when the clock starts. Answers are greedy. By default
-activations are float64, so that rounding does not depend on who shares a batch and the runs can be compared token by
-token. Whatever happens, the engines are closed. One thread.
+Both get the same prompts in the same order, and both are warm when the clock starts. Answers are greedy. By
+default activations are float64, so that rounding does not depend on who shares a batch and the runs can be
+compared token by token. Whatever happens, the engines are closed. One thread.
 """
 
 from __future__ import annotations

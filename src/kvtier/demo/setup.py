@@ -1,7 +1,7 @@
 """What the demo runs on: its settings, and the engines made from them.
 
-The two engines of one process have the same model, loaded once, and the same settings; nothing differs but the
-connector. Sizes that do not go together are refused before anything is allocated. One thread.
+The two engines of one process have the same model, loaded once, and the same settings; nothing differs but
+the connector. Sizes that do not go together are refused before anything is allocated. One thread.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class DemoSettings:
     dtype: str = "float32"
     compute_dtype: str = "float64"
     disk_folder: Path | None = None
-    """In which the run over a disk makes a folder of its own, and removes it; `None`: there is no such run."""
+    """In which the run over a disk makes a folder and removes it; `None`: there is no such run."""
 
     def __post_init__(self) -> None:
         for name in ("block_size", "concurrency"):

@@ -108,9 +108,9 @@ def describe_restart(restart: RestartResult) -> str:
     count = len(restart.disk.requests)
     prompts = f"{count} prompts of the last turn were" if count > 1 else "A prompt of the last turn was"
     return (
-        f"Over a disk: {prompts} computed, answered from the pool, and, after the engine's process was killed"
-        f" (SIGKILL) and started again over the same folder, from disk. It could answer {restart.restart_seconds:.1f} s"
-        " after the kill, most of which Python, torch and the model took."
+        f"Over a disk: {prompts} computed, answered from the pool, and, after the engine's process was"
+        " killed (SIGKILL) and started again over the same folder, from disk. It could answer"
+        f" {restart.restart_seconds:.1f} s after the kill, most of which Python, torch and the model took."
     )
 
 
@@ -129,7 +129,8 @@ def summarize_restart(restart: RestartResult) -> Iterator[tuple[str, str, str, s
 
 def describe_tiers(restart: RestartResult) -> list[str]:
     """Say what the disk tier had counted in either process."""
-    return [f"{when}, {describe_tier(tier)}" for when, tier in zip(("killed", "restarted"), restart.tiers, strict=True)]
+    before, after = restart.tiers
+    return [f"killed, {describe_tier(before)}", f"restarted, {describe_tier(after)}"]
 
 
 def _row(label: str, values: Iterator[str]) -> tuple[str, str, str, str]:

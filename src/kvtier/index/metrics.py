@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from kvtier.events.updates import State
 from kvtier.index.service import Followed, Service, Worker, worst
-from kvtier.metrics import Kind, Metric, Sample, format_family
+from kvtier.metrics import Metric, MetricKind, Sample, format_family
 
 __all__ = ["metrics_of"]
 
@@ -26,11 +26,11 @@ def metrics_of(
     yield from _of_sources(service)
     answered = list(requests.items())
     calls = [({"path": path, "status": str(status)}, float(count)) for (path, status), count in answered]
-    yield _family("requests", Kind.COUNTER, "HTTP requests answered.", calls)
+    yield _family("requests", MetricKind.COUNTER, "HTTP requests answered.", calls)
     spent = [({"path": path}, value) for path, value in seconds.items()]
-    yield _family("request_seconds", Kind.COUNTER, "Time spent on HTTP requests.", spent)
+    yield _family("request_seconds", MetricKind.COUNTER, "Time spent on HTTP requests.", spent)
     ignored: list[Sample] = [({}, float(service.ignored))]
-    yield _family("ignored_batches", Kind.COUNTER, "Batches that could not be applied.", ignored)
+    yield _family("ignored_batches", MetricKind.COUNTER, "Batches that could not be applied.", ignored)
 
 
 def _of_indexes(service: Service) -> Iterator[str]:
@@ -40,15 +40,15 @@ def _of_indexes(service: Service) -> Iterator[str]:
     ]
     counts = [(labels, index.stats()._asdict()) for labels, index in groups]
     for field, kind, text in (
-        ("blocks", Kind.GAUGE, "Blocks that somebody holds."),
-        ("workers", Kind.GAUGE, "Workers that were heard of."),
-        ("bytes", Kind.GAUGE, "Bytes that the table takes."),
-        ("budget", Kind.GAUGE, "Bytes that the table may take."),
-        ("dropped", Kind.COUNTER, "Blocks refused because the budget was spent."),
-        ("unknown", Kind.COUNTER, "Removals of blocks that were not held."),
-        ("ignored", Kind.COUNTER, "Blocks of groups that no prefix match can be made of."),
-        ("refused", Kind.COUNTER, "Blocks of another size, with wrong tokens, or in a place too many."),
-        ("orphans_dropped", Kind.COUNTER, "Blocks that found no room to wait for their parents."),
+        ("blocks", MetricKind.GAUGE, "Blocks that somebody holds."),
+        ("workers", MetricKind.GAUGE, "Workers that were heard of."),
+        ("bytes", MetricKind.GAUGE, "Bytes that the table takes."),
+        ("budget", MetricKind.GAUGE, "Bytes that the table may take."),
+        ("dropped", MetricKind.COUNTER, "Blocks refused because the budget was spent."),
+        ("unknown", MetricKind.COUNTER, "Removals of blocks that were not held."),
+        ("ignored", MetricKind.COUNTER, "Blocks of groups that no prefix match can be made of."),
+        ("refused", MetricKind.COUNTER, "Blocks of another size, with wrong tokens, or in a place too many."),
+        ("orphans_dropped", MetricKind.COUNTER, "Blocks that found no room to wait for their parents."),
     ):
         yield _family(field, kind, text, [(labels, float(count[field])) for labels, count in counts])
     held = []
@@ -58,7 +58,7 @@ def _of_indexes(service: Service) -> Iterator[str]:
             who = labels | {"instance": worker.instance, "rank": str(worker.rank)}
             for tier, count in index.worker_stats(name).blocks.items():
                 held.append((who | {"tier": tier.name.lower()}, float(count)))
-    yield _family("worker_blocks", Kind.GAUGE, "Blocks that a worker holds on a tier.", held)
+    yield _family("worker_blocks", MetricKind.GAUGE, "Blocks that a worker holds on a tier.", held)
 
 
 def _of_sources(service: Service) -> Iterator[str]:
@@ -78,13 +78,13 @@ def _of_sources(service: Service) -> Iterator[str]:
             lags.append((labels, status.lag))
         for name, value in status.counters.as_dict().items():
             counted.setdefault(name, []).append((labels, float(value)))
-    yield _family("source_state", Kind.GAUGE, "1 for the state that answers about a publisher have.", states)
-    yield _family("source_ignored_batches", Kind.COUNTER, "Batches that could not be applied.", ignored)
-    yield _family("source_lag_seconds", Kind.GAUGE, "Age of a newest batch when it was applied.", lags)
-    yield _family("source_connected", Kind.GAUGE, "Whether a publisher is connected.", connected)
+    yield _family("source_state", MetricKind.GAUGE, "1 for the state that answers about a publisher have.", states)
+    yield _family("source_ignored_batches", MetricKind.COUNTER, "Batches that could not be applied.", ignored)
+    yield _family("source_lag_seconds", MetricKind.GAUGE, "Age of a newest batch when it was applied.", lags)
+    yield _family("source_connected", MetricKind.GAUGE, "Whether a publisher is connected.", connected)
     for name, samples in counted.items():
         text = f"Of a publisher's stream: {name.replace('_', ' ')}."
-        yield _family(f"source_{name}", Kind.COUNTER, text, samples)
+        yield _family(f"source_{name}", MetricKind.COUNTER, text, samples)
 
 
 def _labels(followed: Followed) -> Labels:
@@ -93,6 +93,6 @@ def _labels(followed: Followed) -> Labels:
     return labels | {"instance": str(source.instance_id), "rank": str(source.rank or 0)}
 
 
-def _family(name: str, kind: Kind, text: str, samples: Iterable[Sample]) -> str:
+def _family(name: str, kind: MetricKind, text: str, samples: Iterable[Sample]) -> str:
     """Return a metric with all its samples."""
     return format_family("kvtier_index_", Metric(name, kind, text), samples)

@@ -1,10 +1,11 @@
 """What kvtier did, in one line of the log now and then.
 
 A timer's thread looks at the running totals every `INTERVAL` seconds and tells what has changed: an engine
-that works in bursts, or sits in one long step, is heard of too. A line speaks of the time since the last look
-only, so that a pool that has stopped helping shows. The thread reads totals and nothing else of the scheduler's;
-one that it reads too early is told next time. `close` tells the rest and, of each tier below the pool, all that it
-did since the start. All methods are for one thread, which need not be the scheduler's, but for `close`.
+that works in bursts, or sits in one long step, is heard of too. A line speaks of the time since the last
+look only, so that a pool that has stopped helping shows. The thread reads totals and nothing else of the
+scheduler's; one that it reads too early is told next time. `close` tells the rest and, of each tier below
+the pool, all that it did since the start. All methods are for one thread, which need not be the
+scheduler's, but for `close`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ INTERVAL = 60.0
 
 
 class Summary:
-    """Turns running totals into lines. `read_tiers` reads what tiers have counted, on the thread that closes."""
+    """Turns running totals into lines. `read_tiers` reads what tiers have counted, when it is closed."""
 
     def __init__(
         self,

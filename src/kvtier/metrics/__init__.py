@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from kvtier.metrics.registry import SECONDS, Histogram, Kind, Metric, Registry, Sample, format_family
+from kvtier.metrics.registry import SECONDS, Histogram, Metric, MetricKind, Registry, Sample, format_family
 
-__all__ = ["SECONDS", "Histogram", "Kind", "Metric", "Registry", "Sample", "format_family"]
+__all__ = ["SECONDS", "Histogram", "Metric", "MetricKind", "Registry", "Sample", "format_family"]

@@ -1,8 +1,10 @@
-"""Counters, gauges and histograms: what they are called, where their values are, and their text for Prometheus.
+"""Counters, gauges and histograms: what they are called, where their values are, and their text for
+Prometheus.
 
-Parts keep their totals in plain attributes, which cost nothing to count; a registry knows how to read them when
-somebody asks. So nothing is counted twice, and the same metrics go to a text (`Registry.text`) and to an engine
-that shows metrics of its own (`Registry.collect`). The names of counters end in `_total` in the text alone.
+Parts keep their totals in plain attributes, which cost nothing to count; a registry knows how to read them
+when somebody asks. So nothing is counted twice, and the same metrics go to a text (`Registry.text`) and to
+an engine that shows metrics of its own (`Registry.collect`). The names of counters end in `_total` in the
+text alone.
 
 A registry and its histograms belong to the thread of the part that they are of.
 """
@@ -19,14 +21,14 @@ from itertools import accumulate
 
 from kvtier.errors import InputError
 
-__all__ = ["SECONDS", "Histogram", "Kind", "Metric", "Read", "Registry", "Sample", "format_family"]
+__all__ = ["SECONDS", "Histogram", "Metric", "MetricKind", "Read", "Registry", "Sample", "format_family"]
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Buckets of transfers: a chunk takes less than a millisecond, and `store_deadline` is 30 s."""
 _MOST_RECENT = 1024
 
 
-class Kind(Enum):
+class MetricKind(Enum):
     """What can be done with a metric's values."""
 
     COUNTER = "counter"
@@ -39,7 +41,7 @@ class Metric:
     """What is counted, without its values. `buckets` are the upper bounds of a histogram's."""
 
     name: str
-    kind: Kind
+    kind: MetricKind
     text: str
     buckets: tuple[float, ...] = ()
 
@@ -86,7 +88,7 @@ class Registry:
         self._groups: list[tuple[tuple[Metric, ...], Read]] = []
 
     def add(self, metrics: Iterable[Metric], read: Read) -> None:
-        """Show metrics, whose values `read` returns all at once; of one that it leaves out there are none."""
+        """Show metrics, whose values `read` returns at once; of one that it leaves out there are none."""
         known = {metric.name for group, _ in self._groups for metric in group}
         group = tuple(metrics)
         for metric in group:
@@ -109,7 +111,7 @@ class Registry:
 
 def format_family(prefix: str, metric: Metric, samples: Iterable[Sample]) -> str:
     """Return one metric with all its samples in Prometheus' text format."""
-    name = f"{prefix}{metric.name}" + ("_total" if metric.kind is Kind.COUNTER else "")
+    name = f"{prefix}{metric.name}" + ("_total" if metric.kind is MetricKind.COUNTER else "")
     text = metric.text.replace("\\", r"\\").replace("\n", r"\n")
     lines = [f"# HELP {name} {text}", f"# TYPE {name} {metric.kind.value}"]
     for labels, value in samples:

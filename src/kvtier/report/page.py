@@ -80,8 +80,8 @@ def _headline(result: DemoResult) -> str:
 <p class="brand">kvtier demo</p>
 <h1>{_verdict(result)} <span class="model">{escape(describe_model(result))}</span></h1>
 {_badge(result)}
-<p class="lead">{len(on.requests)} requests with {on.prompt_tokens:,} prompt tokens, over a GPU cache too small for
-them: {loaded:,} tokens ({share:.0%}) came back from host memory instead of being computed again.
+<p class="lead">{len(on.requests)} requests with {on.prompt_tokens:,} prompt tokens, over a GPU cache too
+small for them: {loaded:,} tokens ({share:.0%}) came back from host memory instead of being computed again.
 {_restarted(result)}{_caution(result)}</p>
 <div class="tiles">{"".join(_tile(*tile) for tile in tiles)}</div>
 </header>"""
@@ -192,9 +192,9 @@ def _restart_method(result: DemoResult) -> str:
     if result.restart is None:
         return ""
     return """
-<p>The run over a disk has processes of its own, in which the rule that computes what would load slower is off: the disk is
-shown, be it worth it or not. The first process was killed in the middle of an answer, when all rows of the prompts were
-written; nothing was put in order.</p>"""
+<p>The run over a disk has processes of its own, in which the rule that computes what would load slower is
+off: the disk is shown, be it worth it or not. The first process was killed in the middle of an answer, when
+all rows of the prompts were written; nothing was put in order.</p>"""
 
 
 def _precision(config: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from kvtier.config import format_size
 from kvtier.connector import ConnectorStats, OffloadingConnectorScheduler
 from kvtier.connector.stats import METRICS, is_of_tiers
-from kvtier.metrics import Histogram, Kind, Metric, Registry
+from kvtier.metrics import Histogram, Metric, MetricKind, Registry
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,7 +34,7 @@ _get_totals: Callable[[ConnectorStats], tuple[int, ...]] = attrgetter(*_TOTALS)
 
 
 def _metric_of(key: str) -> Metric:
-    """Return the metric of an entry in `KVTierStats`: `loads`, or `tier_promoted:disk` with the name of a tier."""
+    """Return the metric of an entry in `KVTierStats`: `loads`, or `tier_promoted:disk` of a tier."""
     return METRICS[key.partition(":")[0]]
 
 
@@ -45,7 +45,7 @@ class KVTierStats(KVConnectorStats):  # type: ignore[misc]
         """Return both: counts and seconds of both, and of what has a level the later."""
         data = dict(self.data)
         for key, value in other.data.items():
-            adds_up = key in data and _metric_of(key).kind is not Kind.GAUGE
+            adds_up = key in data and _metric_of(key).kind is not MetricKind.GAUGE
             data[key] = data[key] + value if adds_up else value
         return KVTierStats(data)
 
@@ -58,7 +58,7 @@ class KVTierStats(KVConnectorStats):  # type: ignore[misc]
         reduced = {}
         for key, value in self.data.items():
             metric = _metric_of(key)
-            if metric.kind is Kind.HISTOGRAM:
+            if metric.kind is MetricKind.HISTOGRAM:
                 reduced[f"kvtier {key} median"] = f"{median(value):.4f}"
             else:
                 reduced[f"kvtier {key}"] = format_size(value) if metric.name.endswith("_bytes") else value
@@ -113,24 +113,24 @@ class Counts:
                         changes[key] = recent
                     continue
                 before, self._seen[key] = self._seen.get(key), value
-                if metric.kind is Kind.GAUGE and value != before:
+                if metric.kind is MetricKind.GAUGE and value != before:
                     changes[key] = value
-                elif metric.kind is Kind.COUNTER and value > (before or 0):
+                elif metric.kind is MetricKind.COUNTER and value > (before or 0):
                     changes[key] = value - (before or 0)
         return changes
 
 
 class KVTierMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """Counters, levels and histograms for vLLM's /metrics: `vllm:kvtier_<name>`, with a `tier` where there is one."""
+    """Counters, levels and histograms for vLLM's /metrics: `vllm:kvtier_<name>`, of tiers with a `tier`."""
 
     def __init__(
         self, vllm_config: VllmConfig, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         kinds = {
-            Kind.COUNTER: self._counter_cls,
-            Kind.GAUGE: partial(self._gauge_cls, multiprocess_mode="mostrecent"),
-            Kind.HISTOGRAM: self._histogram_cls,
+            MetricKind.COUNTER: self._counter_cls,
+            MetricKind.GAUGE: partial(self._gauge_cls, multiprocess_mode="mostrecent"),
+            MetricKind.HISTOGRAM: self._histogram_cls,
         }
         self._metrics: dict[str, Any] = {}
         for name, metric in METRICS.items():
@@ -149,14 +149,14 @@ class KVTierMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         """Take in what was counted."""
         for key, value in transfer_stats_data.items():
             kind, child = _metric_of(key).kind, self._child(key, engine_idx)
-            if kind is Kind.GAUGE:
+            if kind is MetricKind.GAUGE:
                 child.set(value)
-            elif kind is Kind.COUNTER:
+            elif kind is MetricKind.COUNTER:
                 child.inc(value)
             else:
                 for seconds in value:
                     child.observe(seconds)
 
     def _child(self, key: str, engine_idx: int) -> Any:
-        name, _, tier = key.partition(":")
-        return self._metrics[name].labels(*self.per_engine_labelvalues[engine_idx], *([tier] if tier else []))
+        name, *tier = key.split(":")
+        return self._metrics[name].labels(*self.per_engine_labelvalues[engine_idx], *tier)

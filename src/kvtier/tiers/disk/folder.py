@@ -22,7 +22,17 @@ from typing import NamedTuple, Self
 from kvtier.errors import OutsideError
 from kvtier.tiers.disk.header import HEADER_BYTES, VERSION, DiskHeader, read_header
 
-__all__ = ["DESCRIPTIONS", "RECORDS", "SLOTS", "DiskPlace", "FolderLock", "find_places", "place_name", "taken_bytes"]
+__all__ = [
+    "DESCRIPTIONS",
+    "RECORDS",
+    "SLOTS",
+    "DiskPlace",
+    "FolderLock",
+    "find_places",
+    "is_owned",
+    "place_name",
+    "taken_bytes",
+]
 
 RECORDS, DESCRIPTIONS, SLOTS = "records", "descriptions", "slots"
 _PLACE = re.compile(r"[0-9a-f]{16}-[0-9]+-v([0-9]+)")
@@ -117,7 +127,7 @@ def find_places(path: Path) -> Iterator[DiskPlace]:
     for rank in sorted(path.iterdir()):
         if (of_rank := _RANK.fullmatch(rank.name)) is None or not rank.is_dir():
             continue
-        owned = _is_owned(rank)
+        owned = is_owned(rank)
         for folder in sorted(rank.iterdir()):
             if (match := _PLACE.fullmatch(folder.name)) is not None and folder.is_dir():
                 version = int(match[1])
@@ -132,7 +142,8 @@ def _peek(records: Path) -> DiskHeader | None:
     return None
 
 
-def _is_owned(folder: Path) -> bool:
+def is_owned(folder: Path) -> bool:
+    """Say whether a process owns a rank's folder now."""
     with suppress(OSError):
         descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
         try:
