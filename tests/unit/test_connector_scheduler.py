@@ -8,7 +8,7 @@ import pytest
 from tests.unit.connector_kit import BLOCK, Clock, Host, Request, make_host
 
 from kvtier.config import Recompute
-from kvtier.connector import KVConnectorOutput, StepView
+from kvtier.connector import CachedRequest, KVConnectorOutput, StepView
 from kvtier.errors import InputError
 from kvtier.events.types import BlockRemoved, BlockStored
 from kvtier.offload import CPUOffloadingManager, GPULoadStoreSpec, MissReason
@@ -292,6 +292,33 @@ def test_a_load_into_a_fenced_block_flushes_the_store() -> None:
     host.scheduler.update_state_after_alloc(request, ([50, 60, 61, 62, 63, 64],), 24)
     meta = host.scheduler.build_connector_meta(StepView(preempted_req_ids={"v"}))
     assert meta.jobs_to_flush == {job}
+
+
+def test_blocks_into_which_another_connector_may_load_are_fenced() -> None:
+    host = make_host()
+    victim, request = Request("v", list(range(8))), Request("b", PROMPT)
+    host.scheduler.get_num_new_matched_tokens(victim, 0)
+    job = host.run_new(victim, ([50, 51],)).store_jobs["v"]
+    host.scheduler.request_finished(victim)
+    host.scheduler.get_num_new_matched_tokens(request, 4)
+    host.scheduler.update_state_after_alloc(request, ([60, 51, 61],), 0)
+    assert host.idle().jobs_to_flush == {job}
+    assert host.idle().jobs_to_flush == set()
+
+
+@pytest.mark.parametrize("is_given_away", [False, True])
+def test_a_chunk_whose_key_comes_late_is_stored_although_its_request_has_ended(is_given_away: bool) -> None:
+    host = make_host()
+    request = Request("a", list(range(7)))
+    host.scheduler.get_num_new_matched_tokens(request, 0)
+    host.run_new(request, ([1, 2],))
+    assert not host.run_more(request, 7, 1).store_jobs, "the eighth token is not known yet"
+    request.tokens += [7, 8]
+    host.scheduler.get_num_new_matched_tokens(Request("b", [9]), 0)
+    ended = [CachedRequest("a", None, 8)]
+    meta = host.run_new(Request("b", [9]), ([2 if is_given_away else 3],), ended=ended)
+    stored = {req_id: spec[0].block_ids.tolist() for req_id, spec in meta.reqs_to_store.items()}
+    assert stored == ({} if is_given_away else {"a": [2]})
 
 
 def test_a_chunk_being_written_is_waited_for_only_so_long() -> None:

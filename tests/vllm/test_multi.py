@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -112,3 +114,39 @@ def test_failures_beside_vllms_own_connector(
         engine.settle()
         assert engine.stats.loads > engine.stats.loads_failed > 0
     assert rounds == [reference(llama, prompts, 24)] * 2
+
+
+def test_a_store_does_not_read_what_a_sibling_loads(
+    llama: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request ends, and its blocks go to another; the sibling loads into them while our store still reads them."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    ended, later, loaded = make_prompt(0, 128), make_prompt(1, 96), make_prompt(2, 140)
+    is_loaded = Event()
+    with vllm_engine(llama, {}, beside=[OWN], num_blocks=8, max_model_len=224) as engine:
+        ours, theirs = engine.core.scheduler.connector.sub_connectors
+        engine.generate([loaded])
+        engine.forget()
+        ours.reset_cache()
+        (store,) = (
+            handler
+            for handler in engine.worker._connectors[0]._connector.connector_worker._handlers.values()
+            if handler.transfer_type[0] == "GPU"
+        )
+        store.probe = partial(_wait, is_loaded, store)
+        # Four blocks, the other three, and four again: those of the first, of which the last is the first to go.
+        for request_id, prompt in {"ended": ended, "later": later, "loaded": loaded}.items():
+            engine.add(request_id, prompt, max_tokens=1)
+            while request_id not in engine.step():
+                pass
+        is_loaded.set()
+        engine.forget()
+        theirs.reset_cache()
+        (again,) = engine.generate([ended])
+    assert again.tokens == reference(llama, [ended])[0]
+
+
+def _wait(event: Event, handler: Any, job: Any) -> None:
+    """Hold a transfer up before its next block until the event, or until somebody ends it."""
+    while not event.is_set() and not handler.wait_ending(job, 0.01):
+        pass

@@ -91,6 +91,8 @@ class StepView:
     preempted_req_ids: set[ReqId] = field(default_factory=set)
     finished_req_ids: set[ReqId] = field(default_factory=set)
     """Requests for which `request_finished` was called since the last step."""
+    ended: list[CachedRequest] = field(default_factory=list)
+    """Requests that have ended and are still to be stored from, with no new blocks: theirs may be given to others."""
     speculative_blocks: set[int] = field(default_factory=set)
     """Blocks that were allocated since the last step for requests which may never run with them."""
     speculated: bool = False

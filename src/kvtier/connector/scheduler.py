@@ -152,11 +152,15 @@ class OffloadingConnectorScheduler:
     # -- loading -----------------------------------------------------------------------------------------------------------
 
     def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
-        """Take note of all blocks the request holds; with external tokens, pin their chunks and plan one load."""
+        """Take note of all blocks the request holds; with external tokens, pin their chunks and plan one load.
+
+        Blocks that are new to it are fenced at once: another connector may load into them before it runs.
+        """
         state = self._track(request)
         for group in state.groups:
             group.take_all()
             group.give(blocks[group.geometry.index], self._step + 1)
+            self._allocated.update(group.block_ids[state.local // group.geometry.block_size :])
         if num_external_tokens:
             self._plan_load(state, state.local + num_external_tokens)
 
@@ -173,7 +177,6 @@ class OffloadingConnectorScheduler:
         state.load_job = job.job_id
         for group in state.groups:
             group.next_store = max(group.next_store, end // group.geometry.chunk_size)
-        self._allocated |= job.block_ids
         if job.tier_end is not None:  # else the workers are ordered to report what they do not know
             self._planned.reqs_to_load[job.req_id] = (job.tier_end, job.gpu_end)
             self._planned.load_jobs[job.req_id] = job.job_id
@@ -241,8 +244,9 @@ class OffloadingConnectorScheduler:
 
     def _get_reqs_to_store(self, step: StepView) -> Iterator[tuple[StoreJob, TransferSpec]]:
         """Plan a store for each request whose chunks this step completes. Most requests of most steps complete none."""
-        running: list[NewRequest | CachedRequest] = [*step.new, *step.cached]
-        for request in running:
+        ended = [request for request in step.ended if self._still_has_blocks(request.req_id)]
+        requests: list[NewRequest | CachedRequest] = [*step.new, *step.cached, *ended]
+        for request in requests:
             state = self._requests.get(request.req_id)
             available = request.num_computed_tokens + step.num_scheduled_tokens.get(request.req_id, 0)
             if state is None or available < state.next_offer or self._step < state.retry_store_at:
@@ -256,6 +260,11 @@ class OffloadingConnectorScheduler:
             wanted = self._chunks_to_store(state, available)
             if any(wanted) and (planned := self._plan_store(state, wanted)) is not None:
                 yield planned
+
+    def _still_has_blocks(self, req_id: ReqId) -> bool:
+        """Say whether none of the blocks of a request was given to another in this step."""
+        state = self._requests.get(req_id)
+        return state is not None and all(self._allocated.isdisjoint(group.block_ids) for group in state.groups)
 
     def _chunks_to_store(self, state: RequestState, limit: int) -> list[dict[OffloadKey, int]]:
         """Return for each group the chunks complete within `limit` tokens that were not offered before: key and position."""

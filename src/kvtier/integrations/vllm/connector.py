@@ -38,6 +38,7 @@ from kvtier.connector import (
 )
 from kvtier.integrations.summary import Summary
 from kvtier.integrations.vllm.describe import describe_engine, summarize
+from kvtier.integrations.vllm.ended import EndedRequests
 from kvtier.integrations.vllm.explain import RequestLog, answer_params
 from kvtier.integrations.vllm.layout import wanted_layout
 from kvtier.integrations.vllm.load_gate import LoadGate
@@ -103,6 +104,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._shown: set[str] = set()  # requests that the core was told of
         self._updated = False  # whether this step's output was taken in
         self._load_gate = LoadGate(config.groups)
+        self._ended = EndedRequests(vllm_config.scheduler_config.async_scheduling)
+        self._untracked_blocks: set[int] = set()  # of requests that the core was not told of, since the last step
         self._request_log = RequestLog(_say, config.settings.load_deadline)
         self._connector = OffloadingConnector(config, ours, self.make_spec(config), describe_blocks)
         if self._connector.connector_scheduler is not None:
@@ -132,6 +135,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Return how many more tokens can be loaded, and that loads are asynchronous."""
         if _takes_tokens_back(request) or self._may_hit_old_entries(request):
             return 0, False
+        self._end(self._ended.take(request.request_id))  # one of the same id, if there was one
         self._shown.add(request.request_id)
         limit = self._most_to_load(request, num_computed_tokens)
         tokens, is_async = self._connector.get_num_new_matched_tokens(request, num_computed_tokens, limit)
@@ -156,13 +160,20 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Tell which blocks a request got; with external tokens, plan their load."""
         self._load_gate.add(request)
+        block_ids = blocks.get_block_ids()
         if request.request_id in self._shown:
-            self._connector.update_state_after_alloc(request, blocks.get_block_ids(), num_external_tokens)
+            self._connector.update_state_after_alloc(request, block_ids, num_external_tokens)
+        else:  # another connector may load into them
+            self._untracked_blocks.update(*block_ids)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVTierMetadata:
         """Return this step's orders for the workers."""
         self._load_gate.discard(scheduler_output.num_scheduled_tokens)
-        orders = self._connector.build_connector_meta(step_view(scheduler_output))
+        step = step_view(scheduler_output)
+        step.ended = self._ended.entries()
+        step.speculative_blocks, self._untracked_blocks = self._untracked_blocks, set()
+        orders = self._connector.build_connector_meta(step)
+        self._end(self._ended.take_all())
         idle = not scheduler_output.num_scheduled_tokens
         if idle:
             self._connector.wait_for_tiers(_TIER_SECONDS)
@@ -185,14 +196,20 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """End a request. Its blocks may be freed: running stores that read them are fenced."""
         self._load_gate.discard([request.request_id])
         self._shown.discard(request.request_id)
-        self._connector.request_finished(request, block_ids)
+        if not self._ended.add(request):
+            self._end([request])
         explanation = self._connector.explain(request.request_id)
         self._request_log.note(request.request_id, explanation)
         return False, answer_params(request, explanation)
 
+    def _end(self, requests: list[Request]) -> None:
+        """Have the core forget requests. Their blocks need not be held."""
+        for request in requests:
+            self._connector.request_finished(request)
+
     def has_pending_push_work(self) -> bool:
         """Say whether the engine must keep stepping for transfers although it has no requests."""
-        return self._connector.has_pending_push_work()
+        return bool(self._ended) or self._connector.has_pending_push_work()
 
     def reset_cache(self) -> bool:
         """Empty every tier. vLLM has tried to clear its own cache before, and may not have been able to."""

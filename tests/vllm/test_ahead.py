@@ -1,0 +1,48 @@
+"""Steps that are scheduled ahead (asynchronous scheduling): same tokens, and the last block of a request is kept.
+
+vLLM turns it off on a CPU, where it wins nothing; its scheduler and runner do it there all the same.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.vllm.conftest import Reference, tokens_of
+from tests.vllm.engines import BLOCK, make_prompt, vllm_engine
+from tests.vllm.test_same_tokens import STRESS
+
+
+@pytest.fixture
+def steps_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turn it on."""
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    check = platform.check_and_update_config
+
+    def check_and_turn_on(config: Any) -> None:
+        check(config)
+        config.scheduler_config.async_scheduling = True
+
+    monkeypatch.setattr(platform, "check_and_update_config", staticmethod(check_and_turn_on))
+
+
+@pytest.mark.usefixtures("steps_ahead")
+def test_the_last_block_is_kept_and_tokens_are_the_same(model: Path, reference: Reference) -> None:
+    """The key of a generated block is known a step late, and a request that `max_tokens` ends had none left."""
+    prompt = make_prompt(0, 20)
+    expected = reference(model, STRESS, 48)
+    num_blocks = 20 if "llama" in model.name else 28  # the least for one prompt and the steps ahead
+    with vllm_engine(model, {}, num_blocks=num_blocks, async_scheduling=True) as engine:
+        assert engine.core.batch_queue is not None, "two steps at a time"
+        first = engine.generate([prompt], 2 * BLOCK + 1 - len(prompt))[0].tokens  # the last token has no KV
+        engine.forget()
+        (again,) = engine.generate([[*prompt, *first, 7]])
+        rounds = [tokens_of(engine.generate(STRESS, 48)) for _ in range(2)]
+        engine.settle()
+        assert engine.count_preemptions() > 0
+        assert engine.stats.loads > 24
+    assert again.cached == 2 * BLOCK
+    assert rounds == [expected, expected]
