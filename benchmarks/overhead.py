@@ -214,7 +214,7 @@ def main() -> int:
         "--compute-dtype", choices=("float32", "float64"), default="float32", help="float64: compare tokens"
     )
     parser.add_argument("--seconds", type=float, default=60, help="how long to go on making pairs")
-    parser.add_argument("--disk", metavar="FOLDER", help="with a disk tier, in a folder on the disk to be measured")
+    parser.add_argument("--disk", metavar="FOLDER", help="with a disk tier, in a folder on that disk")
     parser.add_argument("--control", action="store_true", help="measure an engine without kvtier against itself")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
