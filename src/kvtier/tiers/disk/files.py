@@ -16,6 +16,7 @@ import errno
 import logging
 import mmap
 import os
+import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -106,6 +107,8 @@ class DiskFiles(Backend):
                 header = msgspec.structs.replace(
                     header, epoch=old.epoch, sequence=old.sequence, prices=old.prices, written=old.written
                 )
+            elif _has_records(folder):  # of which epoch is not known: one that no record can have
+                header = msgspec.structs.replace(header, epoch=secrets.randbits(48))
             files = cls._open_files(folder, header)
             try:
                 files._take_space()
@@ -423,6 +426,12 @@ def _read_old(folder: Path, namespace: str, description_bytes: int) -> DiskHeade
     if header.description_bytes != description_bytes:
         (folder / DESCRIPTIONS).unlink(missing_ok=True)
     return header
+
+
+def _has_records(folder: Path) -> bool:
+    with suppress(FileNotFoundError):
+        return (folder / RECORDS).stat().st_size > 0
+    return False
 
 
 def _copy_pieces(pieces: Sequence[Piece], buffer: npt.NDArray[np.uint8], *, into_memory: bool) -> None:
