@@ -38,3 +38,58 @@ def test_without_a_header_nothing_from_before_a_reset_is_back(tmp_path: Path, ga
         driver.store(3)
     with opened(tmp_path) as driver:
         assert driver.tier.stats().used == 1
+
+
+def test_a_kill_right_after_a_reset_brings_nothing_back(tmp_path: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            with opened(tmp_path) as driver:
+                driver.store(1, 2)
+                driver.tier.reset("weights were swapped")
+                os.kill(os.getpid(), 9)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -9
+    with opened(tmp_path) as driver:
+        assert driver.tier.stats().used == 0
+
+
+@pytest.mark.parametrize("failures", [1, 3])
+def test_a_reset_that_could_not_be_written_is_written_at_the_end(
+    tmp_path: Path, failures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_all, left = files_module._write_all, [0]
+
+    def fail(descriptor: int, content: bytes, offset: int) -> None:
+        if offset < 8192 and left[0]:
+            left[0] -= 1
+            raise OSError(errno.EIO, "for a while")
+        write_all(descriptor, content, offset)
+
+    monkeypatch.setattr(files_module, "_write_all", fail)
+    with opened(tmp_path) as driver:
+        driver.store(1, 2)
+        left[0] = failures
+        driver.tier.reset("weights were swapped")
+    with opened(tmp_path) as driver:
+        assert driver.tier.stats().used == 0
+
+
+def test_a_reset_waits_for_no_hung_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_all, hang, go_on = files_module._write_all, [False], threading.Event()
+
+    def wait(descriptor: int, content: bytes, offset: int) -> None:
+        if hang[0]:
+            assert go_on.wait(30)
+        write_all(descriptor, content, offset)
+
+    monkeypatch.setattr(files_module, "_write_all", wait)
+    with opened(tmp_path) as driver:
+        driver.store(1)
+        hang[0] = True
+        began = time.monotonic()
+        driver.tier.reset("weights were swapped")
+        assert time.monotonic() - began < 5
+        assert driver.tier.lookup(key(1)) is False
+        go_on.set()

@@ -325,7 +325,7 @@ class DiskFiles(Backend):
         prices: Mapping[str, float] | None = None,
         written: Sequence[int] | None = None,
     ) -> None:
-        """Write the header with what has changed. A new epoch goes to both pages, and is synced."""
+        """Write the header with what has changed. A new epoch goes to both pages."""
         with self._header_lock:
             changes: dict[str, object] = {"sequence": self.header.sequence + 1}
             changes |= {} if epoch is None else {"epoch": epoch}
@@ -333,8 +333,10 @@ class DiskFiles(Backend):
             changes |= {} if written is None else {"written": list(written)}
             self.header = msgspec.structs.replace(self.header, **changes)
             self._save_header(both=epoch is not None)
-            if epoch is not None:
-                os.fdatasync(self._records)
+
+    def sync_header(self) -> None:
+        """Have the header on the disk before this returns."""
+        os.fdatasync(self._records)
 
     def _save_header(self, *, both: bool) -> None:
         page = pack_header(self.header)

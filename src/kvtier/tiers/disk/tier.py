@@ -14,6 +14,7 @@ before any row is written again. Scheduler thread only, but for what says that i
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 from itertools import compress
@@ -42,6 +43,9 @@ _SLICE = 1024
 """Chunks announced in a step."""
 _SAVE_EVERY = 5.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 10.0
+_EPOCH_PAUSES = (0.05, 0.2, 1.0, 5.0)
+_RESET_WAIT = 0.5
+"""How long a reset may wait for the page cache."""
 
 
 class _Vanished(OutsideError):
@@ -100,6 +104,8 @@ class DiskTier(SlotTier):
         self._suffix: str | None = None  # of the last reset
         self._epoch_unsaved = self._epoch_saving = False
         self._epoch_at = 0.0
+        self._epoch_written = threading.Event()
+        self._ending = threading.Event()
         self._prices: dict[str, float] = {}
         self._prices_known = False
         # What a restart brought and nobody was told of: slots in order, and whether it is still so of each.
@@ -283,6 +289,12 @@ class DiskTier(SlotTier):
         if self.config.durability == "periodic":
             files.sync()
 
+    def _write_last(self, files: DiskFiles, epoch: int | None) -> None:
+        """Run on an I/O thread."""
+        if epoch is not None:
+            files.save_header(epoch=epoch)
+        self._write_down(files)
+
     def _end_saving(self, _value: object, error: BaseException | None) -> None:
         self._saving = False
         self._save_at = self._clock() + _SAVE_EVERY
@@ -332,6 +344,9 @@ class DiskTier(SlotTier):
         super().reset(suffix)
         self._epoch_unsaved, self._epoch_at = True, 0.0
         self._save_epoch()
+        if self._writable_but_for_the_epoch():
+            # So that a kill right after this brings nothing back. The page cache takes it in microseconds.
+            self._epoch_written.wait(_RESET_WAIT)
 
     def _save_epoch(self) -> None:
         """Have the epoch of the last reset written, and again until that works. No row is written before."""
@@ -339,6 +354,16 @@ class DiskTier(SlotTier):
         if files is None or not self._epoch_unsaved or self._epoch_saving or self._clock() < self._epoch_at:
             return
         self._epoch_saving = True
+        self._epoch_written = written = threading.Event()
+
+        def save() -> None:
+            for pause in (*_EPOCH_PAUSES, None):
+                try:
+                    return _save_epoch(files, epoch, written)
+                except OSError:
+                    if pause is None or self._ending.wait(pause):  # here, because an idle engine does not poll
+                        raise
+            return None
 
         def end(_value: object, error: BaseException | None) -> None:
             self._epoch_saving = False
@@ -347,10 +372,13 @@ class DiskTier(SlotTier):
                 self._epoch_at = self._clock() + _SAVE_EVERY
                 logger.warning("disk tier: %s: a reset could not be written down: %s", self._folder, error)
 
-        self._io.call(lambda: files.save_header(epoch=epoch), end)
+        self._io.call(save, end)
 
     def _writable(self) -> SlotTable | None:
         return None if self._epoch_unsaved else super()._writable()
+
+    def _writable_but_for_the_epoch(self) -> bool:
+        return super()._writable() is not None
 
     def learn(self, prices: Mapping[str, float]) -> None:
         self._prices, self._prices_known = dict(prices), True
@@ -374,8 +402,10 @@ class DiskTier(SlotTier):
 
     def close(self, timeout: float = 5.0) -> bool:
         files, first = self._files, not self._closed
+        self._ending.set()
         if files is not None and first and self._table is not None:
-            self._io.call_last(lambda: self._write_down(files))
+            epoch = self._scope.epoch if self._epoch_unsaved else None
+            self._io.call_last(lambda: self._write_last(files, epoch))
         ended = super().close(timeout)
         if ended and self._files is not None:
             self._files.close()
@@ -386,6 +416,15 @@ class DiskTier(SlotTier):
 
 
 _NO_SLOTS: Slots = np.zeros(0, dtype=np.int64)
+
+
+def _save_epoch(files: DiskFiles, epoch: int, written: threading.Event) -> None:
+    """Run on an I/O thread."""
+    try:
+        files.save_header(epoch=epoch)
+    finally:
+        written.set()
+    files.sync_header()
 
 
 def _ignore(_value: object, _error: BaseException | None) -> None:
