@@ -93,3 +93,49 @@ def test_a_reset_waits_for_no_hung_disk(tmp_path: Path, monkeypatch: pytest.Monk
         assert time.monotonic() - began < 5
         assert driver.tier.lookup(key(1)) is False
         go_on.set()
+
+
+# Calls that do not return
+
+
+def test_what_is_stuck_leaves_room_for_others() -> None:
+    gate, now = Gate(), [0.0]
+    threads = IOThreads(gate, threads=4, max_in_flight=4 << 20, clock=lambda: now[0])
+    threads.submit(Direction.PROMOTE, 1, lent(0, 1), SealScope("n"), 1.0)
+    for _ in range(2):
+        assert gate.begun.acquire(timeout=30)
+    now[0] = 3.0
+    assert {report.outcome for report in threads.poll()} == {Outcome.LATE}
+    assert threads.take_stuck(1.0) == 2
+    threads.submit(Direction.PROMOTE, 2, lent(2), SealScope("n"), 100.0)
+    assert gate.begun.acquire(timeout=5), "two threads and all the room are left"
+    gate.open.release(100)
+    assert threads.close(30)
+    threads.poll()
+    threads.check()
+
+
+def test_threads_that_are_all_stuck_in_calls_are_noticed() -> None:
+    gate, now, go_on = Gate(), [0.0], threading.Event()
+    threads = IOThreads(gate, threads=2, clock=lambda: now[0])
+    begun = threading.Semaphore(0)
+
+    def call() -> None:
+        begun.release()
+        assert go_on.wait(30)
+
+    for _ in range(2):
+        threads.call(call, lambda _value, _error: None)
+    for _ in range(2):
+        assert begun.acquire(timeout=30)
+    threads.submit(Direction.PROMOTE, 1, lent(0), SealScope("n"), 5.0)
+    now[0] = 4.0
+    threads.poll()
+    assert threads.take_stuck(1.0) == 0, "nobody has waited in vain"
+    now[0] = 6.0
+    assert [report.outcome for report in threads.poll()] == [Outcome.LATE]
+    assert threads.take_stuck(1.0) == 1
+    assert threads.take_stuck(1.0) == 0
+    go_on.set()
+    gate.open.release(100)
+    assert threads.close(30)

@@ -173,6 +173,9 @@ class IOThreads:
         self._queued_bytes = [0, 0]
         self._running_bytes = [0, 0]
         self._running: dict[_Batch, float] = {}  # since when
+        self._busy: dict[int, float] = {}  # threads, with rows or calls, and since when
+        self._stuck: set[_Batch] = set()
+        self._stuck_bytes = 0
         self._last: _Call | None = None
         self._closed = False
         # Filled by threads, drained by `poll`.
@@ -181,7 +184,7 @@ class IOThreads:
         # The scheduler thread's own.
         self._works: dict[int, _Work] = {}
         self._given_up: set[_Work] = set()
-        self._stuck: set[_Batch] = set()
+        self._starved = False  # rows were given up that no thread had begun
         self._next_deadline = float("inf")
         self._count = 0
         self.open_calls = 0
@@ -239,6 +242,7 @@ class IOThreads:
         with self._lock:
             places = [at for at in work.queued() if wanted is None or work.rows[at].key in wanted]
             rows = self._take_out(work, places)
+        self._starved |= bool(rows) and work.direction is Direction.PROMOTE
         self._forget_if_over(work)
         return work.direction, rows
 
@@ -273,15 +277,23 @@ class IOThreads:
         return sum(work.left for work in self._given_up)
 
     def take_stuck(self, seconds: float) -> int:
-        """Count the calls that run for so long, for jobs that were given up, and were not counted before."""
-        if not self._given_up:
+        """Count the calls that run for so long, for jobs that were given up, and were not counted before.
+
+        1 if all threads have been busy with the same things for so long, and rows were given up in their queue.
+        """
+        if not self._given_up and not self._starved:
             return 0
         with self._lock:
             began = self._clock() - seconds
-            stuck = [batch for batch, since in self._running.items() if batch.work.given_up and since <= began]
-        new = [batch for batch in stuck if batch not in self._stuck]
-        self._stuck = set(stuck)
-        return len(new)
+            stuck = {batch for batch, since in self._running.items() if batch.work.given_up and since <= began}
+            new = stuck - self._stuck
+            self._stuck |= new
+            self._stuck_bytes += sum(batch.nbytes for batch in new)
+            if new:
+                self._lock.notify()  # what is stuck takes no room: others may go on
+            all_busy = len(self._busy) == self._num_threads and max(self._busy.values()) <= began
+        starved, self._starved = self._starved, False
+        return len(new) or int(starved and all_busy)
 
     def wait_any(self, timeout: float) -> bool:
         """Block until `poll` may have something to tell."""
@@ -350,6 +362,7 @@ class IOThreads:
         now = self._clock()
         if now >= self._next_deadline:
             for work in [work for work in self._works.values() if work.deadline <= now]:
+                self._starved |= work.num_queued > 0
                 self._give_up(work, Outcome.LATE, "")
             self._next_deadline = min((work.deadline for work in self._works.values()), default=float("inf"))
 
@@ -425,7 +438,11 @@ class IOThreads:
     def _claim(self, ended: _Batch | None) -> _Call | _Batch | None:
         """Give back the room of what has ended, and wait for work; `None`: there will be none."""
         with self._lock:
+            self._busy.pop(threading.get_ident(), None)
             if ended is not None:
+                if ended in self._stuck:
+                    self._stuck.discard(ended)
+                    self._stuck_bytes -= ended.nbytes
                 self._running_bytes[ended.work.direction] -= ended.nbytes
                 del self._running[ended]
             while True:
@@ -441,12 +458,13 @@ class IOThreads:
                 if task is not None:
                     if any(self._queued_bytes):
                         self._lock.notify()  # there is more, and perhaps room for it
+                    self._busy[threading.get_ident()] = self._clock()
                     return task
                 self._lock.wait()
 
     def _next_batch(self, direction: Direction) -> _Batch | None:
         """Take the next rows of the first job that has any, if there is room for them; under the lock."""
-        queue, running = self._queues[direction], sum(self._running_bytes)
+        queue, running = self._queues[direction], sum(self._running_bytes) - self._stuck_bytes
         while queue:
             work = queue[0][2]
             if not work.num_queued or work.deadline <= self._clock():  # `poll` will report them as late
