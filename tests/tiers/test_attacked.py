@@ -139,3 +139,38 @@ def test_threads_that_are_all_stuck_in_calls_are_noticed() -> None:
     go_on.set()
     gate.open.release(100)
     assert threads.close(30)
+
+
+# Space
+
+
+def test_fewer_ranks_than_before_take_no_more_than_the_capacity(tmp_path: Path) -> None:
+    settings = {"capacity": capacity(64)}
+    for rank in range(4):
+        tier = make_tier(tmp_path, rank=rank, ranks=4, settings=settings)
+        assert tier.wait_open()
+        tier.close()
+    for rank in range(2):
+        tier = make_tier(tmp_path, rank=rank, ranks=2, settings=settings)
+        assert tier.wait_open()
+        assert tier.stats().capacity > 0
+        assert taken_bytes(tmp_path) <= capacity(64)
+        tier.close()
+
+
+def test_more_ranks_than_before_wait_for_the_first_to_shrink(tmp_path: Path) -> None:
+    settings = {"capacity": capacity(64)}
+    tier = make_tier(tmp_path, settings=settings)
+    assert tier.wait_open()
+    tier.close()
+    second = make_tier(tmp_path, rank=1, ranks=2, settings=settings)
+    assert not second.wait_open()
+    assert taken_bytes(tmp_path) <= capacity(64)
+    second.close()
+    first = make_tier(tmp_path, rank=0, ranks=2, settings=settings)
+    assert first.wait_open()
+    second = make_tier(tmp_path, rank=1, ranks=2, settings=settings)
+    assert second.wait_open()
+    assert taken_bytes(tmp_path) <= capacity(64)
+    first.close()
+    second.close()

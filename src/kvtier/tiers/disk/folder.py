@@ -22,7 +22,7 @@ from typing import NamedTuple, Self
 from kvtier.errors import OutsideError
 from kvtier.tiers.disk.header import HEADER_BYTES, VERSION, DiskHeader, read_header
 
-__all__ = ["DESCRIPTIONS", "RECORDS", "SLOTS", "DiskPlace", "FolderLock", "find_places", "place_name", "taken_bytes"]
+__all__ = ["DESCRIPTIONS", "RECORDS", "SLOTS", "DiskPlace", "FolderLock", "find_places", "find_ranks", "place_name", "taken_bytes"]
 
 RECORDS, DESCRIPTIONS, SLOTS = "records", "descriptions", "slots"
 _PLACE = re.compile(r"[0-9a-f]{16}-[0-9]+-v([0-9]+)")
@@ -112,18 +112,23 @@ class DiskPlace(NamedTuple):
             lock.release()
 
 
+def find_ranks(path: Path) -> Iterator[tuple[int, Path]]:
+    """Yield the ranks that have a folder below `path`, and where it is."""
+    for folder in sorted(path.iterdir()):
+        if (match := _RANK.fullmatch(folder.name)) is not None and folder.is_dir():
+            yield int(match[1]), folder
+
+
 def find_places(path: Path) -> Iterator[DiskPlace]:
     """Yield the places of all ranks below a folder. `OSError` if it cannot be read."""
-    for rank in sorted(path.iterdir()):
-        if (of_rank := _RANK.fullmatch(rank.name)) is None or not rank.is_dir():
-            continue
+    for number, rank in find_ranks(path):
         owned = _is_owned(rank)
         for folder in sorted(rank.iterdir()):
             if (match := _PLACE.fullmatch(folder.name)) is not None and folder.is_dir():
                 version = int(match[1])
                 header = _peek(folder / RECORDS) if version == VERSION else None
                 used_at = max((file.stat().st_mtime for file in folder.iterdir()), default=folder.stat().st_mtime)
-                yield DiskPlace(folder, int(of_rank[1]), version, header, taken_bytes(folder), used_at, owned)
+                yield DiskPlace(folder, number, version, header, taken_bytes(folder), used_at, owned)
 
 
 def _peek(records: Path) -> DiskHeader | None:

@@ -23,13 +23,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvtier.config import DiskConfig
+from kvtier.config import DiskConfig, format_size
 from kvtier.errors import KVTierError, OutsideError
 from kvtier.keys import OffloadKey
 from kvtier.policies import Slots, make_policy
 from kvtier.tiers.base import Outcome, TierChange, TierMiss, TierResult
 from kvtier.tiers.disk.files import DiskFiles
-from kvtier.tiers.disk.folder import FolderLock
+from kvtier.tiers.disk.folder import FolderLock, find_ranks, taken_bytes
 from kvtier.tiers.seal import SealScope
 from kvtier.tiers.slot_table import SlotTable
 from kvtier.tiers.slot_tier import SlotTier
@@ -92,7 +92,7 @@ class DiskTier(SlotTier):
         )
         self.config = config
         self._folder = Path(config.path) / f"rank-{rank}"
-        self._capacity = config.capacity // ranks
+        self._rank, self._ranks, self._told_others = rank, ranks, 0
         self._description_bytes = description_bytes
         self._namespace = namespace
         self._lock: FolderLock | None = None
@@ -172,7 +172,7 @@ class DiskTier(SlotTier):
         if self._lock is not None and not self._lock.is_held:
             raise _Vanished(f"disk tier: {self._folder}: the folder has vanished")
         files, found, scope = DiskFiles.open(
-            self._folder, namespace, self.row_bytes, self._capacity, self._description_bytes
+            self._folder, namespace, self.row_bytes, self._share(), self._description_bytes
         )
         try:
             slots = files.header.slots
@@ -188,6 +188,19 @@ class DiskTier(SlotTier):
         if found.damaged:
             logger.warning("disk tier: %s: %d damaged records were left out", files.folder, found.damaged)
         return _Opened(files, table, scope, newest)
+
+    def _share(self) -> int:
+        """Return what this rank may take of the capacity, without what ranks of another number have left."""
+        taken = {rank: taken_bytes(folder) for rank, folder in find_ranks(self._folder.parent)}
+        left = sum(size for rank, size in taken.items() if rank >= self._ranks)
+        others = sum(size for rank, size in taken.items() if rank != self._rank)
+        share = self.config.capacity // self._ranks
+        now = max(0, min(share - -(-left // self._ranks), self.config.capacity - others))
+        if now < share and others != self._told_others:
+            self._told_others = others
+            line = "disk tier: %s: other ranks have %s of the capacity; `kvtier disk ls %s` lists what was left"
+            logger.warning(line, self._folder, format_size(others), self._folder.parent)
+        return now
 
     def _end_opening(self, opened: _Opened | None, error: BaseException | None) -> None:
         self._busy = False
