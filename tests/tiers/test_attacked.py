@@ -174,3 +174,14 @@ def test_more_ranks_than_before_wait_for_the_first_to_shrink(tmp_path: Path) -> 
     assert taken_bytes(tmp_path) <= capacity(64)
     first.close()
     second.close()
+
+
+def test_a_tick_of_garbage_breaks_nothing() -> None:
+    table = SlotTable(4, LRUPolicy(4))
+    ticks = np.array([5, np.iinfo(np.int64).max, np.iinfo(np.int64).min], dtype=np.int64)
+    list(table.restore(np.arange(3), keys(0, 1, 2), ticks))
+    table.free_holes()
+    table.touch(np.array([0]))
+    assert np.argsort(table.ticks[:3]).tolist() == [2, 1, 0]
+    assert table.reserve(keys(3, 4), np.zeros(0, dtype=np.int64)).evicted == [key(2)]
+    table.check()
