@@ -185,3 +185,30 @@ def test_a_tick_of_garbage_breaks_nothing() -> None:
     assert np.argsort(table.ticks[:3]).tolist() == [2, 1, 0]
     assert table.reserve(keys(3, 4), np.zeros(0, dtype=np.int64)).evicted == [key(2)]
     table.check()
+
+
+# Owners and the command line
+
+
+def test_who_looks_for_a_moment_does_not_keep_an_owner_away(tmp_path: Path) -> None:
+    folder = tmp_path / "rank-0"
+    looking = FolderLock.take_nowait(folder)
+    timer = threading.Timer(0.02, looking.release)
+    timer.start()
+    FolderLock.take_nowait(folder).release()
+    timer.join()
+    with opened(tmp_path), pytest.raises(OutsideError, match="only owner"):
+        FolderLock.take_nowait(folder)
+
+
+def test_gc_of_what_cannot_be_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with opened(tmp_path):
+        pass
+    place = place_of(tmp_path)
+    place.rename(tmp_path / "elsewhere")
+    place.symlink_to(tmp_path / "elsewhere")
+    assert main(["disk", "gc", str(tmp_path), "--all"]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert f"{place}: expected to remove all of it" in error
+    assert (tmp_path / "elsewhere" / "records").exists()

@@ -13,6 +13,7 @@ import fcntl
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from hashlib import sha256
@@ -26,6 +27,7 @@ __all__ = ["DESCRIPTIONS", "RECORDS", "SLOTS", "DiskPlace", "FolderLock", "find_
 
 RECORDS, DESCRIPTIONS, SLOTS = "records", "descriptions", "slots"
 _PLACE = re.compile(r"[0-9a-f]{16}-[0-9]+-v([0-9]+)")
+_LOCK_TRIES, _LOCK_PAUSE = 5, 0.01
 _RANK = re.compile(r"rank-([0-9]+)")
 
 
@@ -59,7 +61,7 @@ class FolderLock:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 undo.callback(os.close, descriptor)
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock(descriptor)
             except BlockingIOError:
                 raise OutsideError(
                     f"disk tier: {folder}: expected to be its only owner, but another process is;"
@@ -108,6 +110,9 @@ class DiskPlace(NamedTuple):
         lock = FolderLock.take_nowait(self.folder.parent)
         try:
             shutil.rmtree(self.folder)
+        except OSError as error:
+            why = error.strerror or error
+            raise OutsideError(f"disk tier: {self.folder}: expected to remove all of it: {why}") from None
         finally:
             lock.release()
 
@@ -134,6 +139,18 @@ def find_places(path: Path) -> Iterator[DiskPlace]:
 def _peek(records: Path) -> DiskHeader | None:
     with suppress(OSError), records.open("rb") as file:
         return read_header(file.read(HEADER_BYTES))
+    return None
+
+
+def _lock(descriptor: int) -> None:
+    """Lock a file. Who only looks whether it is locked holds it for a moment: that is waited for."""
+    for left in reversed(range(_LOCK_TRIES)):
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not left:
+                raise
+            time.sleep(_LOCK_PAUSE)
     return None
 
 
