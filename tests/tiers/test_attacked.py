@@ -212,3 +212,13 @@ def test_gc_of_what_cannot_be_removed(tmp_path: Path, capsys: pytest.CaptureFixt
     assert error.count("\n") == 1
     assert f"{place}: expected to remove all of it" in error
     assert (tmp_path / "elsewhere" / "records").exists()
+
+
+def test_an_owner_whose_lock_was_removed_gives_up(tmp_path: Path) -> None:
+    with opened(tmp_path) as driver:
+        driver.store(1)
+        (tmp_path / "rank-0" / "lock").unlink()
+        with opened(tmp_path, 2):
+            driver.clock.now += 6
+            driver.wait(lambda: driver.tier.stats().capacity == 0)
+            assert driver.tier.lookup(key(1)) is False

@@ -13,6 +13,7 @@ before any row is written again. Scheduler thread only, but for what says that i
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
@@ -295,6 +296,8 @@ class DiskTier(SlotTier):
     def _write_down(self, files: DiskFiles) -> None:
         """Run on an I/O thread."""
         files.expect_there()
+        if self._lock is not None and not self._lock.is_held:
+            raise FileNotFoundError(errno.ENOENT, "expected the lock that was taken, found another")
         ticks = files.save_ticks()
         prices, written = dict(self._prices), self._limit.save()
         if ticks or (prices, written) != (files.header.prices, files.header.written):
