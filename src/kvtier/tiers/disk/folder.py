@@ -23,7 +23,17 @@ from typing import NamedTuple, Self
 from kvtier.errors import OutsideError
 from kvtier.tiers.disk.header import HEADER_BYTES, VERSION, DiskHeader, read_header
 
-__all__ = ["DESCRIPTIONS", "RECORDS", "SLOTS", "DiskPlace", "FolderLock", "find_places", "find_ranks", "place_name", "taken_bytes"]
+__all__ = [
+    "DESCRIPTIONS",
+    "RECORDS",
+    "SLOTS",
+    "DiskPlace",
+    "FolderLock",
+    "find_places",
+    "find_ranks",
+    "place_name",
+    "taken_bytes",
+]
 
 RECORDS, DESCRIPTIONS, SLOTS = "records", "descriptions", "slots"
 _PLACE = re.compile(r"[0-9a-f]{16}-[0-9]+-v([0-9]+)")

@@ -308,7 +308,8 @@ class DiskTier(SlotTier):
     def _write_last(self, files: DiskFiles, epoch: int | None) -> None:
         """Run on an I/O thread."""
         if epoch is not None:
-            files.save_header(epoch=epoch)
+            nobody, never = threading.Event(), threading.Event()
+            _save_epoch(files, epoch, nobody, lambda pause: not never.wait(min(pause, 0.2)))
         self._write_down(files)
 
     def _end_saving(self, _value: object, error: BaseException | None) -> None:
@@ -372,14 +373,8 @@ class DiskTier(SlotTier):
         self._epoch_saving = True
         self._epoch_written = written = threading.Event()
 
-        def save() -> None:
-            for pause in (*_EPOCH_PAUSES, None):
-                try:
-                    return _save_epoch(files, epoch, written)
-                except OSError:
-                    if pause is None or self._ending.wait(pause):  # here, because an idle engine does not poll
-                        raise
-            return None
+        def save() -> None:  # again and again here, because an idle engine does not poll
+            _save_epoch(files, epoch, written, lambda pause: not self._ending.wait(pause))
 
         def end(_value: object, error: BaseException | None) -> None:
             self._epoch_saving = False
@@ -434,13 +429,18 @@ class DiskTier(SlotTier):
 _NO_SLOTS: Slots = np.zeros(0, dtype=np.int64)
 
 
-def _save_epoch(files: DiskFiles, epoch: int, written: threading.Event) -> None:
-    """Run on an I/O thread."""
-    try:
-        files.save_header(epoch=epoch)
-    finally:
-        written.set()
-    files.sync_header()
+def _save_epoch(files: DiskFiles, epoch: int, tried: threading.Event, may_retry_after: Callable[[float], bool]) -> None:
+    """Have an epoch on the disk, after some failures if need be. Run on an I/O thread."""
+    for pause in (*_EPOCH_PAUSES, None):
+        try:
+            files.save_header(epoch=epoch)
+            tried.set()
+            return files.sync_header()
+        except OSError:
+            tried.set()
+            if pause is None or not may_retry_after(pause):
+                raise
+    return None
 
 
 def _ignore(_value: object, _error: BaseException | None) -> None:
