@@ -353,6 +353,7 @@ class DiskTier(SlotTier):
     # -- resets and prices -------------------------------------------------------------------------
 
     def reset(self, suffix: str) -> None:
+        """Make everything absent. Waits for the page cache, for half a second at most, and for no suspended disk."""
         self._suffix = suffix
         files = self._files
         if files is None:
