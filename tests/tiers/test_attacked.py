@@ -16,7 +16,7 @@ from tests.tiers.test_parts import Gate, lent
 from kvtier.cli import main
 from kvtier.errors import OutsideError
 from kvtier.policies import LRUPolicy
-from kvtier.testing.tier_suite import key, keys
+from kvtier.testing.tier_suite import ROW_BYTES, StandingClock, content, key, keys
 from kvtier.tiers.base import Outcome
 from kvtier.tiers.disk import files as files_module
 from kvtier.tiers.disk.folder import FolderLock, taken_bytes
@@ -93,6 +93,64 @@ def test_a_reset_waits_for_no_hung_disk(tmp_path: Path, monkeypatch: pytest.Monk
         assert time.monotonic() - began < 5
         assert driver.tier.lookup(key(1)) is False
         go_on.set()
+
+
+@pytest.mark.parametrize("end", ["close", "kill"])
+@pytest.mark.parametrize("when", ["unknown", "known late", "refused"])
+def test_a_reset_before_it_is_open_is_for_good(tmp_path: Path, when: str, end: str) -> None:
+    with opened(tmp_path) as driver:
+        driver.store(1, 2)
+    child = os.fork()
+    if child == 0:
+        try:
+            known: list[str] = ["model"] if when == "refused" else []
+            more = {"capacity": 1} if when == "refused" else {}
+            tier = make_tier(tmp_path, namespace=lambda: known[0] if known else None, settings=more)
+            tier.wait_open()
+            tier.reset("weights were swapped")
+            if when == "known late":
+                known.append("model")
+                tier.poll()
+            if end == "kill":
+                os.kill(os.getpid(), 9)
+            tier.close(30)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == {"close": 0, "kill": -9}[end]
+    with opened(tmp_path, 60) as driver:
+        assert driver.tier.stats().used == 0
+        driver.store(3)
+    with opened(tmp_path, 60) as driver:
+        assert driver.tier.stats().used == 1
+
+
+def test_a_reset_before_the_folder_is_owned_is_written_when_it_is(tmp_path: Path) -> None:
+    with opened(tmp_path) as driver:
+        driver.store(1, 2)
+        second = make_tier(tmp_path, namespace=lambda: None)
+        assert not second.wait_open()
+        second.reset("weights were swapped")
+        assert driver.fetch(1) == {1: content(1)}, "the rows of the owner are its own"
+    assert isinstance(second._clock, StandingClock)
+    second._clock.now += 60
+    while second.state() != "waiting for the namespace":
+        second.poll()
+        second.wait_any(0.01)
+    second.close(30)
+    with opened(tmp_path) as driver:
+        assert driver.tier.stats().used == 0
+
+
+def test_a_reset_before_it_is_open_leaves_rows_of_another_size(tmp_path: Path) -> None:
+    with opened(tmp_path) as driver:
+        driver.store(1)
+    tier = make_tier(tmp_path, 40, namespace=lambda: None, row_bytes=2 * ROW_BYTES)
+    assert tier.wait_open()
+    tier.reset("weights were swapped")
+    tier.close(30)
+    with opened(tmp_path) as driver:
+        assert driver.fetch(1) == {1: content(1)}
 
 
 # Calls that do not return

@@ -20,8 +20,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple, Self
 
+import msgspec
+
 from kvtier.errors import OutsideError
-from kvtier.tiers.disk.header import HEADER_BYTES, VERSION, DiskHeader, read_header
+from kvtier.tiers.disk.header import HEADER_BYTES, VERSION, DiskHeader, pack_header, read_header
 
 __all__ = [
     "DESCRIPTIONS",
@@ -33,6 +35,7 @@ __all__ = [
     "find_ranks",
     "place_name",
     "taken_bytes",
+    "void_places",
 ]
 
 RECORDS, DESCRIPTIONS, SLOTS = "records", "descriptions", "slots"
@@ -144,6 +147,25 @@ def find_places(path: Path) -> Iterator[DiskPlace]:
                 header = _peek(folder / RECORDS) if version == VERSION else None
                 used_at = max((file.stat().st_mtime for file in folder.iterdir()), default=folder.stat().st_mtime)
                 yield DiskPlace(folder, number, version, header, taken_bytes(folder), used_at, owned)
+
+
+def void_places(folder: Path, namespace: str | None, row_bytes: int) -> None:
+    """Make the rows of a place void, by a new epoch; of any namespace, if it is `None`. On the disk on return.
+
+    `folder` is that of a rank, and owned. A place without a whole header starts empty anyway.
+    """
+    ending = f"-{row_bytes}-v{VERSION}" if namespace is None else place_name(namespace, row_bytes)
+    for place in folder.iterdir():
+        if _PLACE.fullmatch(place.name) is not None and place.name.endswith(ending):
+            with suppress(FileNotFoundError), (place / RECORDS).open("r+b") as records:
+                header = read_header(records.read(HEADER_BYTES))
+                if header is not None:
+                    epoch, sequence = header.epoch + 1, header.sequence + 1
+                    page = pack_header(msgspec.structs.replace(header, epoch=epoch, sequence=sequence))
+                    records.seek(0)
+                    records.write(page + page)
+                    records.flush()
+                    os.fdatasync(records.fileno())
 
 
 def _peek(records: Path) -> DiskHeader | None:

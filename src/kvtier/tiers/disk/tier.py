@@ -30,7 +30,7 @@ from kvtier.keys import OffloadKey
 from kvtier.policies import Slots, make_policy
 from kvtier.tiers.base import Outcome, TierChange, TierMiss, TierResult
 from kvtier.tiers.disk.files import DiskFiles
-from kvtier.tiers.disk.folder import FolderLock, find_ranks, taken_bytes
+from kvtier.tiers.disk.folder import FolderLock, find_ranks, taken_bytes, void_places
 from kvtier.tiers.seal import SealScope
 from kvtier.tiers.slot_table import SlotTable
 from kvtier.tiers.slot_tier import SlotTier
@@ -47,6 +47,10 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 10.0
 _EPOCH_PAUSES = (0.05, 0.2, 1.0, 5.0)
 _RESET_WAIT = 0.5
 """How long a reset may wait for the page cache."""
+
+
+_EpochWriter = Callable[[threading.Event], None]
+"""Run on an I/O thread: has a reset written down, sets the event, and has it on the disk."""
 
 
 class _Vanished(OutsideError):
@@ -107,6 +111,7 @@ class DiskTier(SlotTier):
         self._epoch_at = 0.0
         self._epoch_written = threading.Event()
         self._ending = threading.Event()
+        self._headers = threading.Lock()  # of places: on I/O threads, while the tier is not open
         self._prices: dict[str, float] = {}
         self._prices_known = False
         # What a restart brought and nobody was told of: slots in order, and whether it is still so of each.
@@ -166,15 +171,17 @@ class DiskTier(SlotTier):
         else:
             self._lock = lock
             self._solved()
+            self._save_epoch()
             self._advance()
 
     def _open(self, namespace: str) -> _Opened:
         """Open the place and fill a table. On an I/O thread."""
         if self._lock is not None and not self._lock.is_held:
             raise _Vanished(f"disk tier: {self._folder}: the folder has vanished")
-        files, found, scope = DiskFiles.open(
-            self._folder, namespace, self.row_bytes, self._share(), self._description_bytes
-        )
+        with self._headers:
+            files, found, scope = DiskFiles.open(
+                self._folder, namespace, self.row_bytes, self._share(), self._description_bytes
+            )
         try:
             slots = files.header.slots
             table = SlotTable(slots, make_policy(self.config.policy, slots))
@@ -305,12 +312,13 @@ class DiskTier(SlotTier):
         if self.config.durability == "periodic":
             files.sync()
 
-    def _write_last(self, files: DiskFiles, epoch: int | None) -> None:
+    def _write_last(self, files: DiskFiles | None, put_down_epoch: _EpochWriter | None) -> None:
         """Run on an I/O thread."""
-        if epoch is not None:
+        if put_down_epoch is not None:
             nobody, never = threading.Event(), threading.Event()
-            _save_epoch(files, epoch, nobody, lambda pause: not never.wait(min(pause, 0.2)))
-        self._write_down(files)
+            _save_epoch(put_down_epoch, nobody, lambda pause: not never.wait(min(pause, 0.2)))
+        if files is not None:
+            self._write_down(files)
 
     def _end_saving(self, _value: object, error: BaseException | None) -> None:
         self._saving = False
@@ -355,36 +363,52 @@ class DiskTier(SlotTier):
     def reset(self, suffix: str) -> None:
         """Make everything absent. Waits for the page cache, for half a second at most, and for no suspended disk."""
         self._suffix = suffix
-        files = self._files
-        if files is None:
-            return
-        self._to_announce = _NO_SLOTS
-        super().reset(suffix)
+        if self._files is not None:
+            self._to_announce = _NO_SLOTS
+            super().reset(suffix)
         self._epoch_unsaved, self._epoch_at = True, 0.0
         self._save_epoch()
-        if self._writable_but_for_the_epoch():
+        if self._epoch_saving and (self._files is None or self._writable_but_for_the_epoch()):
             # So that a kill right after this brings nothing back. The page cache takes it in microseconds.
             self._epoch_written.wait(_RESET_WAIT)
 
     def _save_epoch(self) -> None:
         """Have the epoch of the last reset written, and again until that works. No row is written before."""
         files, epoch = self._files, self._scope.epoch
-        if files is None or not self._epoch_unsaved or self._epoch_saving or self._clock() < self._epoch_at:
+        if self._lock is None or not self._epoch_unsaved or self._epoch_saving or self._clock() < self._epoch_at:
             return
-        self._epoch_saving = True
+        self._epoch_saving, put_down = True, self._epoch_writer()
         self._epoch_written = written = threading.Event()
 
         def save() -> None:  # again and again here, because an idle engine does not poll
-            _save_epoch(files, epoch, written, lambda pause: not self._ending.wait(pause))
+            _save_epoch(put_down, written, lambda pause: not self._ending.wait(pause))
 
         def end(_value: object, error: BaseException | None) -> None:
             self._epoch_saving = False
-            self._epoch_unsaved = error is not None or epoch != self._scope.epoch
+            self._epoch_unsaved = error is not None or (files, epoch) != (self._files, self._scope.epoch)
             if error is not None:
                 self._epoch_at = self._clock() + _SAVE_EVERY
                 logger.warning("disk tier: %s: a reset could not be written down: %s", self._folder, error)
 
         self._io.call(save, end)
+
+    def _epoch_writer(self) -> _EpochWriter:
+        """Return what makes all rows from before a reset void for later processes.
+
+        While the tier is not open, those of its place; of any namespace, while that is not known.
+        """
+        files, epoch, namespace = self._files, self._scope.epoch, self._namespace()
+
+        def save(written: threading.Event) -> None:
+            if files is not None:
+                files.save_header(epoch=epoch)
+                written.set()
+                files.sync_header()
+            else:
+                with self._headers:
+                    void_places(self._folder, namespace, self.row_bytes)
+
+        return save
 
     def _writable(self) -> SlotTable | None:
         return None if self._epoch_unsaved else super()._writable()
@@ -415,9 +439,9 @@ class DiskTier(SlotTier):
     def close(self, timeout: float = 5.0) -> bool:
         files, first = self._files, not self._closed
         self._ending.set()
-        if files is not None and first and self._table is not None:
-            epoch = self._scope.epoch if self._epoch_unsaved else None
-            self._io.call_last(lambda: self._write_last(files, epoch))
+        put_down_epoch = self._epoch_writer() if self._epoch_unsaved and self._lock is not None else None
+        if first and (put_down_epoch is not None or self._table is not None):
+            self._io.call_last(lambda: self._write_last(files, put_down_epoch))
         ended = super().close(timeout)
         if ended and self._files is not None:
             self._files.close()
@@ -430,17 +454,16 @@ class DiskTier(SlotTier):
 _NO_SLOTS: Slots = np.zeros(0, dtype=np.int64)
 
 
-def _save_epoch(files: DiskFiles, epoch: int, tried: threading.Event, may_retry_after: Callable[[float], bool]) -> None:
+def _save_epoch(put_down: _EpochWriter, tried: threading.Event, may_retry_after: Callable[[float], bool]) -> None:
     """Have an epoch on the disk, after some failures if need be. Run on an I/O thread."""
     for pause in (*_EPOCH_PAUSES, None):
         try:
-            files.save_header(epoch=epoch)
-            tried.set()
-            return files.sync_header()
+            return put_down(tried)
         except OSError:
-            tried.set()
             if pause is None or not may_retry_after(pause):
                 raise
+        finally:
+            tried.set()
     return None
 
 
