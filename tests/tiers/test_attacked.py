@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,13 @@ from kvtier.tiers.seal import SealScope
 from kvtier.tiers.slot_table import SlotTable
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let resets and discards wait for the page cache of a busy machine."""
+    monkeypatch.setattr("kvtier.tiers.slot_tier._DISCARD_WAIT", 30)
+    monkeypatch.setattr("kvtier.tiers.disk.tier._RESET_WAIT", 30)
+
+
 @pytest.mark.parametrize("garbage", [b"\0", b"\xa5"])
 def test_without_a_header_nothing_from_before_a_reset_is_back(tmp_path: Path, garbage: bytes) -> None:
     with opened(tmp_path) as driver:
@@ -40,6 +48,7 @@ def test_without_a_header_nothing_from_before_a_reset_is_back(tmp_path: Path, ga
         assert driver.tier.stats().used == 1
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_kill_right_after_a_reset_brings_nothing_back(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
@@ -95,6 +104,93 @@ def test_a_reset_waits_for_no_hung_disk(tmp_path: Path, monkeypatch: pytest.Monk
         go_on.set()
 
 
+def killed(play: Callable[[], None]) -> None:
+    """Do something in a process of its own, and kill it."""
+    child = os.fork()
+    if child == 0:
+        try:
+            play()
+            os.kill(os.getpid(), 9)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -9
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_kill_right_after_a_discard_does_not_bring_the_row_back(tmp_path: Path) -> None:
+    def play() -> None:
+        with opened(tmp_path) as driver:
+            driver.store(1, 2)
+            driver.tier.discard([key(1)])
+            os.kill(os.getpid(), 9)
+
+    killed(play)
+    with opened(tmp_path) as driver:
+        assert driver.tier.lookup_many(keys(1, 2)) == [False, True]
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_kill_right_after_a_discard_of_what_is_being_written(tmp_path: Path) -> None:
+    def play() -> None:
+        with opened(tmp_path) as driver:
+            driver.faulty.hang()
+            driver.demote(1)
+            assert driver.faulty.hanging.wait(30)
+            timer = threading.Timer(0.1, driver.faulty.release)
+            timer.start()
+            driver.tier.discard([key(1)])
+            timer.join()
+            assert driver.tier.wait_any(30)
+            os.kill(os.getpid(), 9)
+
+    killed(play)
+    with opened(tmp_path) as driver:
+        assert driver.tier.lookup(key(1)) is False
+
+
+def test_what_is_discarded_before_it_is_written_is_never_written(tmp_path: Path) -> None:
+    with opened(tmp_path, threads=1) as driver:
+        driver.faulty.hang()
+        first, _ = driver.demote(1)
+        assert driver.faulty.hanging.wait(30)
+        second, _ = driver.demote(2, 3)
+        driver.tier.discard([key(2)])
+        driver.faulty.release()
+        assert driver.finish(first, second) == dict(
+            zip(keys(1, 2, 3), (Outcome.DONE, Outcome.FAILED_CHECK, Outcome.DONE), strict=True)
+        )
+        assert key(2) not in driver.faulty.moved
+
+
+def test_a_discard_waits_for_no_hung_disk(tmp_path: Path) -> None:
+    with opened(tmp_path) as driver:
+        driver.store(1)
+        driver.faulty.hang()
+        began = time.monotonic()
+        driver.tier.discard([key(1)])
+        assert time.monotonic() - began < 5
+        assert driver.tier.lookup(key(1)) is False
+        driver.faulty.release()
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_row_that_cannot_be_deleted_is_deleted_later(tmp_path: Path) -> None:
+    with opened(tmp_path) as driver:
+        driver.store(1, 2)
+        driver.faulty.broken = OSError(errno.EIO, "for a while")
+        driver.tier.discard([key(1)])
+        assert driver.tier.stats().suspended is not None
+        driver.faulty.broken = None
+        driver.clock.now += 2
+        driver.wait(lambda: driver.tier.stats().suspended is None)
+        driver.store(1, version=1)
+        assert driver.fetch(1) == {1: content(1, 1)}
+        driver.tier.discard([key(1)])
+    with opened(tmp_path) as driver:
+        assert driver.tier.lookup_many(keys(1, 2)) == [False, True]
+
+
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("end", ["close", "kill"])
 @pytest.mark.parametrize("when", ["unknown", "known late", "refused"])
 def test_a_reset_before_it_is_open_is_for_good(tmp_path: Path, when: str, end: str) -> None:

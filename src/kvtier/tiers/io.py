@@ -246,6 +246,14 @@ class IOThreads:
         self._forget_if_over(work)
         return work.direction, rows
 
+    def cancel(self, direction: Direction, keys: Sequence[OffloadKey], outcome: Outcome) -> None:
+        """End the rows of some keys that no thread has begun: report them with this outcome, at the next `poll`."""
+        for work in list(self._works.values()) if keys else ():
+            if work.direction is direction:
+                _, rows = self.withdraw(work.job_id, keys)
+                if rows:
+                    self._reports.append(IOReport(work.job_id, direction, rows, outcome))
+
     def give_up(self, outcome: Outcome, direction: Direction | None = None, why: str = "") -> None:
         """End all jobs (of a direction) now: report their rows with this outcome, at the next `poll`."""
         for work in list(self._works.values()):

@@ -48,6 +48,8 @@ _STUCK_AFTER = 1.0
 _IDLE_AFTER = 1.0
 _BAD_ROWS = 2
 _QUEUED_BYTES = 256 << 20
+_DISCARD_WAIT = 0.5
+"""How long a discard may wait for the page cache, and for writes that have begun."""
 
 
 class SlotTier(Tier):
@@ -90,6 +92,8 @@ class SlotTier(Tier):
         self._offered: RecentKeys[bool] = RecentKeys(_REMEMBERED)
         self._read_failures: Counter[int] = Counter()
         self._bad_rows: Counter[int] = Counter()  # by slot, for as long as the tier lives
+        self._undeleted: set[int] = set()  # slots of dropped rows that a later process may find
+        self._delete_again: list[Callable[[], None]] = []
         self._events: list[TierChange] = []
         self._results: list[TierResult] = []
         self._last_progress = float("-inf")
@@ -265,6 +269,7 @@ class SlotTier(Tier):
         rows, outcome = report.rows, report.returned or report.outcome
         health = self._health[Direction.DEMOTE]
         table = self._expect_table()
+        self._undeleted.difference_update([row.place for row in rows])
         if outcome is Outcome.DONE:
             self._count_moved(report, "demoted")
             health.note_success()
@@ -290,13 +295,19 @@ class SlotTier(Tier):
         self._delete([row for row in rows if row.scope == self._scope.number], self._expect_table().written)
 
     def _delete(self, rows: list[BackendRow], free: Callable[[Slots], object]) -> None:
-        """Have rows deleted, then free their slots. If it fails they are found again by a later process."""
+        """Have rows deleted, then free their slots. What cannot be deleted is tried again when a probe has worked."""
         backend = self._io.backend
         if rows and backend is not None:
-            bare = [row._replace(pieces=()) for row in rows]
+            bare, places = [row._replace(pieces=()) for row in rows], [row.place for row in rows]
+            self._undeleted.update(places)
 
-            def end(_value: object, _error: BaseException | None) -> None:
-                free(_slots(rows))
+            def end(_value: object, error: BaseException | None) -> None:
+                if error is None:
+                    self._undeleted.difference_update(places)
+                    free(_slots(rows))
+                else:
+                    self._health[Direction.DEMOTE].suspend(f"rows cannot be deleted: {error}")
+                    self._delete_again.append(lambda: self._delete(rows, free))
 
             self._io.call(lambda: backend.delete(bare), end)
 
@@ -327,6 +338,8 @@ class SlotTier(Tier):
         ready = np.array(table.ready(keys), dtype=np.bool_)
         table.pin(slots[ready])  # nobody may have the slots before the records are gone
         removed, unwritten = table.drop(slots)
+        self._undeleted.update(slots[~ready].tolist())  # until they are written, and then deleted
+        self._io.cancel(Direction.DEMOTE, unwritten, Outcome.FAILED_CHECK)
         self._misses.note([*removed, *unwritten], reason)
         self._announce_removed(removed, slots[ready])
         rows = [BackendRow(key, (), slot) for key, slot in zip(removed, slots[ready].tolist(), strict=True)]
@@ -382,6 +395,9 @@ class SlotTier(Tier):
         if error is None:
             for health in self._health.values():
                 health.resume()
+            again, self._delete_again = self._delete_again, []
+            for delete in again:
+                delete()
 
     # -- what is held ------------------------------------------------------------------------------
 
@@ -392,8 +408,20 @@ class SlotTier(Tier):
                 self._table.touch(slots)
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
-        if self._table is not None:
-            self._drop(self._table.held(_as_list(keys)), TierMiss.FAILED_CHECK)
+        """Make chunks absent whose bytes are wrong, so that a kill right after this does not bring them back.
+
+        Waits for that, for half a second at most, and for no tier that is suspended.
+        """
+        if self._table is None:
+            return
+        slots = self._table.held(_as_list(keys))
+        self._drop(slots, TierMiss.FAILED_CHECK)
+        dropped, until = set(slots.tolist()), time.monotonic() + _DISCARD_WAIT
+        writing = self._health[Direction.DEMOTE]
+        while dropped & self._undeleted and writing.problem is None and (left := until - time.monotonic()) > 0:
+            self._io.wait_any(left)
+            for report in self._io.poll():
+                self._settle(report)
 
     def reset(self, suffix: str) -> None:
         self._scope = SealScope(self._scope.namespace, self._scope.epoch + 1, suffix)
@@ -404,6 +432,7 @@ class SlotTier(Tier):
         """Make everything absent at once, and leave the backend as it is."""
         self._offered.clear()
         self._read_failures.clear()
+        self._undeleted.clear()
         if self._table is not None:
             slots = self._table.held_slots()
             ready = np.array(self._table.ready(self._table.keys(slots)), dtype=np.bool_)

@@ -349,6 +349,7 @@ class DiskTier(SlotTier):
             self._io.call(self._files.close, _ignore)
         self._disown()
         self._files = self._table = self._io.backend = None
+        self._delete_again.clear()
         for health in self._health.values():
             health.resume()
         self._note_problem(OutsideError(why))
