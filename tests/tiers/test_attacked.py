@@ -6,19 +6,19 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.tiers.test_disk import capacity, make_tier, opened, place_of
+from tests.tiers.test_disk import capacity, disk, make_tier, opened, place_of
 from tests.tiers.test_parts import Gate, lent
 
 from kvtier.cli import main
 from kvtier.errors import OutsideError
 from kvtier.policies import LRUPolicy
 from kvtier.testing.tier_suite import ROW_BYTES, StandingClock, content, key, keys
-from kvtier.tiers.base import Outcome
+from kvtier.tiers.base import BackendRow, Outcome, TierMiss
 from kvtier.tiers.disk import files as files_module
 from kvtier.tiers.disk.folder import FolderLock, taken_bytes
 from kvtier.tiers.io import Direction, IOThreads
@@ -293,6 +293,42 @@ def test_threads_that_are_all_stuck_in_calls_are_noticed() -> None:
     go_on.set()
     gate.open.release(100)
     assert threads.close(30)
+
+
+def test_a_row_whose_read_never_returns_is_dropped_the_second_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, threads=4) as driver:
+        driver.store(*range(8))
+        files, begun, go_on = driver.faulty.backend, threading.Semaphore(0), threading.Event()
+        read = files.read
+
+        def wait(rows: Sequence[BackendRow]) -> list[bytes | OSError | None]:
+            if any(row.key == key(1) for row in rows):
+                begun.release()
+                assert go_on.wait(60)
+            return read(rows)
+
+        monkeypatch.setattr(files, "read", wait)
+        for held in (True, False):
+            driver.promote(1, deadline=driver.clock.now + 1.5)
+            assert begun.acquire(timeout=30)
+            driver.clock.now += 3
+            driver.poll()
+            assert driver.tier.stats().suspended is not None
+            driver.clock.now += 10
+            driver.wait(lambda: driver.tier.stats().suspended is None)
+            assert driver.tier.lookup(key(1)) is held
+            assert driver.fetch(2) == {2: content(2)}
+        assert driver.tier.explain(key(1)) is TierMiss.FAILED
+        assert driver.listener() == set(keys(0, *range(2, 8)))
+        driver.wait(lambda: not disk(driver)._undeleted)
+        assert driver.demote(9)[1] == [key(9)], "in the slot of one that was evicted"
+        assert driver.tier.stats().stuck == 2
+        go_on.set()
+        driver.wait(lambda: driver.tier.stats().stuck == 0)
+        driver.store(1, version=1)
+        assert driver.fetch(1) == {1: content(1, 1)}
 
 
 # Space

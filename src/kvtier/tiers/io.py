@@ -185,6 +185,7 @@ class IOThreads:
         self._works: dict[int, _Work] = {}
         self._given_up: set[_Work] = set()
         self._starved = False  # rows were given up that no thread had begun
+        self._stuck_reads: list[BackendRow] = []
         self._next_deadline = float("inf")
         self._count = 0
         self.open_calls = 0
@@ -297,11 +298,18 @@ class IOThreads:
             new = stuck - self._stuck
             self._stuck |= new
             self._stuck_bytes += sum(batch.nbytes for batch in new)
+            reads = [batch for batch in new if batch.work.direction is Direction.PROMOTE]
+            self._stuck_reads += [batch.work.rows[at] for batch in reads for at in batch.places]
             if new:
                 self._lock.notify()  # what is stuck takes no room: others may go on
             all_busy = len(self._busy) == self._num_threads and max(self._busy.values()) <= began
         starved, self._starved = self._starved, False
         return len(new) or int(starved and all_busy)
+
+    def take_stuck_reads(self) -> list[BackendRow]:
+        """Take the rows of the reads that `take_stuck` has counted since the last call."""
+        reads, self._stuck_reads = self._stuck_reads, []
+        return reads
 
     def wait_any(self, timeout: float) -> bool:
         """Block until `poll` may have something to tell."""

@@ -312,7 +312,11 @@ class SlotTier(Tier):
             self._io.call(lambda: backend.delete(bare), end)
 
     def _note_read_failures(self, rows: list[BackendRow]) -> None:
-        """Drop rows that could not be read twice: a disk may be back after a while, a bad sector is not."""
+        """Drop rows that could not be read twice: a disk may be back after a while, a bad sector is not.
+
+        A read that does not return is one that failed: else every try would cost a deadline and a thread.
+        """
+        rows = [row for row in rows if self._expect_table().is_held(row.place, row.key)]
         for row in rows:
             self._read_failures[row.place] += 1
         twice = [row for row in rows if self._read_failures[row.place] > 1]
@@ -381,6 +385,8 @@ class SlotTier(Tier):
         if self._io.take_stuck(_STUCK_AFTER):
             for health in self._health.values():
                 health.suspend("a call does not return")
+        if self._table is not None:
+            self._note_read_failures(self._io.take_stuck_reads())
         for direction, health in self._health.items():
             if health.problem is not None and self._io.open_jobs(direction):
                 self._io.give_up(Outcome.SUSPENDED, direction, health.problem)
