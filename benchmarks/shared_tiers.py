@@ -301,8 +301,8 @@ def serve_mooncake() -> Iterator[str]:
         try:
             wait_for(ports[1])
             command = [sys.executable, "-c", _GIVE_MEMORY, master, metadata]
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-            with subprocess.Popen(command, text=True, **pipes, **quiet) as giver:
+            quiet |= {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            with subprocess.Popen(command, text=True, **quiet) as giver:
                 try:
                     assert giver.stdout is not None
                     assert any(line == "joined\n" for line in giver.stdout), "it does not start"

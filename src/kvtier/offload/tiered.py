@@ -111,7 +111,7 @@ class TieredOffloadingManager(OffloadingManager):
         self.anywhere = _Anywhere(self)
         """What can be had, be it from the pool or from a tier."""
         for tier in self.tiers:
-            tier.lend(memoryview(rows.reshape(-1)))
+            tier.lend(rows.reshape(-1).data)
 
     def describe_with(self, describe: Callable[[OffloadKey], bytes]) -> None:
         """Have tiers keep what the event stream tells of a chunk."""

@@ -180,6 +180,9 @@ class IOThreads:
         self._running_bytes = [0, 0]
         self._running: dict[_Batch, float] = {}  # since when
         self._held: set[Direction] = set()
+        self._busy: dict[int, float] = {}  # threads, with rows or calls, and since when
+        self._stuck: set[_Batch] = set()
+        self._stuck_bytes = 0
         self._last: _Call | None = None
         self._closed = False
         # Filled by threads, drained by `poll`.
@@ -188,7 +191,8 @@ class IOThreads:
         # The scheduler thread's own.
         self._works: dict[int, _Work] = {}
         self._given_up: set[_Work] = set()
-        self._stuck: set[_Batch] = set()
+        self._starved = False  # rows were given up that no thread had begun
+        self._stuck_reads: list[BackendRow] = []
         self._next_deadline = float("inf")
         self._count = 0
         self.open_calls = 0
@@ -253,8 +257,17 @@ class IOThreads:
         with self._lock:
             places = [at for at in work.queued() if wanted is None or work.rows[at].key in wanted]
             rows = self._take_out(work, places)
+        self._starved |= bool(rows) and work.direction is Direction.PROMOTE
         self._forget_if_over(work)
         return work.direction, rows
+
+    def cancel(self, direction: Direction, keys: Sequence[OffloadKey], outcome: Outcome) -> None:
+        """End the rows of some keys that no thread has begun: report them with this outcome, at the next `poll`."""
+        for work in list(self._works.values()) if keys else ():
+            if work.direction is direction:
+                _, rows = self.withdraw(work.job_id, keys)
+                if rows:
+                    self._reports.append(IOReport(work.job_id, direction, rows, outcome))
 
     def give_up(self, outcome: Outcome, direction: Direction | None = None, why: str = "") -> None:
         """End all jobs (of a direction) now: report their rows with this outcome, at the next `poll`."""
@@ -298,15 +311,30 @@ class IOThreads:
         return sum(work.left for work in self._given_up)
 
     def take_stuck(self, seconds: float) -> int:
-        """Count the calls that run for so long, for jobs that were given up, and were not counted before."""
-        if not self._given_up:
+        """Count the calls that run for so long, for jobs that were given up, and were not counted before.
+
+        1 if all threads have been busy with the same things for so long, and rows were given up in their queue.
+        """
+        if not self._given_up and not self._starved:
             return 0
         with self._lock:
             began = self._clock() - seconds
-            stuck = [batch for batch, since in self._running.items() if batch.work.given_up and since <= began]
-        new = [batch for batch in stuck if batch not in self._stuck]
-        self._stuck = set(stuck)
-        return len(new)
+            stuck = {batch for batch, since in self._running.items() if batch.work.given_up and since <= began}
+            new = stuck - self._stuck
+            self._stuck |= new
+            self._stuck_bytes += sum(batch.nbytes for batch in new)
+            reads = [batch for batch in new if batch.work.direction is Direction.PROMOTE]
+            self._stuck_reads += [batch.work.rows[at] for batch in reads for at in batch.places]
+            if new:
+                self._lock.notify()  # what is stuck takes no room: others may go on
+            all_busy = len(self._busy) == self._num_threads and max(self._busy.values()) <= began
+        starved, self._starved = self._starved, False
+        return len(new) or int(starved and all_busy)
+
+    def take_stuck_reads(self) -> list[BackendRow]:
+        """Take the rows of the reads that `take_stuck` has counted since the last call."""
+        reads, self._stuck_reads = self._stuck_reads, []
+        return reads
 
     def wait_any(self, timeout: float) -> bool:
         """Block until `poll` may have something to tell."""
@@ -317,6 +345,8 @@ class IOThreads:
         until = time.monotonic() + timeout
         self._settle_all()
         self._give_up_late()
+        for direction in self._held:  # what they wait for comes after them, if at all
+            self.give_up(Outcome.LATE, direction, "the tier was closed")
         with self._lock:
             self._closed = True
             self._lock.notify_all()
@@ -375,6 +405,7 @@ class IOThreads:
         now = self._clock()
         if now >= self._next_deadline:
             for work in [work for work in self._works.values() if work.deadline <= now]:
+                self._starved |= work.num_queued > 0
                 self._give_up(work, Outcome.LATE, "")
             self._next_deadline = min((work.deadline for work in self._works.values()), default=float("inf"))
 
@@ -451,7 +482,11 @@ class IOThreads:
     def _claim(self, ended: _Batch | None) -> _Call | _Batch | None:
         """Give back the room of what has ended, and wait for work; `None`: there will be none."""
         with self._lock:
+            self._busy.pop(threading.get_ident(), None)
             if ended is not None:
+                if ended in self._stuck:
+                    self._stuck.discard(ended)
+                    self._stuck_bytes -= ended.nbytes
                 self._running_bytes[ended.work.direction] -= ended.nbytes
                 del self._running[ended]
             while True:
@@ -467,12 +502,13 @@ class IOThreads:
                 if task is not None:
                     if any(self._queued_bytes):
                         self._lock.notify()  # there is more, and perhaps room for it
+                    self._busy[threading.get_ident()] = self._clock()
                     return task
                 self._lock.wait()
 
     def _next_batch(self, direction: Direction) -> _Batch | None:
         """Take the next rows of the first job that has any, if there is room for them; under the lock."""
-        queue, running = self._queues[direction], sum(self._running_bytes)
+        queue, running = self._queues[direction], sum(self._running_bytes) - self._stuck_bytes
         while queue and direction not in self._held:
             work = queue[0][2]
             if not work.num_queued or work.deadline <= self._clock():  # `poll` will report them as late

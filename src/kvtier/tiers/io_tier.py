@@ -110,6 +110,10 @@ class IOTier(Tier):
     def _withdrawn(self, direction: Direction, rows: list[BackendRow]) -> None:
         """Take in that rows were taken back before a thread had begun them."""
 
+    def _note_stuck_reads(self, rows: list[BackendRow]) -> None:
+        """Take in which rows have calls that do not return."""
+        return
+
     def _num_rows(self) -> tuple[int, int]:
         """Return how many rows are held, and how many there is room for; 0 where nobody knows."""
         return 0, 0
@@ -242,6 +246,7 @@ class IOTier(Tier):
     def _look_after_health(self) -> None:
         if self._io.take_stuck(_STUCK_AFTER):
             self._suspend("a call does not return")
+        self._note_stuck_reads(self._io.take_stuck_reads())
         for direction, health in self._health.items():
             if health.problem is not None and self._io.open_jobs(direction):
                 self._io.give_up(Outcome.SUSPENDED, direction, health.problem)

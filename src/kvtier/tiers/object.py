@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from kvtier.errors import ConfigError
@@ -126,9 +126,11 @@ class ObjectBackend(Backend):
         return answers
 
     def _write(self, row: BackendRow) -> None:
-        name, mode = self._row_name(row), "create" if self._create else "overwrite"
+        name = self._row_name(row)
+        buffers: list[Any] = [pack_header(row), *row.pieces]
+        mode: Literal["create", "overwrite"] = "create" if self._create else "overwrite"
         try:
-            self._obstore.put(self._store, name, iter((pack_header(row), *row.pieces)), mode=mode, use_multipart=False)
+            self._obstore.put(self._store, name, iter(buffers), mode=mode, use_multipart=False)
         except self._exceptions.AlreadyExistsError:
             return
         except self._exceptions.BaseError as error:
@@ -218,12 +220,12 @@ def _open_store(config: ObjectConfig, timeout: float) -> S3Store | GCSStore | Az
             "backoff": {"init_backoff": _BACKOFF, "max_backoff": _BACKOFF, "base": 2},
         },
     }
-    if url.scheme == "az":
-        return AzureStore(url.netloc, **settings, **({"endpoint": config.endpoint} if config.endpoint else {}))
-    if url.scheme == "gs":
-        return GCSStore(url.netloc, **settings, **({"base_url": config.endpoint} if config.endpoint else {}))
     if config.endpoint is not None:
-        settings["endpoint"] = config.endpoint
+        settings["base_url" if url.scheme == "gs" else "endpoint"] = config.endpoint
+    if url.scheme == "az":
+        return AzureStore(url.netloc, **settings)
+    if url.scheme == "gs":
+        return GCSStore(url.netloc, **settings)
     if config.region is not None:
         settings["region"] = config.region
     if (provider := _profile_credentials()) is not None:

@@ -25,6 +25,9 @@ _SLICE = 16_384
 """Keys entered at once when a table is restored: some milliseconds during which no other thread runs."""
 
 
+_MOST_TICKS = 1 << 62
+
+
 class Reserved(NamedTuple):
     """Slots for new chunks, and who had to leave for them, from where."""
 
@@ -208,6 +211,8 @@ class SlotTable:
             self._holes(holes + start)
             at = until
             yield stop
+        if ticks.min() < 0 or ticks.max() >= _MOST_TICKS:  # nothing vouches for a tick that was written down
+            ticks = np.argsort(np.argsort(ticks, kind="stable"), kind="stable") + 1
         self.ticks[slots] = ticks
         self._tick = int(ticks.max())
         newest_first = np.argsort(-ticks, kind="stable")

@@ -32,6 +32,8 @@ __all__ = ["SlotTier"]
 
 _BAD_ROWS = 2
 _QUEUED_BYTES = 256 << 20
+_DISCARD_WAIT = 0.5
+"""How long a discard may wait for the page cache, and for writes that have begun."""
 
 
 class SlotTier(IOTier):
@@ -63,6 +65,8 @@ class SlotTier(IOTier):
         self._offered: RecentKeys[bool] = RecentKeys(REMEMBERED)
         self._read_failures: Counter[int] = Counter()
         self._bad_rows: Counter[int] = Counter()  # by slot, for as long as the tier lives
+        self._undeleted: set[int] = set()  # slots of dropped rows that a later process may find
+        self._delete_again: list[Callable[[], None]] = []
         self._events: list[TierChange] = []
 
     def open_table(self, table: SlotTable, backend: Backend, scope: SealScope) -> None:
@@ -184,6 +188,7 @@ class SlotTier(IOTier):
         rows, outcome = report.rows, report.returned or report.outcome
         health = self._health[Direction.DEMOTE]
         table = self._expect_table()
+        self._undeleted.difference_update([row.place for row in rows])
         if outcome is Outcome.DONE:
             self._count_moved(report, "demoted")
             health.note_success()
@@ -209,18 +214,28 @@ class SlotTier(IOTier):
         self._delete([row for row in rows if row.scope == self._scope.number], self._expect_table().written)
 
     def _delete(self, rows: list[BackendRow], free: Callable[[Slots], object]) -> None:
-        """Have rows deleted, then free their slots. If it fails they are found again by a later process."""
+        """Have rows deleted, then free their slots. What cannot be deleted is tried again when a probe has worked."""
         backend = self._io.backend
         if rows and backend is not None:
-            bare = [row._replace(pieces=()) for row in rows]
+            bare, places = [row._replace(pieces=()) for row in rows], [row.place for row in rows]
+            self._undeleted.update(places)
 
-            def end(_value: object, _error: BaseException | None) -> None:
-                free(_slots(rows))
+            def end(_value: object, error: BaseException | None) -> None:
+                if error is None:
+                    self._undeleted.difference_update(places)
+                    free(_slots(rows))
+                else:
+                    self._health[Direction.DEMOTE].suspend(f"rows cannot be deleted: {error}")
+                    self._delete_again.append(lambda: self._delete(rows, free))
 
             self._io.call(lambda: backend.delete(bare), end)
 
     def _note_read_failures(self, rows: list[BackendRow]) -> None:
-        """Drop rows that could not be read twice: a disk may be back after a while, a bad sector is not."""
+        """Drop rows that could not be read twice: a disk may be back after a while, a bad sector is not.
+
+        A read that does not return is one that failed: else every try would cost a deadline and a thread.
+        """
+        rows = [row for row in rows if self._expect_table().is_held(row.place, row.key)]
         for row in rows:
             self._read_failures[row.place] += 1
         twice = [row for row in rows if self._read_failures[row.place] > 1]
@@ -246,6 +261,8 @@ class SlotTier(IOTier):
         ready = np.array(table.ready(keys), dtype=np.bool_)
         table.pin(slots[ready])  # nobody may have the slots before the records are gone
         removed, unwritten = table.drop(slots)
+        self._undeleted.update(slots[~ready].tolist())  # until they are written, and then deleted
+        self._io.cancel(Direction.DEMOTE, unwritten, Outcome.FAILED_CHECK)
         self._misses.note([*removed, *unwritten], reason)
         self._announce_removed(removed, slots[ready])
         rows = [BackendRow(key, (), slot) for key, slot in zip(removed, slots[ready].tolist(), strict=True)]
@@ -272,6 +289,19 @@ class SlotTier(IOTier):
         if keys:
             self._events.append(TierChange(tuple(keys), self.medium, True))
 
+    # -- suspension --------------------------------------------------------------------------------
+
+    def _note_stuck_reads(self, rows: list[BackendRow]) -> None:
+        if self._table is not None:
+            self._note_read_failures(rows)
+
+    def _end_probe(self, value: object, error: BaseException | None) -> None:
+        super()._end_probe(value, error)
+        if error is None:
+            again, self._delete_again = self._delete_again, []
+            for delete in again:
+                delete()
+
     # -- what is held ------------------------------------------------------------------------------
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
@@ -281,8 +311,20 @@ class SlotTier(IOTier):
                 self._table.touch(slots)
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
-        if self._table is not None:
-            self._drop(self._table.held(_as_list(keys)), TierMiss.FAILED_CHECK)
+        """Make chunks absent whose bytes are wrong, so that a kill right after this does not bring them back.
+
+        Waits for that, for half a second at most, and for no tier that is suspended.
+        """
+        if self._table is None:
+            return
+        slots = self._table.held(_as_list(keys))
+        self._drop(slots, TierMiss.FAILED_CHECK)
+        dropped, until = set(slots.tolist()), time.monotonic() + _DISCARD_WAIT
+        writing = self._health[Direction.DEMOTE]
+        while dropped & self._undeleted and writing.problem is None and (left := until - time.monotonic()) > 0:
+            self._io.wait_any(left)
+            for report in self._io.poll():
+                self._settle(report)
 
     def reset(self, suffix: str) -> None:
         self._scope = SealScope(self._scope.namespace, self._scope.epoch + 1, suffix)
@@ -293,6 +335,7 @@ class SlotTier(IOTier):
         """Make everything absent at once, and leave the backend as it is."""
         self._offered.clear()
         self._read_failures.clear()
+        self._undeleted.clear()
         if self._table is not None:
             slots = self._table.held_slots()
             ready = np.array(self._table.ready(self._table.keys(slots)), dtype=np.bool_)

@@ -16,6 +16,7 @@ import errno
 import logging
 import mmap
 import os
+import secrets
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -107,6 +108,8 @@ class DiskFiles(Backend):
                 header = msgspec.structs.replace(
                     header, epoch=old.epoch, sequence=old.sequence, prices=old.prices, written=old.written
                 )
+            elif _has_records(folder):  # of which epoch is not known: one that no record can have
+                header = msgspec.structs.replace(header, epoch=secrets.randbits(48))
             files = cls._open_files(folder, header)
             try:
                 files._take_space()
@@ -322,7 +325,7 @@ class DiskFiles(Backend):
         prices: Mapping[str, float] | None = None,
         written: Sequence[int] | None = None,
     ) -> None:
-        """Write the header with what has changed. A new epoch goes to both pages, and is synced."""
+        """Write the header with what has changed. A new epoch goes to both pages."""
         with self._header_lock:
             changes: dict[str, object] = {"sequence": self.header.sequence + 1}
             changes |= {} if epoch is None else {"epoch": epoch}
@@ -330,8 +333,10 @@ class DiskFiles(Backend):
             changes |= {} if written is None else {"written": list(written)}
             self.header = msgspec.structs.replace(self.header, **changes)
             self._save_header(both=epoch is not None)
-            if epoch is not None:
-                os.fdatasync(self._records)
+
+    def sync_header(self) -> None:
+        """Have the header on the disk before this returns."""
+        os.fdatasync(self._records)
 
     def _save_header(self, *, both: bool) -> None:
         page = pack_header(self.header)
@@ -423,6 +428,12 @@ def _read_old(folder: Path, namespace: str, description_bytes: int) -> DiskHeade
     if header.description_bytes != description_bytes:
         (folder / DESCRIPTIONS).unlink(missing_ok=True)
     return header
+
+
+def _has_records(folder: Path) -> bool:
+    with suppress(FileNotFoundError):
+        return (folder / RECORDS).stat().st_size > 0
+    return False
 
 
 def _copy_pieces(pieces: Sequence[Piece], buffer: npt.NDArray[np.uint8], *, into_memory: bool) -> None:

@@ -13,14 +13,17 @@ import fcntl
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple, Self
 
+import msgspec
+
 from kvtier.errors import OutsideError
-from kvtier.tiers.disk.header import HEADER_BYTES, VERSION, DiskHeader, read_header
+from kvtier.tiers.disk.header import HEADER_BYTES, VERSION, DiskHeader, pack_header, read_header
 
 __all__ = [
     "DESCRIPTIONS",
@@ -29,13 +32,16 @@ __all__ = [
     "DiskPlace",
     "FolderLock",
     "find_places",
+    "find_ranks",
     "is_owned",
     "place_name",
     "taken_bytes",
+    "void_places",
 ]
 
 RECORDS, DESCRIPTIONS, SLOTS = "records", "descriptions", "slots"
 _PLACE = re.compile(r"[0-9a-f]{16}-[0-9]+-v([0-9]+)")
+_LOCK_TRIES, _LOCK_PAUSE = 5, 0.01
 _RANK = re.compile(r"rank-([0-9]+)")
 
 
@@ -69,7 +75,7 @@ class FolderLock:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 undo.callback(os.close, descriptor)
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock(descriptor)
             except BlockingIOError:
                 raise OutsideError(
                     f"disk tier: {folder}: expected to be its only owner, but another process is;"
@@ -118,27 +124,66 @@ class DiskPlace(NamedTuple):
         lock = FolderLock.take_nowait(self.folder.parent)
         try:
             shutil.rmtree(self.folder)
+        except OSError as error:
+            why = error.strerror or error
+            raise OutsideError(f"disk tier: {self.folder}: expected to remove all of it: {why}") from None
         finally:
             lock.release()
 
 
+def find_ranks(path: Path) -> Iterator[tuple[int, Path]]:
+    """Yield the ranks that have a folder below `path`, and where it is."""
+    for folder in sorted(path.iterdir()):
+        if (match := _RANK.fullmatch(folder.name)) is not None and folder.is_dir():
+            yield int(match[1]), folder
+
+
 def find_places(path: Path) -> Iterator[DiskPlace]:
     """Yield the places of all ranks below a folder. `OSError` if it cannot be read."""
-    for rank in sorted(path.iterdir()):
-        if (of_rank := _RANK.fullmatch(rank.name)) is None or not rank.is_dir():
-            continue
+    for number, rank in find_ranks(path):
         owned = is_owned(rank)
         for folder in sorted(rank.iterdir()):
             if (match := _PLACE.fullmatch(folder.name)) is not None and folder.is_dir():
                 version = int(match[1])
                 header = _peek(folder / RECORDS) if version == VERSION else None
                 used_at = max((file.stat().st_mtime for file in folder.iterdir()), default=folder.stat().st_mtime)
-                yield DiskPlace(folder, int(of_rank[1]), version, header, taken_bytes(folder), used_at, owned)
+                yield DiskPlace(folder, number, version, header, taken_bytes(folder), used_at, owned)
+
+
+def void_places(folder: Path, namespace: str | None, row_bytes: int) -> None:
+    """Make the rows of a place void, by a new epoch; of any namespace, if it is `None`. On the disk on return.
+
+    `folder` is that of a rank, and owned. A place without a whole header starts empty anyway.
+    """
+    ending = f"-{row_bytes}-v{VERSION}" if namespace is None else place_name(namespace, row_bytes)
+    for place in folder.iterdir():
+        if _PLACE.fullmatch(place.name) is not None and place.name.endswith(ending):
+            with suppress(FileNotFoundError), (place / RECORDS).open("r+b") as records:
+                header = read_header(records.read(HEADER_BYTES))
+                if header is not None:
+                    epoch, sequence = header.epoch + 1, header.sequence + 1
+                    page = pack_header(msgspec.structs.replace(header, epoch=epoch, sequence=sequence))
+                    records.seek(0)
+                    records.write(page + page)
+                    records.flush()
+                    os.fdatasync(records.fileno())
 
 
 def _peek(records: Path) -> DiskHeader | None:
     with suppress(OSError), records.open("rb") as file:
         return read_header(file.read(HEADER_BYTES))
+    return None
+
+
+def _lock(descriptor: int) -> None:
+    """Lock a file. Who only looks whether it is locked holds it for a moment: that is waited for."""
+    for left in reversed(range(_LOCK_TRIES)):
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not left:
+                raise
+            time.sleep(_LOCK_PAUSE)
     return None
 
 

@@ -14,7 +14,9 @@ what says that it runs on an I/O thread.
 
 from __future__ import annotations
 
+import errno
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 from itertools import compress
@@ -23,13 +25,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvtier.config import DiskConfig
+from kvtier.config import DiskConfig, format_size
 from kvtier.errors import OutsideError
 from kvtier.keys import OffloadKey
 from kvtier.policies import Slots, make_policy
 from kvtier.tiers.base import Outcome, TierChange, TierMiss, TierResult
 from kvtier.tiers.disk.files import DiskFiles
-from kvtier.tiers.disk.folder import FolderLock
+from kvtier.tiers.disk.folder import FolderLock, find_ranks, taken_bytes, void_places
 from kvtier.tiers.io import Direction
 from kvtier.tiers.seal import SealScope
 from kvtier.tiers.slot_table import SlotTable
@@ -43,6 +45,13 @@ logger = logging.getLogger(__name__)
 _SLICE = 1024
 """Chunks announced in a step."""
 _SAVE_EVERY = 5.0
+_EPOCH_PAUSES = (0.05, 0.2, 1.0, 5.0)
+_RESET_WAIT = 0.5
+"""How long a reset may wait for the page cache."""
+
+
+_EpochWriter = Callable[[threading.Event], None]
+"""Run on an I/O thread: has a reset written down, sets the event, and has it on the disk."""
 
 
 class _Vanished(OutsideError):
@@ -89,7 +98,7 @@ class DiskTier(SlotTier):
         )
         self.config = config
         self._folder = Path(config.path) / f"rank-{rank}"
-        self._capacity = config.capacity // ranks
+        self._rank, self._ranks, self._told_others = rank, ranks, 0
         self._description_bytes = description_bytes
         self._namespace = namespace
         self._lock: FolderLock | None = None
@@ -99,6 +108,9 @@ class DiskTier(SlotTier):
         self._suffix: str | None = None  # of the last reset
         self._epoch_unsaved = self._epoch_saving = False
         self._epoch_at = 0.0
+        self._epoch_written = threading.Event()
+        self._ending = threading.Event()
+        self._headers = threading.Lock()  # of places: on I/O threads, while the tier is not open
         self._prices: dict[str, float] = {}
         self._prices_known = False
         # What a restart brought and nobody was told of: slots in order, and whether it is still so of each.
@@ -132,15 +144,17 @@ class DiskTier(SlotTier):
         else:
             self._lock = lock
             self._note_solved()
+            self._save_epoch()
             self._advance()
 
     def _open(self, namespace: str) -> _Opened:
         """Open the place and fill a table. On an I/O thread."""
         if self._lock is not None and not self._lock.is_held:
             raise _Vanished(f"disk tier: {self._folder}: the folder has vanished")
-        files, found, scope = DiskFiles.open(
-            self._folder, namespace, self.row_bytes, self._capacity, self._description_bytes
-        )
+        with self._headers:
+            files, found, scope = DiskFiles.open(
+                self._folder, namespace, self.row_bytes, self._share(), self._description_bytes
+            )
         try:
             slots = files.header.slots
             table = SlotTable(slots, make_policy(self.config.policy, slots))
@@ -155,6 +169,19 @@ class DiskTier(SlotTier):
         if found.damaged:
             logger.warning("disk tier: %s: %d damaged records were left out", files.folder, found.damaged)
         return _Opened(files, table, scope, newest)
+
+    def _share(self) -> int:
+        """Return what this rank may take of the capacity, without what ranks of another number have left."""
+        taken = {rank: taken_bytes(folder) for rank, folder in find_ranks(self._folder.parent)}
+        left = sum(size for rank, size in taken.items() if rank >= self._ranks)
+        others = sum(size for rank, size in taken.items() if rank != self._rank)
+        share = self.config.capacity // self._ranks
+        now = max(0, min(share - -(-left // self._ranks), self.config.capacity - others))
+        if now < share and others != self._told_others:
+            self._told_others = others
+            line = "disk tier: %s: other ranks have %s of the capacity; `kvtier disk ls %s` lists what was left"
+            logger.warning(line, self._folder, format_size(others), self._folder.parent)
+        return now
 
     def _end_opening(self, opened: _Opened | None, error: BaseException | None) -> None:
         self._opening = False
@@ -235,12 +262,22 @@ class DiskTier(SlotTier):
     def _write_down(self, files: DiskFiles) -> None:
         """Run on an I/O thread."""
         files.expect_there()
+        if self._lock is not None and not self._lock.is_held:
+            raise FileNotFoundError(errno.ENOENT, "expected the lock that was taken, found another")
         ticks = files.save_ticks()
         prices, written = dict(self._prices), self._limit.save()
         if ticks or (prices, written) != (files.header.prices, files.header.written):
             files.save_header(prices=prices, written=written)
         if self.config.durability == "periodic":
             files.sync()
+
+    def _write_last(self, files: DiskFiles | None, put_down_epoch: _EpochWriter | None) -> None:
+        """Run on an I/O thread."""
+        if put_down_epoch is not None:
+            nobody, never = threading.Event(), threading.Event()
+            _save_epoch(put_down_epoch, nobody, lambda pause: not never.wait(min(pause, 0.2)))
+        if files is not None:
+            self._write_down(files)
 
     def _end_saving(self, _value: object, error: BaseException | None) -> None:
         self._saving = False
@@ -271,6 +308,7 @@ class DiskTier(SlotTier):
             self._io.call(self._files.close, _ignore)
         self._disown()
         self._files = self._table = self._io.backend = None
+        self._delete_again.clear()
         for health in self._health.values():
             health.resume()
         self._note_problem(OutsideError(why))
@@ -283,33 +321,57 @@ class DiskTier(SlotTier):
     # -- resets and prices -------------------------------------------------------------------------
 
     def reset(self, suffix: str) -> None:
+        """Make everything absent. Waits for the page cache, for half a second at most, and for no suspended disk."""
         self._suffix = suffix
-        files = self._files
-        if files is None:
-            return
-        self._to_announce = _NO_SLOTS
-        super().reset(suffix)
-        self._io.hold(Direction.DEMOTE)
+        if self._files is not None:
+            self._to_announce = _NO_SLOTS
+            super().reset(suffix)
+            self._io.hold(Direction.DEMOTE)
         self._epoch_unsaved, self._epoch_at = True, 0.0
         self._save_epoch()
+        if self._epoch_saving and (self._files is None or self._writable() is not None):
+            # So that a kill right after this brings nothing back. The page cache takes it in microseconds.
+            self._epoch_written.wait(_RESET_WAIT)
 
     def _save_epoch(self) -> None:
         """Have the epoch of the last reset written, and again until that works. No row is written before."""
         files, epoch = self._files, self._scope.epoch
-        if files is None or not self._epoch_unsaved or self._epoch_saving or self._clock() < self._epoch_at:
+        if self._lock is None or not self._epoch_unsaved or self._epoch_saving or self._clock() < self._epoch_at:
             return
-        self._epoch_saving = True
+        self._epoch_saving, put_down = True, self._epoch_writer()
+        self._epoch_written = written = threading.Event()
+
+        def save() -> None:  # again and again here, because an idle engine does not poll
+            _save_epoch(put_down, written, lambda pause: not self._ending.wait(pause))
 
         def end(_value: object, error: BaseException | None) -> None:
             self._epoch_saving = False
-            self._epoch_unsaved = error is not None or epoch != self._scope.epoch
+            self._epoch_unsaved = error is not None or (files, epoch) != (self._files, self._scope.epoch)
             if not self._epoch_unsaved:
                 self._io.resume(Direction.DEMOTE)
             if error is not None:
                 self._epoch_at = self._clock() + _SAVE_EVERY
                 logger.warning("disk tier: %s: a reset could not be written down: %s", self._folder, error)
 
-        self._io.call(lambda: files.save_header(epoch=epoch), end)
+        self._io.call(save, end)
+
+    def _epoch_writer(self) -> _EpochWriter:
+        """Return what makes all rows from before a reset void for later processes.
+
+        While the tier is not open, those of its place; of any namespace, while that is not known.
+        """
+        files, epoch, namespace = self._files, self._scope.epoch, self._namespace()
+
+        def save(written: threading.Event) -> None:
+            if files is not None:
+                files.save_header(epoch=epoch)
+                written.set()
+                files.sync_header()
+            else:
+                with self._headers:
+                    void_places(self._folder, namespace, self.row_bytes)
+
+        return save
 
     def learn(self, prices: Mapping[str, float]) -> None:
         self._prices, self._prices_known = dict(prices), True
@@ -333,8 +395,10 @@ class DiskTier(SlotTier):
 
     def close(self, timeout: float = 5.0) -> bool:
         files, first = self._files, not self._closed
-        if files is not None and first and self._table is not None:
-            self._io.call_last(lambda: self._write_down(files))
+        self._ending.set()
+        put_down_epoch = self._epoch_writer() if self._epoch_unsaved and self._lock is not None else None
+        if first and (put_down_epoch is not None or self._table is not None):
+            self._io.call_last(lambda: self._write_last(files, put_down_epoch))
         ended = super().close(timeout)
         if ended and self._files is not None:
             self._files.close()
@@ -345,6 +409,19 @@ class DiskTier(SlotTier):
 
 
 _NO_SLOTS: Slots = np.zeros(0, dtype=np.int64)
+
+
+def _save_epoch(put_down: _EpochWriter, tried: threading.Event, may_retry_after: Callable[[float], bool]) -> None:
+    """Have an epoch on the disk, after some failures if need be. Run on an I/O thread."""
+    for pause in (*_EPOCH_PAUSES, None):
+        try:
+            return put_down(tried)
+        except OSError:
+            if pause is None or not may_retry_after(pause):
+                raise
+        finally:
+            tried.set()
+    return None
 
 
 def _ignore(_value: object, _error: BaseException | None) -> None:
