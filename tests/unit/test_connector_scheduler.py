@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.unit.connector_kit import BLOCK, Clock, Host, Request, make_host
+from tests.unit.connector_kit import BLOCK, Clock, Host, ManagerOnlySpec, Request, make_config, make_host
 
-from kvtier.config import Recompute
-from kvtier.connector import CachedRequest, KVConnectorOutput, StepView
+from kvtier.config import GroupConfig, Recompute
+from kvtier.connector import CachedRequest, KVConnectorOutput, OffloadingConnectorScheduler, StepView
 from kvtier.errors import InputError
 from kvtier.events.types import BlockRemoved, BlockStored
 from kvtier.offload import CPUOffloadingManager, GPULoadStoreSpec, MissReason
@@ -449,6 +450,28 @@ def test_windowed_groups_need_only_the_window() -> None:
     assert destination.block_indices == (0, 4)
     assert destination.block_ids.tolist() == [41, 42, 43, 44, 45, 46, 55, 56]
     assert len(source.block_ids) == 8  # type: ignore[attr-defined]
+
+
+def test_blocks_that_a_window_will_never_need_are_not_stored() -> None:
+    """A load ends where the large blocks do: of the small ones only those in sight of such an end are of use."""
+    groups = (
+        GroupConfig(block_size=4 * BLOCK, bytes_per_block=64, layer_names=("full",)),
+        GroupConfig(block_size=BLOCK, bytes_per_block=64, layer_names=("windowed",), sliding_window=BLOCK + 1),
+    )
+    spec = ManagerOnlySpec(replace(make_config(), groups=groups), CPUOffloadingManager(64))
+    host = Host(OffloadingConnectorScheduler(spec, Clock(), Request.describe))
+    request = Request("a", list(range(33)))
+    host.scheduler.get_num_new_matched_tokens(request, 0)
+    blocks = [1, 2, 3], list(range(10, 19))
+    host.scheduler.update_state_after_alloc(request, blocks, 0)
+    meta = host.run_new(request, blocks)
+    source, _ = meta.reqs_to_store["a"]
+    assert source.block_ids.tolist() == [1, 2, 12, 13, 16, 17]
+    host.report(meta.store_jobs["a"])
+    host.scheduler.request_finished(request)
+    for length, expected in ((33, 32), (31, 16), (15, 0)):
+        again = Request(f"b{length}", list(range(length)))
+        assert host.scheduler.get_num_new_matched_tokens(again, 0) == (expected, expected > 0)
 
 
 def test_a_block_that_a_window_left_and_someone_else_got_is_not_stored() -> None:

@@ -277,7 +277,11 @@ class OffloadingConnectorScheduler:
             start, stop = group.next_store, group.num_complete(limit)
             chunks = dict(zip(group.keys[start:stop], range(start, stop), strict=True))
             if group.geometry.window is not None:
-                chunks = {key: at for key, at in chunks.items() if group.still_has(at, self._allocated_at)}
+                chunks = {
+                    key: at
+                    for key, at in chunks.items()
+                    if self._geometry.may_need(group.geometry, at) and group.still_has(at, self._allocated_at)
+                }
             wanted.append(chunks)
         return wanted
 

@@ -70,6 +70,11 @@ class ChunkGeometry:
         """Return the least number of tokens, above this one, that completes a chunk."""
         return min((num_tokens // group.chunk_size + 1) * group.chunk_size for group in self.groups)
 
+    def may_need(self, group: GroupGeometry, chunk: int) -> bool:
+        """Say whether a load may ever need a chunk: with a window only those in sight of an end that all groups share."""
+        end = -(-(chunk + 1) * group.chunk_size // self.alignment) * self.alignment
+        return group.first_needed(0, end) // group.chunk_size <= chunk
+
     def load_bytes(self, local: int, end: int) -> int:
         """Estimate the bytes of all ranks that a load of `[local, end)` moves."""
         return sum(

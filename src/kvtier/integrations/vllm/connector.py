@@ -104,6 +104,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._shown: set[str] = set()  # requests that the core was told of
         self._updated = False  # whether this step's output was taken in
         self._load_gate = LoadGate(config.groups)
+        self._in_company = _schedulers_config(vllm_config) is not vllm_config.kv_transfer_config
         self._ended = EndedRequests(vllm_config.scheduler_config.async_scheduling)
         self._untracked_blocks: set[int] = set()  # of requests that the core was not told of, since the last step
         self._request_log = RequestLog(_say, config.settings.load_deadline)
@@ -146,7 +147,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _most_to_load(self, request: Request, num_computed_tokens: int) -> int | None:
         """Return how many tokens vLLM can be offered for a request; `None`: any number."""
         if request in self._load_gate:
-            return 0  # its load failed, be it ours or a sibling's: vLLM 0.32 waits for ever to begin another
+            # Its load failed, be it ours or a sibling's: vLLM 0.32 may wait for ever to begin another, since it reserves
+            # the blocks of this request against itself. A sibling that is asked after us is to offer none either.
+            request.skip_reading_prefix_cache |= self._in_company
+            return 0
         if request.skip_reading_prefix_cache:
             return 0  # as with prompt logprobs: vLLM computes all of it, whatever it is offered
         wanted = read_token_limit(request.kv_transfer_params, "max_load_tokens")
