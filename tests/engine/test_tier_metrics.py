@@ -73,7 +73,7 @@ def test_a_line_for_each_tier_at_the_end() -> None:
         "demoted_bytes": 1 << 20,
     }
     tier = tier_stats(**moved, late=2, failed_checks=1)
-    summary = Summary(ConnectorStats(), told.append, lambda: 0.0, lambda: [tier])
+    summary = Summary(ConnectorStats(), told.append, lambda: 0.0, lambda: [describe_tier(tier)])
     summary.tell_changes()
     assert told == []
     summary.close()
@@ -82,6 +82,20 @@ def test_a_line_for_each_tier_at_the_end() -> None:
         "kvtier, tier disk: 600 rows (75.0 MiB of 512.0 MiB), 7 promoted (896.0 KiB in 0.12 s of I/O),"
         " 600 demoted (1.0 MiB in 0.00 s of I/O), 1 failed checks, 2 late"
     ]
+
+
+def test_a_connector_says_what_its_tiers_did() -> None:
+    with tiered_engine(MemoryTiers()) as engine:
+        ask(engine, tokens(33), "first")
+        expect_idle(engine)
+        assert engine.connector is not None
+        scheduler = engine.connector.connector_scheduler
+        assert scheduler is not None
+        (line,) = scheduler.describe_tiers()
+        assert line.startswith(f"disk: {manager_of(engine).tier_stats()[0].used} rows (")
+        assert "left the pool" not in line
+        manager_of(engine)._demotions.unwritten = 3
+        assert scheduler.describe_tiers()[0].endswith("; 3 rows left the pool, or had to, before they were written")
 
 
 def test_why_a_tier_does_nothing_is_said() -> None:

@@ -46,7 +46,7 @@ from kvtier.connector.prefill import PrefillQueue
 from kvtier.connector.promotion import PromotionDecision
 from kvtier.connector.running import RunningJobs
 from kvtier.connector.state import ChunkGeometry, GroupState, RequestState
-from kvtier.connector.stats import ConnectorStats, make_registry
+from kvtier.connector.stats import ConnectorStats, describe_tiers, make_registry
 from kvtier.connector.times import TransferTimes
 from kvtier.errors import InputError, IntegrityError
 from kvtier.events.tracker import Describe, OffloadingEventsTracker
@@ -54,7 +54,6 @@ from kvtier.events.types import KVCacheEvent
 from kvtier.keys import OffloadKey
 from kvtier.offload.base import MissReason, OffloadingSpec, ReqContext
 from kvtier.offload.tiered import TieredOffloadingManager
-from kvtier.tiers.base import TierStats
 from kvtier.transfer.base import NULL_BLOCK, TransferResult, TransferSpec
 
 __all__ = ["OffloadingConnectorScheduler"]
@@ -501,9 +500,9 @@ class OffloadingConnectorScheduler:
         """Say whether the engine must keep stepping although it has no requests."""
         return bool(self._jobs or self._planned.reqs_to_hold) or self.manager.has_pending_work()
 
-    def tier_stats(self) -> list[TierStats]:
-        """Return what each tier below the pool has counted."""
-        return self.manager.tier_stats() if isinstance(self.manager, TieredOffloadingManager) else []
+    def describe_tiers(self) -> list[str]:
+        """Say in a line for each tier below the pool what it has done since the start."""
+        return describe_tiers(self.manager) if isinstance(self.manager, TieredOffloadingManager) else []
 
     def check(self) -> None:
         """Raise `IntegrityError` if jobs and requests disagree, or the manager is broken."""

@@ -18,7 +18,7 @@ from kvtier.offload.manager import CPUOffloadingManager
 from kvtier.offload.tiered import TieredOffloadingManager
 from kvtier.tiers.base import TierStats
 
-__all__ = ["METRICS", "ConnectorStats", "describe_tier", "is_of_tiers", "make_registry"]
+__all__ = ["METRICS", "ConnectorStats", "describe_tier", "describe_tiers", "is_of_tiers", "make_registry"]
 
 _COUNTERS = {
     "loads": "Loads from the pool that are over.",
@@ -182,6 +182,14 @@ def _add_tiers(registry: Registry, manager: TieredOffloadingManager) -> None:
 
     registry.add(_named(_UNWRITTEN), lambda: {"unwritten": [({}, manager.unwritten)]})
     registry.add(_named(_TIER_COUNTERS, _TIER_GAUGES, _TIER_TIMES, prefix="tier_"), read)
+
+
+def describe_tiers(manager: TieredOffloadingManager) -> list[str]:
+    """Say in a line for each tier what it holds and did; the first also tells what no tier has written."""
+    lines = [describe_tier(tier) for tier in manager.tier_stats()]
+    if lines and manager.unwritten:
+        lines[0] += f"; {manager.unwritten:,} rows left the pool, or had to, before they were written"
+    return lines
 
 
 def _moved(rows: int, how: str, num_bytes: int, seconds: float) -> str:

@@ -13,7 +13,7 @@ from kvtier.demo.workload import Turn
 if TYPE_CHECKING:
     from kvtier.engine import Engine, RequestOutput
 
-__all__ = ["play", "random_prompt", "request_result", "warm_up"]
+__all__ = ["play", "request_result", "warm_up"]
 
 _WARM_UP_TOKENS = 64
 
@@ -59,12 +59,12 @@ def warm_up(engine: Engine, seed: int) -> None:
     """Run a request that shares nothing with the workload: the first pass of a process pays for set-up."""
     from kvtier.engine import SamplingParams
 
-    prompt = random_prompt(engine, f"{seed}/warm-up", _WARM_UP_TOKENS)
+    prompt = _random_prompt(engine, f"{seed}/warm-up", _WARM_UP_TOKENS)
     engine.generate([prompt], SamplingParams(max_tokens=2, ignore_eos=True))
     engine.drain()
 
 
-def random_prompt(engine: Engine, seed: str, length: int) -> list[int]:
+def _random_prompt(engine: Engine, seed: str, length: int) -> list[int]:
     """Return tokens that no conversation has, fewer than `length` if the engine has no room for so many."""
     random, vocabulary = Random(seed), engine.model.config.vocab_size
     return [random.randrange(vocabulary) for _ in range(min(length, engine.max_model_len - 2))]

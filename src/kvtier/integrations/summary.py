@@ -18,8 +18,6 @@ from dataclasses import asdict
 
 from kvtier.config import format_size
 from kvtier.connector import ConnectorStats
-from kvtier.connector.stats import describe_tier
-from kvtier.tiers import TierStats
 
 __all__ = ["INTERVAL", "Summary"]
 
@@ -27,17 +25,17 @@ INTERVAL = 60.0
 
 
 class Summary:
-    """Turns running totals into lines. `read_tiers` reads what tiers have counted, when it is closed."""
+    """Turns running totals into lines. `describe_tiers` says what tiers did, when it is closed."""
 
     def __init__(
         self,
         stats: ConnectorStats,
         tell: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
-        read_tiers: Callable[[], Iterable[TierStats]] = tuple,
+        describe_tiers: Callable[[], Iterable[str]] = tuple,
     ) -> None:
         self._stats = stats
-        self._read_tiers = read_tiers
+        self._describe_tiers = describe_tiers
         self._tell = tell
         self._clock = clock
         self._since = clock()
@@ -66,8 +64,8 @@ class Summary:
         if self._timer is not None:
             self._timer.join()
         self.tell_changes()
-        for tier in self._read_tiers() if is_first else ():
-            self._tell(f"kvtier, tier {describe_tier(tier)}")
+        for line in self._describe_tiers() if is_first else ():
+            self._tell(f"kvtier, tier {line}")
 
     def _run(self) -> None:
         while not self._closed.wait(INTERVAL):

@@ -113,7 +113,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             _ask_for_recompute(vllm_config)
             _say(summarize(config))
             scheduler = self._connector.connector_scheduler
-            self._summary = Summary(scheduler.stats, _say, read_tiers=scheduler.tier_stats)
+            self._summary = Summary(scheduler.stats, _say, describe_tiers=scheduler.describe_tiers)
             self._summary.start()
 
     def make_spec(self, config: OffloadingConfig) -> OffloadingSpec:
