@@ -1,4 +1,5 @@
-"""Every backend that engines share runs the suite of shared tiers: in memory, asked in batches or one by one."""
+"""Every backend that engines share runs the suite of shared tiers: in memory, asked in batches or one by
+one."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
     note --submit--> asked --poll--> answered, or over at the deadline
 
-Noting changes nothing and starts nothing; `submit` has the tiers ask, once in a step. `is_waiting` answers in
-O(1). When a wait is over, whatever the tiers have found out by then is what their lookups say, and what they
-have not counts as absent. Scheduler thread only; nothing blocks.
+Noting changes nothing and starts nothing; `submit` has the tiers ask, once in a step. `is_waiting`
+answers in O(1). When a wait is over, whatever the tiers have found out by then is what their lookups
+say, and what they have not counts as absent. Scheduler thread only; nothing blocks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Inquiries", "Inquiry", "InquiryTime"]
 
 
 class Inquiry(NamedTuple):
-    """Chunks of a prefix, from its head on, that a tier may have; and what it would cost to bring all of them."""
+    """Chunks of a prefix, from its head on, that a tier may have; and what bringing all of them would cost."""
 
     tier: Tier
     keys: list[OffloadKey]
@@ -67,7 +67,7 @@ class Inquiries:
         self._times: list[InquiryTime] = []
 
     def unknown(self, keys: Sequence[OffloadKey]) -> list[Inquiry]:
-        """Say what would have to be asked of which tier: chunks that no tier is known to have, and it may."""
+        """Say what would have to be asked of which tier: chunks that none is known to have, and it may."""
         answers = [(tier, tier.lookup_many(keys)) for tier in self._tiers]
         had = [any(answer[at] for _, answer in answers) for at in range(len(keys))]
         inquiries = []

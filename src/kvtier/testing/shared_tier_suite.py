@@ -4,9 +4,9 @@
         def make_backend(self):
             return MyBackend(...)
 
-Backends that are made within one test are clients of one server, which is empty when the test begins. Tiers
-over them are engines; a bare backend is a stranger who evicts and forges. The suite's clock stands still until
-a test moves it; threads are real.
+Backends that are made within one test are clients of one server, which is empty when the test begins.
+Tiers over them are engines; a bare backend is a stranger who evicts and forges. The suite's clock stands
+still until a test moves it; threads are real.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class SharedTierSuite(MovingSuite):
         driver.store(1)
 
     def test_a_row_that_is_gone_puts_the_others_in_doubt(self, drivers: list[TierDriver], stranger: Backend) -> None:
-        """A server that comes back empty: rows that were not read since, as those behind a gap, are written anew."""
+        """A server comes back empty: rows that were not read since, as those behind a gap, are written anew."""
         driver = self.drive(drivers)
         driver.store(1, 2, 3)
         stranger.delete([_row(number) for number in (1, 2, 3)])
