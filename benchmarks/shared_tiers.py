@@ -7,7 +7,8 @@ turns, in one run: by ours as a tier does it (sealed, checked) and without seals
 are copied into rows if they do not arrive there. Ratios are of one round; their median counts. CPU seconds
 are this process's own, without the server's. `engines` are processes with four I/O threads each on one
 server, all at once. A peer that is not installed is left out: `redis` and `hiredis`; `lmcache` with torch,
-of which its folder is enough.
+of which its folder is enough. Where a server writes a row once, all rows are deleted before they are put again;
+that is not measured.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -28,16 +30,18 @@ from importlib import import_module
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from pathlib import Path
 from select import select
-from socket import socket
+from socket import create_connection, socket
 from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvtier.keys import OffloadKey
-from kvtier.tier_config import ValkeyConfig
+from kvtier.tier_config import MooncakeConfig, ObjectConfig, ValkeyConfig
 from kvtier.tiers.base import Backend, BackendRow, Outcome
 from kvtier.tiers.io import Direction, IOThreads
+from kvtier.tiers.mooncake import MooncakeBackend
+from kvtier.tiers.object import ObjectBackend
 from kvtier.tiers.seal import SealScope, seal_of
 from kvtier.tiers.valkey import ValkeyBackend
 
@@ -62,6 +66,14 @@ class Mover(ABC):
     def find(self, numbers: Sequence[int]) -> int:
         """Count the rows that are there."""
 
+    def lend(self, memory: Rows) -> None:
+        """Take note of where all rows lie."""
+        return
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        """Delete rows, if they could not be put again otherwise."""
+        return
+
     def close(self) -> None:
         return
 
@@ -69,6 +81,11 @@ class Mover(ABC):
 def key_of(number: int) -> OffloadKey:
     """Return the name of a row."""
     return OffloadKey(b"%032d" % number + bytes(4))
+
+
+def names_of(numbers: Sequence[int]) -> list[BackendRow]:
+    """Return rows to be asked about."""
+    return [BackendRow(key_of(number), (), number, SCOPE.number) for number in numbers]
 
 
 class Ours(Mover):
@@ -89,8 +106,14 @@ class Ours(Mover):
             assert seal == (seal_of(SCOPE, row.key, row.pieces) if self._sealed else b"")
 
     def find(self, numbers: Sequence[int]) -> int:
-        rows = [BackendRow(key_of(number), (), number, SCOPE.number) for number in numbers]
-        return sum(self.backend.contains(rows))
+        return sum(self.backend.contains(names_of(numbers)))
+
+    def lend(self, memory: Rows) -> None:
+        self.backend.lend(memory.data)
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        if self.backend.writes_once:
+            self.backend.delete(names_of(numbers))
 
     def close(self) -> None:
         self.backend.close()
@@ -198,6 +221,147 @@ class LMCacheClient(Mover):
                 return list(found or ())
 
 
+# -- object stores ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def serve_objects() -> Iterator[str]:
+    """Run the plainest of servers and yield its address."""
+    program = [sys.executable, str(Path(__file__).parent / "_object_server.py")]
+    os.environ |= {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench", "AWS_REGION": "us-east-1"}
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        try:
+            yield f"http://127.0.0.1:{int(server.stdout.readline())}"
+        finally:
+            server.kill()
+
+
+def open_object(url: str, size: int) -> Backend:
+    config = ObjectConfig(url=f"s3://bench/{size}", endpoint=url, allow_http=True)
+    return ObjectBackend(config, size, timeout=TIMEOUT)
+
+
+class Obstore(Mover):
+    """obstore as it comes: one call for each row."""
+
+    def __init__(self, url: str, _size: int, **settings: Any) -> None:
+        self._obstore = import_module("obstore")
+        store = import_module("obstore.store").S3Store
+        self._store = store("peer", endpoint=url, client_options={"allow_http": True}, **settings)
+
+    def put(self, numbers: Sequence[int], rows: Rows) -> None:
+        for number, row in zip(numbers, rows, strict=True):
+            self._obstore.put(self._store, f"{number}", row.data, use_multipart=False)
+
+    def get(self, numbers: Sequence[int], rows: Rows) -> None:
+        for number, row in zip(numbers, rows, strict=True):
+            np.copyto(row, np.frombuffer(self._obstore.get(self._store, f"{number}").bytes(), np.uint8))
+
+    def find(self, numbers: Sequence[int]) -> int:
+        return sum(self._is_there(number) for number in numbers)
+
+    def _is_there(self, number: int) -> bool:
+        try:
+            return bool(self._obstore.head(self._store, f"{number}"))
+        except FileNotFoundError:
+            return False
+
+
+# -- Mooncake --------------------------------------------------------------------------------------
+
+_GIVE_MEMORY = """
+import sys
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+assert store.setup("127.0.0.1", sys.argv[2], 1 << 30, 0, "tcp", "", sys.argv[1]) == 0
+print("joined", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def serve_mooncake() -> Iterator[str]:
+    """Run a master and a process with 1 GiB of memory; yield the addresses of master and metadata server."""
+    package = importlib.util.find_spec("mooncake")
+    if package is None or package.origin is None:
+        raise SystemExit("no Mooncake store: pip install 'kvtier[mooncake]'")
+    ports = []
+    for _ in range(3):
+        with socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            ports.append(probe.getsockname()[1])
+    master, metadata = f"127.0.0.1:{ports[0]}", f"http://127.0.0.1:{ports[1]}/metadata"
+    options = [f"--rpc_port={ports[0]}", "--rpc_address=127.0.0.1", f"--metrics_port={ports[2]}"]
+    options += ["--enable_http_metadata_server=true", "--http_metadata_server_host=127.0.0.1"]
+    options += [f"--http_metadata_server_port={ports[1]}"]
+    program = str(Path(package.origin).parent / "mooncake_master")
+    quiet: dict[str, Any] = {"text": True, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen([program, *options], stdout=subprocess.DEVNULL, **quiet) as server:
+        try:
+            wait_for(ports[1])
+            command = [sys.executable, "-c", _GIVE_MEMORY, master, metadata]
+            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **quiet) as giver:
+                try:
+                    assert giver.stdout is not None
+                    assert any(line == "joined\n" for line in giver.stdout), "it does not start"
+                    yield f"{master} {metadata}"
+                finally:
+                    giver.kill()
+        finally:
+            server.kill()
+
+
+def wait_for(port: int) -> None:
+    """Wait until a server listens."""
+    until = time.monotonic() + TIMEOUT
+    while True:
+        try:
+            create_connection(("127.0.0.1", port)).close()
+            return
+        except OSError:
+            assert time.monotonic() < until, "it does not start"
+            time.sleep(0.05)
+
+
+def open_mooncake(url: str, size: int) -> Backend:
+    master, metadata = url.split()
+    return MooncakeBackend(MooncakeConfig(master=master, metadata=metadata, prefix=str(size)), size, timeout=TIMEOUT)
+
+
+class BareMooncake(Mover):
+    """The store's own calls: one for each batch."""
+
+    def __init__(self, url: str, _size: int) -> None:
+        master, metadata = url.split()
+        self._store = import_module("mooncake.store").MooncakeDistributedStore()
+        assert self._store.setup("127.0.0.1", metadata, 0, 0, "tcp", "", master) == 0
+
+    def put(self, numbers: Sequence[int], rows: Rows) -> None:
+        assert not any(self._store.batch_put_from(self._names(numbers), *self._places(rows)))
+
+    def get(self, numbers: Sequence[int], rows: Rows) -> None:
+        assert min(self._store.batch_get_into(self._names(numbers), *self._places(rows))) > 0
+
+    def find(self, numbers: Sequence[int]) -> int:
+        return sum(self._store.batch_is_exist(self._names(numbers)))
+
+    def lend(self, memory: Rows) -> None:
+        assert self._store.register_buffer(memory.ctypes.data, memory.nbytes) == 0
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        self._store.batch_remove(self._names(numbers), True)
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _names(self, numbers: Sequence[int]) -> list[str]:
+        return [f"bare {number}" for number in numbers]
+
+    def _places(self, rows: Rows) -> tuple[list[int], list[int]]:
+        return [row.ctypes.data for row in rows], [row.nbytes for row in rows]
+
+
 # -- what is measured ------------------------------------------------------------------------------
 
 
@@ -221,6 +385,18 @@ SECTIONS = {
         open_valkey,
         {"redis-py": RedisPy, "LMCache": LMCacheClient},
         {"put / redis-py": 1.5, "get / redis-py": 1.5},
+    ),
+    "object": Section(
+        serve_objects,
+        open_object,
+        {"obstore": Obstore, "obstore, body not signed": partial(Obstore, unsigned_payload=True)},
+        {"put / obstore": 0.95, "get / obstore": 0.9},
+    ),
+    "mooncake": Section(
+        serve_mooncake,
+        open_mooncake,
+        {"batch calls": BareMooncake},
+        {"put / batch calls": 0.95, "get / batch calls": 0.95},
     ),
 }
 
@@ -257,8 +433,8 @@ def in_batches(move: Callable[[Sequence[int], Rows], None], rows: Rows) -> None:
 
 def bench_rows(section: Section, url: str, size: int, nbytes: int, rounds: int) -> dict[str, Any]:
     """Let ours and its peers take turns."""
-    rows = make_rows(max(BATCH, nbytes // size), size)
-    found = np.zeros_like(rows)
+    memory = make_rows(2 * max(BATCH, nbytes // size), size)
+    rows, found = np.split(memory, 2)
     movers: dict[str, Mover] = {
         "ours": Ours(section.opens(url, size), sealed=True),
         "ours, bare": Ours(section.opens(url, size + 1), sealed=False),  # names of its own
@@ -268,9 +444,12 @@ def bench_rows(section: Section, url: str, size: int, nbytes: int, rounds: int) 
             movers[name] = peer(url, size)
         except (ImportError, AssertionError):
             print(f"{name} is not installed and left out", file=sys.stderr)
+    for mover in movers.values():
+        mover.lend(memory)
     cells: dict[str, list[Cell]] = {f"{name} {way}": [] for way in ("put", "get") for name in movers}
     for turn in range(-1, rounds):
         for name, mover in movers.items():
+            mover.forget(range(len(rows)))
             cells[f"{name} put"].append(timed(rows.nbytes, partial(in_batches, mover.put, rows)))
         for name, mover in movers.items():
             found[:] = 0
@@ -338,9 +517,15 @@ def run_engine(section: Section, url: str, number: int, nbytes: int) -> None:
     """Be such a process: put own rows, get those of the next engine; one word on each line of the input."""
     size = SIZES[1]
     rows = make_rows(nbytes // size, size)
-    threads = IOThreads(section.opens(url, size), threads=4)
+    backend = section.opens(url, size)
+    backend.lend(rows.data)
+    threads = IOThreads(backend, threads=4)
     print("done", flush=True)
     for job, line in enumerate(sys.stdin):
+        if line == "forget\n":
+            Ours(backend, sealed=True).forget([number << 20 | at for at in range(len(rows))])
+            print("done", flush=True)
+            continue
         direction, owner = (Direction.DEMOTE, number) if line == "put\n" else (Direction.PROMOTE, int(line))
         keys = [key_of(owner << 20 | at) for at in range(len(rows))]
         pairs = zip(keys, rows, strict=True)
@@ -364,6 +549,9 @@ def bench_engines(
     speeds: dict[tuple[int, str], list[float]] = {}
     for turn in range(-1, rounds):
         for count in numbers if turn >= 0 else (len(engines),):
+            for engine in engines[:count]:
+                engine.tell("forget")
+                engine.wait()
             for way in ("put", "get"):
                 start = time.perf_counter()
                 for number, engine in enumerate(engines[:count]):

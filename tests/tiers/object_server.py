@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import hmac
 import importlib.util
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,11 +15,15 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from email.utils import formatdate
 
 import pytest
 
 BUCKET = "kvtier-test"
 REGION = "us-east-1"
+AZURE_ACCOUNT = "devstoreaccount1"
+AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+"""The account that every Azurite has; its key is in its documentation."""
 _START = 60.0
 
 
@@ -31,7 +38,7 @@ class S3Server:
     """A moto server on a port of its own, which it keeps when it is started again. It forgets all on `stop`."""
 
     def __init__(self, port: int = 0) -> None:
-        self.port = port or _free_port()
+        self.port = port or free_port()
         self.process: subprocess.Popen[bytes] | None = None
         self.start()
 
@@ -75,11 +82,37 @@ def wait_for_port(port: int, process: subprocess.Popen[bytes] | None = None) -> 
             time.sleep(0.05)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]
         return port
+
+
+@contextmanager
+def serve_azure(container: str) -> Iterator[str]:
+    """Run Azurite with a container, where it is installed, and yield its address."""
+    program = shutil.which("azurite-blob")
+    if program is None:
+        pytest.skip("needs azurite-blob: npm install -g azurite")
+    port = free_port()
+    options = ["--loose", "--inMemoryPersistence", "--skipApiVersionCheck", "--blobPort", str(port)]
+    process = subprocess.Popen([program, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_for_port(port, process)
+        date, version = formatdate(usegmt=True), "2023-11-03"
+        lines = ["PUT", *[""] * 11, f"x-ms-date:{date}", f"x-ms-version:{version}"]
+        lines += [f"/{AZURE_ACCOUNT}/{AZURE_ACCOUNT}/{container}", "restype:container"]
+        signature = hmac.digest(base64.b64decode(AZURE_KEY), "\n".join(lines).encode(), "sha256")
+        authorization = f"SharedKey {AZURE_ACCOUNT}:{base64.b64encode(signature).decode()}"
+        headers = {"x-ms-date": date, "x-ms-version": version, "Authorization": authorization}
+        endpoint = f"http://127.0.0.1:{port}/{AZURE_ACCOUNT}"
+        request = urllib.request.Request(f"{endpoint}/{container}?restype=container", headers=headers, method="PUT")
+        urllib.request.urlopen(request, timeout=_START).close()
+        yield endpoint
+    finally:
+        process.kill()
+        process.wait()
 
 
 class ToldServer:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import errno
+import json
 import struct
+import sys
 import time
 from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
 
 import pytest
 from tests.tiers.object_server import (
+    AZURE_ACCOUNT,
+    AZURE_KEY,
     BUCKET,
     REGION,
     S3Server,
@@ -17,6 +22,7 @@ from tests.tiers.object_server import (
     http_answer,
     need_object_store,
     s3_credentials,
+    serve_azure,
 )
 
 from kvtier.errors import ConfigError
@@ -247,6 +253,84 @@ class TestServers:
             silent.close()
 
 
+class TestProfiles:
+    """The files of AWS profiles, which the store's own chain does not read."""
+
+    @pytest.fixture(autouse=True)
+    def no_keys(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("boto3", reason="needs the package boto3")
+        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+        monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+
+    @pytest.fixture
+    def file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        file = tmp_path / "credentials"
+        file.write_text("[default]\naws_access_key_id = from-file\naws_secret_access_key = x\n")
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+        return file
+
+    @pytest.mark.usefixtures("file")
+    def test_they_are_read(self) -> None:
+        server = ToldServer(http_answer("404 Not Found"))
+        try:
+            assert open_backend(server.endpoint).read([empty(1)]) == [None]
+            assert b"Credential=from-file/" in server.requests[0]
+        finally:
+            server.close()
+
+    @pytest.mark.usefixtures("file")
+    def test_there_is_no_such_profile(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("AWS_PROFILE", "absent")
+        with pytest.raises(ConfigError, match="ProfileNotFound; is AWS_PROFILE right"):
+            open_backend("http://127.0.0.1:9")
+
+    @pytest.mark.usefixtures("file")
+    def test_the_package_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "botocore.exceptions", None)
+        with pytest.raises(ConfigError, match="pip install boto3"):
+            open_backend("http://127.0.0.1:9")
+
+
+def test_google(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a store of Google would be asked; there is no server to be had that answers like one."""
+    account = {"private_key": "", "private_key_id": "", "client_email": "", "disable_oauth": True}
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", json.dumps(account))
+    server = ToldServer(http_answer("200 OK", headers='ETag: "1"\r\n'))
+    try:
+        config = ObjectConfig(url="gs://bucket/pre/fix", endpoint=server.endpoint, allow_http=True)
+        backend = ObjectBackend(config, ROW_BYTES, timeout=PATIENCE)
+        row = sealed(1)
+        assert backend.write([row]) == [None]
+        name = f"/bucket/pre%2Ffix%2F{row.scope:016x}%2F{row.key.hex()} "
+        assert server.requests[0].startswith(b"PUT " + name.encode())
+        assert b"x-goog-if-generation-match: 0\r\n" in server.requests[0]
+        server.answer = http_answer("412 Precondition Failed")
+        assert backend.write([row]) == [None], "it is there"
+        server.answer = http_answer("404 Not Found")
+        assert backend.read([row]) == [None]
+    finally:
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def azurite() -> Iterator[str]:
+    with serve_azure(BUCKET) as endpoint:
+        yield endpoint
+
+
+class TestAzure(BackendSuite):
+    @pytest.fixture(autouse=True)
+    def at(self, monkeypatch: pytest.MonkeyPatch, azurite: str) -> None:
+        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", AZURE_ACCOUNT)
+        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", AZURE_KEY)
+        self.endpoint = azurite
+
+    def make(self) -> Backend:
+        url = f"az://{BUCKET}/run-{next(_prefixes)}"
+        config = ObjectConfig(url=url, endpoint=self.endpoint, allow_http=True)
+        return ObjectBackend(config, ROW_BYTES, timeout=PATIENCE)
+
+
 def test_azure_needs_an_account(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
     with pytest.raises(ConfigError, match="AZURE_STORAGE_ACCOUNT_NAME"):
@@ -260,6 +344,6 @@ def test_half_of_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "obstore", None)
+    monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(ConfigError, match=r"pip install 'kvtier\[object\]'"):
         ObjectBackend(ObjectConfig(url="s3://bucket/x"), ROW_BYTES, timeout=1.0)

@@ -23,12 +23,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-import numpy as np
-
 from kvtier.errors import ConfigError
 from kvtier.tier_config import ObjectConfig
-from kvtier.tiers.base import Backend, BackendRow, Piece
-from kvtier.tiers.value_header import HEADER_BYTES, pack_header, seal_in
+from kvtier.tiers.base import Backend, BackendRow
+from kvtier.tiers.value_header import HEADER_BYTES, copy_into, pack_header, seal_in
 
 if TYPE_CHECKING:
     from obstore.store import AzureStore, GCSStore, S3Store
@@ -148,10 +146,10 @@ class ObjectBackend(Backend):
         if found.meta["size"] != nbytes:
             return b""
         value = memoryview(found.bytes())
-        if len(value) != nbytes or not (seal := seal_in(value[:HEADER_BYTES], row)):
+        if len(value) != nbytes:
             return b""
-        _copy_into(row.pieces, value[HEADER_BYTES:])
-        return seal
+        copy_into(row.pieces, value[HEADER_BYTES:])
+        return seal_in(value[:HEADER_BYTES], row)
 
     def _contains(self, row: BackendRow) -> bool:
         try:
@@ -204,14 +202,6 @@ def _status(error: Exception) -> int:
     return int(found[1]) if found else 0
 
 
-def _copy_into(pieces: Sequence[Piece], payload: Piece) -> None:
-    """Copy without the GIL, as assigning to a memoryview would not."""
-    source, at = np.frombuffer(payload, np.uint8), 0
-    for piece in pieces:
-        np.copyto(np.frombuffer(piece, np.uint8), source[at : at + piece.nbytes])
-        at += piece.nbytes
-
-
 def _open_store(config: ObjectConfig, timeout: float) -> S3Store | GCSStore | AzureStore:
     from obstore.store import AzureStore, GCSStore, S3Store
 
@@ -251,7 +241,12 @@ def _profile_credentials() -> Any:
     if not os.environ.get("AWS_PROFILE") and not file.is_file():
         return None
     try:
+        from botocore.exceptions import BotoCoreError
         from obstore.auth.boto3 import Boto3CredentialProvider
     except ImportError:
         raise ConfigError("object", "reading AWS profiles needs the package boto3: pip install boto3") from None
-    return Boto3CredentialProvider()
+    try:
+        return Boto3CredentialProvider()
+    except (BotoCoreError, ValueError) as error:
+        problem = f"the files of AWS profiles give no credentials: {type(error).__name__}; is AWS_PROFILE right?"
+        raise ConfigError("object", problem) from None

@@ -13,11 +13,14 @@ bytes are looked at. The seal decides about the bytes. Any thread may call what 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
+
+import numpy as np
 
 from kvtier.errors import InputError
-from kvtier.tiers.base import BackendRow
+from kvtier.tiers.base import BackendRow, Piece
 
-__all__ = ["HEADER_BYTES", "pack_header", "seal_in"]
+__all__ = ["HEADER_BYTES", "copy_into", "pack_header", "seal_in"]
 
 _HEADER = struct.Struct("<8sQQB7x32s")
 _MAGIC = b"kvtrow1\n"
@@ -38,3 +41,11 @@ def seal_in(header: bytes | bytearray | memoryview, row: BackendRow) -> bytes:
     if (magic, nbytes, scope) != (_MAGIC, row.nbytes, row.scope) or length > _MOST_SEAL:
         return b""
     return bytes(seal[:length])
+
+
+def copy_into(pieces: Sequence[Piece], payload: Piece) -> None:
+    """Copy a payload without the GIL, which assigning to a memoryview would hold."""
+    source, at = np.frombuffer(payload, np.uint8), 0
+    for piece in pieces:
+        np.copyto(np.frombuffer(piece, np.uint8), source[at : at + piece.nbytes])
+        at += piece.nbytes

@@ -1,0 +1,248 @@
+"""The backend over a Mooncake store: a real master, memory in another process, bytes over TCP."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.tiers.mooncake_server import MooncakeServer, need_mooncake
+
+from kvtier.errors import ConfigError, InputError
+from kvtier.testing.backend_suite import NUM_PLACES, ROW_BYTES, BackendSuite, content, empty, payload_of, sealed
+from kvtier.tier_config import MooncakeConfig
+from kvtier.tiers.base import Backend, BackendRow
+from kvtier.tiers.mooncake import MooncakeBackend
+
+PATIENCE = 60.0
+_prefixes = count()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def needed() -> None:
+    need_mooncake()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, needed: None) -> Iterator[MooncakeServer]:
+    server = MooncakeServer(tmp_path_factory.mktemp("mooncake") / "log")
+    yield server
+    server.stop()
+
+
+def open_backend(server: MooncakeServer) -> MooncakeBackend:
+    return MooncakeBackend(server.config(f"run-{next(_prefixes)}"), ROW_BYTES, timeout=PATIENCE)
+
+
+class OpenBackend(MooncakeBackend):
+    """One for all tests of the suite: joining and leaving takes longer than most of them."""
+
+    def close(self) -> None:
+        return
+
+
+@pytest.fixture(scope="module")
+def joined(server: MooncakeServer) -> Iterator[OpenBackend]:
+    backend = OpenBackend(server.config("suite"), ROW_BYTES, timeout=PATIENCE)
+    yield backend
+    MooncakeBackend.close(backend)
+
+
+class TestMooncake(BackendSuite):
+    @pytest.fixture(autouse=True)
+    def at(self, server: MooncakeServer, joined: OpenBackend) -> None:
+        self.server, self.joined = server, joined
+
+    def make(self) -> Backend:
+        self.joined.delete([empty(number) for number in range(NUM_PLACES)])
+        return self.joined
+
+    def reopen(self, backend: Backend) -> Backend:
+        """What another process finds, or this one that has left and joined again."""
+        return MooncakeBackend(self.server.config("suite"), ROW_BYTES, timeout=PATIENCE)
+
+    @pytest.mark.parametrize("seed", [0])
+    @pytest.mark.parametrize("rate", [0.01, 0.3])
+    def test_never_wrong(self, backend: Backend, seed: int, rate: float) -> None:
+        super().test_never_wrong(backend, seed, rate)
+
+
+class TestRows:
+    @pytest.fixture
+    def backend(self, server: MooncakeServer) -> Iterator[MooncakeBackend]:
+        backend = open_backend(server)
+        yield backend
+        backend.close()
+
+    def in_pool(self, pool: np.ndarray, number: int, row: BackendRow) -> BackendRow:
+        memory = pool[number * ROW_BYTES : (number + 1) * ROW_BYTES]
+        memory[:] = np.frombuffer(payload_of(row), np.uint8)
+        return row._replace(pieces=(memory[:100].data, memory[100:].data))
+
+    def test_rows_of_the_lent_pool(self, backend: MooncakeBackend) -> None:
+        """More rows than one call takes, with one between them that lies elsewhere."""
+        pool = np.zeros(2 * 70 * ROW_BYTES, np.uint8)
+        backend.lend(pool.data)
+        rows = [self.in_pool(pool, number, sealed(number)) for number in range(70)]
+        rows[40] = sealed(40)
+        assert backend.write(rows) == [None] * 70
+        found = [self.in_pool(pool, 70 + number, empty(number)) for number in range(70)]
+        found[30] = empty(30)
+        assert backend.read(found) == [row.seal for row in rows]
+        assert [payload_of(row) for row in found] == [content(number) for number in range(70)]
+
+    def test_a_piece_at_the_end_of_the_pool_is_not_in_it(self, backend: MooncakeBackend) -> None:
+        pool = np.zeros(2 * ROW_BYTES, np.uint8)
+        backend.lend(pool[:ROW_BYTES].data)
+        half = ROW_BYTES // 2
+        row = sealed(1)
+        memory = pool[half : half + ROW_BYTES]
+        memory[:] = np.frombuffer(payload_of(row), np.uint8)
+        assert backend.write([row._replace(pieces=(memory.data,))]) == [None]
+        found = empty(1)
+        assert backend.read([found]) == [row.seal]
+        assert payload_of(found) == content(1)
+
+    def test_a_row_too_long_for_the_way_round_is_refused(self, backend: MooncakeBackend) -> None:
+        row = empty(1)._replace(pieces=(memoryview(bytearray(ROW_BYTES + 1)),))
+        with pytest.raises(InputError, match=f"at most {ROW_BYTES} bytes outside"):
+            backend.write([row])
+
+    @pytest.mark.parametrize("length", [1, 64, ROW_BYTES - 1])
+    def test_a_value_of_another_length_fails_its_check(self, backend: MooncakeBackend, length: int) -> None:
+        short = sealed(1)
+        short = short._replace(pieces=(short.pieces[0][:length],))
+        assert backend.write([short]) == [None]
+        found = empty(1)
+        assert backend.read([found]) == [b""], "too short"
+        backend.delete([found])
+        assert backend.write([sealed(1)]) == [None]
+        found = empty(1)._replace(pieces=(memoryview(bytearray(length)),))
+        assert backend.read([found]) == [b""], "too long"
+
+    def test_a_swapped_value_has_the_other_seal(self, backend: MooncakeBackend) -> None:
+        row = sealed(2)
+        backend.write([row._replace(key=sealed(1).key)])
+        assert backend.read([empty(1)]) == [row.seal]
+
+    def test_a_row_that_was_just_read_can_be_deleted(self, backend: MooncakeBackend) -> None:
+        """A read gives the row a lease of seconds; a bad row must go at once, since no write replaces it."""
+        backend.write([sealed(1)])
+        backend.read([empty(1)])
+        backend.delete([empty(1)])
+        assert backend.contains([empty(1)]) == [False]
+        assert backend.write([sealed(1, version=1)]) == [None]
+        assert backend.read([empty(1)]) == [sealed(1, version=1).seal]
+
+
+class TestServers:
+    @pytest.fixture
+    def own(self, tmp_path: Path) -> Iterator[MooncakeServer]:
+        server = MooncakeServer(tmp_path / "log", client_ttl=2)
+        yield server
+        server.stop()
+
+    def test_the_memory_goes_and_comes_back(self, own: MooncakeServer) -> None:
+        backend = open_backend(own)
+        assert backend.write([sealed(1)]) == [None]
+        own.stop_giver()
+        (found,) = backend.read([empty(1)])
+        assert found is None or isinstance(found, OSError)
+        (failed,) = backend.write([sealed(2)])
+        assert isinstance(failed, OSError)
+        with pytest.raises(OSError, match="mooncake store at"):
+            backend.probe()
+        own.start_giver()
+        wait_for_probe(backend)
+        backend.delete([empty(1)])
+        assert backend.write([sealed(1)]) == [None]
+        assert backend.read([empty(1)]) == [sealed(1).seal]
+        backend.close()
+
+    def test_the_master_goes_and_comes_back(self, own: MooncakeServer) -> None:
+        backend = open_backend(own)
+        assert backend.write([sealed(1)]) == [None]
+        own.stop_master()
+        start = time.monotonic()
+        answers = backend.read([empty(number) for number in range(20)])
+        once = time.monotonic() - start
+        assert {answer.errno for answer in answers if isinstance(answer, OSError)} == {errno.ECONNREFUSED}
+        assert len(answers) == 20
+        assert once < PATIENCE, "one call has blocked, not twenty"
+        with pytest.raises(OSError, match="the master does not answer"):
+            backend.contains([empty(1)])
+        with pytest.raises(OSError, match="the master does not answer"):
+            backend.probe()
+        own.start_master()
+        wait_for_probe(backend)
+        assert backend.write([sealed(2)]) == [None]
+        assert backend.read([empty(2)]) == [sealed(2).seal]
+        backend.close()
+
+    @pytest.mark.parametrize("answers", [False, True])
+    def test_nobody_waits_for_a_master_that_is_not_there(self, answers: bool) -> None:
+        """Setting up a client would hold the GIL for a minute and a half: it is not begun."""
+        with socket.socket() as silent:
+            silent.bind(("127.0.0.1", 0))
+            if answers:
+                silent.listen()
+            port = silent.getsockname()[1]
+            metadata = f"http://127.0.0.1:{port}/metadata"
+            config = MooncakeConfig(master=f"127.0.0.1:{port}", metadata=metadata)
+            with pytest.raises(OSError, match="does not answer" if answers else "cannot be reached"):
+                MooncakeBackend(config, ROW_BYTES, timeout=0.5)
+
+    def test_a_process_ends_whatever_the_store_does(self, own: MooncakeServer) -> None:
+        """With a call that blocks because the master is gone."""
+        script = (
+            "import sys, threading\n"
+            "from kvtier.tier_config import MooncakeConfig\n"
+            "from kvtier.tiers.mooncake import MooncakeBackend\n"
+            "from kvtier.testing.backend_suite import empty\n"
+            "config = MooncakeConfig(master=sys.argv[1], metadata=sys.argv[2])\n"
+            "backend = MooncakeBackend(config, 8192, timeout=60.0)\n"
+            "print('joined', flush=True)\n"
+            "sys.stdin.readline()\n"
+            "begun = threading.Event()\n"
+            "def work():\n"
+            "    while True:\n"
+            "        begun.set()\n"
+            "        backend.read([empty(1)])\n"
+            "threading.Thread(target=work, daemon=True).start()\n"
+            "begun.wait()\n"
+        )
+        command = [sys.executable, "-c", script, own.address, own.metadata]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        with subprocess.Popen(command, **pipes) as process:  # type: ignore[call-overload]
+            assert process.stdout.readline() == b"joined\n"
+            own.stop_master()
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+            process.wait(PATIENCE)
+
+
+def wait_for_probe(backend: MooncakeBackend) -> None:
+    """Probe until it succeeds, as a suspended tier does."""
+    until = time.monotonic() + PATIENCE
+    while True:
+        try:
+            backend.probe()
+            return
+        except OSError:
+            assert time.monotonic() < until
+            threading.Event().wait(0.2)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake.store", None)
+    config = MooncakeConfig(master="127.0.0.1:1", metadata="http://127.0.0.1:1/metadata")
+    with pytest.raises(ConfigError, match=r"pip install 'kvtier\[mooncake\]'"):
+        MooncakeBackend(config, ROW_BYTES, timeout=1.0)
