@@ -466,7 +466,7 @@ class _WriteOnce(Backend):
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self.contains_batch = backend.contains_batch
+        self.contains_batch, self.writes_once = backend.contains_batch, backend.writes_once
 
     def write(self, rows: Sequence[BackendRow]) -> list[OSError | None]:
         large = [row for row in rows if row.nbytes >= _LARGE_ROW]
