@@ -48,13 +48,13 @@ class _Asker:
     started: float | None = None
 
     def unanswered(self) -> list[Inquiry]:
-        """Return what is left, each cut to the keys from the first one on that is not answered."""
-        left = []
-        for tier, keys, cost in self.inquiries:
-            known = next((at for at, key in enumerate(keys) if tier.lookup(key) is None), len(keys))
-            if known < len(keys):
-                left.append(Inquiry(tier, keys[known:] if known else keys, cost))
-        return left
+        """Return what is left. While the first key of an inquiry is not answered, nothing else is looked at."""
+        return [inquiry for inquiry in self.inquiries if not _is_answered(inquiry)]
+
+
+def _is_answered(inquiry: Inquiry) -> bool:
+    tier, keys, _ = inquiry
+    return tier.lookup(keys[0]) is not None and None not in tier.lookup_many(keys)
 
 
 class Inquiries:

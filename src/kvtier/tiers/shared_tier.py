@@ -68,6 +68,8 @@ class _Question:
     is_late: bool = False
     began: float | None = None
     """When a thread has begun it."""
+    seconds: float = 0.0
+    """How long it took, once it is over."""
 
 
 class SharedTier(IOTier):
@@ -195,21 +197,24 @@ class SharedTier(IOTier):
 
     def _search(self, question: _Question) -> FoundPrefix | None:
         """Find out, unless nobody waits for it any more. On an I/O thread."""
-        question.began, backend = self._clock(), self._io.backend
+        began, backend = self._clock(), self._io.backend
         if question.is_late or backend is None:
             return None
+        question.began = began
         rows = [BackendRow(key, (), scope=question.scope) for key in question.keys]
         calls = CallsAtOnce(backend.contains, backend.contains_batch, self._num_threads, self._io.help)
-        return search_prefix(calls.contains, rows, calls.width, lambda: not question.is_late)
+        try:
+            return search_prefix(calls.contains, rows, calls.width, lambda: not question.is_late)
+        finally:
+            question.seconds = self._clock() - began
 
     def _answer(self, question: _Question, found: FoundPrefix | None, error: BaseException | None) -> None:
         """Take in what a question has come to, be it late."""
-        began = self._clock() if question.began is None else question.began
         self._forget(question)
         if question.scope != self._scope.number:
             return
         if error is not None:
-            self._note_failure(Direction.PROMOTE, say_error(error), self._clock() - began)
+            self._note_failure(Direction.PROMOTE, say_error(error), question.seconds)
             self._note_absent(question.keys, TierMiss.NO_ANSWER)
         elif found is not None:
             self._counts["round_trips"] += found.round_trips
