@@ -296,7 +296,7 @@ def serve_mooncake() -> Iterator[str]:
     options += ["--enable_http_metadata_server=true", "--http_metadata_server_host=127.0.0.1"]
     options += [f"--http_metadata_server_port={ports[1]}"]
     program = str(Path(package.origin).parent / "mooncake_master")
-    quiet: dict[str, Any] = {"stderr": subprocess.DEVNULL}
+    quiet: dict[str, Any] = {"text": True, "stderr": subprocess.DEVNULL}
     with subprocess.Popen([program, *options], stdout=subprocess.DEVNULL, **quiet) as server:
         try:
             wait_for(ports[1])

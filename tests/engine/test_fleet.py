@@ -1,4 +1,5 @@
-"""A fleet: engines as processes over one Valkey server. One computes, the others load; processes and servers die."""
+"""A fleet: engines as processes over one Valkey server. One computes, the others load; processes and
+servers die."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Engines over a pool and a server that they share: what one has computed the others load, and nothing waits in vain."""
+"""Engines over a pool and a server that they share: what one has computed the others load, and nothing
+waits in vain."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Never a wrong token, never a stalled engine, over a server that two engines share and that goes wrong.
 
-Random workloads as in `test_tiers_fail`, of two engines that take turns, with the same prompts, over small pools
-and one server: rows that come back flipped, swapped, torn or short, calls that fail or hang, a server that is
-down for a while, evicts, or comes back empty, engines that restart, and resets that swap one engine's weights
-and not the other's. The control takes the seal's check out and must change tokens.
+Random workloads as in `test_tiers_fail`, of two engines that take turns, with the same prompts, over
+small pools and one server: rows that come back flipped, swapped, torn or short, calls that fail or hang,
+a server that is down for a while, evicts, or comes back empty, engines that restart, and resets that
+swap one engine's weights and not the other's. The control takes the seal's check out and must change
+tokens.
 """
 
 from __future__ import annotations

@@ -1,12 +1,25 @@
-"""Every backend that engines share runs the suite of shared tiers: in memory, asked in batches or one by one."""
+"""Every backend that engines share runs the suite of shared tiers: in memory, asked in batches or one by
+one."""
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import pytest
+from tests.tiers.servers import free_port
+
+from kvtier.config import GroupConfig, KVTierConfig, OffloadingConfig
+from kvtier.errors import ConfigError, OutsideError
+from kvtier.keys import make_offload_key
+from kvtier.offload import CPUOffloadingSpec, ReqContext
+from kvtier.offload.tiered import TieredOffloadingManager
 from kvtier.testing.memory_tier import MemoryServer
 from kvtier.testing.shared_tier_suite import SharedTierSuite
-from kvtier.tiers.base import Backend
+from kvtier.testing.tier_suite import key, keys
+from kvtier.tiers.base import Backend, BackendRow
+from kvtier.tiers.prefix_search import CallsAtOnce, search_prefix
 
 
 class TestInBatches(SharedTierSuite):
@@ -22,3 +35,98 @@ class TestOneByOne(TestInBatches):
     @pytest.fixture(autouse=True)
     def server(self) -> None:
         self.memory = MemoryServer(contains_batch=1)
+
+
+# As an engine makes them
+
+
+def engine_config(**tier: Any) -> OffloadingConfig:
+    settings = KVTierConfig.from_dict({"cpu": {"capacity": "1MiB"}, "tiers": [tier]})
+    group = GroupConfig(block_size=4, bytes_per_block=4096, layer_names=("layer",))
+    return OffloadingConfig(
+        settings=settings, groups=(group,), hash_block_size=4, engine_id="test", namespace="a model"
+    )
+
+
+def test_a_server_that_is_required_and_not_there_is_an_error_of_one_line() -> None:
+    port = free_port()
+    config = engine_config(valkey={"url": f"valkey://127.0.0.1:{port}", "required": True})
+    with pytest.raises(OutsideError, match=rf"^valkey tier: .*{port}.*Connection refused \(valkey.required is true\)$"):
+        CPUOffloadingSpec(config).get_manager()
+
+
+def test_a_server_that_is_not_there_is_done_without(caplog: pytest.LogCaptureFixture) -> None:
+    config = engine_config(valkey={"url": f"valkey://127.0.0.1:{free_port()}"})
+    spec = CPUOffloadingSpec(config)
+    manager = spec.get_manager()
+    assert isinstance(manager, TieredOffloadingManager)
+    (stats,) = manager.tier_stats()
+    assert "Connection refused" in stats.state
+    assert manager.anywhere.lookup_many(keys(1, 2), ReqContext()) == [False, False]
+    assert caplog.text.count("running without it") == 1
+    manager.shutdown()
+    spec.shutdown()
+
+
+def test_a_key_file_that_is_not_there_is_named_with_its_path() -> None:
+    config = engine_config(valkey={"url": "valkey://host", "seal_key_file": "/nowhere/key"})
+    with pytest.raises(ConfigError, match=r"^tiers\[0\]\.valkey\.seal_key_file: expected 32 bytes"):
+        CPUOffloadingSpec(config).get_manager()
+
+
+# Searching
+
+
+@pytest.mark.parametrize(("width", "rounds", "questions"), [(1024, 1, 1000), (64, 2, 100), (16, 3, 40), (1, 11, 11)])
+def test_how_many_round_trips_a_prompt_of_1000_chunks_takes(width: int, rounds: int, questions: int) -> None:
+    rows = [BackendRow(key(number), ()) for number in range(1000)]
+    asked = 0
+
+    def contains(some: Sequence[BackendRow]) -> list[bool]:
+        nonlocal asked
+        asked += len(some)
+        return [int(row.key[:32]) < end for row in some]
+
+    for end in (0, 1, 2, 3, 15, 16, 17, 499, 500, 501, 998, 999, 1000):
+        asked = 0
+        found = search_prefix(contains, rows, width)
+        assert found.there == [number < end for number in range(1000)]
+        assert found.round_trips <= rounds
+        assert asked <= questions
+    end = 0
+    assert search_prefix(contains, rows, width).round_trips == 1, "most prompts are new"
+
+
+def test_gaps_are_seen_where_one_call_asks_about_all() -> None:
+    rows = [BackendRow(key(number), ()) for number in range(8)]
+    found = search_prefix(lambda some: [int(row.key[:32]) % 3 > 0 for row in some], rows, 8)
+    assert found.there == [number % 3 > 0 for number in range(8)]
+
+
+def test_groups_are_searched_apart() -> None:
+    rows = [BackendRow(make_offload_key(b"%032d" % number, group), ()) for number in range(50) for group in (0, 1)]
+    found = search_prefix(lambda some: [row.key[-1] == 1 or int(row.key[:32]) < 9 for row in some], rows, 4)
+    assert found.there == [row.key[-1] == 1 or int(row.key[:32]) < 9 for row in rows]
+
+
+def test_an_answer_that_nobody_wants_costs_no_further_round_trip() -> None:
+    rows = [BackendRow(key(number), ()) for number in range(100)]
+    wanted = iter((True, True, False))
+    found = search_prefix(lambda some: [True] * len(some), rows, 1, lambda: next(wanted))
+    assert found.round_trips == 2
+    assert not all(found.there)
+
+
+@pytest.mark.parametrize("helpers", [0, 3])
+def test_calls_at_once_need_no_other_thread(helpers: int) -> None:
+    rows = [BackendRow(key(number), ()) for number in range(10)]
+    with ThreadPoolExecutor(4) as pool:
+        spawn: Any = pool.submit if helpers else lambda work: None
+        calls = CallsAtOnce(lambda some: [int(row.key[:32]) < 4 for row in some], 1, 4, spawn)
+        assert calls.contains(rows) == [number < 4 for number in range(10)]
+
+        def fail(some: Sequence[BackendRow]) -> list[bool]:
+            raise ConnectionResetError(104, "Connection reset by peer")
+
+        with pytest.raises(ConnectionResetError):
+            CallsAtOnce(fail, 1, 4, spawn).contains(rows)

@@ -50,7 +50,7 @@ class HandTier(Tier):
         """Rows that a thread works on: they cannot be withdrawn."""
         self.promotions: dict[int, TierJob] = {}
         self.demotions: dict[int, TierJob] = {}
-        self.lookups = 0
+        self.lookups = self.keys_looked_up = 0
         self.queued_bytes = 0
         self.suffixes: list[str] = []
         self.prices: dict[str, float] = {}
@@ -63,6 +63,7 @@ class HandTier(Tier):
 
     def lookup_many(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
         self.lookups += 1
+        self.keys_looked_up += len(keys)
         return [None if key in self.unknown else key in self.held for key in keys]
 
     def ask(self, keys: Sequence[OffloadKey], deadline: float) -> None:

@@ -16,6 +16,7 @@ from kvtier.cli.events import events_app
 from kvtier.cli.index import index_app
 from kvtier.cli.interrupts import INTERRUPTED
 from kvtier.cli.streams import remark
+from kvtier.cli.tiers import tiers_app
 
 __all__ = ["app", "run"]
 
@@ -26,6 +27,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(disk_app, name="disk")
 app.add_typer(events_app, name="events")
 app.add_typer(index_app, name="index")
+app.add_typer(tiers_app, name="tiers")
 
 # What typer raises for a wrong command line has no public name but that of a subclass.
 _UsageError: Any = typer.BadParameter.__mro__[1]
@@ -77,7 +79,7 @@ def _show_help(context: typer.Context) -> None:
         typer.echo(context.get_help())
 
 
-for _group in (config_app, disk_app, events_app, index_app):
+for _group in (config_app, disk_app, events_app, index_app, tiers_app):
     _group.callback(invoke_without_command=True)(_show_help)
 
 

@@ -1,13 +1,13 @@
 """Is a load faster than recomputing? Learned from what the engine, the bus and the tiers have done so far.
 
 `StepTimer` tells how long each step took, also where an engine schedules a step while the one before it
-still runs. `Price` is a running average of seconds per byte: of loads, and of each tier's promotions; or of
-seconds per inquiry, which counts as one byte. One
-that was given up would have taken at least as long as it was waited for: the average is no less than that,
-until one arrives. `CostModel` holds these against the seconds per token of prefill-sized steps. Until both
-are known every load is worth doing. A refusal is not for ever: every `_RETRY_AFTER`-th goes ahead, so that
-a stale average heals; after one that was given up the next try comes sooner, since what stood still may
-move again. Used by the scheduler's side of the connector, on its thread.
+still runs. `Price` is a running average of seconds per byte: of loads, and of each tier's promotions; or
+of seconds per inquiry, which counts as one byte. One that was given up would have taken at least as long
+as it was waited for: the average is no less than that, until one arrives. `CostModel` holds these
+against the seconds per token of prefill-sized steps. Until both are known every load is worth doing. A
+refusal is not for ever: every `_RETRY_AFTER`-th goes ahead, so that a stale average heals; after one
+that was given up the next try comes sooner, since what stood still may move again. Used by the
+scheduler's side of the connector, on its thread.
 """
 
 from __future__ import annotations

@@ -2,13 +2,15 @@
 
 Asked before the pool's own match. A request wishes once per admission: it is then answered in O(1) until
 its rows have come or its patience is over, and computes what has not come. A promotion is compared with
-computing what it brings *plus the prefill that is queued ahead*, and counts the bytes that the tier has to
-move first. Patience bounds the whole wait; `load_deadline` bounds a batch of I/O beyond the time that it is
-known to take, so that a tier that hangs costs one deadline. Without prices patience is that deadline.
+computing what it brings *plus the prefill that is queued ahead*, and counts the bytes that the tier has
+to move first. Patience bounds the whole wait; `load_deadline` bounds a batch of I/O beyond the time that
+it is known to take, so that a tier that hangs costs one deadline. Without prices patience is that
+deadline.
 
-Tiers that do not know what they hold are asked first, once per admission, if they may have what the pool and
-the others have not. Nobody waits for answers for longer than computing all that could come would take, nor
-than `load_deadline`, and nobody asks if answers and bytes are known to take longer. Scheduler thread only.
+Tiers that do not know what they hold are asked first, once per admission, if they may have what the pool
+and the others have not. Nobody waits for answers for longer than computing all that could come would
+take, nor than `load_deadline`, and nobody asks if answers and bytes are known to take longer. Scheduler
+thread only.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ Chunk arithmetic lives here too. All ranges are half-open; for one group, in tok
     0 ............ local ............... end .......... num_tokens
       on the GPU         to be loaded         to be computed
 
-A windowed group needs only `[max(local, end - window), end)` of the middle part: the token computed next, at `end` or, if
-everything was loaded, at `end - 1`, looks no further back. Scheduler thread only.
+A windowed group needs only `[max(local, end - window), end)` of the middle part: the token computed
+next, at `end` or, if everything was loaded, at `end - 1`, looks no further back. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class RequestState:
     may_promote: bool = True
     """False once chunks were wished from tiers, or were not worth it, until the request is preempted."""
     may_ask: bool = True
-    """False once tiers were asked what they have, or were not worth asking, until the request is preempted."""
+    """False once tiers were asked what they have, or were not worth asking, until it is preempted."""
     waiting_since: float | None = None
     next_offer: int = 0
     """All chunks that are complete with fewer computed tokens than this have been offered for storing."""

@@ -186,9 +186,13 @@ class CPUOffloadingSpec(OffloadingSpec):
             is_namespace_known=lambda: self.config.tier_namespace_nowait() is not None,
             clock=self._clock,
         )
-        for tier in manager.tiers:
-            if isinstance(tier, SharedTier):  # an idle engine would not notice that it is open
-                tier.wait_open(_OPEN_SECONDS)
+        try:
+            for tier in manager.tiers:
+                if isinstance(tier, SharedTier):  # an idle engine would not notice that it is open
+                    tier.wait_open(_REQUIRED_SECONDS if tier.required else _OPEN_SECONDS)
+        except BaseException:
+            manager.shutdown()
+            raise
         return manager
 
     def open_pool(self, side: str = "worker", party: int | None = None) -> Pool:

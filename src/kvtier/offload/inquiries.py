@@ -2,9 +2,9 @@
 
     note --submit--> asked --poll--> answered, or over at the deadline
 
-Noting changes nothing and starts nothing; `submit` has the tiers ask, once in a step. `is_waiting` answers in
-O(1). When a wait is over, whatever the tiers have found out by then is what their lookups say, and what they
-have not counts as absent. Scheduler thread only; nothing blocks.
+Noting changes nothing and starts nothing; `submit` has the tiers ask, once in a step. `is_waiting`
+answers in O(1). When a wait is over, whatever the tiers have found out by then is what their lookups
+say, and what they have not counts as absent. Scheduler thread only; nothing blocks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Inquiries", "Inquiry", "InquiryTime"]
 
 
 class Inquiry(NamedTuple):
-    """Chunks of a prefix, from its head on, that a tier may have; and what it would cost to bring all of them."""
+    """Chunks of a prefix, from its head on, that a tier may have; and what bringing all of them would cost."""
 
     tier: Tier
     keys: list[OffloadKey]
@@ -48,13 +48,13 @@ class _Asker:
     started: float | None = None
 
     def unanswered(self) -> list[Inquiry]:
-        """Return what is left, each cut to the keys from the first one on that is not answered."""
-        left = []
-        for tier, keys, cost in self.inquiries:
-            known = next((at for at, key in enumerate(keys) if tier.lookup(key) is None), len(keys))
-            if known < len(keys):
-                left.append(Inquiry(tier, keys[known:] if known else keys, cost))
-        return left
+        """Return what is left. While the first key of an inquiry is not answered, nothing else is looked at."""
+        return [inquiry for inquiry in self.inquiries if not _is_answered(inquiry)]
+
+
+def _is_answered(inquiry: Inquiry) -> bool:
+    tier, keys, _ = inquiry
+    return tier.lookup(keys[0]) is not None and None not in tier.lookup_many(keys)
 
 
 class Inquiries:
@@ -67,7 +67,7 @@ class Inquiries:
         self._times: list[InquiryTime] = []
 
     def unknown(self, keys: Sequence[OffloadKey]) -> list[Inquiry]:
-        """Say what would have to be asked of which tier: chunks that no tier is known to have, and it may."""
+        """Say what would have to be asked of which tier: chunks that none is known to have, and it may."""
         answers = [(tier, tier.lookup_many(keys)) for tier in self._tiers]
         had = [any(answer[at] for _, answer in answers) for at in range(len(keys))]
         inquiries = []

@@ -11,10 +11,10 @@ pool alone. Beyond that a connector may ask what can be had `anywhere`, and have
     load      prepare_load          pins the rows for the load and lets go of the promotion
 
 Nothing is evicted or completed between an ask and its allocation, since only the two calls of a step do
-that. Rows that become ready are offered to the tiers below (`write: through`), or the coldest are ahead of
-their eviction (`write: evict`). What a tier announces comes before what the pool announces, so that a row
-that leaves the pool is known to be below. A reset makes all of it void, in this process and in later ones.
-Scheduler thread only; nothing blocks but `wait_any` and `shutdown`.
+that. Rows that become ready are offered to the tiers below (`write: through`), or the coldest are ahead
+of their eviction (`write: evict`). What a tier announces comes before what the pool announces, so that a
+row that leaves the pool is known to be below. A reset makes all of it void, in this process and in later
+ones. Scheduler thread only; nothing blocks but `wait_any` and `shutdown`.
 """
 
 from __future__ import annotations

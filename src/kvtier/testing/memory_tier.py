@@ -1,9 +1,9 @@
 """Backends in memory, and whole tiers over them: for tests, and the plainest examples of a backend.
 
 `MemoryBackend` keeps rows by key in a dict; it passes `BackendSuite`. `make_memory_tier` is the disk's
-tier without the disk: the same books, threads, seals and suspension. `MemoryServer` goes by scope and key, as
-servers do that engines share, and `make_shared_tier` is a tier over it. Threads are real; who wants a result
-waits for it with `wait_any`.
+tier without the disk: the same books, threads, seals and suspension. `MemoryServer` goes by scope and
+key, as servers do that engines share, and `make_shared_tier` is a tier over it. Threads are real; who
+wants a result waits for it with `wait_any`.
 """
 
 from __future__ import annotations
@@ -48,9 +48,11 @@ class MemoryBackend(Backend):
 
     def _read(self, row: BackendRow) -> bytes | None:
         found = self.rows.get(self.name(row))
-        if found is None or len(found[1]) != row.nbytes:
+        if found is None:
             return None
         seal, payload = found
+        if len(payload) != row.nbytes:
+            return b""
         at = 0
         for piece in row.pieces:
             piece[:] = payload[at : at + piece.nbytes]

@@ -4,9 +4,9 @@
         def make_backend(self):
             return MyBackend(...)
 
-Backends that are made within one test are clients of one server, which is empty when the test begins. Tiers
-over them are engines; a bare backend is a stranger who evicts and forges. The suite's clock stands still until
-a test moves it; threads are real.
+Backends that are made within one test are clients of one server, which is empty when the test begins.
+Tiers over them are engines; a bare backend is a stranger who evicts and forges. The suite's clock stands
+still until a test moves it; threads are real.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class SharedTierSuite(MovingSuite):
         driver.store(1)
 
     def test_a_row_that_is_gone_puts_the_others_in_doubt(self, drivers: list[TierDriver], stranger: Backend) -> None:
-        """A server that comes back empty: rows that were not read since, as those behind a gap, are written anew."""
+        """A server comes back empty: rows that were not read since, as those behind a gap, are written anew."""
         driver = self.drive(drivers)
         driver.store(1, 2, 3)
         stranger.delete([_row(number) for number in (1, 2, 3)])
@@ -166,10 +166,28 @@ class SharedTierSuite(MovingSuite):
             assert engine.finish(job) == {key(1): Outcome.DONE}
             assert engine.fetch(1) == {1: content(1)}
 
+    def test_what_is_being_written_is_not_read(self, drivers: list[TierDriver]) -> None:
+        driver = self.drive(drivers)
+        driver.faulty.hang()
+        writing, _ = driver.demote(1)
+        assert driver.tier.explain(key(1)) is TierMiss.WRITING
+        assert driver.fetch(1) == {1: Outcome.ABSENT}
+        assert driver.demote(1)[1] == []
+        driver.tier.discard(keys(1))  # it is deleted when it has been written
+        driver.faulty.release()
+        assert driver.finish(writing) == {key(1): Outcome.DONE}
+        assert not driver.tier.lookup(key(1))
+        driver.wait(lambda: bool(driver.demote(1, version=1)[1]))
+        driver.wait(lambda: driver.tier.lookup(key(1)) is True)
+        assert driver.fetch(1) == {1: content(1, 1)}
+
     # Whose bytes
 
     @pytest.mark.parametrize("forge", ["seal", "bytes", "swapped", "short", "long"])
-    def test_what_is_forged_is_a_miss(self, drivers: list[TierDriver], stranger: Backend, forge: str) -> None:
+    def test_what_is_forged_is_a_miss(
+        self, drivers: list[TierDriver], stranger: Backend, forge: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(shared_tier, "_LARGE_ROW", ROW_BYTES)  # it is not written where one is
         driver = self.drive(drivers)
         stranger.delete([_row(1)])
         stranger.write([_forged(forge)])
@@ -202,6 +220,9 @@ class SharedTierSuite(MovingSuite):
         second.tier.reset("other weights")
         assert second.tier.lookup(key(1)) is None, "it is not being asked under its new name"
         second.faulty.release()
+        assert isinstance(second.tier, shared_tier.SharedTier)
+        second.wait(lambda tier=second.tier: not tier.has_open_calls())  # type: ignore[misc]
+        assert second.tier.lookup(key(1)) is None
         assert self.ask(second, 1) == [False]
 
     # Servers that do not answer
@@ -244,6 +265,17 @@ class SharedTierSuite(MovingSuite):
         driver.faulty.release()
         driver.wait(lambda: driver.tier.lookup(key(1)) is True)
         assert driver.tier.lookup(key(3)) is None, "it can be asked again"
+
+    def test_one_slow_failure_is_enough(self, drivers: list[TierDriver]) -> None:
+        driver = self.drive(drivers)
+        driver.faulty.hang()
+        driver.tier.ask(keys(1), driver.clock.now + 5)
+        assert driver.faulty.hanging.wait(_PATIENCE)
+        driver.clock.now += 0.5
+        driver.faulty.broken = TimeoutError(110, "Connection timed out")
+        driver.faulty.release()
+        driver.wait(lambda: driver.tier.stats().suspended == "Connection timed out")
+        assert driver.tier.lookup(key(2)) is False
 
     def test_a_server_that_is_down_is_taken_back_within_seconds(self, drivers: list[TierDriver]) -> None:
         driver = self.drive(drivers)

@@ -5,10 +5,10 @@
             faulty = FaultyBackend(MyBackend(), plan)
             return MyTier(num_slots, faulty, clock=clock), faulty
 
-`shared_tier_suite` has the one for tiers that engines share; `MovingSuite` is what both have in common. The
-suite's clock stands still until a test moves it; threads are real, and results are waited for. The last tests
-make random calls, with faults, resets and hangs, and hold every byte and every event to a model of a few
-dicts.
+`shared_tier_suite` has the one for tiers that engines share; `MovingSuite` is what both have in common.
+The suite's clock stands still until a test moves it; threads are real, and results are waited for. The
+last tests make random calls, with faults, resets and hangs, and hold every byte and every event to a
+model of a few dicts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Makes the backend of a shared tier from its settings. It asks the server something, and so blocks: I/O threads.
+"""Makes the backend of a shared tier from its settings. It asks the server something, and so blocks: I/O
+threads.
 
-What a kind of tier needs beyond kvtier itself is an extra of the package (`pip install 'kvtier[object]'`), and is
-imported here, when it is asked for.
+What a kind of tier needs beyond kvtier itself is an extra of the package (`pip install
+'kvtier[object]'`), and is imported here, when it is asked for.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ _NO_ROW = BackendRow(OffloadKey(b"kvtier asks whether you are there" + bytes(4))
 
 
 def expect_package(kind: str, path: str) -> None:
-    """Raise `ConfigError` if a kind of tier needs a package that is not there. Any thread; nothing is imported."""
+    """Raise `ConfigError` if a kind of tier needs a package that is not there. Any thread; imports nothing."""
     package = _PACKAGES.get(kind)
     if package is not None and find_spec(package) is None:
         raise ConfigError(path, f"expected the package {package}, which is not there: pip install 'kvtier[{kind}]'")
 
 
 def open_backend(config: SharedTierConfig, row_bytes: int, timeout: float) -> Backend:
-    """Return a backend whose server has answered. Each of its calls takes `timeout` seconds at most, if it can."""
+    """Return a backend whose server has answered. Where it can, it ends each call within `timeout` seconds."""
     backend = _make(config, row_bytes, timeout)
     try:
         backend.contains([_NO_ROW])

@@ -370,7 +370,10 @@ class Backend(ABC):
 
     @abstractmethod
     def read(self, rows: Sequence[BackendRow]) -> list[bytes | OSError | None]:
-        """Fill the pieces of each row. Return the seal it was stored with; `None`: there is no such row."""
+        """Fill the pieces of each row. Return the seal it was stored with; `None`: there is no such row.
+
+        Of what is there and cannot be this row, as by its length, return an empty seal: it is then deleted.
+        """
 
     @abstractmethod
     def contains(self, rows: Sequence[BackendRow]) -> list[bool]:

@@ -234,7 +234,7 @@ class IOThreads:
             self._lock.notify()
 
     def help(self, function: Callable[[], None]) -> None:
-        """Have a free thread run a function too, before all rows. For one of the threads; nobody hears of it."""
+        """Have a free thread run a function, before all rows. Threads may call it; nobody hears of the end."""
         with self._lock:
             if not self._closed:
                 self._calls.append(_Call(function, None))

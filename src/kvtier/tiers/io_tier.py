@@ -1,10 +1,10 @@
 """`IOTier`: what tiers have in common that move rows by I/O threads, whatever they know of what they hold.
 
-It turns jobs into work for `tiers/io`, what becomes of it into results and counts, and calls that are stuck
-or fail into a suspension (`tiers/health`), which a probe ends. What cannot be opened is tried again with
-growing pauses. A tier over it says how it opens, which rows it takes, and what a row that was read or written
-means for its books: `_settle_read`, `_settle_write`. Scheduler thread only; nothing blocks but `wait_open`,
-`wait_any` and `close`.
+It turns jobs into work for `tiers/io`, what becomes of it into results and counts, and calls that are
+stuck or fail into a suspension (`tiers/health`), which a probe ends. What cannot be opened is tried
+again with growing pauses. A tier over it says how it opens, which rows it takes, and what a row that was
+read or written means for its books: `_settle_read`, `_settle_write`. Scheduler thread only; nothing
+blocks but `wait_open`, `wait_any` and `close`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class IOTier(Tier):
         longest_pause: float = 60.0,
         seal_key: SealKey | None = None,
     ) -> None:
-        """`longest_pause`: seconds between two probes of a tier that is suspended. Seals are made with the key."""
+        """`longest_pause`: seconds between two probes of a tier that is suspended. The key makes the seals."""
         self.name, self.row_bytes = name, row_bytes
         self._clock = clock
         self._max_queued = max_queued
@@ -317,6 +317,10 @@ class IOTier(Tier):
 
     def wait_any(self, timeout: float) -> bool:
         return bool(self._results) or self._io.wait_any(timeout)
+
+    def has_open_calls(self) -> bool:
+        """Say whether calls of the tier itself are under way: deletions, questions, probes."""
+        return self._io.open_calls > 0
 
     def check(self) -> None:
         self._io.check()

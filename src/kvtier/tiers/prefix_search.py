@@ -1,11 +1,11 @@
 """Which chunks of a prefix does a server have? Found out in few round trips. Any thread; it blocks.
 
-A prefix is stored from its head on, so what is there is a run from the head, as a rule. Where one call can ask
-about all chunks it does, and gaps are seen. Where it cannot, the first chunk is asked about first, since most
-prompts are new; then the end of the run is searched for: each round asks about chunks at even distances and
-leaves one interval between two of them. A gap that others' eviction has made before that end is not noticed:
-whoever reads the chunk learns of it. `CallsAtOnce` asks about the chunks of a round in several calls, on the
-threads that are free.
+A prefix is stored from its head on, so what is there is a run from the head, as a rule. Where one call
+can ask about all chunks it does, and gaps are seen. Where it cannot, the first chunk is asked about
+first, since most prompts are new; then the end of the run is searched for: each round asks about chunks
+at even distances and leaves one interval between two of them. A gap that others' eviction has made
+before that end is not noticed: whoever reads the chunk learns of it. `CallsAtOnce` asks about the chunks
+of a round in several calls, on the threads that are free.
 """
 
 from __future__ import annotations

@@ -1,15 +1,17 @@
 """`SharedTier`: rows on a server that other engines use too, and that evicts as it likes.
 
-It does not know what it holds. A prefix is asked about on I/O threads (`ask`); answers are kept in mind for a
-while, a yes for longer than a no, and what this process has written or read is a yes. An answer may be stale:
-a yes then costs one promotion that fails, and puts every older yes in doubt; a no costs computing what another
-engine has just written. Nothing is announced, because nothing about it is exact (docs/decisions/0014).
+It does not know what it holds. A prefix is asked about on I/O threads (`ask`); answers are kept in mind
+for a while, a yes for longer than a no, and what this process has written or read is a yes. An answer
+may be stale: a yes then costs one promotion that fails, and puts every older yes in doubt; a no costs
+computing what another engine has just written. Nothing is announced, because nothing about it is exact
+(docs/decisions/0014).
 
-Rows go by key, and names on the server by scope and key: engines of one namespace share rows, and after a
-reset an engine has names of its own. A row that is known to be there is not written; a large one is asked for
-first. A server that does not answer delays whoever asked by one deadline; while such a call is open, and while
-the tier is suspended, what is not known counts as absent. The backend is opened on an I/O thread, and again
-with growing pauses until that works. Scheduler thread only, but for what says that it runs on an I/O thread.
+Rows go by key, and names on the server by scope and key: engines of one namespace share rows, and after
+a reset an engine has names of its own. A row that is known to be there is not written; a large one is
+asked for first. A server that does not answer delays whoever asked by one deadline; while such a call is
+open, and while the tier is suspended, what is not known counts as absent. The backend is opened on an
+I/O thread, and again with growing pauses until that works. Scheduler thread only, but for what says that
+it runs on an I/O thread.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ _LARGE_ROW = 64 << 10
 """From here on a row takes longer to send than a question whether it is there."""
 
 
-class _Answer(NamedTuple):
+class _LastHeard(NamedTuple):
     """What was last known of a chunk, and when."""
 
     is_there: bool
@@ -66,6 +68,8 @@ class _Question:
     is_late: bool = False
     began: float | None = None
     """When a thread has begun it."""
+    seconds: float = 0.0
+    """How long it took, once it is over."""
 
 
 class SharedTier(IOTier):
@@ -105,9 +109,9 @@ class SharedTier(IOTier):
         self._memory: Piece | None = None
         self._is_named = False  # the namespace is known
         self._suffix = ""  # of the last reset
-        self._known: RecentKeys[_Answer] = RecentKeys(REMEMBERED)
-        self._trusted_since = float("-inf")  # a yes from before is in doubt: a row was not there that should have been
-        # Of the current scope: rows that calls work on. None of them is written or deleted beside another call.
+        self._known: RecentKeys[_LastHeard] = RecentKeys(REMEMBERED)
+        self._trusted_since = float("-inf")  # a yes from before then is in doubt
+        # Of the current scope, rows that calls work on. None is written or deleted beside another call.
         self._writing: set[OffloadKey] = set()
         self._reading: Counter[OffloadKey] = Counter()
         self._deleting: set[OffloadKey] = set()
@@ -193,21 +197,24 @@ class SharedTier(IOTier):
 
     def _search(self, question: _Question) -> FoundPrefix | None:
         """Find out, unless nobody waits for it any more. On an I/O thread."""
-        question.began, backend = self._clock(), self._io.backend
+        began, backend = self._clock(), self._io.backend
         if question.is_late or backend is None:
             return None
+        question.began = began
         rows = [BackendRow(key, (), scope=question.scope) for key in question.keys]
         calls = CallsAtOnce(backend.contains, backend.contains_batch, self._num_threads, self._io.help)
-        return search_prefix(calls.contains, rows, calls.width, lambda: not question.is_late)
+        try:
+            return search_prefix(calls.contains, rows, calls.width, lambda: not question.is_late)
+        finally:
+            question.seconds = self._clock() - began
 
     def _answer(self, question: _Question, found: FoundPrefix | None, error: BaseException | None) -> None:
         """Take in what a question has come to, be it late."""
-        began = self._clock() if question.began is None else question.began
         self._forget(question)
         if question.scope != self._scope.number:
             return
         if error is not None:
-            self._note_failure(Direction.PROMOTE, say_error(error), self._clock() - began)
+            self._note_failure(Direction.PROMOTE, say_error(error), question.seconds)
             self._note_absent(question.keys, TierMiss.NO_ANSWER)
         elif found is not None:
             self._counts["round_trips"] += found.round_trips
@@ -245,10 +252,10 @@ class SharedTier(IOTier):
         return keys
 
     def _note_there(self, keys: list[OffloadKey]) -> None:
-        self._known.note(keys, _Answer(True, self._clock()))
+        self._known.note(keys, _LastHeard(True, self._clock()))
 
     def _note_absent(self, keys: list[OffloadKey], reason: TierMiss) -> None:
-        self._known.note(keys, _Answer(False, self._clock()))
+        self._known.note(keys, _LastHeard(False, self._clock()))
         self._misses.note(keys, reason)
 
     def _was_there(self, key: OffloadKey) -> bool:
@@ -256,8 +263,8 @@ class SharedTier(IOTier):
         answer = self._known.get(key)
         return answer is not None and answer.is_there and self._is_trusted(answer)
 
-    def _is_trusted(self, answer: _Answer) -> bool:
-        return not answer.is_there or answer.at >= self._trusted_since
+    def _is_trusted(self, heard: _LastHeard) -> bool:
+        return not heard.is_there or heard.at >= self._trusted_since
 
     def explain(self, key: OffloadKey) -> TierMiss | None:
         if not self.is_open():
@@ -345,7 +352,8 @@ class SharedTier(IOTier):
         elif outcome is Outcome.ABSENT:
             self._health[Direction.PROMOTE].note_success()
             self._counts["evicted"] += len(rows)
-            self._trusted_since = self._clock()  # the server may have lost all: rows behind these were not even read
+            # The server may have lost all, and rows behind these were not even read.
+            self._trusted_since = self._clock()
             self._note_absent(current, TierMiss.EVICTED)
         elif outcome is Outcome.FAILED:
             self._counts["failed"] += len(rows)
@@ -463,7 +471,7 @@ class _WriteOnce(Backend):
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self.contains_batch = backend.contains_batch
+        self.contains_batch, self.writes_once = backend.contains_batch, backend.writes_once
 
     def write(self, rows: Sequence[BackendRow]) -> list[OSError | None]:
         large = [row for row in rows if row.nbytes >= _LARGE_ROW]

@@ -1,0 +1,241 @@
+"""`kvtier tiers check`: opens every configured tier as an engine would, and moves a few rows that it then
+removes.
+
+A disk is measured in a folder of its own beside the tier's places, which stay as they are; of the tier's
+own folder it says whether there is room, and whether an engine has it. Rows on servers have a namespace
+that no engine has.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+from typer import Argument, Option
+
+from kvtier.config import (
+    CPUConfig,
+    DiskConfig,
+    GroupConfig,
+    KVTierConfig,
+    OffloadingConfig,
+    TierConfig,
+    format_size,
+    parse_size,
+)
+from kvtier.errors import ConfigError, InputError, KVTierError
+from kvtier.keys import OffloadKey, make_offload_key
+from kvtier.tiers.base import LentRow, Outcome, TierJob
+from kvtier.tiers.disk.folder import find_places
+from kvtier.tiers.io_tier import IOTier
+
+__all__ = ["check_command", "tiers_app"]
+
+tiers_app = typer.Typer(help="Look after the tiers of a config.")
+
+_PAGE = 4096
+_MOST_BYTES = 128 << 20
+_SECONDS = 30.0
+"""How long anything may take before it counts as not working."""
+
+
+class TierCheck(NamedTuple):
+    """What was found of one tier. `problem`: what is wrong; `None`: it works."""
+
+    tier: str
+    problem: str | None
+    open_seconds: float | None = None
+    lookup_seconds: float | None = None
+    put_bytes_per_second: float | None = None
+    get_bytes_per_second: float | None = None
+
+    def sentence(self) -> str:
+        """Say it in a line."""
+        if self.open_seconds is None or self.put_bytes_per_second is None or self.get_bytes_per_second is None:
+            return f"{self.tier}: {self.problem}"
+        text = f"{self.tier}: opens in {self.open_seconds * 1e3:.1f} ms, "
+        text += f"puts {format_size(int(self.put_bytes_per_second))}/s, gets {format_size(int(self.get_bytes_per_second))}/s"
+        text += f", looks up in {(self.lookup_seconds or 0.0) * 1e3:.2f} ms"
+        return text + (f"; but {self.problem}" if self.problem else "")
+
+
+@tiers_app.command("check")
+def check_command(
+    file: Annotated[Path, Argument(metavar="FILE", help="JSON or TOML (*.toml), as `kvtier config check` takes.")],
+    rows: Annotated[int, Option(min=1, max=1024, help="Rows to put and get.")] = 16,
+    row_size: Annotated[str, Option(metavar="SIZE", help="Bytes of a row.")] = "1MiB",
+    as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Open every configured tier, put, look up, get and remove a few rows. Exits with 1 if a tier does not work."""
+    config = KVTierConfig.from_file(file)
+    size = max(_PAGE, parse_size(row_size, "--row-size") // _PAGE * _PAGE)
+    if not config.tiers:
+        raise InputError(f"{file}: expected tiers, got none")
+    if rows * size > _MOST_BYTES:
+        raise InputError(
+            f"--rows, --row-size: expected {format_size(_MOST_BYTES)} in all, got {format_size(rows * size)}"
+        )
+    with _silent("kvtier.tiers"):  # what an engine would log is said here
+        checks = [_check(index, tier, config, rows, size) for index, tier in enumerate(config.tiers)]
+    if as_json:
+        typer.echo(json.dumps([check._asdict() for check in checks], indent=2))
+    for check in () if as_json else checks:
+        typer.echo(check.sentence())
+    raise typer.Exit(1 if any(check.problem for check in checks) else 0)
+
+
+def _check(index: int, tier: TierConfig, config: KVTierConfig, num_rows: int, row_bytes: int) -> TierCheck:
+    try:
+        with _scratch(tier, num_rows, row_bytes) as (scratch, problem):
+            check = _measure(scratch, config, num_rows, row_bytes)
+            return check._replace(problem=check.problem or problem)
+    except ConfigError as error:  # its path is that of a config with this tier alone
+        return TierCheck(tier.kind, str(error).replace("tiers[0]", f"tiers[{index}]", 1))
+    except (KVTierError, OSError) as error:
+        return TierCheck(tier.kind, _one_line(tier.kind, str(error)))
+
+
+@contextmanager
+def _scratch(tier: TierConfig, num_rows: int, row_bytes: int) -> Iterator[tuple[TierConfig, str | None]]:
+    """Yield settings to measure with, and what is wrong with the tier's own place if something is."""
+    if not isinstance(tier, DiskConfig):
+        yield replace(tier, required=False), None
+        return
+    path = Path(tier.path)
+    path.mkdir(parents=True, exist_ok=True)
+    places = list(find_places(path))
+    needed = tier.capacity - sum(place.taken for place in places)
+    free = shutil.disk_usage(path).free
+    problem = None
+    if needed > free:
+        problem = f"{path}: expected room for {format_size(needed)} more, found {format_size(free)}"
+    elif any(place.owned for place in places):
+        problem = f"{path}: a process owns it; another engine would run without this tier"
+    with tempfile.TemporaryDirectory(prefix=".kvtier-check-", dir=path) as folder:
+        yield (
+            replace(tier, path=folder, capacity=(num_rows + 8) * (row_bytes + _PAGE) + (1 << 20), required=False),
+            problem,
+        )
+
+
+def _measure(tier: TierConfig, config: KVTierConfig, num_rows: int, row_bytes: int) -> TierCheck:
+    """Open a tier as an engine does, and move rows."""
+    from kvtier.offload.cpu import make_tier
+
+    group = GroupConfig(block_size=16, bytes_per_block=row_bytes, layer_names=("check",))
+    settings = replace(config, cpu=CPUConfig(capacity=row_bytes), blocks_per_chunk=1, tiers=(tier,))
+    engine = OffloadingConfig(
+        settings=settings,
+        groups=(group,),
+        hash_block_size=16,
+        engine_id="kvtier-tiers-check",
+        namespace=f"kvtier tiers check {secrets.token_hex(8)}",
+    )
+    seconds: dict[str, float] = {}
+    with _timed(seconds, "open"):
+        made = make_tier(tier, engine)
+        assert isinstance(made, IOTier)
+        made.wait_open(_SECONDS)
+    try:
+        problem = _move(made, num_rows, row_bytes, seconds)
+    finally:
+        made.close()
+    total = num_rows * row_bytes
+    return TierCheck(
+        tier.kind,
+        None if problem is None else _one_line(tier.kind, problem),
+        seconds["open"],
+        seconds.get("lookup"),
+        total / seconds["put"] if "put" in seconds else None,
+        total / seconds["get"] if "get" in seconds else None,
+    )
+
+
+def _move(tier: IOTier, num_rows: int, row_bytes: int, seconds: dict[str, float]) -> str | None:
+    """Put, look up, get and remove rows; say what went wrong."""
+    payloads = {make_offload_key(secrets.token_bytes(32), 0): secrets.token_bytes(row_bytes) for _ in range(num_rows)}
+    names = list(payloads)
+    if not tier.is_open():
+        return tier.problem or f"{tier.where}: it does not open"
+    try:
+        job = _job(1, {name: bytearray(payload) for name, payload in payloads.items()})
+        with _timed(seconds, "put"):
+            taken = tier.demote(job)
+            outcome = _wait(tier, 1, len(taken))
+        if len(taken) < num_rows or outcome is not None:
+            return f"{tier.where}: a row could not be put: {outcome or 'it was refused'}"
+        unheard = [make_offload_key(secrets.token_bytes(32), 0) for _ in names]
+        with _timed(seconds, "lookup"):
+            tier.ask(unheard, time.monotonic() + _SECONDS)
+            while None in tier.lookup_many(unheard) and tier.stats().suspended is None:
+                tier.wait_any(0.01)
+                tier.poll()
+        memory = {name: bytearray(row_bytes) for name in names}
+        job = _job(2, memory)
+        with _timed(seconds, "get"):
+            tier.promote(job)
+            outcome = _wait(tier, 2, num_rows)
+        if outcome is not None:
+            return f"{tier.where}: a row that was put could not be got: {outcome}"
+        return None if memory == payloads else f"{tier.where}: a row came back with other bytes"
+    finally:
+        _remove(tier, names)
+
+
+def _job(number: int, memory: dict[OffloadKey, bytearray]) -> TierJob:
+    rows = tuple(LentRow(name, (memoryview(row),)) for name, row in memory.items())
+    return TierJob(number, rows, time.monotonic() + _SECONDS)
+
+
+def _wait(tier: IOTier, job_id: int, num_rows: int) -> str | None:
+    """Wait until rows are over; say what became of the first that is not done."""
+    problem: str | None = None
+    while num_rows > 0:
+        tier.wait_any(0.1)
+        for result in tier.poll():
+            if result.job_id == job_id and result.outcome is not Outcome.RETURNED:
+                num_rows -= len(result.keys)
+                if result.outcome is not Outcome.DONE:
+                    problem = problem or result.why or result.outcome.value
+    return problem
+
+
+def _remove(tier: IOTier, names: list[OffloadKey]) -> None:
+    """Remove rows, for as long as a second."""
+    tier.discard(names)
+    until = time.monotonic() + 1.0
+    while tier.has_open_calls() and time.monotonic() < until:
+        tier.wait_any(0.1)
+        tier.poll()
+
+
+def _one_line(kind: str, problem: str) -> str:
+    return " ".join(problem.split()).removeprefix(f"{kind} tier: ")
+
+
+@contextmanager
+def _silent(name: str) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], what: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    seconds[what] = time.perf_counter() - start
