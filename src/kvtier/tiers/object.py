@@ -178,6 +178,8 @@ class ObjectBackend(Backend):
         status, kind, code = _status(error), _HTTP_KIND.search(text), _CODE.search(text)
         if isinstance(error, (self._exceptions.PermissionDeniedError, self._exceptions.UnauthenticatedError)):
             number, problem = errno.EACCES, "these credentials may not do that"
+            if self.url.startswith("s3:") and not text.partition("performing ")[2].startswith("PUT"):
+                problem += "; without s3:ListBucket that is said of absent objects, too"
         elif isinstance(error, FileNotFoundError):
             number, problem = errno.ENOENT, "there is no such bucket or container"
         elif _CREDENTIALS.search(text):
