@@ -564,9 +564,8 @@ def bench_engines(
     for engine in engines:
         engine.close()
     medians = {case: median(part) for case, part in speeds.items()}
-    return [
-        {"engines": count, "put_gbps": medians[count, "put"], "get_gbps": medians[count, "get"]} for count in numbers
-    ]
+    ways = ("put", "get")
+    return [{"engines": count} | {f"{way}_gbps": medians[count, way] for way in ways} for count in numbers]
 
 
 def show(kind: str, section: Section, results: dict[str, Any]) -> None:

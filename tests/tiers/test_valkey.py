@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from tests.tiers.servers import Certificates, Relay, ValkeyServer, find_valkey, free_port
@@ -25,7 +25,9 @@ from kvtier.tiers.io import Direction, IOReport, IOThreads
 from kvtier.tiers.seal import SealScope
 from kvtier.tiers.valkey import ValkeyBackend
 from kvtier.tiers.valkey import backend as valkey_backend
+from kvtier.tiers.valkey.resp import RespConnection
 
+_Backend = TypeVar("_Backend", bound=ValkeyBackend)
 PATIENCE = 60.0
 """A time-out that no test waits for."""
 SOON = 0.3
@@ -38,7 +40,7 @@ def make(url: str, row_bytes: int = ROW_BYTES, timeout: float = PATIENCE, **sett
 
 
 @contextmanager
-def closing(backend: ValkeyBackend) -> Iterator[ValkeyBackend]:
+def closing(backend: _Backend) -> Iterator[_Backend]:
     try:
         yield backend
         backend.check()
@@ -150,6 +152,22 @@ class TestRows:
         rows = [empty(number)._replace(pieces=()) for number in range(3000)]
         found = [number for number, there in enumerate(backend.contains(rows)) if there]
         assert found == list(range(0, 60, 2))
+
+    def test_a_lookup_is_one_round_trip(self, server: ValkeyServer) -> None:
+        """However large the rows are that are asked for: they do not travel."""
+
+        class Counting(ValkeyBackend):
+            exchanges = 0
+
+            def _take_idle(self) -> RespConnection | None:
+                self.exchanges += 1
+                return super()._take_idle()
+
+        large = memoryview(bytearray(1 << 20))
+        rows = [empty(number)._replace(pieces=(large,)) for number in range(1000)]
+        with closing(Counting(ValkeyConfig(url=server.url), len(large), timeout=PATIENCE)) as backend:
+            assert backend.contains(rows) == [False] * 1000
+            assert backend.exchanges == 1
 
     def test_databases_and_prefixes_are_apart(self, server: ValkeyServer, backend: ValkeyBackend) -> None:
         backend.write([sealed(1)])
@@ -296,9 +314,9 @@ class TestServersThatRefuse:
             there = backend.contains(rows)
             found = [row._replace(pieces=(memoryview(bytearray(size)),)) for row in rows]
             seals = backend.read(found)
-            assert [seal is not None for seal in seals] == there
             assert 0 < sum(there) < 64
-            for row, other, seal in zip(rows, found, seals, strict=True):
+            for row, other, was_there, seal in zip(rows, found, there, seals, strict=True):
+                assert seal in ((b"seal", None) if was_there else (None,)), "answers may evict, too"
                 assert seal is None or payload_of(other) == payload_of(row)
 
     def test_a_server_that_became_a_replica(self, server: ValkeyServer) -> None:
@@ -400,7 +418,7 @@ class TestLateAndLost:
         """An answer that arrives after its deadline must not be read as the next one."""
         with Relay(server.port) as relay, closing(make(f"valkey://127.0.0.1:{relay.port}")) as backend:
             backend.write([sealed(number) for number in range(8)])
-            for number in range(4):
+            for number in range(2):
                 relay.hold()
                 backend._timeout = SOON
                 assert codes(backend.read([empty(number)])) == [errno.ETIMEDOUT]

@@ -60,10 +60,10 @@ class ValkeyBackend(Backend):
         self._closed = False
 
     def write(self, rows: Sequence[BackendRow]) -> list[OSError | None]:
-        return self._exchange(rows, self._set, _read_status)
+        return self._exchange(_parts(rows), self._set, _read_status)
 
     def read(self, rows: Sequence[BackendRow]) -> list[bytes | OSError | None]:
-        return self._exchange(rows, partial(self._ask, b"GET"), _read_row)
+        return self._exchange(_parts(rows), partial(self._ask, b"GET"), _read_row)
 
     def contains(self, rows: Sequence[BackendRow]) -> list[bool]:
         return [number > 0 for number in self._count(b"EXISTS", rows)]
@@ -110,7 +110,8 @@ class ValkeyBackend(Backend):
     def _count(self, verb: bytes, rows: Sequence[BackendRow]) -> list[int]:
         """Return a server's number for each row; `OSError` if there is none for one of them."""
         counts: list[int] = []
-        for count in self._exchange(rows, partial(self._ask, verb), _read_number):
+        parts = [rows[at : at + _EXCHANGE_ROWS] for at in range(0, len(rows), _EXCHANGE_ROWS)]
+        for count in self._exchange(parts, partial(self._ask, verb), _read_number):
             if isinstance(count, OSError):
                 raise count
             counts.append(count)
@@ -118,20 +119,23 @@ class ValkeyBackend(Backend):
 
     def _exchange(
         self,
-        rows: Sequence[BackendRow],
+        parts: Sequence[Sequence[BackendRow]],
         ask: Callable[[BackendRow], list[bytes | Piece]],
         receive: Callable[[RespConnection, BackendRow], _Answer],
     ) -> list[_Answer | OSError]:
-        """Send what `ask` says of all rows, then receive all answers. After a failure there are no more."""
+        """Send what `ask` says of the rows of a part, then receive all answers; part by part.
+
+        What is not answered when something goes wrong has failed, and no further part is tried.
+        """
         answers: list[_Answer | OSError] = []
         try:
-            for part in _parts(rows):
+            for part in parts:
                 with self._connection() as connection:
                     connection.send([buffer for row in part for buffer in ask(row)])
                     for row in part:
                         answers.append(receive(connection, row))
         except OSError as error:
-            answers += [error] * (len(rows) - len(answers))
+            answers += [error] * (sum(len(part) for part in parts) - len(answers))
         return answers
 
     # -- connections -------------------------------------------------------------------------------
@@ -204,13 +208,13 @@ def _read_row(connection: RespConnection, row: BackendRow) -> bytes | OSError | 
     return seal_in(header, row)
 
 
-def _parts(rows: Sequence[BackendRow]) -> Iterator[Sequence[BackendRow]]:
+def _parts(rows: Sequence[BackendRow]) -> list[Sequence[BackendRow]]:
     """Cut a batch into what one exchange moves."""
-    start = nbytes = 0
+    parts, start, nbytes = [], 0, 0
     for at, row in enumerate(rows):
-        if at > start and (nbytes + row.nbytes > _EXCHANGE_BYTES or at - start == _EXCHANGE_ROWS):
-            yield rows[start:at]
+        size = row.nbytes
+        if at > start and (nbytes + size > _EXCHANGE_BYTES or at - start == _EXCHANGE_ROWS):
+            parts.append(rows[start:at])
             start, nbytes = at, 0
-        nbytes += row.nbytes
-    if start < len(rows):
-        yield rows[start:]
+        nbytes += size
+    return [*parts, rows[start:]] if rows else []

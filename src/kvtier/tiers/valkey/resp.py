@@ -71,13 +71,14 @@ def _refusal(line: bytes, *, secret: bool = False) -> OSError:
 class RespConnection:
     """An open connection. After an exception nothing may be done with it but `close`."""
 
-    __slots__ = ("_deadline", "_end", "_socket", "_start", "_view", "_whole", "refused")
+    __slots__ = ("_buffer", "_deadline", "_end", "_socket", "_start", "_view", "_whole", "refused")
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
         self._deadline = 0.0
         self._whole = 0 if isinstance(connected, ssl.SSLSocket) else socket.MSG_WAITALL
-        self._view = memoryview(bytearray(_BUFFER_BYTES))
+        self._buffer = bytearray(_BUFFER_BYTES)
+        self._view = memoryview(self._buffer)
         self._start = self._end = 0  # what was received and not read
         self.refused = False
         """The server has answered an error, so it may not be the right one any more."""
@@ -169,10 +170,10 @@ class RespConnection:
 
     def _read_head(self, kind: bytes, *, secret: bool = False) -> bytes | OSError:
         """Read a line of this kind without its first byte, or the server's error."""
-        while (length := bytes(self._view[self._start : self._end]).find(b"\r\n")) < 0:
+        while (end := self._buffer.find(b"\r\n", self._start, self._end)) < 0:
             self._fill()
-        line = bytes(self._view[self._start : self._start + length])
-        self._start += length + 2
+        line = bytes(self._view[self._start : end])
+        self._start = end + 2
         if line[:1] == b"-":
             self.refused = True
             return _refusal(line[1:], secret=secret)
