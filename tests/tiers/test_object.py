@@ -103,7 +103,7 @@ class TestWhatLies:
         header = struct.pack("<8sQQB7x32s", b"kvtrow1\n", ROW_BYTES, row.scope, 16, row.seal)
         assert self.value(backend, 1) == header + content(1)
 
-    @pytest.mark.parametrize("length", [0, 1, HEADER_BYTES, ROW_BYTES, ROW_BYTES + HEADER_BYTES - 1, 3 * ROW_BYTES])
+    @pytest.mark.parametrize("length", [0, 1, 64, ROW_BYTES, ROW_BYTES + HEADER_BYTES - 1, 3 * ROW_BYTES])
     def test_another_length_fails_its_check(self, backend: ObjectBackend, length: int) -> None:
         backend.write([sealed(1)])
         value = self.value(backend, 1)
