@@ -53,6 +53,8 @@ def _of_indexes(service: Service) -> Iterator[str]:
     ):
         name = f"{field}_total" if kind == "counter" else field
         yield _family(name, kind, text, [(labels, float(count[field])) for labels, count in counts])
+    compiled = [(labels, float(count["form"] == "numba")) for labels, count in counts]
+    yield _family("compiled", "gauge", "Whether compiled loops answer, or plain Python until they are ready.", compiled)
     held = []
     for labels, index in groups:
         for name in index.workers:
