@@ -303,6 +303,22 @@ def test_ghosts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert state.ghost_count == 5
 
 
+def test_records_that_ended_are_let_go() -> None:
+    """Those that nothing uses any more are few beside those that are, also after a snapshot during which none goes."""
+    state = PublishedState(EventEncoder())
+    for n in range(200):
+        state.store(stored([n]), b"", [])
+    snapshot = Snapshot({0: state}, state._encoder, 3, Mark(9, state.blocks, state.digest))
+    for n in range(200, 5_200):
+        if n == 3_000:
+            snapshot.advance(60.0)
+            assert snapshot.is_made
+        state.store(stored([n]), b"", [])
+        state.remove(removed([n - 200]), b"", [])
+    assert (state.blocks, len(state._records) < 600) == (200, True)
+    state.check()
+
+
 def test_chains_of_any_length_are_freed() -> None:
     """Records that referred to each other crashed the interpreter when a long chain of them was freed."""
     encoder = EventEncoder()

@@ -161,6 +161,8 @@ def test_a_publisher_is_followed_from_before_it_was_registered(form: str) -> Non
         assert client("POST", "/register", registered(publisher)) == (201, {"status": "ok"})
         until(lambda: client.query(T[:20])["states"] == {"1": {"0": "exact"}})
         until(lambda: bool(client.query(T[:20])["instances"]))
+        compiled = client.metrics()['kvtier_index_compiled{model="m",routing_group="default"}']
+        assert compiled == (form == "numba")
         assert client.query(T[:20]) == {
             "scores": {"1": {"0": 8}},
             "frequencies": [],

@@ -51,6 +51,9 @@ def _of_indexes(service: Service) -> Iterator[str]:
         ("orphans_dropped", MetricKind.COUNTER, "Blocks that found no room to wait for their parents."),
     ):
         yield _family(field, kind, text, [(labels, float(count[field])) for labels, count in counts])
+    compiled = [(labels, float(count["form"] == "numba")) for labels, count in counts]
+    text = "Whether compiled loops answer, or plain Python until they are ready."
+    yield _family("compiled", MetricKind.GAUGE, text, compiled)
     held = []
     for labels, index in groups:
         for name in index.workers:

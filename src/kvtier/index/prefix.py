@@ -494,23 +494,6 @@ class PrefixIndex:
             if tiers >> tier & 1
         ]
 
-    def engine_hashes(self, worker: str) -> dict[int, int]:
-        """Return what the worker's engine calls each key, where that differs. Others wait for a part of it at a time."""
-        names: dict[int, int] = {}
-        with self._lock:
-            known = self._workers.get(worker)
-            if known is None or known.translator is None or self._book is None:
-                return names
-            names.update((key, engine_hash) for engine_hash, key in known.translator.salted().items())
-            parts = self._book.parts()
-        while True:
-            with self._lock:
-                part = next(parts, None)
-            if part is None:
-                return names
-            theirs = part.workers == known.slot
-            names.update(zip(part.keys[theirs].tolist(), part.hashes[theirs].tolist(), strict=True))
-
     def worker_stats(self, worker: str) -> WorkerStats:
         """Return what one worker holds. Where it has several groups, a tier has as many blocks as the group with the fewest."""
         with self._lock:

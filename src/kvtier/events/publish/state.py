@@ -322,8 +322,11 @@ class PublishedState:
 
     def _sweep(self) -> None:
         """Look at two records for each that has ended, so that about half of them at most are of no use."""
-        for _ in range(min(2 * _SWEPT_AT_ONCE, len(self._records))):
-            self.next_record()
+        records = self._records
+        for _ in range(min(2 * _SWEPT_AT_ONCE, len(records))):
+            record = records.popleft()
+            if record.uses:
+                records.append(record)
         self._ended -= _SWEPT_AT_ONCE
 
     def _tables(self) -> list[BlockMap]:
@@ -399,7 +402,7 @@ class PublishedState:
             if left:
                 self._children[above] = left
                 return
-            ghost = self.ghosts.pop_all((above,))[0]
+            ghost = self.ghosts.pop_all((above,))[0] if self.ghosts.table else None
             if ghost is None:
                 return
             ghost.uses -= 1
