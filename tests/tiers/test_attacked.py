@@ -20,7 +20,7 @@ from kvtier.policies import LRUPolicy
 from kvtier.testing.tier_suite import ROW_BYTES, StandingClock, content, key, keys
 from kvtier.tiers.base import BackendRow, Outcome, TierMiss
 from kvtier.tiers.disk import files as files_module
-from kvtier.tiers.disk.folder import FolderLock, taken_bytes
+from kvtier.tiers.disk.folder import FolderLock, place_name, taken_bytes
 from kvtier.tiers.io import Direction, IOThreads
 from kvtier.tiers.seal import SealScope
 from kvtier.tiers.slot_table import SlotTable
@@ -364,6 +364,50 @@ def test_more_ranks_than_before_wait_for_the_first_to_shrink(tmp_path: Path) -> 
     assert taken_bytes(tmp_path) <= capacity(64)
     first.close()
     second.close()
+
+
+def test_a_place_for_which_there_is_no_room_any_more_gives_its_space_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(tmp_path, 40, "another model") as driver:
+        driver.store(*range(8))
+    with opened(tmp_path, 60) as driver:
+        driver.store(1)
+    before = taken_bytes(place_named(tmp_path, "another model"))
+    tier = make_tier(tmp_path, 20)
+    assert not tier.wait_open()
+    tier.close()
+    assert taken_bytes(place_named(tmp_path, "model")) == 0
+    assert "were given up" in caplog.text
+    assert tier.problem is not None
+    assert "other models' rows take" in tier.problem
+    assert taken_bytes(place_named(tmp_path, "another model")) == before, "never those of others"
+    with opened(tmp_path, 40, "another model") as driver:
+        assert driver.fetch(1) == {1: content(1)}
+    with opened(tmp_path, 60) as driver:
+        assert driver.tier.stats().used == 0
+        driver.store(1)
+
+
+def place_named(path: Path, namespace: str) -> Path:
+    return path / "rank-0" / place_name(namespace, ROW_BYTES)
+
+
+def test_ranks_that_all_have_too_much_shrink_to_their_shares(tmp_path: Path) -> None:
+    for slots in (64, 32):
+        tiers = [make_tier(tmp_path, slots, rank=rank, ranks=2) for rank in range(2)]
+        for _ in range(1000):
+            if all(tier.stats().capacity for tier in tiers):
+                break
+            for tier in tiers:
+                assert isinstance(tier._clock, StandingClock)
+                tier._clock.now += 60
+                tier.wait_any(0.01)
+                tier.poll()
+        assert min(tier.stats().capacity for tier in tiers) >= slots // 2 - 8
+        assert taken_bytes(tmp_path) <= capacity(slots)
+        for tier in tiers:
+            tier.close()
 
 
 def test_a_tick_of_garbage_breaks_nothing() -> None:
