@@ -20,7 +20,7 @@ from kvtier.policies import LRUPolicy
 from kvtier.testing.tier_suite import ROW_BYTES, StandingClock, content, key, keys
 from kvtier.tiers.base import BackendRow, Outcome, TierMiss
 from kvtier.tiers.disk import files as files_module
-from kvtier.tiers.disk.folder import FolderLock, place_name, taken_bytes
+from kvtier.tiers.disk.folder import FolderLock, find_places, place_name, taken_bytes
 from kvtier.tiers.io import Direction, IOThreads
 from kvtier.tiers.seal import SealScope
 from kvtier.tiers.slot_table import SlotTable
@@ -200,7 +200,7 @@ def test_a_reset_before_it_is_open_is_for_good(tmp_path: Path, when: str, end: s
     if child == 0:
         try:
             known: list[str] = ["model"] if when == "refused" else []
-            more = {"capacity": 1} if when == "refused" else {}
+            more = {"capacity": 1 << 60} if when == "refused" else {}  # no disk has that
             tier = make_tier(tmp_path, namespace=lambda: known[0] if known else None, settings=more)
             tier.wait_open()
             tier.reset("weights were swapped")
@@ -446,6 +446,36 @@ def test_gc_of_what_cannot_be_removed(tmp_path: Path, capsys: pytest.CaptureFixt
     assert error.count("\n") == 1
     assert f"{place}: expected to remove all of it" in error
     assert (tmp_path / "elsewhere" / "records").exists()
+
+
+def test_gc_goes_on_after_a_failure_and_leaves_no_half_of_a_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, namespace in enumerate(("one", "two", "three")):
+        with opened(tmp_path, 20 * (number + 1), namespace) as driver:
+            driver.store(1)
+    unlink, stubborn = os.unlink, place_named(tmp_path, "two")
+
+    def fail(name: str, *, dir_fd: int | None = None) -> None:
+        if name == "slots" and stubborn.name in os.readlink(f"/proc/self/fd/{dir_fd}"):
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        unlink(name, dir_fd=dir_fd)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", fail)
+        assert main(["disk", "gc", str(tmp_path), "--all"]) == 1
+    told = capsys.readouterr()
+    assert told.out.count("removed ") == 2
+    assert told.err.count("\n") == 1
+    assert f"{stubborn}: expected to remove all of it: Operation not permitted" in told.err
+    with opened(tmp_path, 100, "two") as driver:
+        assert driver.tier.stats().used == 0, "nothing of it is opened"
+    assert main(["disk", "check", str(tmp_path)]) == 0
+    capsys.readouterr()
+    assert main(["disk", "ls", str(tmp_path)]) == 0
+    (left,) = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "being removed" in line]
+    assert main(["disk", "gc", str(tmp_path), left]) == 0
+    assert [place.folder for place in find_places(tmp_path)] == [stubborn]
 
 
 def test_an_owner_whose_lock_was_removed_gives_up(tmp_path: Path) -> None:

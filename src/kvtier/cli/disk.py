@@ -90,7 +90,7 @@ def gc_command(
     everything: Annotated[bool, Option("--all", help="All places that no process owns.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """Remove places with all their rows: those named, those not used for long, or all."""
+    """Remove places with all their rows: those named, those not used for long, or all. Exits with 1 if some cannot be."""
     found = _find(path)
     if places:
         chosen = _choose(path, places)
@@ -102,16 +102,22 @@ def gc_command(
     else:
         names = ", ".join(_name(path, place) for place in found) or "none"
         raise InputError(f"expected places to remove, --older-than or --all; places here: {names}")
-    removed = []
+    results: list[dict[str, Any]] = []
     for place in chosen:
-        place.remove()
-        removed.append({"place": _name(path, place), "bytes": place.taken})
+        result: dict[str, Any] = {"place": _name(path, place), "bytes": place.taken}
+        try:
+            place.remove()
+            told = f"removed {_name(path, place)}, {format_size(place.taken)}"
+        except OutsideError as error:  # the others can be removed all the same
+            result["error"] = told = str(error)
+        results.append(result)
         if not as_json:
-            typer.echo(f"removed {_name(path, place)}, {format_size(place.taken)}")
+            typer.echo(told, err="error" in result)
     if as_json:
-        typer.echo(json.dumps(removed, indent=2))
-    elif not removed:
+        typer.echo(json.dumps(results, indent=2))
+    elif not results:
         typer.echo("nothing to remove")
+    raise typer.Exit(1 if any("error" in result for result in results) else 0)
 
 
 def _show(progress: Progress, task: TaskID, done: int, total: int) -> None:
@@ -131,7 +137,7 @@ def _choose(path: Path, names: list[str] | None) -> list[DiskPlace]:
     for name in names or ():
         if name not in found:
             raise InputError(f"{name}: expected one of {', '.join(found) or 'no places at all'}")
-    return [found[name] for name in names or found]
+    return [found[name] for name in names or found if names or not found[name].is_removed]
 
 
 def _name(path: Path, place: DiskPlace) -> str:
@@ -139,6 +145,8 @@ def _name(path: Path, place: DiskPlace) -> str:
 
 
 def _remark(place: DiskPlace) -> str:
+    if place.is_removed:
+        return "being removed, or left when that failed"
     if place.version != VERSION:
         return f"version {place.version}, not known here"
     if place.header is None:
@@ -167,4 +175,5 @@ def _to_dict(path: Path, place: DiskPlace) -> dict[str, Any]:
         "bytes_on_disk": place.taken,
         "used_at": place.used_at,
         "in_use": place.owned,
+        "removed": place.is_removed,
     }
