@@ -16,7 +16,7 @@ from typer import Argument, Option
 
 from kvtier.config import format_size, parse_duration
 from kvtier.errors import InputError, OutsideError
-from kvtier.tiers.disk.folder import DiskPlace, find_places
+from kvtier.tiers.disk.folder import DiskPlace, find_places, find_ranks
 from kvtier.tiers.disk.header import VERSION
 
 __all__ = ["check_command", "disk_app", "gc_command", "ls_command"]
@@ -55,10 +55,10 @@ def ls_command(path: _Folder, as_json: _Json = False) -> None:
 def check_command(
     path: _Folder,
     places: _Places = None,
-    drop: Annotated[bool, Option("--drop", help="Drop the rows that are bad.")] = False,
+    drop: Annotated[bool, Option("--drop", help="Drop rows and records that are bad.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """Read every row and check its seal. Exits with 1 if some are bad and were not dropped."""
+    """Read every row and check its seal. Exits with 1 if some rows or records are bad and were not dropped."""
     from kvtier.tiers.disk.inspect import check_place
 
     chosen = _choose(path, places)
@@ -78,8 +78,7 @@ def check_command(
         typer.echo(json.dumps(results, indent=2))
     for name, result in () if as_json else results.items():
         typer.echo(f"{name}: {_sentence(result)}")
-    failed = any("error" in result or result["bad"] > result["dropped"] for result in results.values())
-    raise typer.Exit(1 if failed else 0)
+    raise typer.Exit(1 if any(map(_has_failed, results.values())) else 0)
 
 
 @disk_app.command("gc")
@@ -126,9 +125,12 @@ def _show(progress: Progress, task: TaskID, done: int, total: int) -> None:
 
 def _find(path: Path) -> list[DiskPlace]:
     try:
-        return list(find_places(path))
+        places = list(find_places(path))
+        if not places and any(path.iterdir()) and not any(find_ranks(path)):
+            raise InputError(f"{path}: expected the folder that a disk tier's `path` names, found no rank-N in it")
     except OSError as error:
         raise InputError(f"{path}: expected the folder of a disk tier: {error.strerror}") from None
+    return places
 
 
 def _choose(path: Path, names: list[str] | None) -> list[DiskPlace]:
@@ -158,8 +160,12 @@ def _sentence(result: dict[str, Any]) -> str:
     if "error" in result:
         return str(result["error"])
     text = f"{result['whole']:,} rows are whole, {result['bad']:,} are bad"
-    text += f" and were dropped ({result['dropped']:,})" if result["dropped"] else ""
-    return text + (f", {result['damaged_records']:,} damaged records" if result["damaged_records"] else "")
+    text += f", {result['damaged_records']:,} damaged records" if result["damaged_records"] else ""
+    return text + (f"; dropped {result['dropped']:,}" if result["dropped"] else "")
+
+
+def _has_failed(result: dict[str, Any]) -> bool:
+    return "error" in result or result["bad"] + result["damaged_records"] > result["dropped"]
 
 
 def _to_dict(path: Path, place: DiskPlace) -> dict[str, Any]:

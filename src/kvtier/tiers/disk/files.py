@@ -123,7 +123,7 @@ class DiskFiles(Backend):
                 )
             elif _has_records(folder):  # of which epoch is not known: one that no record can have
                 header = msgspec.structs.replace(header, epoch=secrets.randbits(48))
-            files = cls._open_files(folder, header)
+            files = cls._open_files(folder, header, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT)
             try:
                 files._take_space()
                 files._save_header(both=True)
@@ -136,16 +136,15 @@ class DiskFiles(Backend):
 
     @classmethod
     def open_again(cls, folder: Path, header: DiskHeader) -> OpenedFiles:
-        """Open a place as it is, to look at it. Its owner's folder must be locked."""
+        """Open a place as it is, to look at it: nothing is made. Its owner's folder must be locked."""
         with _explained(folder):
-            files = cls._open_files(folder, header)
+            files = cls._open_files(folder, header, os.O_RDWR | os.O_CLOEXEC)
             scope = SealScope(header.namespace, header.epoch)
             return OpenedFiles(files, files._read_records(scope), scope)
 
     @classmethod
-    def _open_files(cls, folder: Path, header: DiskHeader) -> Self:
+    def _open_files(cls, folder: Path, header: DiskHeader, flags: int) -> Self:
         opened: list[int] = []
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         try:
             for name in (RECORDS, DESCRIPTIONS):
                 opened.append(os.open(folder / name, flags, 0o600))
@@ -273,6 +272,11 @@ class DiskFiles(Backend):
     def delete(self, rows: Sequence[BackendRow]) -> None:
         for row in rows:
             self._empty(row.place, 1)
+
+    def empty_records(self, slots: Sequence[int]) -> None:
+        """Empty the records of slots, whatever is in them."""
+        for slot in slots:
+            _write_all(self._records, EMPTY, HEADER_BYTES + slot * RECORD_BYTES)
 
     def _empty(self, first: int, count: int) -> None:
         """Make slots absent, also for a process after this one, before anything is written into them."""
@@ -494,4 +498,6 @@ def _explained(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         remedy = "; lower disk.capacity or make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-        raise OutsideError(f"disk tier: {folder}: cannot be opened: {error.strerror or error}{remedy}") from error
+        name = f"{Path(error.filename).name}: " if isinstance(error.filename, str) else ""
+        why = f"{name}{error.strerror or error}{remedy}"
+        raise OutsideError(f"disk tier: {folder}: cannot be opened: {why}") from error

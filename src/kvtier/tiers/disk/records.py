@@ -53,8 +53,8 @@ class FoundRecords(NamedTuple):
     seals: npt.NDArray[np.void]
     lengths: npt.NDArray[np.int64]
     ticks: npt.NDArray[np.int64]
-    damaged: int
-    """Records that are neither empty nor whole."""
+    damaged: npt.NDArray[np.int64]
+    """The slots of records that are neither empty nor whole."""
 
 
 def pack_record(slot: int, key: OffloadKey, seal: bytes, length: int, scope: int, tick: int) -> bytes:
@@ -80,7 +80,7 @@ def read_records(content: bytes | bytearray, scope: int) -> FoundRecords:
         newest = {keys[at]: at for at in np.argsort(ticks, kind="stable").tolist()}
         kept = np.array(sorted(newest.values()), dtype=np.int64)
         slots, ticks, keys = slots[kept], ticks[kept], [keys[at] for at in kept.tolist()]
-    damaged = int(((scopes != 0) & ~whole).sum())
+    damaged = np.flatnonzero((scopes != 0) & ~whole)
     return FoundRecords(slots, keys, records["seal"][slots], records["length"][slots].astype(np.int64), ticks, damaged)
 
 

@@ -194,8 +194,8 @@ class DiskTier(SlotTier):
         except BaseException:
             files.close()
             raise
-        if found.damaged:
-            logger.warning("disk tier: %s: %d damaged records were left out", files.folder, found.damaged)
+        if len(found.damaged):
+            logger.warning("disk tier: %s: %d damaged records were left out", files.folder, len(found.damaged))
         return _Opened(files, table, scope, newest)
 
     def _share(self) -> tuple[int, int]:
