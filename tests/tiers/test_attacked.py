@@ -435,6 +435,25 @@ def test_who_looks_for_a_moment_does_not_keep_an_owner_away(tmp_path: Path) -> N
         FolderLock.take_nowait(folder)
 
 
+def test_a_forked_child_does_not_keep_the_folder_of_a_killed_owner(tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()
+
+    def play() -> None:
+        tier = make_tier(tmp_path)
+        assert tier.wait_open()
+        if os.fork() == 0:
+            os.close(write_end)
+            os.read(read_end, 1)  # until the test closes the other end
+            os._exit(0)
+
+    killed(play)
+    os.close(read_end)
+    tier = make_tier(tmp_path)
+    assert tier.wait_open(), tier.problem
+    tier.close()
+    os.close(write_end)
+
+
 def test_gc_of_what_cannot_be_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with opened(tmp_path):
         pass

@@ -22,6 +22,7 @@ from contextlib import ExitStack, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple, Self
+from weakref import WeakSet
 
 import msgspec
 
@@ -64,11 +65,17 @@ def taken_bytes(folder: Path) -> int:
 
 
 class FolderLock:
-    """The ownership of one rank's folder. It goes with the process, however that ends."""
+    """The ownership of one rank's folder. It goes with the process, however that ends.
+
+    A child that Python forks gives its copy up: it would keep the lock of an owner that was killed. Of a child
+    that other code forks and that runs nothing else this cannot be had. A POSIX record lock stays with its
+    process, but goes when any file of that name is closed there.
+    """
 
     def __init__(self, folder: Path, descriptor: int) -> None:
         self.folder = folder
         self._descriptor: int | None = descriptor
+        _LOCKS.add(self)
 
     @classmethod
     def take_nowait(cls, folder: Path) -> Self:
@@ -106,6 +113,17 @@ class FolderLock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+_LOCKS: WeakSet[FolderLock] = WeakSet()
+
+
+def _release_all() -> None:
+    for lock in list(_LOCKS):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_release_all)
 
 
 class DiskPlace(NamedTuple):
