@@ -20,7 +20,7 @@ from kvtier.policies import LRUPolicy
 from kvtier.testing.tier_suite import ROW_BYTES, StandingClock, content, key, keys
 from kvtier.tiers.base import BackendRow, Outcome, TierMiss
 from kvtier.tiers.disk import files as files_module
-from kvtier.tiers.disk.folder import FolderLock, taken_bytes
+from kvtier.tiers.disk.folder import FolderLock, find_places, place_name, taken_bytes
 from kvtier.tiers.io import Direction, IOThreads
 from kvtier.tiers.seal import SealScope
 from kvtier.tiers.slot_table import SlotTable
@@ -200,7 +200,7 @@ def test_a_reset_before_it_is_open_is_for_good(tmp_path: Path, when: str, end: s
     if child == 0:
         try:
             known: list[str] = ["model"] if when == "refused" else []
-            more = {"capacity": 1} if when == "refused" else {}
+            more = {"capacity": 1 << 60} if when == "refused" else {}  # no disk has that
             tier = make_tier(tmp_path, namespace=lambda: known[0] if known else None, settings=more)
             tier.wait_open()
             tier.reset("weights were swapped")
@@ -366,6 +366,50 @@ def test_more_ranks_than_before_wait_for_the_first_to_shrink(tmp_path: Path) -> 
     second.close()
 
 
+def test_a_place_for_which_there_is_no_room_any_more_gives_its_space_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(tmp_path, 40, "another model") as driver:
+        driver.store(*range(8))
+    with opened(tmp_path, 60) as driver:
+        driver.store(1)
+    before = taken_bytes(place_named(tmp_path, "another model"))
+    tier = make_tier(tmp_path, 20)
+    assert not tier.wait_open()
+    tier.close()
+    assert taken_bytes(place_named(tmp_path, "model")) == 0
+    assert "were given up" in caplog.text
+    assert tier.problem is not None
+    assert "other models' rows take" in tier.problem
+    assert taken_bytes(place_named(tmp_path, "another model")) == before, "never those of others"
+    with opened(tmp_path, 40, "another model") as driver:
+        assert driver.fetch(1) == {1: content(1)}
+    with opened(tmp_path, 60) as driver:
+        assert driver.tier.stats().used == 0
+        driver.store(1)
+
+
+def place_named(path: Path, namespace: str) -> Path:
+    return path / "rank-0" / place_name(namespace, ROW_BYTES)
+
+
+def test_ranks_that_all_have_too_much_shrink_to_their_shares(tmp_path: Path) -> None:
+    for slots in (64, 32):
+        tiers = [make_tier(tmp_path, slots, rank=rank, ranks=2) for rank in range(2)]
+        for _ in range(1000):
+            if all(tier.stats().capacity for tier in tiers):
+                break
+            for tier in tiers:
+                assert isinstance(tier._clock, StandingClock)
+                tier._clock.now += 60
+                tier.wait_any(0.01)
+                tier.poll()
+        assert min(tier.stats().capacity for tier in tiers) >= slots // 2 - 8
+        assert taken_bytes(tmp_path) <= capacity(slots)
+        for tier in tiers:
+            tier.close()
+
+
 def test_a_tick_of_garbage_breaks_nothing() -> None:
     table = SlotTable(4, LRUPolicy(4))
     ticks = np.array([5, np.iinfo(np.int64).max, np.iinfo(np.int64).min], dtype=np.int64)
@@ -391,6 +435,25 @@ def test_who_looks_for_a_moment_does_not_keep_an_owner_away(tmp_path: Path) -> N
         FolderLock.take_nowait(folder)
 
 
+def test_a_forked_child_does_not_keep_the_folder_of_a_killed_owner(tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()
+
+    def play() -> None:
+        tier = make_tier(tmp_path)
+        assert tier.wait_open()
+        if os.fork() == 0:
+            os.close(write_end)
+            os.read(read_end, 1)  # until the test closes the other end
+            os._exit(0)
+
+    killed(play)
+    os.close(read_end)
+    tier = make_tier(tmp_path)
+    assert tier.wait_open(), tier.problem
+    tier.close()
+    os.close(write_end)
+
+
 def test_gc_of_what_cannot_be_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with opened(tmp_path):
         pass
@@ -402,6 +465,36 @@ def test_gc_of_what_cannot_be_removed(tmp_path: Path, capsys: pytest.CaptureFixt
     assert error.count("\n") == 1
     assert f"{place}: expected to remove all of it" in error
     assert (tmp_path / "elsewhere" / "records").exists()
+
+
+def test_gc_goes_on_after_a_failure_and_leaves_no_half_of_a_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, namespace in enumerate(("one", "two", "three")):
+        with opened(tmp_path, 20 * (number + 1), namespace) as driver:
+            driver.store(1)
+    unlink, stubborn = os.unlink, place_named(tmp_path, "two")
+
+    def fail(name: str, *, dir_fd: int | None = None) -> None:
+        if name == "slots" and stubborn.name in os.readlink(f"/proc/self/fd/{dir_fd}"):
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        unlink(name, dir_fd=dir_fd)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", fail)
+        assert main(["disk", "gc", str(tmp_path), "--all"]) == 1
+    told = capsys.readouterr()
+    assert told.out.count("removed ") == 2
+    assert told.err.count("\n") == 1
+    assert f"{stubborn}: expected to remove all of it: Operation not permitted" in told.err
+    with opened(tmp_path, 100, "two") as driver:
+        assert driver.tier.stats().used == 0, "nothing of it is opened"
+    assert main(["disk", "check", str(tmp_path)]) == 0
+    capsys.readouterr()
+    assert main(["disk", "ls", str(tmp_path)]) == 0
+    (left,) = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "being removed" in line]
+    assert main(["disk", "gc", str(tmp_path), left]) == 0
+    assert [place.folder for place in find_places(tmp_path)] == [stubborn]
 
 
 def test_an_owner_whose_lock_was_removed_gives_up(tmp_path: Path) -> None:

@@ -94,6 +94,42 @@ def test_check_shows_how_far_it_is(path: Path) -> None:
     assert b"3/3" in shown
 
 
+def test_check_of_a_damaged_record(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (place_of(path) / "records").open("r+b") as records:
+        records.seek(8192 + 128 + 40)
+        records.write(b"?")
+    assert main(["disk", "check", str(path)]) == 1
+    assert "2 rows are whole, 0 are bad, 1 damaged records" in capsys.readouterr().out
+    assert main(["disk", "check", str(path), "--drop"]) == 0
+    assert "1 damaged records; dropped 1" in capsys.readouterr().out
+    assert main(["disk", "check", str(path)]) == 0
+    assert "2 rows are whole, 0 are bad\n" in capsys.readouterr().out
+
+
+def test_check_makes_nothing(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slots = place_of(path) / "slots"
+    slots.unlink()
+    assert main(["disk", "check", str(path)]) == 1
+    assert "cannot be opened: slots: No such file or directory" in capsys.readouterr().out
+    assert not slots.exists()
+
+
+def test_ls_beside_links_to_nothing(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place_of(path) / "dangling").symlink_to(path / "nothing")
+    (place_of(path) / "loop").symlink_to("loop")
+    assert main(["disk", "ls", str(path)]) == 0
+    assert "4.0 KiB" in capsys.readouterr().out
+
+
+def test_ls_of_a_folder_that_is_no_tiers(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong in (path / "rank-0", path.parent):
+        assert main(["disk", "ls", str(wrong)]) == 2
+        assert f"{wrong}: expected the folder that a disk tier's `path` names" in capsys.readouterr().err
+    (path.parent / "empty").mkdir()
+    assert main(["disk", "ls", str(path.parent / "empty")]) == 0
+    assert "no places" in capsys.readouterr().out
+
+
 def test_check_of_what_is_in_use(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with opened(path):
         assert main(["disk", "check", str(path)]) == 1

@@ -16,7 +16,7 @@ from typer import Argument, Option
 
 from kvtier.config import format_size, parse_duration
 from kvtier.errors import InputError, OutsideError
-from kvtier.tiers.disk.folder import DiskPlace, find_places
+from kvtier.tiers.disk.folder import DiskPlace, find_places, find_ranks
 from kvtier.tiers.disk.header import VERSION
 
 __all__ = ["check_command", "disk_app", "gc_command", "ls_command"]
@@ -55,10 +55,10 @@ def ls_command(path: _Folder, as_json: _Json = False) -> None:
 def check_command(
     path: _Folder,
     places: _Places = None,
-    drop: Annotated[bool, Option("--drop", help="Drop the rows that are bad.")] = False,
+    drop: Annotated[bool, Option("--drop", help="Drop rows and records that are bad.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """Read every row and check its seal. Exits with 1 if some are bad and were not dropped."""
+    """Read every row and check its seal. Exits with 1 if some rows or records are bad and were not dropped."""
     from kvtier.tiers.disk.inspect import check_place
 
     chosen = _choose(path, places)
@@ -78,8 +78,7 @@ def check_command(
         typer.echo(json.dumps(results, indent=2))
     for name, result in () if as_json else results.items():
         typer.echo(f"{name}: {_sentence(result)}")
-    failed = any("error" in result or result["bad"] > result["dropped"] for result in results.values())
-    raise typer.Exit(1 if failed else 0)
+    raise typer.Exit(1 if any(map(_has_failed, results.values())) else 0)
 
 
 @disk_app.command("gc")
@@ -90,7 +89,7 @@ def gc_command(
     everything: Annotated[bool, Option("--all", help="All places that no process owns.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """Remove places with all their rows: those named, those not used for long, or all."""
+    """Remove places with all their rows: those named, those not used for long, or all. Exits with 1 if some cannot be."""
     found = _find(path)
     if places:
         chosen = _choose(path, places)
@@ -102,16 +101,22 @@ def gc_command(
     else:
         names = ", ".join(_name(path, place) for place in found) or "none"
         raise InputError(f"expected places to remove, --older-than or --all; places here: {names}")
-    removed = []
+    results: list[dict[str, Any]] = []
     for place in chosen:
-        place.remove()
-        removed.append({"place": _name(path, place), "bytes": place.taken})
+        result: dict[str, Any] = {"place": _name(path, place), "bytes": place.taken}
+        try:
+            place.remove()
+            told = f"removed {_name(path, place)}, {format_size(place.taken)}"
+        except OutsideError as error:  # the others can be removed all the same
+            result["error"] = told = str(error)
+        results.append(result)
         if not as_json:
-            typer.echo(f"removed {_name(path, place)}, {format_size(place.taken)}")
+            typer.echo(told, err="error" in result)
     if as_json:
-        typer.echo(json.dumps(removed, indent=2))
-    elif not removed:
+        typer.echo(json.dumps(results, indent=2))
+    elif not results:
         typer.echo("nothing to remove")
+    raise typer.Exit(1 if any("error" in result for result in results) else 0)
 
 
 def _show(progress: Progress, task: TaskID, done: int, total: int) -> None:
@@ -120,9 +125,12 @@ def _show(progress: Progress, task: TaskID, done: int, total: int) -> None:
 
 def _find(path: Path) -> list[DiskPlace]:
     try:
-        return list(find_places(path))
+        places = list(find_places(path))
+        if not places and any(path.iterdir()) and not any(find_ranks(path)):
+            raise InputError(f"{path}: expected the folder that a disk tier's `path` names, found no rank-N in it")
     except OSError as error:
         raise InputError(f"{path}: expected the folder of a disk tier: {error.strerror}") from None
+    return places
 
 
 def _choose(path: Path, names: list[str] | None) -> list[DiskPlace]:
@@ -131,7 +139,7 @@ def _choose(path: Path, names: list[str] | None) -> list[DiskPlace]:
     for name in names or ():
         if name not in found:
             raise InputError(f"{name}: expected one of {', '.join(found) or 'no places at all'}")
-    return [found[name] for name in names or found]
+    return [found[name] for name in names or found if names or not found[name].is_removed]
 
 
 def _name(path: Path, place: DiskPlace) -> str:
@@ -139,6 +147,8 @@ def _name(path: Path, place: DiskPlace) -> str:
 
 
 def _remark(place: DiskPlace) -> str:
+    if place.is_removed:
+        return "being removed, or left when that failed"
     if place.version != VERSION:
         return f"version {place.version}, not known here"
     if place.header is None:
@@ -150,8 +160,12 @@ def _sentence(result: dict[str, Any]) -> str:
     if "error" in result:
         return str(result["error"])
     text = f"{result['whole']:,} rows are whole, {result['bad']:,} are bad"
-    text += f" and were dropped ({result['dropped']:,})" if result["dropped"] else ""
-    return text + (f", {result['damaged_records']:,} damaged records" if result["damaged_records"] else "")
+    text += f", {result['damaged_records']:,} damaged records" if result["damaged_records"] else ""
+    return text + (f"; dropped {result['dropped']:,}" if result["dropped"] else "")
+
+
+def _has_failed(result: dict[str, Any]) -> bool:
+    return "error" in result or result["bad"] + result["damaged_records"] > result["dropped"]
 
 
 def _to_dict(path: Path, place: DiskPlace) -> dict[str, Any]:
@@ -167,4 +181,5 @@ def _to_dict(path: Path, place: DiskPlace) -> dict[str, Any]:
         "bytes_on_disk": place.taken,
         "used_at": place.used_at,
         "in_use": place.owned,
+        "removed": place.is_removed,
     }

@@ -1,8 +1,9 @@
 """How much a tier may write: so many bytes in any 24 hours, counted by the hour.
 
 Flash wears out, and an engine can write more in a day than a disk is made for in a month. The hours are
-those of the wall clock, because the count outlives the process; a clock that goes back counts into the
-newest hour. Scheduler thread only.
+those of the wall clock, because the count outlives the process. A clock that goes back counts into the
+newest hour; if it was more than a day ahead, what was counted then is taken for what was written just now.
+Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -43,14 +44,16 @@ class WriteLimit:
 
     def restore(self, saved: Sequence[int]) -> None:
         """Go on counting where another process ended. What makes no sense is ignored."""
-        now = int(self._wall_clock() // 3600)
-        if len(saved) == _HOURS + 1 and 0 < saved[0] <= now and min(saved) >= 0:
+        if len(saved) == _HOURS + 1 and saved[0] > 0 and min(saved) >= 0:
             self._hour, self._written = saved[0], list(saved[1:])
         self._turn()
 
     def _turn(self) -> None:
         """Forget the hours that are more than a day ago."""
         now = int(self._wall_clock() // 3600)
+        if (ahead := self._hour - now) > _HOURS:  # else nothing would be forgotten before that hour
+            self._written = [self._written[(hour + ahead) % _HOURS] for hour in range(_HOURS)]
+            self._hour = now
         for hour in range(max(self._hour, now - _HOURS) + 1, now + 1):
             self._written[hour % _HOURS] = 0
         self._hour = max(self._hour, now)

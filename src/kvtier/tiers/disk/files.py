@@ -22,7 +22,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple, NoReturn, Self
 
 import msgspec
 import numpy as np
@@ -86,15 +86,29 @@ class DiskFiles(Backend):
     # -- opening -----------------------------------------------------------------------------------
 
     @classmethod
-    def open(cls, parent: Path, namespace: str, row_bytes: int, capacity: int, description_bytes: int) -> OpenedFiles:
+    def open(
+        cls,
+        parent: Path,
+        namespace: str,
+        row_bytes: int,
+        capacity: int,
+        description_bytes: int,
+        share: int | None = None,
+    ) -> OpenedFiles:
         """Open or make the place of a namespace, with the slots that the capacity allows; read its records.
 
-        Other places below `parent` are left alone and count. `OutsideError` in one line if there is no room.
+        Other places below `parent` are left alone and count. `OutsideError` in one line if there is no room; the
+        place has then no more space than `share` allows, which is the capacity unless it is given.
         """
         folder = parent / place_name(namespace, row_bytes)
         with _explained(folder):
-            stride = -(-row_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
-            slots = _count_slots(parent, folder, capacity, stride, description_stride(description_bytes))
+            stride, described = -(-row_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT, description_stride(description_bytes)
+            slots = _count_slots(parent, folder, capacity, stride, described)
+            if slots < 1:
+                allowed = capacity if share is None else share
+                _shrink(folder, _count_slots(parent, folder, allowed, stride, described), stride, described)
+                _refuse(parent, folder, capacity, stride)
+            _expect_space(parent, folder, slots * (stride + RECORD_BYTES + described))
             folder.mkdir(mode=0o700, exist_ok=True)
             old = _read_old(folder, namespace, description_bytes)
             header = DiskHeader(
@@ -110,7 +124,7 @@ class DiskFiles(Backend):
                 )
             elif _has_records(folder):  # of which epoch is not known: one that no record can have
                 header = msgspec.structs.replace(header, epoch=secrets.randbits(48))
-            files = cls._open_files(folder, header)
+            files = cls._open_files(folder, header, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT)
             try:
                 files._take_space()
                 files._save_header(both=True)
@@ -123,16 +137,15 @@ class DiskFiles(Backend):
 
     @classmethod
     def open_again(cls, folder: Path, header: DiskHeader) -> OpenedFiles:
-        """Open a place as it is, to look at it. Its owner's folder must be locked."""
+        """Open a place as it is, to look at it: nothing is made. Its owner's folder must be locked."""
         with _explained(folder):
-            files = cls._open_files(folder, header)
+            files = cls._open_files(folder, header, os.O_RDWR | os.O_CLOEXEC)
             scope = SealScope(header.namespace, header.epoch)
             return OpenedFiles(files, files._read_records(scope), scope)
 
     @classmethod
-    def _open_files(cls, folder: Path, header: DiskHeader) -> Self:
+    def _open_files(cls, folder: Path, header: DiskHeader, flags: int) -> Self:
         opened: list[int] = []
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         try:
             for name in (RECORDS, DESCRIPTIONS):
                 opened.append(os.open(folder / name, flags, 0o600))
@@ -261,6 +274,11 @@ class DiskFiles(Backend):
         for row in rows:
             self._empty(row.place, 1)
 
+    def empty_records(self, slots: Sequence[int]) -> None:
+        """Empty the records of slots, whatever is in them."""
+        for slot in slots:
+            _write_all(self._records, EMPTY, HEADER_BYTES + slot * RECORD_BYTES)
+
     def _empty(self, first: int, count: int) -> None:
         """Make slots absent, also for a process after this one, before anything is written into them."""
         if any(self._lengths[first : first + count]):
@@ -378,25 +396,46 @@ def _pass(_where: str) -> None:
 
 def _count_slots(parent: Path, folder: Path, capacity: int, stride: int, described: int) -> int:
     """Return how many slots there is room for, beside what other places take of the capacity."""
-    others = taken_bytes(parent) - taken_bytes(folder)
-    slots = (capacity - others - HEADER_BYTES - 3 * PAGE_BYTES) // (stride + RECORD_BYTES + described)
-    if slots < 1:
-        beside = (
-            f", of which other models' rows take {format_size(others)}: see kvtier disk ls and gc" if others else ""
-        )
-        raise OutsideError(
-            f"disk tier: {folder}: expected room for one row ({format_size(stride)}) in a capacity of"
-            f" {format_size(capacity)}{beside}; raise disk.capacity"
-        )
+    left = capacity - _taken_by_others(parent, folder) - HEADER_BYTES - 3 * PAGE_BYTES
+    return max(0, left // (stride + RECORD_BYTES + described))
+
+
+def _taken_by_others(parent: Path, folder: Path) -> int:
+    return taken_bytes(parent) - taken_bytes(folder)
+
+
+def _shrink(folder: Path, slots: int, stride: int, described: int) -> None:
+    """Give back the space that a place has beyond so many slots, without opening it."""
+    sizes = (HEADER_BYTES + slots * RECORD_BYTES if slots else 0, slots * described, slots * stride)
+    before = taken_bytes(folder)
+    for name, size in zip((RECORDS, DESCRIPTIONS, SLOTS), sizes, strict=True):  # what says that a row is there first
+        with suppress(FileNotFoundError):
+            if (folder / name).stat().st_size > size:
+                os.truncate(folder / name, size)
+    if (given := before - taken_bytes(folder)) > 0:
+        line = "disk tier: %s: the capacity has no room for all of its rows any more; %s were given up"
+        logger.warning(line, folder, format_size(given))
+
+
+def _refuse(parent: Path, folder: Path, capacity: int, stride: int) -> NoReturn:
+    others = _taken_by_others(parent, folder)
+    beside = f", of which other models' rows take {format_size(others)}: see kvtier disk ls and gc" if others else ""
+    raise OutsideError(
+        f"disk tier: {folder}: expected room for one row ({format_size(stride)}) in a capacity of"
+        f" {format_size(capacity)}{beside}; raise disk.capacity"
+    )
+
+
+def _expect_space(parent: Path, folder: Path, needed: int) -> None:
+    """Raise `OutsideError` if the file system has no room; say what other places take of the capacity."""
     statistics = os.statvfs(parent)
     free = statistics.f_bavail * statistics.f_frsize + taken_bytes(folder)
-    needed = slots * (stride + RECORD_BYTES + described)
     if needed > free:
         raise OutsideError(
             f"disk tier: {folder}: expected {format_size(needed)} of free space, found {format_size(free)};"
             " lower disk.capacity or make room"
         )
-    if others:
+    if others := _taken_by_others(parent, folder):
         logger.warning(
             "disk tier: %s: rows of other models, row sizes or versions take %s of the capacity;"
             " `kvtier disk ls %s` lists and `kvtier disk gc` removes them",
@@ -404,7 +443,6 @@ def _count_slots(parent: Path, folder: Path, capacity: int, stride: int, describ
             format_size(others),
             parent.parent,
         )
-    return slots
 
 
 def _read_old(folder: Path, namespace: str, description_bytes: int) -> DiskHeader | None:
@@ -460,4 +498,6 @@ def _explained(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         remedy = "; lower disk.capacity or make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-        raise OutsideError(f"disk tier: {folder}: cannot be opened: {error.strerror or error}{remedy}") from error
+        name = f"{Path(error.filename).name}: " if isinstance(error.filename, str) else ""
+        why = f"{name}{error.strerror or error}{remedy}"
+        raise OutsideError(f"disk tier: {folder}: cannot be opened: {why}") from error

@@ -4,14 +4,17 @@
     PATH/rank-0/NAMESPACE-ROWBYTES-v1/          records, descriptions, slots
 
 A place that another model, row size or version left is never touched; what it takes counts against the
-capacity, and `kvtier disk gc` removes it. Everything here blocks: I/O threads and the command line only.
+capacity, and `kvtier disk gc` removes it: it is renamed first, so that no half of one is ever opened.
+Everything here blocks: I/O threads and the command line only.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
+import secrets
 import shutil
 import time
 from collections.abc import Iterator
@@ -19,6 +22,7 @@ from contextlib import ExitStack, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple, Self
+from weakref import WeakSet
 
 import msgspec
 
@@ -41,6 +45,7 @@ __all__ = [
 
 RECORDS, DESCRIPTIONS, SLOTS = "records", "descriptions", "slots"
 _PLACE = re.compile(r"[0-9a-f]{16}-[0-9]+-v([0-9]+)")
+_REMOVED = re.compile(r"removed-[0-9a-f]+-" + _PLACE.pattern)
 _LOCK_TRIES, _LOCK_PAUSE = 5, 0.01
 _RANK = re.compile(r"rank-([0-9]+)")
 
@@ -55,17 +60,23 @@ def taken_bytes(folder: Path) -> int:
     total = 0
     for root, _, files in os.walk(folder):
         for file in files:
-            with suppress(FileNotFoundError):
+            with suppress(OSError):  # it has gone, or is a link to nothing
                 total += os.stat(os.path.join(root, file)).st_blocks * 512
     return total
 
 
 class FolderLock:
-    """The ownership of one rank's folder. It goes with the process, however that ends."""
+    """The ownership of one rank's folder. It goes with the process, however that ends.
+
+    A child that Python forks gives its copy up: it would keep the lock of an owner that was killed. Of a child
+    that other code forks and that runs nothing else this cannot be had. A POSIX record lock stays with its
+    process, but goes when any file of that name is closed there.
+    """
 
     def __init__(self, folder: Path, descriptor: int) -> None:
         self.folder = folder
         self._descriptor: int | None = descriptor
+        _LOCKS.add(self)
 
     @classmethod
     def take_nowait(cls, folder: Path) -> Self:
@@ -105,6 +116,17 @@ class FolderLock:
             self._descriptor = None
 
 
+_LOCKS: WeakSet[FolderLock] = WeakSet()
+
+
+def _release_all() -> None:
+    for lock in list(_LOCKS):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_release_all)
+
+
 class DiskPlace(NamedTuple):
     """A place that was found. `header` is `None` if it is of another version, or cannot be read."""
 
@@ -119,14 +141,25 @@ class DiskPlace(NamedTuple):
     owned: bool
     """Whether a process owns its rank's folder now."""
 
+    @property
+    def is_removed(self) -> bool:
+        """Whether it is what is left of a place whose removal did not come to its end."""
+        return _REMOVED.fullmatch(self.folder.name) is not None
+
     def remove(self) -> None:
-        """Remove the place and all rows in it. `OutsideError` if a process owns it."""
+        """Remove the place and all rows in it. `OutsideError` if a process owns it, or some of it cannot be removed."""
         lock = FolderLock.take_nowait(self.folder.parent)
+        folder = self.folder
         try:
-            shutil.rmtree(self.folder)
+            if folder.is_symlink():
+                raise OSError(errno.ENOTDIR, "it is a link, which is for its owner to remove")
+            if not self.is_removed:
+                folder = folder.rename(folder.with_name(f"removed-{secrets.token_hex(4)}-{folder.name}"))
+            shutil.rmtree(folder)
         except OSError as error:
             why = error.strerror or error
-            raise OutsideError(f"disk tier: {self.folder}: expected to remove all of it: {why}") from None
+            left = "" if folder == self.folder else f"; what is left of it is {folder.name}"
+            raise OutsideError(f"disk tier: {self.folder}: expected to remove all of it: {why}{left}") from None
         finally:
             lock.release()
 
@@ -143,10 +176,12 @@ def find_places(path: Path) -> Iterator[DiskPlace]:
     for number, rank in find_ranks(path):
         owned = is_owned(rank)
         for folder in sorted(rank.iterdir()):
-            if (match := _PLACE.fullmatch(folder.name)) is not None and folder.is_dir():
+            match = _PLACE.fullmatch(folder.name) or _REMOVED.fullmatch(folder.name)
+            if match is not None and folder.is_dir():
                 version = int(match[1])
                 header = _peek(folder / RECORDS) if version == VERSION else None
-                used_at = max((file.stat().st_mtime for file in folder.iterdir()), default=folder.stat().st_mtime)
+                times = [file.lstat().st_mtime for file in (*folder.iterdir(), folder)]
+                used_at = max(times[:-1], default=times[-1])
                 yield DiskPlace(folder, number, version, header, taken_bytes(folder), used_at, owned)
 
 

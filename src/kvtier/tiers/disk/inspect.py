@@ -29,13 +29,15 @@ class PlaceCheck(NamedTuple):
     bad: int
     """Rows that do not have the bytes that were sealed, or cannot be read."""
     damaged_records: int
+    """Records that are neither empty nor whole: of which row is not known."""
     dropped: int
+    """Bad rows and damaged records that are no more."""
 
 
 def check_place(
     place: DiskPlace, *, drop: bool = False, advance: Callable[[int, int], None] = lambda done, total: None
 ) -> PlaceCheck:
-    """Read every row of a place and check its seal; `drop` empties the records of those that fail.
+    """Read every row of a place and check its seal; `drop` empties the records of those that fail, and those that are damaged.
 
     `advance` hears how many rows are done, of how many. `OutsideError` if a process owns it, or it cannot
     be read.
@@ -74,4 +76,7 @@ def _check(opened: OpenedFiles, drop: bool, advance: Callable[[int, int], None])
         if drop:
             files.delete(wrong)
         advance(part.stop, total)
-    return PlaceCheck(total - bad, bad, found.damaged, bad if drop else 0)
+    damaged = len(found.damaged)
+    if drop:
+        files.empty_records(found.damaged.tolist())
+    return PlaceCheck(total - bad, bad, damaged, bad + damaged if drop else 0)

@@ -50,8 +50,8 @@ class FoundRecords(NamedTuple):
     """Two words each."""
     lengths: npt.NDArray[np.int64]
     ticks: npt.NDArray[np.int64]
-    damaged: int
-    """Records that are neither empty nor whole."""
+    damaged: npt.NDArray[np.int64]
+    """The slots of records that are neither empty nor whole."""
 
 
 def pack_record(slot: int, key: OffloadKey, seal: bytes, length: int, scope: int, tick: int) -> bytes:
@@ -78,7 +78,7 @@ def read_records(content: bytes | bytearray | npt.NDArray[np.uint8], scope: int)
         newest = {keys[at]: at for at in np.argsort(ticks, kind="stable").tolist()}
         kept = np.array(sorted(newest.values()), dtype=np.int64)
         slots, ticks, keys = slots[kept], ticks[kept], [keys[at] for at in kept.tolist()]
-    damaged = int(((columns[_SCOPE] != 0) & ~whole).sum())
+    damaged = np.flatnonzero((columns[_SCOPE] != 0) & ~whole)
     seals = np.stack((columns[_SEAL][slots], columns[_SEAL + 1][slots]), axis=1)
     return FoundRecords(slots, keys, seals, columns[_LENGTH][slots].view(np.int64), ticks, damaged)
 

@@ -152,8 +152,9 @@ class DiskTier(SlotTier):
         if self._lock is not None and not self._lock.is_held:
             raise _Vanished(f"disk tier: {self._folder}: the folder has vanished")
         with self._headers:
+            share, left = self._share()
             files, found, scope = DiskFiles.open(
-                self._folder, namespace, self.row_bytes, self._share(), self._description_bytes
+                self._folder, namespace, self.row_bytes, left, self._description_bytes, share
             )
         try:
             slots = files.header.slots
@@ -166,22 +167,26 @@ class DiskTier(SlotTier):
         except BaseException:
             files.close()
             raise
-        if found.damaged:
-            logger.warning("disk tier: %s: %d damaged records were left out", files.folder, found.damaged)
+        if len(found.damaged):
+            logger.warning("disk tier: %s: %d damaged records were left out", files.folder, len(found.damaged))
         return _Opened(files, table, scope, newest)
 
-    def _share(self) -> int:
-        """Return what this rank may take of the capacity, without what ranks of another number have left."""
+    def _share(self) -> tuple[int, int]:
+        """Return this rank's share of the capacity, without what ranks of another number have left, and what is left of it.
+
+        What is left is less while other ranks have more than their shares.
+        """
         taken = {rank: taken_bytes(folder) for rank, folder in find_ranks(self._folder.parent)}
         left = sum(size for rank, size in taken.items() if rank >= self._ranks)
         others = sum(size for rank, size in taken.items() if rank != self._rank)
-        share = self.config.capacity // self._ranks
-        now = max(0, min(share - -(-left // self._ranks), self.config.capacity - others))
-        if now < share and others != self._told_others:
+        equal = self.config.capacity // self._ranks
+        share = max(0, equal - -(-left // self._ranks))
+        now = max(0, min(share, self.config.capacity - others))
+        if now < equal and others != self._told_others:
             self._told_others = others
             line = "disk tier: %s: other ranks have %s of the capacity; `kvtier disk ls %s` lists what was left"
             logger.warning(line, self._folder, format_size(others), self._folder.parent)
-        return now
+        return share, now
 
     def _end_opening(self, opened: _Opened | None, error: BaseException | None) -> None:
         self._opening = False
