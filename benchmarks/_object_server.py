@@ -1,6 +1,7 @@
 """An S3 server that keeps objects in memory and does nothing else, so that what is measured is the client.
 
-Servers made for tests take several milliseconds for a request: beside them all clients look alike. Prints its port.
+Servers made for tests take several milliseconds for a request: beside them all clients look alike. It prints
+its port.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import socket
 import threading
 
-_OK = 'HTTP/1.1 200 OK\r\nETag: "1"\r\nLast-Modified: Thu, 01 Jan 2026 00:00:00 GMT\r\nContent-Length: {}\r\n\r\n'
+_DATE = "Thu, 01 Jan 2026 00:00:00 GMT"
+_OK = f'HTTP/1.1 200 OK\r\nETag: "1"\r\nLast-Modified: {_DATE}\r\nContent-Length: {{}}\r\n\r\n'
 _ABSENT = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"
 _DELETED = b"HTTP/1.1 204 No Content\r\n\r\n"
 
@@ -24,7 +26,7 @@ def talk(client: socket.socket, objects: dict[bytes, bytearray]) -> None:
         head, _, data = data.partition(b"\r\n\r\n")
         method, name, _ = head.split(b"\r\n")[0].split()
         lines = [line.lower() for line in head.split(b"\r\n")[1:]]
-        length = next((int(line.partition(b":")[2]) for line in lines if line.startswith(b"content-length:")), 0)
+        length = sum(int(line.partition(b":")[2]) for line in lines if line.startswith(b"content-length:"))
         body = bytearray(length)
         body[: len(data)] = data[:length]
         at, data = min(len(data), length), data[length:]

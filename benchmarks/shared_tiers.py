@@ -7,8 +7,8 @@ turns, in one run: by ours as a tier does it (sealed, checked) and without seals
 are copied into rows if they do not arrive there. Ratios are of one round; their median counts. CPU seconds
 are this process's own, without the server's. `engines` are processes with four I/O threads each on one
 server, all at once. A peer that is not installed is left out: `redis` and `hiredis`; `lmcache` with torch,
-of which its folder is enough. Where a server writes a row once, all rows are deleted before they are put again;
-that is not measured.
+of which its folder is enough. Where a server writes a row once, all rows are deleted before they are put
+again; that is not measured.
 """
 
 from __future__ import annotations
@@ -326,7 +326,8 @@ def wait_for(port: int) -> None:
 
 def open_mooncake(url: str, size: int) -> Backend:
     master, metadata = url.split()
-    return MooncakeBackend(MooncakeConfig(master=master, metadata=metadata, prefix=str(size)), size, timeout=TIMEOUT)
+    config = MooncakeConfig(master=master, metadata=metadata, prefix=str(size))
+    return MooncakeBackend(config, size, timeout=TIMEOUT)
 
 
 class BareMooncake(Mover):

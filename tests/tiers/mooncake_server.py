@@ -16,7 +16,8 @@ _GIVE = """
 import sys
 from kvtier.tier_config import MooncakeConfig
 from kvtier.tiers.mooncake import MooncakeBackend
-backend = MooncakeBackend(MooncakeConfig(master=sys.argv[1], metadata=sys.argv[2], segment=sys.argv[3]), 4096, timeout=60.0)
+config = MooncakeConfig(master=sys.argv[1], metadata=sys.argv[2], segment=sys.argv[3])
+backend = MooncakeBackend(config, 4096, timeout=60.0)
 print("joined", flush=True)
 sys.stdin.read()
 """

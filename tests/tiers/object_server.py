@@ -29,13 +29,14 @@ _START = 60.0
 
 def need_object_store() -> None:
     """Skip where the client or the server is not installed, and say so."""
-    for package, where in (("obstore", "kvtier[object]"), ("moto", "moto[s3]"), ("flask_cors", "flask-cors")):
+    packages = {"obstore": "kvtier[object]", "moto": "moto[s3]", "flask_cors": "flask-cors"}
+    for package, where in packages.items():
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"needs the package {package}: pip install '{where}'")
 
 
 class S3Server:
-    """A moto server on a port of its own, which it keeps when it is started again. It forgets all on `stop`."""
+    """A moto server. It keeps its port when it is started again; `stop` makes it forget all else."""
 
     def __init__(self, port: int = 0) -> None:
         self.port = port or free_port()
@@ -60,7 +61,8 @@ class S3Server:
         wait_for_port(self.port, self.process)
         if bucket is not None:
             request = urllib.request.Request(f"{self.endpoint}/{bucket}", method="PUT")
-            request.add_header("Authorization", "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request")
+            whose = f"Credential=test/20260101/{REGION}/s3/aws4_request"
+            request.add_header("Authorization", f"AWS4-HMAC-SHA256 {whose}")
             urllib.request.urlopen(request, timeout=_START).close()
 
     def stop(self) -> None:
@@ -107,7 +109,8 @@ def serve_azure(container: str) -> Iterator[str]:
         authorization = f"SharedKey {AZURE_ACCOUNT}:{base64.b64encode(signature).decode()}"
         headers = {"x-ms-date": date, "x-ms-version": version, "Authorization": authorization}
         endpoint = f"http://127.0.0.1:{port}/{AZURE_ACCOUNT}"
-        request = urllib.request.Request(f"{endpoint}/{container}?restype=container", headers=headers, method="PUT")
+        url = f"{endpoint}/{container}?restype=container"
+        request = urllib.request.Request(url, headers=headers, method="PUT")
         urllib.request.urlopen(request, timeout=_START).close()
         yield endpoint
     finally:
@@ -161,8 +164,8 @@ def _read_head(client: socket.socket) -> bytes:
             return b""
         data += got
     head, _, body = data.partition(b"\r\n\r\n")
-    length = next((int(x.split(b":")[1]) for x in head.split(b"\r\n") if x.lower().startswith(b"content-length")), 0)
-    left = length - len(body)
+    lines = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+    left = sum(int(line.partition(b":")[2]) for line in lines) - len(body)
     while left > 0 and (got := client.recv(65536)):
         left -= len(got)
     return head
@@ -185,7 +188,8 @@ def _ignored() -> Iterator[None]:
 def s3_credentials() -> Iterator[None]:
     """Keys in the environment, as the usual chain has them first; nothing else of AWS."""
     saved = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("AWS_")}
-    os.environ |= {"AWS_ACCESS_KEY_ID": "test-id", "AWS_SECRET_ACCESS_KEY": "test-secret", "AWS_REGION": REGION}
+    os.environ |= {"AWS_ACCESS_KEY_ID": "test-id", "AWS_SECRET_ACCESS_KEY": "test-secret"}
+    os.environ["AWS_REGION"] = REGION
     try:
         yield
     finally:

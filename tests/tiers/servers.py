@@ -203,8 +203,6 @@ class Relay:
 
     def close(self) -> None:
         self.release()
-        self._server.close()
-        self.cut()
         self._call(self._finish())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -224,9 +222,12 @@ class Relay:
             writer.transport.abort()
 
     async def _finish(self) -> None:
+        self._server.close()
+        await self._cut()
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         if tasks:
             await asyncio.wait(tasks, timeout=30)
+        await asyncio.sleep(0)  # transports close in the turn after
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.accepted += 1

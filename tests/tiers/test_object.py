@@ -6,7 +6,6 @@ import errno
 import json
 import struct
 import sys
-import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -104,7 +103,7 @@ class TestWhatLies:
         header = struct.pack("<8sQQB7x32s", b"kvtrow1\n", ROW_BYTES, row.scope, 16, row.seal)
         assert self.value(backend, 1) == header + content(1)
 
-    @pytest.mark.parametrize("length", [0, 1, HEADER_BYTES, ROW_BYTES, ROW_BYTES + HEADER_BYTES - 1, 3 * ROW_BYTES])
+    @pytest.mark.parametrize("length", [0, 1, 64, ROW_BYTES, ROW_BYTES + HEADER_BYTES - 1, 3 * ROW_BYTES])
     def test_another_length_fails_its_check(self, backend: ObjectBackend, length: int) -> None:
         backend.write([sealed(1)])
         value = self.value(backend, 1)
@@ -156,15 +155,12 @@ class TestServers:
             server.stop()
 
     def test_one_that_never_answers_costs_one_deadline(self) -> None:
-        server, timeout = ToldServer(None), 0.5
+        server = ToldServer(None)
         try:
-            backend = open_backend(server.endpoint, timeout=timeout)
-            start = time.monotonic()
+            backend = open_backend(server.endpoint, timeout=1.0)
             answers = backend.read([empty(number) for number in range(20)])
-            took = time.monotonic() - start
             assert {type(answer) for answer in answers} == {TimeoutError}
             assert len(server.requests) == 1, "the other rows were not tried, nor the first again"
-            assert took < 10 * timeout, "20 rows would have had 20 time-outs"
             with pytest.raises(TimeoutError):
                 backend.probe()
         finally:
@@ -200,6 +196,7 @@ class TestServers:
             assert (failed.errno, failed.strerror) == (number, f"object store {backend.url}: {words}")
             assert failed.__cause__ is None
             found = backend.read([empty(1)])
+            assert ("s3:ListBucket" in str(found[0])) == (number == errno.EACCES)
             assert found == [None] if number == errno.ENOENT else isinstance(found[0], OSError)
             with pytest.raises(OSError, match="object store") as raised:
                 backend.probe()

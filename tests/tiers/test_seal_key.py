@@ -24,7 +24,8 @@ PATIENCE = 30.0
 
 
 def row(number: int) -> BackendRow:
-    return BackendRow(make_offload_key(b"%032d" % number, 0), (memoryview(bytearray(4096)),), number, SCOPE.number)
+    key = make_offload_key(b"%032d" % number, 0)
+    return BackendRow(key, (memoryview(bytearray(4096)),), number, SCOPE.number)
 
 
 def filled(number: int) -> BackendRow:
@@ -48,7 +49,8 @@ class TestSeals:
         made = filled(1)
         text = b"\x05\0\0\0model\x01\0\0\x003\x06\0\0\0suffix"
         assert text == SCOPE.text
-        data = text + len(made.key).to_bytes(4, "little") + made.key + (4096).to_bytes(8, "little") + made.pieces[0]
+        lengths = len(made.key).to_bytes(4, "little"), (4096).to_bytes(8, "little")
+        data = text + lengths[0] + made.key + lengths[1] + made.pieces[0]
         expected = blake3.blake3(data, key=SECRET).digest()[:16]
         assert seal_of(SCOPE, made.key, made.pieces, SealKey(SECRET)) == expected
 
@@ -150,7 +152,8 @@ class TestKeyFile:
     def test_bytes_or_hex(self, tmp_path: Path, data: bytes, caplog: pytest.LogCaptureFixture) -> None:
         made = filled(1)
         key = read_seal_key(self.write(tmp_path, data))
-        assert seal_of(SCOPE, made.key, made.pieces, key) == seal_of(SCOPE, made.key, made.pieces, SealKey(SECRET))
+        expected = seal_of(SCOPE, made.key, made.pieces, SealKey(SECRET))
+        assert seal_of(SCOPE, made.key, made.pieces, key) == expected
         assert not caplog.records
 
     @pytest.mark.parametrize(
@@ -164,7 +167,8 @@ class TestKeyFile:
         ],
     )
     def test_something_else(self, tmp_path: Path, data: bytes, got: str) -> None:
-        with pytest.raises(ConfigError, match=rf"^seal_key_file: expected 32 bytes or 64 hex digits .*{got}$"):
+        expected = "^seal_key_file: expected 32 bytes or 64 hex digits"
+        with pytest.raises(ConfigError, match=f"{expected} .*{got}$"):
             read_seal_key(self.write(tmp_path, data))
 
     def test_no_file(self, tmp_path: Path) -> None:

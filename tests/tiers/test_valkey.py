@@ -314,9 +314,9 @@ class TestServersThatRefuse:
             there = backend.contains(rows)
             found = [row._replace(pieces=(memoryview(bytearray(size)),)) for row in rows]
             seals = backend.read(found)
-            assert [seal is not None for seal in seals] == there
             assert 0 < sum(there) < 64
-            for row, other, seal in zip(rows, found, seals, strict=True):
+            for row, other, was_there, seal in zip(rows, found, there, seals, strict=True):
+                assert seal in ((b"seal", None) if was_there else (None,)), "answers may evict, too"
                 assert seal is None or payload_of(other) == payload_of(row)
 
     def test_a_server_that_became_a_replica(self, server: ValkeyServer) -> None:
@@ -418,7 +418,7 @@ class TestLateAndLost:
         """An answer that arrives after its deadline must not be read as the next one."""
         with Relay(server.port) as relay, closing(make(f"valkey://127.0.0.1:{relay.port}")) as backend:
             backend.write([sealed(number) for number in range(8)])
-            for number in range(4):
+            for number in range(2):
                 relay.hold()
                 backend._timeout = SOON
                 assert codes(backend.read([empty(number)])) == [errno.ETIMEDOUT]

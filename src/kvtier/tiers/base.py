@@ -358,7 +358,7 @@ class Backend(ABC):
     contains_batch: int = 1024
     """How many rows one call of `contains` asks about in the time of one. With 1, whoever asks bisects."""
     writes_once: bool = False
-    """A row that is there is left as it is by `write`, and counts as stored: a bad one has to be deleted first."""
+    """`write` leaves a row that is there as it is, and says it is stored: a bad one has to be deleted."""
 
     def lend(self, memory: Piece) -> None:
         """Take note of the memory in which most pieces will lie, e.g. to register it. Before any other call."""
@@ -366,7 +366,7 @@ class Backend(ABC):
 
     @abstractmethod
     def write(self, rows: Sequence[BackendRow]) -> list[OSError | None]:
-        """Store rows with their seals, replacing what is there (but `writes_once`). `None` for each that is stored."""
+        """Store rows with their seals, replacing what is there unless `writes_once`. `None` for each stored."""
 
     @abstractmethod
     def read(self, rows: Sequence[BackendRow]) -> list[bytes | OSError | None]:

@@ -2,14 +2,14 @@
 
     {prefix}/{scope, 16 hex digits}/{key, hex}        a header (`value_header`) and the row
 
-`lend` registers the pool once; rows in it travel without a copy, other rows by way of a registered buffer of the
-calling thread. The store writes an object once: one that is there stays as it is, so a bad one has to be deleted.
-Any thread may call, several at once; calls block without the GIL.
+`lend` registers the pool once; rows in it travel without a copy, other rows by way of a registered buffer of
+the calling thread. The store writes an object once: one that is there stays as it is, so a bad one has to be
+deleted. Any thread may call, several at once; calls block without the GIL.
 
-The client has no deadline: with a dead master a call blocks for four seconds and more, so memory stays in use
-until it returns, and the tier above suspends. Worse, its set-up holds the GIL, for a minute and a half if the
-master is gone: that is tried only after both servers have answered a question. `health_check` says yes to a dead
-master: `probe` moves bytes instead.
+The client has no deadline: with a dead master a call blocks for four seconds and more, so memory stays in
+use until it returns, and the tier above suspends. Worse, its set-up holds the GIL, for a minute and a half if
+the master is gone: that is tried only after both servers have answered a question. `health_check` says yes
+to a dead master: `probe` moves bytes instead.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class MooncakeBackend(Backend):
     writes_once = True
 
     def __init__(self, config: MooncakeConfig, row_bytes: int, *, timeout: float) -> None:
-        """Join the store. `OSError` if a server does not answer within `timeout`; `ConfigError` without the package."""
+        """Join the store. `OSError`: a server does not answer in time. `ConfigError`: no package."""
         store_class, replication_class = _import_mooncake()
         self._master, self._prefix, self._row_bytes = config.master, config.prefix, row_bytes
         facing = _must_answer(config, timeout)
@@ -111,8 +111,8 @@ class MooncakeBackend(Backend):
         self._scratches = threading.local()
         self._registered: list[Any] = []  # memory that the client knows the address of
         self._closed = False
-        host, device = config.host or facing, config.device
-        code = self._store.setup(host, config.metadata, config.segment, 0, config.protocol, device, config.master)
+        where = config.host or facing, config.metadata
+        code = self._store.setup(*where, config.segment, 0, config.protocol, config.device, config.master)
         if code:
             raise self._error(code, "the store could not be joined")
 
@@ -129,7 +129,8 @@ class MooncakeBackend(Backend):
             headers = b"".join([pack_header(row) for row in call.rows])
             call.scratch.memory[: len(headers)] = np.frombuffer(headers, np.uint8)
             if call.bounced:
-                np.concatenate([np.frombuffer(piece, np.uint8) for piece in call.rows[0].pieces], out=call.bounce)
+                pieces = [np.frombuffer(piece, np.uint8) for piece in call.rows[0].pieces]
+                np.concatenate(pieces, out=call.bounce)
             put = self._store.batch_put_from_multi_buffers
             codes = put(call.names, call.addresses, call.sizes, self._replication)
             answers += [None if code in (0, _EXISTS) else self._error(code) for code in codes]
@@ -183,7 +184,7 @@ class MooncakeBackend(Backend):
     def probe(self) -> None:
         name, header = f"{self._prefix}/probe/{os.urandom(8).hex()}", self._scratch().headers[0]
         address, size = [_address_of(header.data)], [header.nbytes]
-        (code,) = self._store.batch_is_exist([name])  # the only call that does not block if the master is gone
+        (code,) = self._store.batch_is_exist([name])  # does not block if the master is gone
         if code < 0:
             raise self._error(code)
         (code,) = self._store.batch_put_from([name], address, size, self._replication)
@@ -202,7 +203,7 @@ class MooncakeBackend(Backend):
     # -- inside ------------------------------------------------------------------------------------
 
     def _calls(self, rows: Sequence[BackendRow]) -> Iterator[_Call]:
-        """Cut a batch: rows in the lent memory together, as far as there are headers; any other by itself."""
+        """Cut a batch: rows in the lent memory together, up to a limit; any other by itself."""
         scratch = self._scratch()
         together = _Call(scratch)
         for row in rows:
@@ -259,10 +260,11 @@ def _import_mooncake() -> tuple[type[MooncakeDistributedStore], type[ReplicateCo
     try:
         from mooncake.store import MooncakeDistributedStore, ReplicateConfig
     except ModuleNotFoundError:
-        raise ConfigError("mooncake", "needs the package of the store: pip install 'kvtier[mooncake]'") from None
+        raise ConfigError("mooncake", "needs the store's package: pip install 'kvtier[mooncake]'") from None
     except ImportError as error:  # a wheel for CUDA on a machine without
         problem = f"the package cannot be loaded: {error}; of its wheels exactly one may be installed"
-        raise ConfigError("mooncake", f"{problem}: pip install 'kvtier[mooncake]' for one without CUDA") from None
+        hint = "pip install 'kvtier[mooncake]' for one without CUDA"
+        raise ConfigError("mooncake", f"{problem}: {hint}") from None
     return MooncakeDistributedStore, ReplicateConfig
 
 

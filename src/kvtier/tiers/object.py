@@ -3,12 +3,12 @@
     {prefix}/{scope, 16 hex digits}/{key, hex}        a header (`value_header`) and the row
 
 An object is written once: where the server can tell, one that is there stays as it is and counts as stored.
-Rows are sent from the memory they lie in and copied once when they arrive. An object of another length than the
-row's is not read at all. A request ends within the time-out that the backend was made with, one quick retry
-included; the rest of a batch is not tried once the server did not answer or its time is up.
+Rows are sent from the memory they lie in and copied once when they arrive. An object of another length than
+the row's is not read at all. A request ends within the time-out that the backend was made with, one quick
+retry included; the rest of a batch is not tried once the server did not answer or its time is up.
 
-Errors are `OSError`s of one line. They never repeat what the server or the client library said, which may hold
-addresses with signatures in them. Any thread may call; calls block without the GIL.
+Errors are `OSError`s of one line. They never repeat what the server or the client library said, which may
+hold addresses with signatures in them. Any thread may call; calls block without the GIL.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ _STATUS = re.compile(r"non-2xx status code: (\d{3})")
 _HTTP_KIND = re.compile(r"HttpError \{\s+kind: (\w+)")
 _SOURCE = re.compile(r"source: ([A-Z]\w+) ?[{,]")
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
-_CREDENTIALS = re.compile(r"https?://(169\.254\.|metadata\.google|sts\.|oauth2\.|login\.microsoft)|/latest/api/token")
+_CREDENTIAL_HOSTS = r"169\.254\.|metadata\.google|sts\.|oauth2\.|login\.microsoft"
+_CREDENTIALS = re.compile(rf"https?://({_CREDENTIAL_HOSTS})|/latest/api/token")
 """Where the store asks for credentials when it was given none."""
 
 
@@ -56,7 +57,7 @@ class ObjectBackend(Backend):
     writes_once = True
 
     def __init__(self, config: ObjectConfig, row_bytes: int, *, timeout: float) -> None:
-        """Open a store without asking it anything. `ConfigError` if a package is missing or a setting is wrong."""
+        """Open a store without asking it anything. `ConfigError`: no package, or a wrong setting."""
         try:
             import obstore
         except ImportError:
@@ -70,7 +71,7 @@ class ObjectBackend(Backend):
         except self._exceptions.BaseError as error:
             what = _SOURCE.findall(str(error))
             hint = "; set AZURE_STORAGE_ACCOUNT_NAME" if "MissingAccount" in what else ""
-            problem = f"the store does not take the settings or credentials that it found: {', '.join(what)}{hint}"
+            problem = f"the store does not take its settings or credentials: {', '.join(what)}{hint}"
             raise ConfigError("object", problem) from None
 
     def __repr__(self) -> str:
@@ -128,7 +129,8 @@ class ObjectBackend(Backend):
     def _write(self, row: BackendRow) -> None:
         name, mode = self._row_name(row), "create" if self._create else "overwrite"
         try:
-            self._obstore.put(self._store, name, iter((pack_header(row), *row.pieces)), mode=mode, use_multipart=False)
+            value = iter((pack_header(row), *row.pieces))
+            self._obstore.put(self._store, name, value, mode=mode, use_multipart=False)
         except self._exceptions.AlreadyExistsError:
             return
         except self._exceptions.BaseError as error:
@@ -176,8 +178,11 @@ class ObjectBackend(Backend):
         """Say in one line what went wrong, in our words: theirs may hold addresses with secrets in them."""
         text = str(error)
         status, kind, code = _status(error), _HTTP_KIND.search(text), _CODE.search(text)
-        if isinstance(error, (self._exceptions.PermissionDeniedError, self._exceptions.UnauthenticatedError)):
+        refusals = (self._exceptions.PermissionDeniedError, self._exceptions.UnauthenticatedError)
+        if isinstance(error, refusals):
             number, problem = errno.EACCES, "these credentials may not do that"
+            if self.url.startswith("s3:") and not text.partition("performing ")[2].startswith("PUT"):
+                problem += "; without s3:ListBucket that is said of absent objects, too"
         elif isinstance(error, FileNotFoundError):
             number, problem = errno.ENOENT, "there is no such bucket or container"
         elif _CREDENTIALS.search(text):
@@ -219,9 +224,11 @@ def _open_store(config: ObjectConfig, timeout: float) -> S3Store | GCSStore | Az
         },
     }
     if url.scheme == "az":
-        return AzureStore(url.netloc, **settings, **({"endpoint": config.endpoint} if config.endpoint else {}))
+        endpoint = {"endpoint": config.endpoint} if config.endpoint else {}
+        return AzureStore(url.netloc, **settings, **endpoint)
     if url.scheme == "gs":
-        return GCSStore(url.netloc, **settings, **({"base_url": config.endpoint} if config.endpoint else {}))
+        endpoint = {"base_url": config.endpoint} if config.endpoint else {}
+        return GCSStore(url.netloc, **settings, **endpoint)
     if config.endpoint is not None:
         settings["endpoint"] = config.endpoint
     if config.region is not None:
@@ -233,7 +240,7 @@ def _open_store(config: ObjectConfig, timeout: float) -> S3Store | GCSStore | Az
 
 
 def _profile_credentials() -> Any:
-    """Return who reads the files of AWS profiles, which the store does not; `None` if there are none to read."""
+    """Return who reads the files of AWS profiles, which the store does not; `None`: there are none."""
     names = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI")
     if any(os.environ.get(name) for name in (*names, "AWS_CONTAINER_CREDENTIALS_FULL_URI")):
         return None
@@ -244,9 +251,9 @@ def _profile_credentials() -> Any:
         from botocore.exceptions import BotoCoreError
         from obstore.auth.boto3 import Boto3CredentialProvider
     except ImportError:
-        raise ConfigError("object", "reading AWS profiles needs the package boto3: pip install boto3") from None
+        raise ConfigError("object", "AWS profiles need the package boto3: pip install boto3") from None
     try:
         return Boto3CredentialProvider()
     except (BotoCoreError, ValueError) as error:
-        problem = f"the files of AWS profiles give no credentials: {type(error).__name__}; is AWS_PROFILE right?"
+        problem = f"AWS profiles give no credentials: {type(error).__name__}; is AWS_PROFILE right?"
         raise ConfigError("object", problem) from None

@@ -116,7 +116,12 @@ def read_seal_key(path: str) -> SealKey:
     return SealKey(secret)
 
 
-def seal_of(scope: SealScope, key: OffloadKey, pieces: Sequence[Piece], seal_key: SealKey | None = None) -> bytes:
+def seal_of(
+    scope: SealScope,
+    key: OffloadKey,
+    pieces: Sequence[Piece],
+    seal_key: SealKey | None = None,
+) -> bytes:
     """Return the seal of a row, 16 bytes. How it is cut into pieces does not matter."""
     if seal_key is not None:
         return seal_key.seal(scope, key, sum(piece.nbytes for piece in pieces), pieces)
