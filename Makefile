@@ -54,6 +54,9 @@ bench: $(DEV) $(VLLM) ## Measure the README's claims (bench-gpu: those about GPU
 	$(BIN)/python benchmarks/overhead.py --json $(RESULTS)/overhead.json
 	$(BIN)/python benchmarks/ttft.py --json $(RESULTS)/ttft.json
 	$(BIN)/python benchmarks/index.py --json $(RESULTS)/index.json
+	$(BIN)/python benchmarks/overhead.py --disk $(RESULTS) --json $(RESULTS)/overhead_disk.json
+	$(BIN)/python benchmarks/ttft.py --disk $(RESULTS) --json $(RESULTS)/ttft_disk.json
+	$(PEER)/python benchmarks/disk.py --folder $(RESULTS) --json $(RESULTS)/disk.json
 	$(PEER)/python benchmarks/vllm_ttft.py --json $(RESULTS)/vllm_ttft.json
 
 # On a machine with a CUDA device. PYTHON_GPU names a Python that has torch and Triton for it; ours has what PyPI offers.

@@ -5,10 +5,12 @@
 `rows` moves rows of 256 KiB, 1 MiB and 2 MiB through three contenders in turns, in one run: fio (io_uring,
 16 in flight, direct), vLLM's own `fs` tier (16 jobs, and one job, which is one request; unchecked) and
 ours (16 jobs, and one). Ours is full, so every store evicts. Ratios are of one round; their median counts.
-CPU seconds are the process's own. `open` opens files of 10^4 to 10^6 records as a restart does. `thread`
-times 20 µs of Python every millisecond, alone and beside full I/O: what an engine's scheduler feels. Needs
-an environment with vLLM 0.32 and kvtier (`make bench` builds one), and fio for its part (Debian: `apt
-install fio`); what is missing is left out.
+CPU seconds are the process's own; beside those of seals are those of reading the same memory and doing
+nothing with it. `open` opens files of 10^4 to 10^6 records as a restart does. `thread` times 20 µs of Python
+every millisecond, alone and beside full I/O: what an engine's scheduler feels. `scheduler` is what storing
+a chunk costs the scheduler's thread, without a tier below the pool and with one that moves no bytes. Needs an
+environment with vLLM 0.32 and kvtier (`make bench` builds one), and fio for its part (Debian: `apt install
+fio`); what is missing is left out.
 """
 
 from __future__ import annotations
@@ -17,14 +19,13 @@ import argparse
 import json
 import mmap
 import os
-import resource
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -36,10 +37,16 @@ import numpy as np
 import xxhash
 
 from kvtier.keys import OffloadKey
-from kvtier.tiers.base import LentRow, Outcome, TierJob
+from kvtier.offload import CPUOffloadingManager, ReqContext
+from kvtier.offload.tiered import TieredOffloadingManager, TierSeat
+from kvtier.policies import make_policy
+from kvtier.tiers.base import Backend, BackendRow, LentRow, Outcome, TierJob
 from kvtier.tiers.disk import DiskConfig, DiskFiles, DiskTier
 from kvtier.tiers.disk.header import HEADER_BYTES
 from kvtier.tiers.disk.records import pack_record
+from kvtier.tiers.seal import SealScope
+from kvtier.tiers.slot_table import SlotTable
+from kvtier.tiers.slot_tier import SlotTier
 
 SIZES = (256 << 10, 1 << 20, 2 << 20)
 JOBS = 16
@@ -243,13 +250,18 @@ def bench_rows(folder: Path, size: int, nbytes: int, rounds: int, fio_program: s
                     note(f"{name} {way} {many}", timed(nbytes, partial(getattr(contender, way), jobs)))
                 if fio is not None and jobs == JOBS:
                     note(f"fio {way} after", fio.run("randwrite" if way == "store" else "randread"))
-    hashing = timed(nbytes, lambda: [xxhash.xxh3_128_digest(row.data, 1) for row in rows])
+    passes = range(max(3, rounds))
+    sealing = [timed(nbytes, lambda: [xxhash.xxh3_128_digest(row.data, 1) for row in rows]) for _ in passes]
+    reading = [timed(nbytes, lambda: [row.view(np.uint64).max() for row in rows]) for _ in passes]
     ours.close()
     if fs is not None:
         fs.close()
     shutil.rmtree(folder / "ours")
     shutil.rmtree(folder / "fs")
-    return summarize(size, cells) | {"seal_cpu_per_gb": hashing.cpu}
+    return summarize(size, cells) | {
+        "seal_cpu_per_gb": median(cell.cpu for cell in sealing),
+        "read_cpu_per_gb": median(cell.cpu for cell in reading),
+    }
 
 
 def summarize(size: int, cells: dict[str, list[Cell]]) -> dict[str, Any]:
@@ -311,14 +323,14 @@ def bench_open(folder: Path, slots: int) -> dict[str, Any]:
 def open_here(path: Path, slots: int) -> dict[str, Any]:
     """Time the opening of a tier, lookups in it, and what they take."""
     keys = [OffloadKey(xxhash.xxh3_128_digest(b"%d" % slot) * 2 + bytes(4)) for slot in range(0, slots, 100)]
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = resident_bytes()
     config = DiskConfig(path=str(path), capacity=slots * (4096 + 128 + 576) + 20480, write_limit=0)
     start, cpu = time.perf_counter(), time.process_time()
     tier = DiskTier(config, row_bytes=4096, namespace=lambda: NAMESPACE)
     assert tier.wait_open(60), tier.problem
     assert tier.lookup(keys[0]) is True
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-    memory = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    memory = resident_bytes() - before
     assert tier.stats().used == slots
     lookups = []
     for at in range(0, len(keys), 100):
@@ -334,6 +346,61 @@ def open_here(path: Path, slots: int) -> dict[str, Any]:
         "bytes_per_slot": memory / slots,
         "lookup_ns_per_key": median(lookups) * 1e9,
     }
+
+
+def resident_bytes() -> int:
+    """Return the memory that this process has now. (The most it ever had begins with its parent's.)"""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+class NoBytes(Backend):
+    """A backend that has nothing to do."""
+
+    def write(self, rows: Sequence[BackendRow]) -> list[OSError | None]:
+        return [None] * len(rows)
+
+    def read(self, rows: Sequence[BackendRow]) -> list[bytes | OSError | None]:
+        return [None] * len(rows)
+
+    def contains(self, rows: Sequence[BackendRow]) -> list[bool]:
+        return [False] * len(rows)
+
+    def delete(self, rows: Sequence[BackendRow]) -> None:
+        return
+
+
+def bench_scheduler(rounds: int, chunks: int = 20_000, a_step: int = 200) -> dict[str, Any]:
+    """Time the scheduler's thread over stores of chunks, with and without a tier below, in turns."""
+    alone, tiered = [], []
+    for _ in range(rounds):
+        alone.append(_seconds_a_chunk(None, chunks, a_step))
+        tier = SlotTier("none", 4096, threads=2)
+        tier.open_table(SlotTable(8192, make_policy("lru", 8192)), NoBytes(), SealScope(NAMESPACE))
+        tiered.append(_seconds_a_chunk(tier, chunks, a_step))
+        assert tier.stats().demoted == chunks
+        tier.close(30)
+    return {"step_chunks": a_step, "alone_us": median(alone) * 1e6, "tiered_us": median(tiered) * 1e6}
+
+
+def _seconds_a_chunk(tier: SlotTier | None, chunks: int, a_step: int) -> float:
+    rows, context, spent = np.zeros((4096, 4096), np.uint8), ReqContext(req_id="bench"), 0.0
+    manager = TieredOffloadingManager(CPUOffloadingManager(4096), rows, [TierSeat(tier)] if tier else [])
+    for first in range(0, chunks, a_step):
+        keys = [OffloadKey(b"%036d" % number) for number in range(first, first + a_step)]
+        start = time.thread_time()
+        output = manager.prepare_store(keys, context)
+        assert output is not None
+        manager.complete_store(output.keys_to_store, spec=output.store_spec)
+        manager.poll_tiers()
+        manager.take_events()
+        spent += time.thread_time() - start
+        while tier is not None and tier.stats().demoted < first + a_step:
+            tier.wait_any(1.0)
+            start = time.thread_time()
+            manager.poll_tiers()
+            manager.take_events()
+            spent += time.thread_time() - start
+    return spent / chunks
 
 
 def bench_thread(folder: Path, size: int, seconds: float, rounds: int) -> dict[str, Any]:
@@ -414,7 +481,8 @@ def show(results: dict[str, Any]) -> None:
         print(f"\nrows of {result['row_bytes'] >> 10} KiB: GB/s [CPU seconds for 10^9 bytes]")
         for name, speed in result["gbps"].items():
             print(f"  {name:22} {speed:6.2f} [{result['cpu_per_gb'][name]:.3f}]")
-        print(f"  {'seals':22} {'':6} [{result['seal_cpu_per_gb']:.3f}] (at most 0.07)")
+        print(f"  {'seals':22} {'':6} [{result['seal_cpu_per_gb']:.3f}] (at most 0.07)", end="")
+        print(f"; reading that memory takes [{result['read_cpu_per_gb']:.3f}]")
         for name, ratio in result["ratios"].items():
             bar = BARS[name][SIZES.index(result["row_bytes"])] if name in BARS else None
             at = "at most" if name.startswith("CPU") else "at least"
@@ -430,6 +498,11 @@ def show(results: dict[str, Any]) -> None:
             f"a thread beside I/O of {result['row_bytes'] >> 10} KiB rows: p99 {alone:.0f} -> {beside:.0f} µs,", end=""
         )
         print(f" {ratio:.1f} × (at most 3)")
+    if "scheduler" in results:
+        result = results["scheduler"]
+        alone, tiered, chunks = result["alone_us"], result["tiered_us"], result["step_chunks"]
+        print(f"a chunk stored, {chunks} a step: {alone:.2f} µs of the scheduler's thread", end="")
+        print(f", {tiered:.2f} with a tier below")
 
 
 def main() -> None:
@@ -439,7 +512,7 @@ def main() -> None:
     parser.add_argument("--fio", default=shutil.which("fio"), help="the program")
     parser.add_argument("--mib", type=int, default=256, help="bytes of each turn, in MiB")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", choices=("rows", "open", "thread"))
+    parser.add_argument("--only", choices=("rows", "open", "thread", "scheduler"))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--opening", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--slots", type=int, help=argparse.SUPPRESS)
@@ -460,6 +533,8 @@ def main() -> None:
             results["open"] = [bench_open(place, slots) for slots in (10_000, 100_000, 1_000_000)]
         if options.only in (None, "thread"):
             results["thread"] = [bench_thread(place, size, 2.0, 3) for size in SIZES[:2]]
+        if options.only in (None, "scheduler"):
+            results["scheduler"] = bench_scheduler(options.rounds)
     show(results)
     if options.json:
         options.json.write_text(json.dumps(results, indent=2) + "\n")

@@ -5,7 +5,7 @@ next ones. Two engines share one model and run the same requests in turns, off o
 A run ends when its last store has. Each pair of neighbouring runs gives a ratio; the median of many short pairs stands even on
 a machine that does other things, and its 95 % interval says how well. The CPU time of the process, all its threads counted,
 tells the same story without the neighbours. `--control` leaves kvtier out of both engines: what is then measured is
-the measurement.
+the measurement. `--disk` puts a disk tier below the pool, to which every block is then written as well.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from kvtier.config import KVTierConfig
 from kvtier.engine import Engine, EngineConfig, SamplingParams
 from kvtier.errors import IntegrityError
 from kvtier.offload import CPUOffloadingManager
+from kvtier.offload.tiered import TieredOffloadingManager
 
 TARGET = 0.97
 LENGTHS = (256, 512, 320, 448)
@@ -49,6 +51,8 @@ NUM_TOKENS = sum(LENGTHS) + len(LENGTHS) * ANSWER
 POOL = "8MiB"
 """Room for 1,024 tokens, fewer than a run has: every run evicts."""
 SIDES = {"scheduler's side": SCHEDULER_CALLS, "worker's side": WORKER_CALLS}
+DISK = "64MiB"
+"""A few runs fill it: from then on every row that is written evicts another there, too."""
 MIN_PAIRS = 5
 
 
@@ -97,14 +101,25 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         num_blocks=160, max_num_seqs=len(LENGTHS), compute_dtype=arguments.compute_dtype, kv_events=True
     )
     model, stopwatch = make_model(config), Stopwatch()
-    settings = None if arguments.control else KVTierConfig.from_dict({"cpu": {"capacity": POOL}})
     with ExitStack() as stack:
+        settings = make_settings(arguments, stack)
         off = stack.enter_context(Engine(model, config))
-        on = stack.enter_context(Engine(model, config, settings))
+        on = stack.enter_context(Engine(model, config, settings, weights_id="bench"))
         stopwatch.watch_connector(on)
         pairs = run_pairs(off, on, stopwatch, arguments)
         on.check()
         return compare(pairs) | ({} if arguments.control else account(pairs, on, arguments.threads))
+
+
+def make_settings(arguments: argparse.Namespace, stack: ExitStack) -> KVTierConfig | None:
+    """Return kvtier's settings: a pool, and a disk of its own if one is asked for; `None` without kvtier."""
+    if arguments.control:
+        return None
+    tiers = []
+    if arguments.disk is not None:
+        folder = stack.enter_context(TemporaryDirectory(dir=arguments.disk))
+        tiers = [{"disk": {"path": folder, "capacity": DISK, "write_limit": 0, "required": True}}]
+    return KVTierConfig.from_dict({"cpu": {"capacity": POOL}, "tiers": tiers})
 
 
 def run_pairs(off: Engine, on: Engine, stopwatch: Stopwatch, arguments: argparse.Namespace) -> list[tuple[Run, Run]]:
@@ -146,16 +161,19 @@ def account(pairs: list[tuple[Run, Run]], engine: Engine, threads: int) -> dict[
     assert engine.connector is not None
     scheduler = engine.connector.connector_scheduler
     assert scheduler is not None
-    assert isinstance(scheduler.manager, CPUOffloadingManager)
+    manager = scheduler.manager
+    assert isinstance(manager, CPUOffloadingManager | TieredOffloadingManager)
     num_runs = len(pairs) + 1
+    disks = manager.tier_stats() if isinstance(manager, TieredOffloadingManager) else []
     return {
+        "demoted_bytes_per_run": sum(disk.demoted_bytes for disk in disks) / num_runs,
         "step_us": median(run.wall / run.steps for run in runs) * 1e6,
         "us_per_step": spent,
         "call_us_per_step": {name: per_step(name) for names in SIDES.values() for name in names},
         "stored_bytes_per_run": scheduler.stats.store_bytes // num_runs,
         "stores_per_run": scheduler.stats.stores / num_runs,
         "stores_failed": scheduler.stats.stores_failed,
-        "evicted_chunks_per_run": scheduler.manager.stats().evicted / num_runs,
+        "evicted_chunks_per_run": manager.stats().evicted / num_runs,
     }
 
 
@@ -185,6 +203,8 @@ def show(console: Console, result: dict[str, Any], arguments: argparse.Namespace
     console.print(
         f"A run stores {stored:.1f} MiB in {result['stores_per_run']:.0f} jobs and evicts {evicted:.0f} chunks"
     )
+    if arguments.disk is not None:
+        console.print(f"and writes {result['demoted_bytes_per_run'] / 2**20:.1f} MiB to disk")
     console.print(f"With kvtier: {result['ratio']:.3f} of the speed without; the claim is {TARGET:g}")
 
 
@@ -194,6 +214,7 @@ def main() -> int:
         "--compute-dtype", choices=("float32", "float64"), default="float32", help="float64: compare tokens"
     )
     parser.add_argument("--seconds", type=float, default=60, help="how long to go on making pairs")
+    parser.add_argument("--disk", metavar="FOLDER", help="with a disk tier, in a folder on that disk")
     parser.add_argument("--control", action="store_true", help="measure an engine without kvtier against itself")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

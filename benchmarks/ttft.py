@@ -6,17 +6,26 @@ many prompts; one request at a time, so that nothing hides a load. Where the tim
 the load (ask, plan); the load job, from its start until a worker knows that it is over (job), and telling so (end); the pass
 over the last token, which is always computed (token); and the rest of the engine's two steps. A pass in float64 first shows
 that computed and loaded KV give the same tokens.
+
+`--disk` asks after a restart instead: an engine computes prompts and ends, another opens the same folder and
+answers them from its disk tier, whether that is faster or not. Bare reads of as many bytes are beside it.
 """
 
 from __future__ import annotations
 
 import argparse
+import mmap
+import os
 import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,7 +71,15 @@ class Round(NamedTuple):
     memcpy: float
 
 
-def first_token(engine: Engine, stopwatch: Stopwatch, prompt: list[int]) -> FirstToken:
+class Restart(NamedTuple):
+    """One prompt, computed by one engine and answered by the next, and a read of as many bytes."""
+
+    computed: FirstToken
+    from_disk: FirstToken
+    read: float
+
+
+def first_token(engine: Engine, stopwatch: Stopwatch, prompt: list[int], tier: str = "cpu") -> FirstToken:
     """Run a prompt; the engine has nothing else to do, before and after."""
     stopwatch.take()
     engine.add_request(prompt, SamplingParams(max_tokens=ANSWER, ignore_eos=True))
@@ -76,7 +93,7 @@ def first_token(engine: Engine, stopwatch: Stopwatch, prompt: list[int]) -> Firs
     (output,) = outputs
     assert output.source is not None
     assert output.ttft is not None
-    return FirstToken(output.ttft, calls, output.token_ids, output.source.tiers.get("cpu", 0))
+    return FirstToken(output.ttft, calls, output.token_ids, output.source.tiers.get(tier, 0))
 
 
 def compute_and_load(engine: Engine, stopwatch: Stopwatch, prompt: list[int]) -> tuple[FirstToken, FirstToken]:
@@ -135,6 +152,81 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 tokens = compute_and_load(engine, stopwatch, random_prompt(source, length))
                 rounds[length].append(Round(*tokens, next(copies[length])))
         return [summarize(length, length * token_bytes(engine), rounds[length]) for length in arguments.lengths]
+
+
+def measure_restarts(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Have prompts computed, end the engine, and have the next one answer them from disk; again and again."""
+    lengths, source, stopwatch = arguments.lengths, random.Random(0), Stopwatch()
+    config = EngineConfig(num_blocks=2 + (max(lengths) + ANSWER) // 16, kv_events=True)
+    model = make_model(config)
+    rounds: dict[int, list[Restart]] = {length: [] for length in lengths}
+    until = time.perf_counter() + arguments.seconds
+    with TemporaryDirectory(dir=arguments.disk) as folder:
+        disk = {"path": folder, "capacity": "256MiB", "write_limit": 0, "required": True}
+        settings = {"cpu": {"capacity": "64MiB"}, "load_if_faster": False, "tiers": [{"disk": disk}]}
+        while time.perf_counter() < until or len(rounds[lengths[0]]) < MIN_ROUNDS:
+            prompts = {length: random_prompt(source, length) for length in lengths}
+            with Engine(model, config, KVTierConfig.from_dict(settings), weights_id="bench") as engine:
+                computed = {length: first_token(engine, stopwatch, prompts[length]) for length in lengths}
+                size = token_bytes(engine)
+            with Engine(model, config, KVTierConfig.from_dict(settings), weights_id="bench") as engine:
+                loaded = {length: first_token(engine, stopwatch, prompt, "disk") for length, prompt in prompts.items()}
+            reads = read_seconds(next(Path(folder).rglob("slots")), [length * size for length in lengths])
+            for length, read in zip(lengths, reads, strict=True):
+                if (found := loaded[length].from_tier) != length - 1:
+                    raise IntegrityError(f"expected {length - 1} tokens from disk, got {found}")
+                rounds[length].append(Restart(computed[length], loaded[length], read))
+    return [summarize_restarts(length, length * size, rounds[length]) for length in lengths]
+
+
+def read_seconds(path: Path, sizes: Sequence[int]) -> list[float]:
+    """Time reads of so many bytes, past the page cache, by four threads in pieces of 1 MiB."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    piece = 1 << 20
+    buffers = [mmap.mmap(-1, piece) for _ in range(4)]
+
+    def read_part(part: int, size: int) -> None:
+        for at in range(part * piece, size, len(buffers) * piece):
+            os.preadv(descriptor, [buffers[part]], at)
+
+    seconds = []
+    try:
+        with ThreadPoolExecutor(len(buffers)) as threads:
+            for size in sizes:
+                start = time.perf_counter()
+                list(threads.map(partial(read_part, size=size), range(len(buffers))))
+                seconds.append(time.perf_counter() - start)
+    finally:
+        os.close(descriptor)
+    return seconds
+
+
+def summarize_restarts(length: int, size: int, rounds: list[Restart]) -> dict[str, Any]:
+    """Return medians in milliseconds, and their ratios."""
+    computed = median(turn.computed.seconds for turn in rounds) * 1e3
+    from_disk = median(turn.from_disk.seconds for turn in rounds) * 1e3
+    read = median(turn.read for turn in rounds) * 1e3
+    return {
+        "prompt_tokens": length,
+        "bytes": size,
+        "rounds": len(rounds),
+        "recompute_ms": computed,
+        "disk_ms": from_disk,
+        "read_ms": read,
+        "speedup": computed / from_disk,
+        "disk_over_read": from_disk / read,
+    }
+
+
+def show_restarts(console: Console, results: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
+    """Print the numbers."""
+    console.print(f"Time to first token in ms after a restart; float32, torch threads: {arguments.threads}")
+    table = Table("prompt", "KV MiB", "recompute", "from disk", "speedup", "bare read", "from disk / read")
+    for result in results:
+        times = (f"{result[f'{way}_ms']:.2f}" for way in ("recompute", "disk"))
+        ratios = f"{result['speedup']:.1f}", f"{result['read_ms']:.2f}", f"{result['disk_over_read']:.1f}"
+        table.add_row(str(result["prompt_tokens"]), f"{result['bytes'] / 2**20:.0f}", *times, *ratios)
+    console.print(table)
 
 
 def token_bytes(engine: Engine) -> int:
@@ -198,10 +290,18 @@ def main() -> int:
         "--lengths", type=int, nargs="+", default=LENGTHS, help="of prompts, in tokens: whole blocks of 16"
     )
     parser.add_argument("--seconds", type=float, default=45, help="how long to go on repeating")
+    parser.add_argument(
+        "--disk", metavar="FOLDER", help="from disk after a restart, in a folder on the disk to be measured"
+    )
     arguments = parser.parse_args()
     if any(length < 16 or length % 16 for length in arguments.lengths):
         parser.error(f"--lengths: expected multiples of 16, which can be cached whole, got {arguments.lengths}")
     torch.set_num_threads(arguments.threads)
+    if arguments.disk is not None:
+        restarts = measure_restarts(arguments)
+        show_restarts(open_console(arguments), restarts, arguments)
+        write_json(arguments, {"restarts": restarts})
+        return 0
     check_tokens(arguments.lengths)
     results = measure(arguments)
     show(open_console(arguments), results, arguments)

@@ -220,7 +220,7 @@ class IOThreads:
         with self._lock:
             self._queued_bytes[direction] += sum(work.sizes)
             heapq.heappush(self._queues[direction], (priority, self._count, work))
-            self._lock.notify(min(len(rows), self._num_threads))
+            self._lock.notify()  # one is enough: whoever takes rows and leaves some wakes the next
 
     def call(self, function: Callable[[], Any], tell: Callable[[Any, BaseException | None], None]) -> None:
         """Run a function on a thread, before all rows; `poll` then calls `tell` with its value or error."""

@@ -170,14 +170,14 @@ class DiskFiles(Backend):
             raise
 
     def _read_records(self, scope: SealScope) -> FoundRecords:
-        size = self.header.slots * RECORD_BYTES
-        content = bytearray(size)
-        view, at = memoryview(content), 0
-        while at < size:
-            got = os.preadv(self._records, [view[at : at + _READ_AT_ONCE]], HEADER_BYTES + at)
+        content = np.empty(self.header.slots * RECORD_BYTES, dtype=np.uint8)  # numpy asks for large pages
+        at = 0
+        while at < len(content):
+            got = os.preadv(self._records, [content[at : at + _READ_AT_ONCE].data], HEADER_BYTES + at)
             if got == 0:
                 break
             at += got
+        content[at:] = 0
         found = read_records(content, scope.number)
         np.frombuffer(self._seals, dtype="<u8").reshape(-1, SEAL_BYTES // 8)[found.slots] = found.seals
         np.frombuffer(self._lengths, dtype=np.int64)[found.slots] = found.lengths

@@ -32,18 +32,13 @@ _FACTOR = 0x9E3779B97F4A7C15
 _SHIFT = 29
 _MASK = (1 << 64) - 1
 _KEY_AT = 32
-_SEAL_WORDS = slice(12, 14)
 _SLICE = 8192
 """Records checked at once: their words fit into a core's cache."""
 
-_RECORD = np.dtype(
-    {
-        "names": ["checksum", "scope", "length", "slot", "key_length", "key", "tick"],
-        "formats": ["<u8", "<u8", "<u8", "<u4", "u1", f"V{MOST_KEY_BYTES}", "<i8"],
-        "offsets": [0, 8, 16, 24, 28, 32, 120],
-        "itemsize": RECORD_BYTES,
-    }
-)
+_NUM_WORDS = RECORD_BYTES // 8
+_COLUMNS = [1, 2, 3, 4, 12, 13, 15]
+"""The words of a record that are looked at, and their places among them:"""
+_SCOPE, _LENGTH, _NAMED, _KEY_START, _SEAL, _TICK = 0, 1, 2, 3, 4, 6
 
 
 class FoundRecords(NamedTuple):
@@ -69,55 +64,58 @@ def pack_record(slot: int, key: OffloadKey, seal: bytes, length: int, scope: int
     return checksum.to_bytes(8, "little") + body + TICK.pack(tick)
 
 
-def read_records(content: bytes | bytearray, scope: int) -> FoundRecords:
+def read_records(content: bytes | bytearray | npt.NDArray[np.uint8], scope: int) -> FoundRecords:
     """Return the whole records of a scope from the bytes of all, the first being that of slot 0."""
-    records = np.frombuffer(content, dtype=_RECORD, count=len(content) // RECORD_BYTES)
-    whole = records["slot"] == np.arange(len(records))
-    for at in range(0, len(records), _SLICE):
-        whole[at : at + _SLICE] &= _is_whole(records[at : at + _SLICE])
-    scopes = records["scope"]
-    slots = np.flatnonzero(whole & (scopes == scope) & (records["key_length"] <= MOST_KEY_BYTES))
-    keys, ticks = _keys(records, slots), records["tick"][slots].astype(np.int64)
-    if _may_repeat(records, slots):
+    words = np.frombuffer(content, dtype="<u8", count=len(content) // RECORD_BYTES * _NUM_WORDS)
+    words = words.reshape(-1, _NUM_WORDS)
+    columns, whole = _read_columns(words)
+    named = columns[_NAMED]  # slot, then the length of the key, then zero
+    key_lengths = named >> np.uint64(32)
+    whole &= (named & np.uint64(0xFFFFFFFF)) == np.arange(len(words), dtype=np.uint64)
+    slots = np.flatnonzero(whole & (columns[_SCOPE] == scope) & (key_lengths <= MOST_KEY_BYTES))
+    keys, ticks = _keys(words, slots, key_lengths[slots]), columns[_TICK][slots].view(np.int64)
+    if _may_repeat(columns[_KEY_START][slots]):
         newest = {keys[at]: at for at in np.argsort(ticks, kind="stable").tolist()}
         kept = np.array(sorted(newest.values()), dtype=np.int64)
         slots, ticks, keys = slots[kept], ticks[kept], [keys[at] for at in kept.tolist()]
-    damaged = int(((scopes != 0) & ~whole).sum())
-    seals = _words(records)[:, _SEAL_WORDS][slots]
-    return FoundRecords(slots, keys, seals, records["length"][slots].astype(np.int64), ticks, damaged)
+    damaged = int(((columns[_SCOPE] != 0) & ~whole).sum())
+    seals = np.stack((columns[_SEAL][slots], columns[_SEAL + 1][slots]), axis=1)
+    return FoundRecords(slots, keys, seals, columns[_LENGTH][slots].view(np.int64), ticks, damaged)
 
 
-def _is_whole(records: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
-    """Say of each record whether its checksum is right."""
-    words = np.ascontiguousarray(_words(records).T)
-    checksum = np.zeros(len(records), dtype=np.uint64)
-    for word in words[1:15]:
-        checksum ^= word
-        checksum *= np.uint64(_FACTOR)
-        checksum ^= checksum >> np.uint64(_SHIFT)
-    return np.asarray(checksum == words[0])
+def _read_columns(words: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
+    """Return what is asked of all records, column by column, and of each whether its checksum is right.
+
+    Every record is fetched from memory once, a slice at a time.
+    """
+    columns = np.empty((len(_COLUMNS), len(words)), dtype=np.uint64)
+    whole = np.empty(len(words), dtype=np.bool_)
+    for at in range(0, len(words), _SLICE):
+        part = np.ascontiguousarray(words[at : at + _SLICE].T)
+        columns[:, at : at + _SLICE] = part[_COLUMNS]
+        checksum = np.zeros(part.shape[1], dtype=np.uint64)
+        for word in part[1:15]:
+            checksum ^= word
+            checksum *= np.uint64(_FACTOR)
+            checksum ^= checksum >> np.uint64(_SHIFT)
+        np.equal(checksum, part[0], out=whole[at : at + _SLICE])
+    return columns, whole
 
 
-def _words(records: npt.NDArray[np.void]) -> npt.NDArray[np.uint64]:
-    """Return the words of each record: numpy moves those faster than it moves bytes."""
-    return records.view("<u8").reshape(len(records), RECORD_BYTES // 8)
+def _keys(
+    words: npt.NDArray[np.uint64], slots: npt.NDArray[np.int64], lengths: npt.NDArray[np.uint64]
+) -> list[OffloadKey]:
+    table = words.view(np.uint8)[:, _KEY_AT : _KEY_AT + MOST_KEY_BYTES]
+    distinct = np.unique(lengths).tolist()
+    if len(distinct) == 1 and distinct[0]:  # the usual case, and fast
+        table = table[:, : distinct[0]]
+        keys = np.ascontiguousarray(table if len(slots) == len(words) else table[slots])
+        return list(keys.view(f"V{distinct[0]}").ravel().tolist())
+    pairs = zip(table[slots], lengths.tolist(), strict=True)
+    return [OffloadKey(key[:length].tobytes()) for key, length in pairs]
 
 
-def _bytes(records: npt.NDArray[np.void], slots: npt.NDArray[np.int64], start: int, stop: int) -> npt.NDArray[np.uint8]:
-    """Return a range of the bytes of some records, one record after the other."""
-    table = records.view(np.uint8).reshape(len(records), RECORD_BYTES)[:, start:stop]
-    return np.ascontiguousarray(table if len(slots) == len(records) else table[slots])
-
-
-def _keys(records: npt.NDArray[np.void], slots: npt.NDArray[np.int64]) -> list[OffloadKey]:
-    lengths = np.unique(records["key_length"][slots]).tolist()
-    if len(lengths) == 1 and lengths[0]:  # the usual case, and fast
-        return list(_bytes(records, slots, _KEY_AT, _KEY_AT + lengths[0]).view(f"V{lengths[0]}").ravel().tolist())
-    pairs = zip(records["key"][slots].tolist(), records["key_length"][slots].tolist(), strict=True)
-    return [OffloadKey(key[:length]) for key, length in pairs]
-
-
-def _may_repeat(records: npt.NDArray[np.void], slots: npt.NDArray[np.int64]) -> bool:
+def _may_repeat(starts: npt.NDArray[np.uint64]) -> bool:
     """Say whether two keys may be the same: their first bytes are. A set of all would take long."""
-    starts = np.sort(_words(records)[:, _KEY_AT // 8][slots])
+    starts = np.sort(starts)
     return bool((starts[1:] == starts[:-1]).any())
