@@ -44,7 +44,7 @@ class WriteLimit:
 
     def restore(self, saved: Sequence[int]) -> None:
         """Go on counting where another process ended. What makes no sense is ignored."""
-        if len(saved) == _HOURS + 1 and 0 < saved[0] and min(saved) >= 0:
+        if len(saved) == _HOURS + 1 and saved[0] > 0 and min(saved) >= 0:
             self._hour, self._written = saved[0], list(saved[1:])
         self._turn()
 
