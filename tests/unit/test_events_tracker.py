@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from random import Random
@@ -211,6 +210,29 @@ def test_what_other_media_hold_outlives_a_new_store() -> None:
     assert len(tracker) == 1
 
 
+def test_blocks_that_chunks_share_are_stored_with_the_first_and_removed_with_the_last() -> None:
+    prompt, other = Prompt(8, extra={1: ("salt",)}), Prompt(8)
+    other.tokens[4:] = [40, 41, 42, 43]
+    other.block_hashes = hash_blocks(other.tokens, 2)
+    first, second = prompt.key(0), other.key(0)
+    tracker = make(prompt, 0)
+    tracker.record_store(other, Group(), 0, second)
+    assert told(tracker, False, first)[0].block_hashes == [block(prompt, 0), block(prompt, 1)]  # type: ignore[attr-defined]
+    (rest,) = told(tracker, False, second)
+    assert isinstance(rest, BlockStored)
+    assert (rest.block_hashes, rest.parent_block_hash) == ([block(other, 1)], block(prompt, 0))
+    assert (rest.token_ids, rest.extra_keys) == ([40, 41, 42, 43], None)
+    (below,) = told(tracker, False, second, medium="STORAGE")
+    assert below.block_hashes == [block(other, 0), block(other, 1)], "media are apart"  # type: ignore[attr-defined]
+    again = [(event.medium, event.block_hashes) for event in tracker.retell()]  # type: ignore[attr-defined]
+    both = [block(prompt, 0), block(prompt, 1)]
+    assert again == [("CPU", both), ("CPU", [block(other, 1)]), ("STORAGE", [block(other, 0), block(other, 1)])]
+    assert told(tracker, True, first) == [BlockRemoved([block(prompt, 1)], "CPU", group_idx=0)]
+    assert told(tracker, True, second) == [BlockRemoved([block(prompt, 0), block(other, 1)], "CPU", group_idx=0)]
+    assert told(tracker, True, second, medium="STORAGE") == [BlockRemoved(below.block_hashes, "STORAGE", group_idx=0)]  # type: ignore[attr-defined]
+    assert len(tracker) == 0
+
+
 def test_what_is_held_can_be_told_again_parents_first() -> None:
     prompt, other = Prompt(), Prompt(extra={0: ("salt",)})
     tracker = make(prompt, 0, 1, 2, 3)
@@ -251,10 +273,10 @@ def test_the_check_finds_a_wrong_key() -> None:
 
 
 class Listener:
-    """Counts what the stream says is held, and expects every stored block to come with its tokens."""
+    """Keeps what the stream says is held in a plain set; stored blocks must come with their tokens, and once."""
 
     def __init__(self) -> None:
-        self.held: Counter[tuple[bytes, int | None]] = Counter()
+        self.held: set[tuple[bytes, int | None]] = set()
         self.tokens: dict[bytes, tuple[int, ...]] = {}
 
     def listen(self, host: Host) -> None:
@@ -263,12 +285,14 @@ class Listener:
     def apply(self, events: Iterable[KVCacheEvent]) -> None:
         for event in events:
             assert isinstance(event, (BlockStored, BlockRemoved))
-            blocks = Counter((block_hash, event.group_idx) for block_hash in event.block_hashes)
+            blocks = {(block_hash, event.group_idx) for block_hash in event.block_hashes}
+            assert len(blocks) == len(event.block_hashes)
             if isinstance(event, BlockRemoved):
                 assert blocks <= self.held, "nothing is removed that was not stored"
                 self.held -= blocks
             else:
-                self.held += blocks
+                assert not blocks & self.held, "nothing is stored twice"
+                self.held |= blocks
                 self._check_tokens(event)
 
     def _check_tokens(self, event: BlockStored) -> None:
@@ -280,7 +304,7 @@ class Listener:
         assert hashes == event.block_hashes
 
 
-def ready_blocks(host: Host, prompts: list[list[int]], per_chunk: int, windows: int) -> Counter[tuple[bytes, int]]:
+def ready_blocks(host: Host, prompts: list[list[int]], per_chunk: int, windows: int) -> set[tuple[bytes, int]]:
     """Return what a listener must hold, from what the pool has ready."""
     manager = host.scheduler.manager
     assert isinstance(manager, CPUOffloadingManager)
@@ -291,7 +315,7 @@ def ready_blocks(host: Host, prompts: list[list[int]], per_chunk: int, windows: 
             chunks[make_offload_key(hashes[end - 1], 0)] = list(hashes[end - per_chunk : end])
             if windows:
                 chunks[make_offload_key(hashes[end - 1], 1)] = [hashes[end - 1]]
-    held: Counter[tuple[bytes, int]] = Counter()
+    held: set[tuple[bytes, int]] = set()
     for key, blocks in chunks.items():
         if manager.explain(key) is None:
             held.update((block_hash, key[-1]) for block_hash in blocks)
@@ -336,7 +360,7 @@ def test_the_stream_says_what_the_pool_holds(per_chunk: int, windows: tuple[int 
     assert again.held == listener.held, "told again, it is the same"
     host.scheduler.reset_cache()
     listener.listen(host)
-    assert (listener.held, len(host.scheduler._tracker)) == (Counter(), 0)
+    assert (listener.held, len(host.scheduler._tracker)) == (set(), 0)
 
 
 def test_switched_off_the_stream_has_hashes_alone() -> None:

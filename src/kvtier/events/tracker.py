@@ -4,8 +4,10 @@ A tier knows a chunk by its key alone. Who routes requests needs its blocks: the
 tracker notes these when a store is planned, while the request is there to be asked, and keeps them, packed, as long as some
 medium holds the chunk. Then
 
-- a stored chunk is announced with all its blocks; consecutive chunks of one change travel in one event;
-- a removed chunk is announced with the same hashes. Two chunks may have blocks in common, so a consumer counts;
+- a stored chunk is announced with its blocks; consecutive chunks of one change travel in one event;
+- a removed chunk is announced with the same hashes;
+- blocks that two chunks have in common (their prompts part inside a chunk) are stored with the first in a medium and removed
+  with the last, so that a consumer needs a set and no counts;
 - a chunk that is not described (of a sliding window, or not recorded) is a placeholder: its key's hash, no tokens, block size 0.
 
 What is kept is bounded by what is being stored or is held: a store that came to nothing is dropped (`drop`), and what no medium
@@ -15,6 +17,7 @@ holds is forgotten. Hashes leave as the engine has them. Scheduler thread only.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -121,6 +124,8 @@ class OffloadingEventsTracker:
         self._describe = describe
         self._planned: dict[OffloadKey, _Chunk] = {}
         self._held: dict[OffloadKey, _Chunk] = {}
+        # By medium and group: how many held chunks have a block. The last block is in no other chunk: it is the key.
+        self._shared: dict[tuple[str, int], dict[bytes, int]] = {}
 
     def __len__(self) -> int:
         """Return how many chunks are described."""
@@ -147,6 +152,7 @@ class OffloadingEventsTracker:
         """
         self._planned.clear()
         self._held.clear()
+        self._shared.clear()
 
     # -- translating -------------------------------------------------------------------------------------------------------
 
@@ -173,7 +179,7 @@ class OffloadingEventsTracker:
         told: list[KVCacheEvent] = []
         for medium in sorted({medium for chunk in self._held.values() for medium in chunk.media}):
             held = (chunk for chunk in self._held.values() if medium in chunk.media)
-            told += _announce(_parents_first(held), medium)
+            told += _announce(_without_repeats(_parents_first(held)), medium)
         return told
 
     def encode(self, key: OffloadKey) -> bytes:
@@ -195,7 +201,7 @@ class OffloadingEventsTracker:
                     self._planned[key] = chunk
 
     def _settle(self, key: OffloadKey, medium: str) -> _Chunk:
-        """Return what is known of a chunk that `medium` holds now, and keep it."""
+        """Keep what is known of a chunk that `medium` holds now. Return it, without blocks that were there before."""
         planned, chunk = self._planned.pop(key, None), self._held.get(key)
         if chunk is None or chunk.block_size == 0:  # a description that another medium relies on stays
             chunk = planned or chunk or _undescribed(key)
@@ -203,7 +209,25 @@ class OffloadingEventsTracker:
             self._held[key] = chunk
             if medium not in chunk.media:
                 chunk.media += (medium,)
+                return _tail(chunk, self._share(chunk, medium))
         return chunk
+
+    def _share(self, chunk: _Chunk, medium: str) -> int:
+        """Count a chunk's blocks. Return how many of its first ones other chunks of this medium have."""
+        counts = self._shared.setdefault((medium, chunk.group), {})
+        held = [counts.get(block_hash, 0) for block_hash in chunk.hashes[:-1]]
+        counts.update((block_hash, count + 1) for block_hash, count in zip(chunk.hashes, held, strict=False))
+        return held.index(0) if 0 in held else len(held)
+
+    def _unshare(self, chunk: _Chunk, medium: str) -> Iterator[bytes]:
+        """Yield the blocks of a chunk that no other chunk of this medium has, and count the others down."""
+        counts = self._shared[medium, chunk.group]
+        for block_hash in chunk.hashes[:-1]:
+            counts[block_hash] -= 1
+            if counts[block_hash] == 0:
+                del counts[block_hash]
+                yield block_hash
+        yield chunk.hashes[-1]
 
     def _removed(self, event: TierEvent) -> Iterator[BlockRemoved]:
         by_group: dict[int, list[ExternalBlockHash]] = {}
@@ -213,7 +237,7 @@ class OffloadingEventsTracker:
             if chunk is None or event.medium not in chunk.media:
                 hashes.append(get_offload_block_hash(key))
             else:
-                hashes += chunk.hashes
+                hashes += self._unshare(chunk, event.medium)
                 chunk.media = tuple(medium for medium in chunk.media if medium != event.medium)
         for group, hashes in by_group.items():
             yield BlockRemoved(hashes, event.medium, group_idx=group)
@@ -228,6 +252,16 @@ class OffloadingEventsTracker:
         for key, chunk in self._held.items():
             if not chunk.media:
                 raise IntegrityError(f"events tracker: chunk {key.hex()} is kept and no medium holds it")
+        blocks = Counter(
+            (medium, chunk.group, block_hash)
+            for chunk in self._held.values()
+            for medium in chunk.media
+            for block_hash in chunk.hashes[:-1]
+        )
+        if blocks != {
+            (*place, name): count for place, counts in self._shared.items() for name, count in counts.items()
+        }:
+            raise IntegrityError("events tracker: the blocks of the chunks that are held are miscounted")
 
 
 def _chunk_of(describe: Describe, req: _Request, group: ChunkGroup, index: int) -> _Chunk:
@@ -284,6 +318,29 @@ def _parents_first(chunks: Iterable[_Chunk]) -> Iterator[_Chunk]:
         while (parent := left.pop((line[-1].group, line[-1].parent or b""), None)) is not None:
             line.append(parent)
         yield from reversed(line)
+
+
+def _tail(chunk: _Chunk, start: int) -> _Chunk:
+    """Return a chunk without its first blocks."""
+    if not start:
+        return chunk
+    extra, per_block = chunk.extra_keys, len(chunk.tokens) // len(chunk.hashes)
+    return msgspec.structs.replace(
+        chunk,
+        hashes=chunk.hashes[start:],
+        parent=chunk.hashes[start - 1],
+        tokens=chunk.tokens[start * per_block :],
+        extra_keys=None if extra is None or not any(extra[start:]) else extra[start:],
+    )
+
+
+def _without_repeats(chunks: Iterable[_Chunk]) -> Iterator[_Chunk]:
+    """Leave out the first blocks that chunks before have."""
+    told: set[tuple[int, bytes]] = set()
+    for chunk in chunks:
+        blocks = [(chunk.group, block_hash) for block_hash in chunk.hashes]
+        yield _tail(chunk, next(at for at, block in enumerate(blocks) if block not in told))
+        told.update(blocks)
 
 
 def _announce(chunks: Iterable[_Chunk], medium: str) -> Iterator[BlockStored]:
