@@ -61,7 +61,7 @@ class Arm:
         theirs.close()  # else the end of the child would not be noticed
 
     def wait_ready(self, timeout: float | None = None) -> dict[str, Any]:
-        """Wait until the engine runs, and return what is worth knowing of it. `TimeoutError` after so long."""
+        """Wait until the engine runs; return what is worth knowing of it. `TimeoutError` after so long."""
         return self._wait_answer(timeout)
 
     def ask(self, task: str, timeout: float | None = None, **named: Any) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def open_disk(engine: VllmEngine, seconds: float) -> dict[str, Any]:
 
 
 def fill_disk(engine: VllmEngine, length: int, seconds: float) -> dict[str, Any]:
-    """Compute a prompt and wait until the disk has all of it, or for so long. Return how long both took."""
+    """Compute a prompt and wait until the disk has all of it, or for so long; return how long that took."""
     manager, begin = engine.kvtier.manager, time.perf_counter()
     before, rows = manager.tier_stats()[0].demoted, length // engine.facts()["block_size"]
     answer = _run(engine, _prompt(length, 0))

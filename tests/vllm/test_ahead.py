@@ -1,4 +1,4 @@
-"""Steps that are scheduled ahead (asynchronous scheduling): same tokens, and the last block of a request is kept.
+"""Steps that are scheduled ahead (asynchronous scheduling): same tokens, and a last block is kept.
 
 vLLM turns it off on a CPU, where it wins nothing; its scheduler and runner do it there all the same.
 """
@@ -31,7 +31,7 @@ def steps_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("steps_ahead")
 def test_the_last_block_is_kept_and_tokens_are_the_same(model: Path, reference: Reference) -> None:
-    """The key of a generated block is known a step late, and a request that `max_tokens` ends had none left."""
+    """The key of a generated block is known a step late, and a request that has ended had none left."""
     prompt = make_prompt(0, 20)
     expected = reference(model, STRESS, 48)
     num_blocks = 20 if "llama" in model.name else 28  # the least for one prompt and the steps ahead

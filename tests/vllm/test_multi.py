@@ -106,7 +106,7 @@ def test_beside_vllms_own_connector(llama: Path, reference: Reference, monkeypat
 def test_failures_beside_vllms_own_connector(
     llama: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch, all_hang: bool
 ) -> None:
-    """After a load that failed vLLM may wait for ever for another to begin, and its own connector offered one."""
+    """After a failed load vLLM may wait for ever for another to begin, and its own connector offered one."""
     from tests.vllm.faulty import HangingLoads
 
     monkeypatch.syspath_prepend(BENCHMARKS)
@@ -123,7 +123,7 @@ def test_failures_beside_vllms_own_connector(
 def test_a_store_does_not_read_what_a_sibling_loads(
     llama: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request ends, and its blocks go to another; the sibling loads into them while our store still reads them."""
+    """A request ends, another gets its blocks, and the sibling loads into them while our store reads them."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     ended, later, loaded = make_prompt(0, 128), make_prompt(1, 96), make_prompt(2, 140)
     is_loaded = Event()
@@ -138,7 +138,7 @@ def test_a_store_does_not_read_what_a_sibling_loads(
             if handler.transfer_type[0] == "GPU"
         )
         store.probe = partial(_wait, is_loaded, store)
-        # Four blocks, the other three, and four again: those of the first, of which the last is the first to go.
+        # Four blocks, the other three, and again the four of the first.
         for request_id, prompt in {"ended": ended, "later": later, "loaded": loaded}.items():
             engine.add(request_id, prompt, max_tokens=1)
             while request_id not in engine.step():

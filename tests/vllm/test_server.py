@@ -1,4 +1,4 @@
-"""A real server and real clients: conversations over HTTP, a SIGKILL in the middle, and a restart over the same folder."""
+"""A real server and real clients: conversations over HTTP, a SIGKILL, and a restart over the same folder."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def generate(llm: LLM, max_tokens: int) -> list[tuple[list[int], int, dict[str, int]]]:
-    """Return for each prompt the tokens that follow, how many of its own were not computed, and what tiers gave."""
+    """Return of each prompt the tokens that follow, how many were not computed, and what tiers gave."""
     outputs = run(llm, PROMPTS, max_tokens, {"kvtier": {"explain": True}})
     return [
         (

@@ -1,4 +1,4 @@
-"""Requests that have ended and whose last block may still have to be stored, because steps are scheduled ahead.
+"""Requests that have ended and whose last block is perhaps not stored, because steps are scheduled ahead.
 
 With asynchronous scheduling vLLM schedules a step before the tokens of the step before it are known. The
 hash of a block that was generated is then known a step after the block is complete, and a request that ends
