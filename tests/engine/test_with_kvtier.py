@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from random import Random
@@ -10,13 +11,15 @@ from typing import Any
 import pytest
 from tests.engine.drive import ONE_GROUP, TWO_GROUPS, expect, expect_idle, run, tokens
 from tests.engine.test_engine import Workload
+from tests.unit.event_kit import publisher
 
 from kvtier.config import KVTierConfig
 from kvtier.engine import Engine, EngineConfig, SamplingParams
 from kvtier.engine.event_buffer import EventBuffer
 from kvtier.errors import ConfigError, LayoutError
+from kvtier.events import Received, Source, Subscriber
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
-from kvtier.keys import OffloadKey, extra_keys_of, get_offload_group_idx, hash_blocks, make_offload_key
+from kvtier.keys import OffloadKey, extra_keys_of, get_offload_group_idx, hash_blocks, hash_to_u64, make_offload_key
 from kvtier.offload import CPULoadStoreSpec, CPUOffloadingManager, CPUOffloadingSpec, GPULoadStoreSpec, MissReason
 from kvtier.testing.faults import FaultPlan, with_faults
 from kvtier.testing.toy_model import ToyModel
@@ -204,11 +207,47 @@ def test_events_of_both_media_replay_to_what_each_holds(
             engine.drain()
             consumer.apply(batches.take() if published else engine.take_events())
             assert consumer.held["GPU"] == Counter(engine._cache._found_by.keys())
-            assert consumer.held["CPU"] == blocks_in_pool(engine, streams, blocks_per_chunk)
-            shared = max(shared, *consumer.held["CPU"].values(), 0)
+            in_pool = blocks_in_pool(engine, streams, blocks_per_chunk)
+            assert consumer.held["CPU"] == Counter(set(in_pool)), "each once, whatever chunks have it"
+            shared = max(shared, *in_pool.values(), 0)
         assert (shared > 1) == (blocks_per_chunk > 1), "chunks had blocks in common"
         assert engine.connector is not None
         assert engine.connector.connector_scheduler.manager.stats().evicted > 0  # type: ignore[union-attr]
+
+
+def test_who_follows_with_a_plain_set_holds_what_the_pool_holds() -> None:
+    """Prompts part inside a chunk, and one of two chunks with a common block is evicted before the other."""
+    streams: list[tuple[list[int], str]] = []
+    held: set[tuple[str, int | None, Any]] = set()
+    with publisher() as made, engine_with(num_blocks=32, rows=16, blocks_per_chunk=2, publisher=made) as engine:
+        with Subscriber([Source("engine", made.endpoint, made.replay_endpoint)]) as subscriber:
+            for index in range(20):
+                prompt = [*tokens(22, seed=index % 2), *tokens(7, seed=100 + index)]
+                name = engine.add_request(prompt, SamplingParams(max_tokens=4), cache_salt="a")
+                streams.append(([*prompt, *run(engine)[name].token_ids], "a"))
+                engine.drain()
+                in_pool = blocks_in_pool(engine, streams, 2)
+                wanted = {(group, hash_to_u64(block)) for block, group in in_pool}
+                until = time.monotonic() + 30
+                while {(group, block) for medium, group, block in held if medium == "CPU"} != wanted:
+                    assert time.monotonic() < until
+                    for update in subscriber.poll(0.05):
+                        if isinstance(update, Received):
+                            follow(held, update.batch.events)
+        assert max(in_pool.values()) > 1
+        manager = engine.connector.connector_scheduler.manager  # type: ignore[union-attr]
+        assert manager.stats().evicted > 0  # type: ignore[attr-defined]
+
+
+def follow(held: set[tuple[str, int | None, Any]], events: Sequence[KVCacheEvent]) -> None:
+    for event in events:
+        if isinstance(event, AllBlocksCleared):
+            held.clear()
+        elif isinstance(event, BlockStored):
+            held |= {(event.medium or "GPU", event.group_idx, block) for block in event.block_hashes}
+        else:
+            assert isinstance(event, BlockRemoved)
+            held -= {(event.medium or "GPU", event.group_idx, block) for block in event.block_hashes}
 
 
 class Batches:
