@@ -6,9 +6,8 @@ import pytest
 from tests.unit.connector_kit import Request
 
 from kvtier.connector.jobs import LoadJob, PlannedJob, StoreJob
-from kvtier.connector.load_failures import LoadFailures
 from kvtier.connector.metadata import TransferReport
-from kvtier.connector.running import RunningJobs
+from kvtier.connector.running import LoadFailures, RunningJobs
 from kvtier.connector.state import RequestState
 from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey, make_offload_key

@@ -2,7 +2,6 @@
 
 from kvtier.connector.connector import OffloadingConnector
 from kvtier.connector.explain import Explanation
-from kvtier.connector.limits import read_token_limit
 from kvtier.connector.metadata import (
     BlockIds,
     CachedRequest,
@@ -19,6 +18,7 @@ from kvtier.connector.metadata import (
     yield_req_data,
 )
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
+from kvtier.connector.state import read_token_limit
 from kvtier.connector.stats import ConnectorStats
 from kvtier.connector.worker import OffloadingConnectorWorker
 from kvtier.transfer.base import TransferSpec

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvtier.config import KVTierConfig
-from kvtier.connector.cost import CostModel
+from kvtier.connector.cost import CostModel, PrefillQueue
 from kvtier.connector.jobs import LoadJob
 from kvtier.connector.lookup import PrefixMatch
-from kvtier.connector.prefill import PrefillQueue
 from kvtier.connector.running import RunningJobs
 from kvtier.connector.state import ChunkGeometry, RequestState
 

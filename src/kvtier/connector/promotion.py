@@ -18,9 +18,8 @@ from __future__ import annotations
 from collections import Counter
 
 from kvtier.config import KVTierConfig
-from kvtier.connector.cost import CostModel
+from kvtier.connector.cost import CostModel, PrefillQueue
 from kvtier.connector.lookup import PrefixMatch, match_prefix
-from kvtier.connector.prefill import PrefillQueue
 from kvtier.connector.state import ChunkGeometry, RequestState
 from kvtier.keys import OffloadKey
 from kvtier.offload.promotions import Wish

@@ -6,6 +6,7 @@ run, it is only waited for, so that its slots are not used again while a rank ma
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Set
 
 from kvtier.connector.jobs import LoadJob, StoreJob
@@ -13,7 +14,10 @@ from kvtier.connector.metadata import EndOrder, TransferReport
 from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey
 
-__all__ = ["RunningJobs"]
+__all__ = ["LoadFailures", "RunningJobs"]
+
+_FAILURES_TO_BLAME = 2  # loads of one chunk that fail in a row: the chunk itself is blamed
+_MAX_COUNTED = 4096
 
 _MARGIN = 1.5  # times its deadline; a worker's clock starts when the job reaches it, and its report travels with a step
 _GRACE_OUTPUTS = 2  # a step may last longer than any deadline, so a job is late only if workers have answered since
@@ -128,3 +132,34 @@ class RunningJobs:
             raise IntegrityError("a chunk is noted as being stored by a store that does not exist")
         if not all(job.missing_ranks for job in (*self._jobs.values(), *self._expired.values())):
             raise IntegrityError("a job that every rank has reported is waited for")
+
+
+class LoadFailures:
+    """Which chunks are to blame for loads that failed: those whose bytes are wrong, or that fail again and again.
+
+    Bounded: it forgets all rather than grow.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counter[OffloadKey] = Counter()
+
+    def blame(self, job: LoadJob) -> list[OffloadKey]:
+        """Take in how a load ended, and return the chunks that should be loaded no more."""
+        if self._counts:
+            for index in job.arrived():
+                self._counts.pop(job.keys[index], None)
+        guilty = [job.keys[index] for index in job.failed if self._is_to_blame(job.keys[index], index in job.corrupt)]
+        if len(self._counts) > _MAX_COUNTED:
+            self._counts.clear()
+        return guilty
+
+    def _is_to_blame(self, key: OffloadKey, is_corrupt: bool) -> bool:
+        self._counts[key] += 1
+        is_guilty = is_corrupt or self._counts[key] >= _FAILURES_TO_BLAME
+        if is_guilty:
+            del self._counts[key]
+        return is_guilty
+
+    def clear(self) -> None:
+        """Forget all failures."""
+        self._counts.clear()

@@ -23,12 +23,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from kvtier.config import Recompute
-from kvtier.connector.cost import CostModel, StepTimer
+from kvtier.connector.cost import CostModel, PrefillQueue, StepTimer
 from kvtier.connector.explain import Explainer, Explanation
 from kvtier.connector.jobs import LoadJob, StoreJob, plan_load, plan_store, reordered
-from kvtier.connector.limits import read_token_limit
 from kvtier.connector.load_decision import LoadDecision
-from kvtier.connector.load_failures import LoadFailures
 from kvtier.connector.lookup import match_prefix
 from kvtier.connector.metadata import (
     BlockIds,
@@ -42,12 +40,10 @@ from kvtier.connector.metadata import (
     TransferReport,
     yield_req_data,
 )
-from kvtier.connector.prefill import PrefillQueue
 from kvtier.connector.promotion import PromotionDecision
-from kvtier.connector.running import RunningJobs
-from kvtier.connector.state import ChunkGeometry, GroupState, RequestState
-from kvtier.connector.stats import ConnectorStats, describe_tiers, make_registry
-from kvtier.connector.times import TransferTimes
+from kvtier.connector.running import LoadFailures, RunningJobs
+from kvtier.connector.state import ChunkGeometry, GroupState, RequestState, read_token_limit
+from kvtier.connector.stats import ConnectorStats, TransferTimes, describe_tiers, make_registry
 from kvtier.errors import InputError, IntegrityError
 from kvtier.events.tracker import Describe, OffloadingEventsTracker
 from kvtier.events.types import KVCacheEvent

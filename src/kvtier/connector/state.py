@@ -11,9 +11,11 @@ next, at `end` or, if everything was loaded, at `end - 1`, looks no further back
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import lcm
+from typing import Any
 
 from kvtier.config import OffloadingConfig
 from kvtier.connector.metadata import RequestView
@@ -21,7 +23,9 @@ from kvtier.keys import OffloadKey, make_offload_keys
 from kvtier.offload.base import MissReason, ReqContext
 from kvtier.transfer.base import NULL_BLOCK
 
-__all__ = ["ChunkGeometry", "GroupGeometry", "GroupState", "RequestState"]
+__all__ = ["ChunkGeometry", "GroupGeometry", "GroupState", "RequestState", "read_token_limit"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,3 +203,14 @@ class RequestState:
             for key, position in places.items()
         ]
         return [key for _, _, key in sorted(placed)]
+
+
+def read_token_limit(params: Mapping[str, Any] | None, name: str) -> int | None:
+    """Return a number of tokens that a request names; `None` without one, or if it is no such number."""
+    limit = None if params is None else params.get(name)
+    if limit is None or (type(limit) is int and limit >= 0):
+        return limit
+    logger.warning(
+        "kv_transfer_params.%s: expected a number of tokens, got %r; the request has no such limit", name, limit
+    )
+    return None

@@ -11,14 +11,21 @@ from dataclasses import dataclass
 from kvtier.config import format_size
 from kvtier.connector.explain import Explanation
 from kvtier.connector.jobs import LoadJob, StoreJob
-from kvtier.connector.times import TransferTimes
-from kvtier.metrics import SECONDS, Metric, MetricKind, Registry, Sample
+from kvtier.metrics import SECONDS, Histogram, Metric, MetricKind, Registry, Sample
 from kvtier.offload.base import OffloadingManager
 from kvtier.offload.manager import CPUOffloadingManager
 from kvtier.offload.tiered import TieredOffloadingManager
 from kvtier.tiers.base import TierStats
 
-__all__ = ["METRICS", "ConnectorStats", "describe_tier", "describe_tiers", "is_of_tiers", "make_registry"]
+__all__ = [
+    "METRICS",
+    "ConnectorStats",
+    "TransferTimes",
+    "describe_tier",
+    "describe_tiers",
+    "is_of_tiers",
+    "make_registry",
+]
 
 _COUNTERS = {
     "loads": "Loads from the pool that are over.",
@@ -211,3 +218,16 @@ def describe_tier(tier: TierStats) -> str:
     elif tier.state not in ("open", "closed"):
         parts.append(tier.state)
     return f"{tier.name}: {', '.join(parts)}"
+
+
+class TransferTimes:
+    """Seconds of loads and of stores that arrived, from their order until every rank had reported."""
+
+    def __init__(self) -> None:
+        self.loads, self.stores = Histogram(), Histogram()
+
+    def note(self, job: LoadJob | StoreJob, now: float) -> None:
+        """Note that a job is over."""
+        if not job.failed:
+            times = self.loads if isinstance(job, LoadJob) else self.stores
+            times.observe(now - job.started)
