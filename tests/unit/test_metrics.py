@@ -28,6 +28,7 @@ INDEX = [
     "ignored_total",
     "refused_total",
     "orphans_dropped_total",
+    "compiled",
     "worker_blocks",
     "source_state",
     "source_ignored_batches_total",

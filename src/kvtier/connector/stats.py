@@ -66,6 +66,8 @@ _TIER_COUNTERS = {
     "failed_checks": "Rows that did not have the bytes that were sealed.",
     "failed": "Calls on a row that ended with an error.",
     "late": "Rows that a tier did not move before their deadline.",
+    "questions": "Questions to a tier that does not know by itself what it holds, one for a prefix.",
+    "round_trips": "Round trips that these took.",
 }
 _TIER_GAUGES = {
     "used_bytes": "Bytes of the rows that a tier holds.",
