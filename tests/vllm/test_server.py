@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 from urllib.request import urlopen
 
 import pytest
+from tests.tiers.servers import free_port
 from tests.vllm.conftest import Reference
 from tests.vllm.device import engine_options
 from tests.vllm.disks import PROBE, disk_tier, wait_open, wait_rows
@@ -26,14 +26,15 @@ ROWS = CHATS * ((TURNS * (50 + ANSWER) - 1) // 32)
 
 
 @contextmanager
-def serving(model: Path, folder: Path) -> Iterator[Any]:
-    """Serve a model over a disk, and yield a client. In the end the server is killed, whatever it is doing."""
+def launching(model: Path, settings: dict[str, Any], **more: Any) -> Iterator[Callable[[], Any]]:
+    """Start to serve a model; yield what waits for the server and returns a client.
+
+    In the end the server is killed, whatever it is doing.
+    """
     from openai import OpenAI
 
     pytest.importorskip("watchfiles", reason="vLLM's server needs it")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     options = {
         "port": port,
         "host": "127.0.0.1",
@@ -44,23 +45,40 @@ def serving(model: Path, folder: Path) -> Iterator[Any]:
         "num-gpu-blocks-override": 24,
         "kv-cache-memory-bytes": 64 << 20,
         "served-model-name": "tiny",
-        "kv-transfer-config": json.dumps(as_connector(disk_tier(folder))),
+        "kv-transfer-config": json.dumps(as_connector(settings)),
     }
-    options |= {name.replace("_", "-"): value for name, value in engine_options().items() if value is not False}
+    device = {name: value for name, value in engine_options().items() if value is not False}
+    options |= {name.replace("_", "-"): value for name, value in (device | more).items()}
     flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     # What `vllm serve` runs. The command itself looks for a package named vllm, and the CPU build has another name.
     module = "vllm.entrypoints.openai.api_server"
     with running("-m", module, "--model", str(model), "--enforce-eager", *flags) as process:
-        assert process.stdout is not None
-        said = deque(maxlen=20)
-        started = any(said.append(line) or "Application startup complete" in line for line in process.stdout)
-        assert started, "the server did not start:\n" + "".join(said)
-        client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-        wait_open(lambda seed: explain(client, make_prompt(seed, 40), PROBE))
-        yield client
+
+        def connect() -> Any:
+            assert process.stdout is not None
+            said = deque(maxlen=20)
+            started = any(said.append(line) or "Application startup complete" in line for line in process.stdout)
+            assert started, "the server did not start:\n" + "".join(said)
+            client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+            wait_ready(client)
+            return client
+
+        yield connect
         mapped = mapped_files(process.pid)
     assert not any("kvtier" in name and name.startswith("/dev/shm/") for _, name in mapped)
     unlink_shared(mapped)
+
+
+@contextmanager
+def serving(model: Path, folder: Path) -> Iterator[Any]:
+    """Serve a model over a disk, and yield a client."""
+    with launching(model, disk_tier(folder)) as connect:
+        yield connect()
+
+
+def wait_ready(client: Any) -> None:
+    """Send prompts until the tiers of the engine that serves this client are open."""
+    wait_open(lambda seed: explain(client, make_prompt(seed, 40), PROBE))
 
 
 def complete(client: Any, prompt: Prompt) -> list[int]:
@@ -75,9 +93,9 @@ def explain(client: Any, prompt: Prompt, asked: dict[str, Any] | None = None) ->
     return told
 
 
-def ask(client: Any, prompt: Prompt, asked: dict[str, Any] | None = None) -> Any:
+def ask(client: Any, prompt: Prompt, asked: dict[str, Any] | None = None, **more: Any) -> Any:
     """Send a prompt."""
-    more = {} if asked is None else {"kv_transfer_params": asked}
+    more |= {} if asked is None else {"kv_transfer_params": asked}
     return client.completions.create(
         model="tiny",
         prompt=prompt,
