@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import socket
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -59,6 +61,9 @@ def launching(model: Path, settings: dict[str, Any], **more: Any) -> Iterator[Ca
             said = deque(maxlen=20)
             started = any(said.append(line) or "Application startup complete" in line for line in process.stdout)
             assert started, "the server did not start:\n" + "".join(said)
+            while not is_listening(port):  # it says so a moment before
+                assert process.poll() is None, "the server has ended"
+                time.sleep(0.02)
             client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
             wait_ready(client)
             return client
@@ -74,6 +79,13 @@ def serving(model: Path, folder: Path) -> Iterator[Any]:
     """Serve a model over a disk, and yield a client."""
     with launching(model, disk_tier(folder)) as connect:
         yield connect()
+
+
+def is_listening(port: int) -> bool:
+    """Say whether somebody takes connections on a port."""
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
 
 
 def wait_ready(client: Any) -> None:
