@@ -13,7 +13,7 @@ from tests.vllm.conftest import Reference, tokens_of
 from tests.vllm.device import on_gpu
 from tests.vllm.engines import Engine, Prompt, make_prompt, vllm_engine
 from tests.vllm.test_explain import ASK, explained
-from tests.vllm.test_server import ANSWER, ask, launching, wait_ready
+from tests.vllm.test_server import ANSWER, ask, check_explanations, launching, wait_ready
 from tests.vllm.test_tiers import wait_open
 
 LENGTHS = (33, 100, 250)
@@ -71,6 +71,7 @@ def test_served_engines_share_what_they_compute(llama: Path, reference: Referenc
             wait_rows(server, ROWS)
             served(engines[0], prompts[5])
             wait_rows(server, 2 * ROWS)
+            check_explanations(engines[0], [make_prompt(seed, 182) for seed in range(100, 106)])
         assert served(engines[-1], prompts[5]) == (expected[5], {"valkey": LOADED}, PROMPT - LOADED), "it was killed"
 
 

@@ -305,7 +305,7 @@ class SharedTierSuite(MovingSuite):
         tier.check()
         assert tier.close(_PATIENCE)
 
-    def test_the_first_request_finds_a_namespace_that_became_known_meanwhile(self, drivers: list[TierDriver]) -> None:
+    def test_a_lookup_finds_a_namespace_known_meanwhile(self, drivers: list[TierDriver]) -> None:
         """Nothing polls an engine that is idle after its start, while the weights are read."""
         self.drive(drivers).store(1)
         names: list[str] = []

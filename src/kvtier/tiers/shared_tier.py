@@ -166,7 +166,7 @@ class SharedTier(IOTier):
 
     def lookup_many(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
         if not self._is_named:
-            self._take_name()  # nothing polls an idle engine, and this may be the first request since it is known
+            self._take_name()  # nothing polls an idle engine: it may have become known meanwhile
         if not self._is_readable():
             return [False] * len(keys)
         now = self._clock()
