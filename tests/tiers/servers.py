@@ -29,8 +29,9 @@ def free_port() -> int:
 
     A client that asks for a dead server again and again would else get the server's own port some day.
     """
+    numbers = random.SystemRandom()  # vLLM seeds the other: two runs of tests would choose the same ports
     while True:
-        port = random.randrange(20_000, 32_000)
+        port = numbers.randrange(20_000, 32_000)
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

