@@ -21,7 +21,25 @@ from typing import Self
 
 import pytest
 
-__all__ = ["Certificates", "Relay", "ValkeyServer", "find_valkey", "free_port"]
+from kvtier.testing.shared_tier_suite import SharedTierSuite
+from kvtier.testing.tier_suite import TierDriver
+from kvtier.tiers.base import Backend
+
+__all__ = ["Certificates", "RealServerSuite", "Relay", "ValkeyServer", "find_valkey", "free_port"]
+
+
+class RealServerSuite(SharedTierSuite):
+    """The suite of shared tiers with few seeds: a server in memory runs all of them (`test_shared_tiers`)."""
+
+    @pytest.mark.parametrize(("seed", "rate"), [(0, 0.0), (1, 0.3)])
+    def test_random_calls(self, drivers: list[TierDriver], seed: int, rate: float) -> None:
+        super().test_random_calls(drivers, seed, rate)
+
+    @pytest.mark.parametrize(("seed", "rate"), [(0, 0.0), (1, 0.1)])
+    def test_random_calls_of_two_engines(
+        self, drivers: list[TierDriver], stranger: Backend, seed: int, rate: float
+    ) -> None:
+        super().test_random_calls_of_two_engines(drivers, stranger, seed, rate)
 
 
 def free_port() -> int:

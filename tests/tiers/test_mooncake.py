@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.tiers.mooncake_server import MooncakeServer, need_mooncake
+from tests.tiers.servers import RealServerSuite
 
 from kvtier.errors import ConfigError, InputError
 from kvtier.testing.backend_suite import NUM_PLACES, ROW_BYTES, BackendSuite, content, empty, payload_of, sealed
@@ -75,12 +76,23 @@ class TestMooncake(BackendSuite):
         super().test_never_wrong(backend, seed, rate)
 
 
+class TestShared(RealServerSuite):
+    """Tiers of several engines over one store, by way of one client: joining takes longer than most tests."""
+
+    @pytest.fixture(autouse=True)
+    def at(self, joined: OpenBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(joined, "_prefix", f"run-{next(_prefixes)}")
+        self.joined = joined
+
+    def make_backend(self) -> Backend:
+        return self.joined
+
+
 class TestRows:
     @pytest.fixture
-    def backend(self, server: MooncakeServer) -> Iterator[MooncakeBackend]:
-        backend = open_backend(server)
-        yield backend
-        backend.close()
+    def backend(self, joined: OpenBackend, monkeypatch: pytest.MonkeyPatch) -> MooncakeBackend:
+        monkeypatch.setattr(joined, "_prefix", f"run-{next(_prefixes)}")
+        return joined
 
     def in_pool(self, pool: np.ndarray, number: int, row: BackendRow) -> BackendRow:
         memory = pool[number * ROW_BYTES : (number + 1) * ROW_BYTES]
