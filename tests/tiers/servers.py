@@ -81,6 +81,11 @@ class ValkeyServer:
     def url(self) -> str:
         return f"valkey://127.0.0.1:{self.port}/0"
 
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a process, be it stopped."""
+        return self._process is not None
+
     def start(self, attempts: int = 5) -> None:
         """Start it and return when it listens. Another process may have taken a free port: try again."""
         for _ in range(attempts):

@@ -230,7 +230,7 @@ class TestServers:
         assert server.master is not None
         server.master.send_signal(signal.SIGSTOP)
         try:
-            with pytest.raises(OSError, match="its master at .* does not answer"):
+            with pytest.raises(OSError, match=r"its master at .* does not answer"):
                 MooncakeBackend(MooncakeConfig(master=server.address, metadata=metadata), ROW_BYTES, timeout=0.5)
             assert told.requests == [], "it was not even asked: nothing was begun"
         finally:
