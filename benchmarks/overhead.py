@@ -5,7 +5,8 @@ next ones. Two engines share one model and run the same requests in turns, off o
 A run ends when its last store has. Each pair of neighbouring runs gives a ratio; the median of many short pairs stands even on
 a machine that does other things, and its 95 % interval says how well. The CPU time of the process, all its threads counted,
 tells the same story without the neighbours. `--control` leaves kvtier out of both engines: what is then measured is
-the measurement. `--disk` puts a disk tier below the pool, to which every block is then written as well.
+the measurement. `--disk` puts a disk tier below the pool, to which every block is then written as well;
+`--tier valkey`, `object` or `mooncake` a server on this machine, which is also asked about every prompt.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import gc
 import random
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
@@ -36,6 +38,7 @@ from _common import (
 )
 from rich.console import Console
 from rich.table import Table
+from shared_tiers import SECTIONS
 
 from kvtier.config import KVTierConfig
 from kvtier.engine import Engine, EngineConfig, SamplingParams
@@ -53,6 +56,12 @@ POOL = "8MiB"
 SIDES = {"scheduler's side": SCHEDULER_CALLS, "worker's side": WORKER_CALLS}
 DISK = "64MiB"
 """A few runs fill it: from then on every row that is written evicts another there, too."""
+SERVERS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "valkey": lambda url: {"url": url},
+    "object": lambda url: {"url": "s3://bench/overhead", "endpoint": url, "allow_http": True},
+    "mooncake": lambda url: dict(zip(("master", "metadata"), url.split(), strict=True)),
+}
+"""The settings of a tier on a server that was started here."""
 MIN_PAIRS = 5
 
 
@@ -112,13 +121,16 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_settings(arguments: argparse.Namespace, stack: ExitStack) -> KVTierConfig | None:
-    """Return kvtier's settings: a pool, and a disk of its own if one is asked for; `None` without kvtier."""
+    """Return kvtier's settings: a pool, and the tiers that are asked for; `None` without kvtier."""
     if arguments.control:
         return None
-    tiers = []
+    tiers: list[dict[str, Any]] = []
     if arguments.disk is not None:
         folder = stack.enter_context(TemporaryDirectory(dir=arguments.disk))
-        tiers = [{"disk": {"path": folder, "capacity": DISK, "write_limit": 0, "required": True}}]
+        tiers.append({"disk": {"path": folder, "capacity": DISK, "write_limit": 0, "required": True}})
+    if arguments.tier is not None:
+        url = stack.enter_context(SECTIONS[arguments.tier].serve())
+        tiers.append({arguments.tier: SERVERS[arguments.tier](url) | {"required": True}})
     return KVTierConfig.from_dict({"cpu": {"capacity": POOL}, "tiers": tiers})
 
 
@@ -164,9 +176,10 @@ def account(pairs: list[tuple[Run, Run]], engine: Engine, threads: int) -> dict[
     manager = scheduler.manager
     assert isinstance(manager, CPUOffloadingManager | TieredOffloadingManager)
     num_runs = len(pairs) + 1
-    disks = manager.tier_stats() if isinstance(manager, TieredOffloadingManager) else []
+    tiers = manager.tier_stats() if isinstance(manager, TieredOffloadingManager) else []
     return {
-        "demoted_bytes_per_run": sum(disk.demoted_bytes for disk in disks) / num_runs,
+        "demoted_bytes_per_run": sum(tier.demoted_bytes for tier in tiers) / num_runs,
+        "questions_per_run": sum(tier.questions for tier in tiers) / num_runs,
         "step_us": median(run.wall / run.steps for run in runs) * 1e6,
         "us_per_step": spent,
         "call_us_per_step": {name: per_step(name) for names in SIDES.values() for name in names},
@@ -203,8 +216,9 @@ def show(console: Console, result: dict[str, Any], arguments: argparse.Namespace
     console.print(
         f"A run stores {stored:.1f} MiB in {result['stores_per_run']:.0f} jobs and evicts {evicted:.0f} chunks"
     )
-    if arguments.disk is not None:
-        console.print(f"and writes {result['demoted_bytes_per_run'] / 2**20:.1f} MiB to disk")
+    if arguments.disk is not None or arguments.tier is not None:
+        written, asked = result["demoted_bytes_per_run"] / 2**20, result["questions_per_run"]
+        console.print(f"and writes {written:.1f} MiB to the tiers below, which are asked {asked:.0f} times")
     console.print(f"With kvtier: {result['ratio']:.3f} of the speed without; the claim is {TARGET:g}")
 
 
@@ -215,6 +229,7 @@ def main() -> int:
     )
     parser.add_argument("--seconds", type=float, default=60, help="how long to go on making pairs")
     parser.add_argument("--disk", metavar="FOLDER", help="with a disk tier, in a folder on that disk")
+    parser.add_argument("--tier", choices=tuple(SERVERS), help="with a tier on a server that is started here")
     parser.add_argument("--control", action="store_true", help="measure an engine without kvtier against itself")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

@@ -1,9 +1,9 @@
 """One engine of a fleet, as a process that does what it is told over a pipe.
 
-`{"ask": [tokens], "name": "a"}` runs a request and answers its tokens and where its prompt came from;
-`{"forget": True}` empties engine and pool; `{"die_in": n}` ends the process as SIGKILL does in the
-middle of the n-th time that it sends rows; any other order is for a step. Every answer has the state of
-the tier.
+`{"ask": [tokens], "name": "a"}` runs a request and answers its tokens, where its prompt came from, how many
+steps and seconds it took, and why the tier did not give the rest; `{"forget": True}` empties engine and pool;
+`{"die_in": n}` ends the process as SIGKILL does in the middle of the n-th time that it sends rows; any other
+order is for a step. Every answer has the state of the tier.
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ import itertools
 import os
 import signal
 import socket
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tests.engine.drive import run
-from tests.engine.tier_kit import ROW, manager_of, valkey_engine
+from tests.engine.tier_kit import ROW, manager_of, server_engine
 
 from kvtier.engine import Engine, SamplingParams
 
 LOAD_DEADLINE = 0.5
 
 
-def serve(url: str, pipe: Connection[Any, Any]) -> None:
+def serve(tier: dict[str, Any], environment: dict[str, str], pipe: Connection[Any, Any]) -> None:
     """Obey until nobody gives orders any more."""
-    with valkey_engine(url, load_deadline=LOAD_DEADLINE) as engine, suppress(EOFError):
+    os.environ |= environment
+    with server_engine(tier, load_deadline=LOAD_DEADLINE) as engine, suppress(EOFError):
         pipe.send(_state(engine))
         while True:
             order = pipe.recv()
@@ -44,11 +45,22 @@ def _obey(engine: Engine, order: dict[str, Any]) -> dict[str, Any]:
     if "ask" not in order:
         engine.step()  # looks after the tier
         return {}
-    engine.add_request(order["ask"], SamplingParams(max_tokens=4), request_id=order["name"])
-    output = run(engine)[order["name"]]
+    name = order["name"]
+    engine.add_request(order["ask"], SamplingParams(max_tokens=4), request_id=name)
+    steps, began = 0, time.monotonic()
+    while engine.has_unfinished():
+        outputs = engine.step()
+        engine.check()
+        steps += 1
+    (output,) = outputs
+    seconds = time.monotonic() - began
+    explained = engine.explain(name)
     _settle(engine)
     assert output.source is not None
-    return {"tokens": output.token_ids, "tiers": output.source.tiers, "recomputed": output.source.recomputed}
+    assert explained is not None
+    misses = {tier: miss.name for tier, miss in explained.misses.items()}
+    source = {"tiers": output.source.tiers, "recomputed": output.source.recomputed}
+    return {"tokens": output.token_ids, "steps": steps, "seconds": seconds, "misses": misses} | source
 
 
 def _settle(engine: Engine) -> None:

@@ -75,12 +75,12 @@ def shared_engine(
     return Engine(ToyModel(windows), _engine_config(engine), KVTierConfig.from_dict(kvtier), spec_factory=tiers.spec)
 
 
-def valkey_engine(url: str, windows: Sequence[int | None] = ONE_GROUP, **settings: Any) -> Engine:
+def server_engine(tier: dict[str, Any], windows: Sequence[int | None] = ONE_GROUP, **settings: Any) -> Engine:
     """Make an engine over a pool and a real server; all that are made so have one namespace."""
     kvtier = {
         "cpu": {"capacity": 64 * ROW},
         "load_if_faster": False,
-        "tiers": [{"valkey": {"url": url}}],
+        "tiers": [tier],
     } | settings
     return Engine(ToyModel(windows), _engine_config({}), KVTierConfig.from_dict(kvtier), weights_id="toy")
 

@@ -22,6 +22,7 @@ import pytest
 from tests.engine.drive import tokens
 from tests.engine.ranked import RankedEngine
 from tests.faults.test_ranks_and_resets import Player, Scenario, Windows
+from tests.tiers.servers import ValkeyServer
 
 from kvtier.config import KVTierConfig, OffloadingConfig, TierConfig
 from kvtier.engine import EngineConfig
@@ -31,12 +32,15 @@ from kvtier.testing.faults import with_faults
 from kvtier.testing.faulty_backend import BackendFault, BackendFaultPlan, FaultyBackend
 from kvtier.testing.memory_tier import MemoryServer
 from kvtier.testing.toy_model import ToyModel
+from kvtier.tier_config import ValkeyConfig
 from kvtier.tiers import health, io_tier, shared_tier
-from kvtier.tiers.base import Outcome, Tier
+from kvtier.tiers.base import Backend, Outcome, Tier
 from kvtier.tiers.shared_tier import SharedTier
+from kvtier.tiers.valkey import ValkeyBackend
 
 FIRST = int(os.environ.get("KVTIER_SEED", "0"))
 NUM_SEEDS = int(os.environ.get("KVTIER_SEEDS", "20"))
+NUM_REAL_SEEDS = int(os.environ.get("KVTIER_REAL_SEEDS", "3"))
 BATCH = 10
 RATES = (0.0, 0.05, 0.1, 0.3)
 
@@ -80,11 +84,14 @@ class SharedScenario(Scenario):
         return SharedTier(
             "valkey",
             config.row_bytes,
-            lambda: self.faulty,
+            lambda: self.open_backend(config),
             namespace=config.namespace_nowait,
             threads=2,
             check_seals=self.check_seals,
         )
+
+    def open_backend(self, config: OffloadingConfig) -> Backend:
+        return self.faulty
 
     def make_spec(self, config: OffloadingConfig) -> OffloadingSpec:
         spec = CPUOffloadingSpec(config, make_tier=self.make_tier)
@@ -125,22 +132,35 @@ class SharedPlayer(Player):
             self._restart()
         elif chance < 0.006:
             self.counts["emptied"] += 1
-            scenario.server.evict()
+            self._empty()
         elif chance < 0.02:
             self.counts["evictions"] += 1
-            for name in random.sample(sorted(scenario.server.rows), len(scenario.server.rows) // 3):
-                scenario.server.rows.pop(name, None)
+            self._evict()
         elif chance < 0.028 and self.bad_until is None:
             deadline = scenario.settings["load_deadline"]
             self.bad_until = monotonic() + random.choice((0.0, 0.01, 1.5 * deadline))
             if random.random() < 0.5:
                 self.counts["hangs"] += 1
-                scenario.faulty.hang()
+                self._hang()
             else:
                 self.counts["downs"] += 1
-                scenario.faulty.broken = ConnectionResetError(104, "Connection reset by peer")
+                self._go_down()
         if self.bad_until is not None and monotonic() >= self.bad_until and random.random() < 0.2:
             self._mend()
+
+    def _empty(self) -> None:
+        self.scenario.server.evict()
+
+    def _evict(self) -> None:
+        rows = self.scenario.server.rows
+        for name in self.scenario.random.sample(sorted(rows), len(rows) // 3):
+            rows.pop(name, None)
+
+    def _hang(self) -> None:
+        self.scenario.faulty.hang()
+
+    def _go_down(self) -> None:
+        self.scenario.faulty.broken = ConnectionResetError(104, "Connection reset by peer")
 
     def _mend(self) -> None:
         self.bad_until, self.scenario.faulty.broken = None, None
@@ -180,19 +200,63 @@ class SharedPlayer(Player):
         )
 
 
-def play(seed: int, max_steps: int = 6000, **more: Any) -> Counter[str]:
-    """Play two engines in turns until both are done."""
+@dataclass
+class RealScenario(SharedScenario):
+    """Over a real server, by a client of its own."""
+
+    real: ValkeyServer = field(kw_only=True)
+
+    def open_backend(self, config: OffloadingConfig) -> Backend:
+        settings = ValkeyConfig(url=self.real.url, connections=2)
+        client = ValkeyBackend(settings, config.row_bytes, timeout=self.settings["load_deadline"])
+        self.faulty = FaultyBackend(client, self.faulty.plan)
+        return self.faulty
+
+
+class RealPlayer(SharedPlayer):
+    """Kills the server, stops it, and starts it again."""
+
+    scenario: RealScenario
+
+    def _empty(self) -> None:
+        real = self.scenario.real
+        if real.is_running and self.bad_until is None:
+            real.kill()
+            real.start()
+
+    _evict = _empty
+
+    def _hang(self) -> None:
+        if self.scenario.real.is_running:
+            self.scenario.real.suspend()
+
+    def _go_down(self) -> None:
+        self.scenario.real.kill()
+
+    def _mend(self) -> None:
+        self.bad_until, real = None, self.scenario.real
+        if real.is_running:
+            real.resume()
+        else:
+            real.start()
+
+
+def play(seed: int, max_steps: int = 6000, real: ValkeyServer | None = None, **more: Any) -> Counter[str]:
+    """Play two engines in turns until both are done, over a server in memory or a real one."""
     random, server = Random(seed), MemoryServer(contains_batch=Random(seed).choice((1, 1024)))
     prompts = [tokens(random.randint(9, 40), seed=random.randrange(10**6)) for _ in range(5)]
     more |= {"windows": random.choice(((None, None), (None, None), (None, 12, None, 12)))}
-    make = partial(SharedScenario, seed, server=server, blocks_per_chunk=random.choice((1, 1, 2)), **more)
+    make = partial(SharedScenario, server=server, blocks_per_chunk=random.choice((1, 1, 2)), **more)
+    player_class = SharedPlayer
+    if real is not None:
+        make, player_class = partial(RealScenario, real=real, **make.keywords), RealPlayer
     rates = {"reset_rate": 0.15, "swap_rate": 0.003, "tiers_too": 0.02}
     players: list[SharedPlayer] = []
     try:
         for number in range(2):
-            scenario = make(number=number)
+            scenario = make(seed=seed, number=number)
             engine = scenario.engine()
-            players.append(SharedPlayer(scenario, engine, max_steps, num_requests=(20, 40), **rates))
+            players.append(player_class(scenario, engine, max_steps, num_requests=(20, 40), **rates))
         running = [player.turns(prompts) for player in players]
         while running:
             running = [turns for turns in running if next(turns, "over") is None]
@@ -230,6 +294,24 @@ def test_the_workloads_exercised_what_they_claim(totals: Counter[str]) -> None:
         assert totals[what] > NUM_SEEDS // 4, (what, totals)
     for what in ("restarts", "swaps", "emptied", "failed checks"):
         assert totals[what], (what, totals)
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[ValkeyServer]:
+    with ValkeyServer() as server:
+        yield server
+
+
+def test_same_tokens_over_a_real_server_that_is_killed_and_started_again(real: ValkeyServer) -> None:
+    """`KVTIER_REAL_SEEDS` many workloads, from `KVTIER_SEED` on."""
+    counts: Counter[str] = Counter()
+    for seed in range(FIRST, FIRST + NUM_REAL_SEEDS):
+        real.say("FLUSHALL")
+        counts.update(play(seed, real=real))
+    assert counts["judged"]
+    if NUM_REAL_SEEDS >= 20:  # what befalls few of them depends on how fast they run
+        for what in ("from the server", "promoted", "demoted", "downs", "hangs", "evictions"):
+            assert counts[what] > NUM_REAL_SEEDS // 4, (what, counts)
 
 
 def test_without_the_check_tokens_change() -> None:

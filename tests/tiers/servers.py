@@ -21,7 +21,25 @@ from typing import Self
 
 import pytest
 
-__all__ = ["Certificates", "Relay", "ValkeyServer", "find_valkey", "free_port"]
+from kvtier.testing.shared_tier_suite import SharedTierSuite
+from kvtier.testing.tier_suite import TierDriver
+from kvtier.tiers.base import Backend
+
+__all__ = ["Certificates", "RealServerSuite", "Relay", "ValkeyServer", "find_valkey", "free_port"]
+
+
+class RealServerSuite(SharedTierSuite):
+    """The suite of shared tiers with few seeds: a server in memory runs all of them (`test_shared_tiers`)."""
+
+    @pytest.mark.parametrize(("seed", "rate"), [(0, 0.0), (1, 0.3)])
+    def test_random_calls(self, drivers: list[TierDriver], seed: int, rate: float) -> None:
+        super().test_random_calls(drivers, seed, rate)
+
+    @pytest.mark.parametrize(("seed", "rate"), [(0, 0.0), (1, 0.1)])
+    def test_random_calls_of_two_engines(
+        self, drivers: list[TierDriver], stranger: Backend, seed: int, rate: float
+    ) -> None:
+        super().test_random_calls_of_two_engines(drivers, stranger, seed, rate)
 
 
 def free_port() -> int:
@@ -63,6 +81,11 @@ class ValkeyServer:
     @property
     def url(self) -> str:
         return f"valkey://127.0.0.1:{self.port}/0"
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a process, be it stopped."""
+        return self._process is not None
 
     def start(self, attempts: int = 5) -> None:
         """Start it and return when it listens. Another process may have taken a free port: try again."""

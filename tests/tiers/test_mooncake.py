@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.tiers.mooncake_server import MooncakeServer, need_mooncake
+from tests.tiers.object_server import ToldServer, http_answer
+from tests.tiers.servers import RealServerSuite
 
 from kvtier.errors import ConfigError, InputError
 from kvtier.testing.backend_suite import NUM_PLACES, ROW_BYTES, BackendSuite, content, empty, payload_of, sealed
@@ -75,12 +78,23 @@ class TestMooncake(BackendSuite):
         super().test_never_wrong(backend, seed, rate)
 
 
+class TestShared(RealServerSuite):
+    """Tiers of several engines over one store, by way of one client: joining takes longer than most tests."""
+
+    @pytest.fixture(autouse=True)
+    def at(self, joined: OpenBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(joined, "_prefix", f"run-{next(_prefixes)}")
+        self.joined = joined
+
+    def make_backend(self) -> Backend:
+        return self.joined
+
+
 class TestRows:
     @pytest.fixture
-    def backend(self, server: MooncakeServer) -> Iterator[MooncakeBackend]:
-        backend = open_backend(server)
-        yield backend
-        backend.close()
+    def backend(self, joined: OpenBackend, monkeypatch: pytest.MonkeyPatch) -> MooncakeBackend:
+        monkeypatch.setattr(joined, "_prefix", f"run-{next(_prefixes)}")
+        return joined
 
     def in_pool(self, pool: np.ndarray, number: int, row: BackendRow) -> BackendRow:
         memory = pool[number * ROW_BYTES : (number + 1) * ROW_BYTES]
@@ -187,18 +201,41 @@ class TestServers:
         assert backend.read([empty(2)]) == [sealed(2).seal]
         backend.close()
 
-    @pytest.mark.parametrize("answers", [False, True])
-    def test_nobody_waits_for_a_master_that_is_not_there(self, answers: bool) -> None:
-        """Setting up a client would hold the GIL for a minute and a half: it is not begun."""
-        with socket.socket() as silent:
-            silent.bind(("127.0.0.1", 0))
-            if answers:
-                silent.listen()
-            port = silent.getsockname()[1]
-            metadata = f"http://127.0.0.1:{port}/metadata"
-            config = MooncakeConfig(master=f"127.0.0.1:{port}", metadata=metadata)
-            with pytest.raises(OSError, match="does not answer" if answers else "cannot be reached"):
-                MooncakeBackend(config, ROW_BYTES, timeout=0.5)
+    @pytest.mark.parametrize(
+        ("master", "metadata", "problem"),
+        [
+            ("gone", "answers", "its master at .* cannot be reached"),
+            ("silent", "answers", "its master at .* does not answer"),
+            ("answers", "gone", "its metadata server at .* does not answer"),
+            ("answers", "silent", "its metadata server at .* does not answer"),
+        ],
+    )
+    def test_nobody_joins_what_does_not_answer(
+        self, server: MooncakeServer, master: str, metadata: str, problem: str
+    ) -> None:
+        """Joining would hold the GIL for a minute and a half, and stop the engine: it is not begun."""
+        silent = ToldServer(None)
+        with socket.socket() as gone:
+            gone.bind(("127.0.0.1", 0))
+            others = {"gone": f"127.0.0.1:{gone.getsockname()[1]}", "silent": silent.endpoint.removeprefix("http://")}
+            address = others.get(master, server.address)
+            url = f"http://{others[metadata]}/metadata" if metadata in others else server.metadata
+            with pytest.raises(OSError, match=problem):
+                MooncakeBackend(MooncakeConfig(master=address, metadata=url), ROW_BYTES, timeout=0.5)
+        silent.close()
+
+    def test_the_master_hangs_and_its_metadata_server_does_not(self, server: MooncakeServer) -> None:
+        told = ToldServer(http_answer("404 Not Found"))
+        metadata = f"{told.endpoint}/metadata"
+        assert server.master is not None
+        server.master.send_signal(signal.SIGSTOP)
+        try:
+            with pytest.raises(OSError, match=r"its master at .* does not answer"):
+                MooncakeBackend(MooncakeConfig(master=server.address, metadata=metadata), ROW_BYTES, timeout=0.5)
+            assert told.requests == [], "it was not even asked: nothing was begun"
+        finally:
+            server.master.send_signal(signal.SIGCONT)
+            told.close()
 
     def test_a_process_ends_whatever_the_store_does(self, own: MooncakeServer) -> None:
         """With a call that blocks because the master is gone."""

@@ -23,8 +23,10 @@ from tests.tiers.object_server import (
     s3_credentials,
     serve_azure,
 )
+from tests.tiers.servers import RealServerSuite
 
 from kvtier.errors import ConfigError
+from kvtier.testing import shared_tier_suite
 from kvtier.testing.backend_suite import ROW_BYTES, BackendSuite, content, empty, payload_of, sealed
 from kvtier.tier_config import ObjectConfig
 from kvtier.tiers.base import Backend
@@ -58,6 +60,8 @@ def open_backend(endpoint: str, bucket: str = BUCKET, timeout: float = PATIENCE)
 
 
 class TestObject(BackendSuite):
+    turns = 10  # a request takes 4 ms
+
     @pytest.fixture(autouse=True)
     def at(self, server: S3Server) -> None:
         self.endpoint = server.endpoint
@@ -75,6 +79,18 @@ class TestObject(BackendSuite):
     @pytest.mark.parametrize("rate", [0.01, 0.3])
     def test_never_wrong(self, backend: Backend, seed: int, rate: float) -> None:
         super().test_never_wrong(backend, seed, rate)
+
+
+class TestShared(RealServerSuite):
+    """Tiers of several engines over one bucket."""
+
+    @pytest.fixture(autouse=True)
+    def at(self, server: S3Server) -> None:
+        url = f"s3://{BUCKET}/run-{next(_prefixes)}"
+        self.config = ObjectConfig(url=url, endpoint=server.endpoint, region=REGION, allow_http=True)
+
+    def make_backend(self) -> Backend:
+        return ObjectBackend(self.config, shared_tier_suite.ROW_BYTES, timeout=PATIENCE)
 
 
 class TestWhatLies:

@@ -12,7 +12,9 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.keys import make_offload_key
-from kvtier.testing.memory_tier import MemoryBackend
+from kvtier.testing.faulty_backend import FaultyBackend
+from kvtier.testing.memory_tier import MemoryBackend, MemoryServer, make_shared_tier
+from kvtier.testing.tier_suite import ROW_BYTES, StandingClock, TierDriver, content, keys
 from kvtier.tiers.base import BackendRow, Outcome
 from kvtier.tiers.io import Direction, IOReport, IOThreads
 from kvtier.tiers.seal import SealKey, SealScope, read_seal_key, seal_of
@@ -75,6 +77,65 @@ class TestSeals:
         }
         assert len(seals) == 8
         assert {len(seal) for seal in seals} == {16}
+
+
+class TestFleets:
+    """Engines with other keys, or none, do not meet: neither finds, reads nor deletes what the other has."""
+
+    def test_the_number_of_a_scope(self) -> None:
+        """The format, spelt out: names on servers have it."""
+        expected = int.from_bytes(blake3.blake3(SCOPE.text, key=SECRET).digest()[:8], "little")
+        keyed = SealScope("model", 3, "suffix", SealKey(SECRET))
+        assert keyed.number == expected
+        assert keyed != SCOPE
+        assert len({scope.number for scope in (keyed, SCOPE, SealScope("model", 3, "suffix", SealKey(OTHER)))}) == 3
+        assert keyed == SealScope("model", 3, "suffix", SealKey(SECRET))
+
+    @pytest.mark.parametrize("other", [OTHER, None])
+    @pytest.mark.parametrize("suffix", ["", "reset"])
+    def test_they_do_not_meet(self, other: bytes | None, suffix: str, caplog: pytest.LogCaptureFixture) -> None:
+        server = MemoryServer()
+        keys_of = (SealKey(SECRET), None if other is None else SealKey(other))
+        fleets = [open_tier(server, key, suffix) for key in keys_of]
+        for version, fleet in enumerate(fleets):
+            assert ask(fleet, 1) == [False]
+            fleet.store(1, version=version)
+        assert len(server.rows) == 2
+        for version, fleet in enumerate(fleets):
+            assert fleet.fetch(1) == {1: content(1, version)}
+            assert fleet.tier.stats().failed_checks == 0
+        assert not caplog.records
+        partner = open_tier(server, SealKey(SECRET), suffix)
+        assert ask(partner, 1) == [True]
+        assert partner.fetch(1) == {1: content(1)}
+        for driver in (*fleets, partner):
+            assert driver.tier.close(PATIENCE)
+
+    def test_what_is_forged_under_our_name_is_warned_of_once(self, caplog: pytest.LogCaptureFixture) -> None:
+        server = MemoryServer()
+        driver = open_tier(server, SealKey(SECRET))
+        driver.store(1, 2)
+        for name, (seal, payload) in list(server.rows.items()):
+            server.rows[name] = seal, payload[::-1]
+        assert driver.fetch(1, 2) == dict.fromkeys((1, 2), Outcome.FAILED_CHECK)
+        driver.wait(lambda: not server.rows)
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "under one of our names" in caplog.text
+        assert driver.tier.close(PATIENCE)
+
+
+def open_tier(server: MemoryServer, key: SealKey | None, suffix: str = "") -> TierDriver:
+    clock, faulty = StandingClock(), FaultyBackend(server)
+    tier = make_shared_tier(ROW_BYTES, backend=faulty, namespace="suite", clock=clock, seal_key=key)
+    if suffix:
+        tier.reset(suffix)
+    return TierDriver(tier, faulty, clock)
+
+
+def ask(driver: TierDriver, number: int) -> list[bool | None]:
+    driver.tier.ask(keys(number), driver.clock.now + 5)
+    driver.wait(lambda: None not in driver.tier.lookup_many(keys(number)))
+    return driver.tier.lookup_many(keys(number))
 
 
 class TestForging:

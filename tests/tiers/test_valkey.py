@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from tests.tiers.servers import Certificates, Relay, ValkeyServer, find_valkey, free_port
+from tests.tiers.servers import Certificates, RealServerSuite, Relay, ValkeyServer, find_valkey, free_port
 
 from kvtier.errors import ConfigError
+from kvtier.testing import shared_tier_suite
 from kvtier.testing.backend_suite import ROW_BYTES, BackendSuite, content, empty, key, payload_of, sealed
 from kvtier.tier_config import ValkeyConfig
 from kvtier.tiers.base import Backend, BackendRow, Outcome
@@ -123,6 +124,17 @@ class TestSuite(BackendSuite):
     def reopen(self, backend: Backend) -> Backend:
         backend.close()
         return self.make()
+
+
+class TestShared(RealServerSuite):
+    """Tiers of several engines over one server."""
+
+    @pytest.fixture(autouse=True)
+    def on_server(self, server: ValkeyServer) -> None:
+        self.url = server.url
+
+    def make_backend(self) -> Backend:
+        return make(self.url, shared_tier_suite.ROW_BYTES)
 
 
 class TestRows:

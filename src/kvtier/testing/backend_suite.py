@@ -18,6 +18,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from typing import ClassVar
 
 import pytest
 
@@ -70,6 +71,9 @@ def payload_of(row: BackendRow) -> bytes:
 
 class BackendSuite:
     """Every backend passes this."""
+
+    turns: ClassVar[int] = 40
+    """How often the long tests write and read; less for a server that takes long for a row."""
 
     def make(self) -> Backend:
         """Return an empty backend."""
@@ -137,7 +141,7 @@ class BackendSuite:
 
     def test_threads_at_once(self, backend: Backend) -> None:
         def work(thread: int) -> None:
-            for version in range(10):
+            for version in range(self.turns // 4):
                 numbers = range(thread * 8, thread * 8 + 8)
                 if backend.writes_once:
                     backend.delete([empty(number) for number in numbers])
@@ -193,7 +197,7 @@ class BackendSuite:
         source, versions = random.Random(plan.seed), dict.fromkeys(range(NUM_PLACES), 0)
         done = wrong = 0
         try:
-            for turn in range(40):
+            for turn in range(self.turns):
                 numbers = source.sample(range(NUM_PLACES), 8)
                 for number in numbers:
                     versions[number] = turn

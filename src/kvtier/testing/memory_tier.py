@@ -16,7 +16,7 @@ from kvtier.errors import OutsideError
 from kvtier.keys import OffloadKey
 from kvtier.policies import make_policy
 from kvtier.tiers.base import Backend, BackendRow
-from kvtier.tiers.seal import SealScope
+from kvtier.tiers.seal import SealKey, SealScope
 from kvtier.tiers.shared_tier import SharedTier
 from kvtier.tiers.slot_table import SlotTable
 from kvtier.tiers.slot_tier import SlotTier
@@ -104,6 +104,7 @@ def make_shared_tier(
     threads: int = 2,
     clock: Callable[[], float] = time.monotonic,
     check_seals: bool = True,
+    seal_key: SealKey | None = None,
 ) -> SharedTier:
     """Return an open tier over a server in memory, or over any other backend that goes by key."""
     server = backend or MemoryServer()
@@ -115,6 +116,7 @@ def make_shared_tier(
         threads=threads,
         clock=clock,
         check_seals=check_seals,
+        seal_key=seal_key,
     )
     if not tier.wait_open():
         raise OutsideError(tier.problem or "the tier did not open")

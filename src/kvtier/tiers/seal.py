@@ -13,7 +13,8 @@ Anybody can make such a seal. With a secret key only who has it can:
     seal = BLAKE3-keyed(scope . length of the key, u32 . key . length of the row, u64 . payload), 16 bytes
 
 So a row in a place where others may write passes its check only if an engine with the same key made it. The
-secret is in no text, error or log.
+number of a scope, by which rows go on servers, comes from the key then, too: fleets with other keys do not
+meet. The secret is in no text, error or log.
 """
 
 from __future__ import annotations
@@ -41,19 +42,21 @@ _KEY_BYTES = 32
 class SealScope:
     """Whose bytes a row is: namespace, epoch, and the suffix of this process's last reset.
 
-    Immutable. `number` stands for it in records: 64 bits, 0 never.
+    Immutable. `number` stands for it in records and names: 64 bits, 0 never. With a `seal_key` only who has
+    that key knows the number.
     """
 
     __slots__ = ("epoch", "namespace", "number", "suffix", "text")
 
-    def __init__(self, namespace: str, epoch: int = 0, suffix: str = "") -> None:
+    def __init__(self, namespace: str, epoch: int = 0, suffix: str = "", seal_key: SealKey | None = None) -> None:
         self.namespace, self.epoch, self.suffix = namespace, epoch, suffix
         parts = [namespace.encode(), b"%d" % epoch, suffix.encode()]
         self.text = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
-        self.number = xxhash.xxh3_64_intdigest(self.text) or 1
+        number = xxhash.xxh3_64_intdigest(self.text) if seal_key is None else seal_key.number_of(self.text)
+        self.number = number or 1
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, SealScope) and self.text == other.text
+        return isinstance(other, SealScope) and (self.text, self.number) == (other.text, other.number)
 
     def __hash__(self) -> int:
         return self.number
@@ -83,6 +86,10 @@ class SealKey:
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         raise TypeError("a seal key is not pickled; read it from its file where it is needed")
+
+    def number_of(self, text: bytes) -> int:
+        """Return a number of 64 bits for a text, another one for each key."""
+        return int.from_bytes(self._blake3(text, key=self._secret).digest(length=8), "little")
 
     def seal(self, scope: SealScope, key: OffloadKey, length: int, pieces: Sequence[Piece]) -> bytes:
         """Return the keyed seal of a row."""

@@ -6,11 +6,11 @@ may be stale: a yes then costs one promotion that fails, and puts every older ye
 computing what another engine has just written. Nothing is announced, because nothing about it is exact
 (docs/decisions/0014).
 
-Rows go by key, and names on the server by scope and key: engines of one namespace share rows, and after
-a reset an engine has names of its own. A row that is known to be there is not written; a large one is
-asked for first. A server that does not answer delays whoever asked by one deadline; while such a call is
-open, and while the tier is suspended, what is not known counts as absent. The backend is opened on an
-I/O thread, and again with growing pauses until that works. Scheduler thread only, but for what says that
+Rows go by key, and names on the server by scope and key: engines of one namespace and one seal key share
+rows, and after a reset an engine has names of its own. A row that is known to be there is not written; a
+large one is asked for first. A server that does not answer delays whoever asked by one deadline; while such
+a call is open, and while the tier is suspended, what is not known counts as absent. The backend is opened on
+an I/O thread, and again with growing pauses until that works. Scheduler thread only, but for what says that
 it runs on an I/O thread.
 """
 
@@ -91,7 +91,7 @@ class SharedTier(IOTier):
     ) -> None:
         """Begin to open the backend: `open_backend` is called on an I/O thread, may block and may fail.
 
-        With a `seal_key` only rows are taken that were sealed with it.
+        With a `seal_key` only rows are taken that were sealed with it, under names that only its holders know.
         """
         super().__init__(
             name,
@@ -104,7 +104,7 @@ class SharedTier(IOTier):
             longest_pause=_LONGEST_PAUSE,
             seal_key=seal_key,
         )
-        self._open_backend, self._namespace = open_backend, namespace
+        self._open_backend, self._namespace, self._seal_key = open_backend, namespace, seal_key
         self._num_threads = threads
         self._memory: Piece | None = None
         self._is_named = False  # the namespace is known
@@ -147,7 +147,7 @@ class SharedTier(IOTier):
         """Take the namespace, if it is known by now."""
         if (namespace := self._namespace()) is not None:
             self._is_named = True
-            self._scope = SealScope(namespace, suffix=self._suffix)
+            self._scope = SealScope(namespace, suffix=self._suffix, seal_key=self._seal_key)
 
     def _begin_opening(self, function: Callable[[], Backend]) -> None:
         memory, self._opening = self._memory, True
@@ -434,7 +434,7 @@ class SharedTier(IOTier):
     def reset(self, suffix: str) -> None:
         """Have names of its own from now on: what others have stays theirs."""
         self._suffix = suffix
-        self._scope = SealScope(self._scope.namespace, suffix=suffix)
+        self._scope = SealScope(self._scope.namespace, suffix=suffix, seal_key=self._seal_key)
         self._misses.note(list(self._known), TierMiss.CLEARED)
         self._known.clear()
         for rows in (self._writing, self._deleting, self._unwanted, self._asked, self._reading):
