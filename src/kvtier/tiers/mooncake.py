@@ -19,6 +19,7 @@ import errno
 import http.client
 import os
 import socket
+import struct
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 __all__ = ["MooncakeBackend"]
 
 _CALL_ROWS = 64
+_QUESTION = struct.pack("<4B4I", 21, 0, 0, 0, 0, 0, 0, 0)
+"""The head of a call in the master's protocol (coro_rpc), of no function: it answers that there is none."""
 _PORTS = {"http": 80, "https": 443, "etcd": 2379, "redis": 6379}
 
 # What the store's calls return.
@@ -276,6 +279,10 @@ def _must_answer(config: MooncakeConfig, timeout: float) -> str:
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout) as sock:
             facing: str = sock.getsockname()[0]
+            problem = f"mooncake store: its master at {config.master} accepts and does not answer"
+            sock.sendall(_QUESTION)
+            if not sock.recv(1):  # a stopped process accepts, and a proxy of a dead one closes
+                raise OSError(errno.ECONNRESET, problem)
         problem = f"mooncake store: its metadata server at {url.hostname} does not answer"
         where = url.hostname or "", url.port or _PORTS[url.scheme]
         if url.scheme == "http":
