@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import logging
 import shutil
 import socket
@@ -573,6 +574,18 @@ class TestBeingLetIn:
         with closing(make(url, password_file=str(password_file), prefix="other")) as backend:
             assert codes(backend.write([sealed(1)])) == [errno.EACCES]
 
+    def test_a_pipe_that_nobody_writes_is_not_waited_for(self, guarded: ValkeyServer, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "pipe")
+        with closing(make(guarded.url, password_file=str(tmp_path / "pipe"))) as backend:
+            with pytest.raises(OSError, match="expected a password in .*pipe, got none"):
+                backend.probe()
+
+    @pytest.mark.parametrize("host", [".host", "h" * 64])
+    def test_what_cannot_be_a_host(self, host: str) -> None:
+        with closing(make(f"valkey://{host}")) as backend:
+            with pytest.raises(OSError, match="expected the name of a host"):
+                backend.probe()
+
     def test_a_password_that_changes(self, password_file: Path) -> None:
         with (
             ValkeyServer(password=PASSWORD) as server,
@@ -650,9 +663,10 @@ class TestBeingLetIn:
     @pytest.mark.parametrize(
         ("url", "settings", "told"),
         [
-            ("valkey://host/zero", {}, "valkey.url: expected the number of a database, got 'zero'"),
-            ("valkey://host?ssl=1", {}, "valkey.url: expected nothing behind the ?, got 'ssl=1'"),
-            ("unix:///socket?base=1", {}, "valkey.url: expected the number of a database"),
+            ("valkey://host/zero", {}, "valkey.url: expected the number of a database"),
+            ("valkey://host?ssl=1", {}, "valkey.url: expected nothing behind a ?"),
+            ("unix:///socket?base=1", {}, "valkey.url: expected nothing behind a ?"),
+            ("unix:///socket?db=one", {}, "valkey.url: expected the number of a database"),
             ("unix:///socket", {"tls": True}, "valkey.tls: expected none on a Unix socket"),
         ],
     )
