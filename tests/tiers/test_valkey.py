@@ -415,6 +415,30 @@ class TestLateAndLost:
             backend.probe()
             assert_right(backend)
 
+    def test_a_server_that_takes_rows_and_gives_none_fails_its_probe(self) -> None:
+        """Else it is taken back again and again, and each time a request waits for one deadline in vain."""
+
+        def take(connection: socket.socket) -> None:
+            connection.sendall(b"+PONG\r\n")
+            arrived = b""
+            while b"UNLINK" not in arrived:
+                arrived = arrived[-64:] + connection.recv(1 << 16)
+            connection.sendall(b"+OK\r\n" if b"GET" in arrived else b"+OK\r\n:1\r\n")
+
+        with scripted(take) as port, closing(make(f"valkey://127.0.0.1:{port}", timeout=SOON)) as backend:
+            with pytest.raises(TimeoutError):
+                backend.probe()
+
+    def test_the_probe_of_another_engine_does_not_disturb(self, server: ValkeyServer) -> None:
+        with (
+            closing(make(server.url)) as small,
+            closing(make(server.url, row_bytes=1 << 20)) as large,
+            ThreadPoolExecutor(2) as threads,
+        ):
+            for done in [threads.submit(backend.probe) for _ in range(20) for backend in (small, large)]:
+                done.result(PATIENCE)
+        assert server.say("EXISTS", "kvtier:probe") == b":0\r\n"
+
     def test_late_answers_are_nobody_elses(self, server: ValkeyServer) -> None:
         """An answer that arrives after its deadline must not be read as the next one."""
         with Relay(server.port) as relay, closing(make(f"valkey://127.0.0.1:{relay.port}")) as backend:
