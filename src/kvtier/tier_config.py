@@ -63,7 +63,7 @@ def _read_url(*schemes: str) -> Any:
         except ValueError as error:
             raise ConfigError(path, f"{expected}: {error}") from None
         behind = text.partition("://")[2].removeprefix(parts.netloc)
-        if parts.password is not None or "@" in behind and ":" in parts.netloc:
+        if parts.password is not None or ("@" in behind and ":" in parts.netloc):
             raise ConfigError(path, "expected no password in the address, which is shown in logs; use a password_file")
         if parts.scheme not in schemes or "://" not in text:
             got = f"{show_value(parts.scheme)}://..." if parts.scheme and "://" in text else "something else"
@@ -187,7 +187,9 @@ class ValkeyConfig(_TierTable):
         database = self.database
         if database and not (database.isascii() and database.isdecimal() and len(database) < 10):
             where = "behind ?db=" if parts.scheme == "unix" else "behind the host"
-            raise ConfigError("valkey.url", f"expected the number of a database {where}, or nothing; got something else")
+            raise ConfigError(
+                "valkey.url", f"expected the number of a database {where}, or nothing; got something else"
+            )
 
     @property
     def address(self) -> SplitResult:
@@ -225,7 +227,9 @@ class ObjectConfig(_TierTable):
             raise ConfigError("object.url", "expected a bucket behind ://, got none")
         prefix = urlsplit(self.url).path.strip("/")
         if prefix and any(part in ("", ".", "..") for part in prefix.split("/")):
-            raise ConfigError("object.url", f"expected a prefix without empty, . and .. parts, got {show_value(prefix)}")
+            raise ConfigError(
+                "object.url", f"expected a prefix without empty, . and .. parts, got {show_value(prefix)}"
+            )
         if self.endpoint is not None and self.endpoint.startswith("http://") and not self.allow_http:
             raise ConfigError("object.endpoint", "expected https://, or allow_http with it, got http:// alone")
 

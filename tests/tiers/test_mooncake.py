@@ -264,7 +264,7 @@ def test_no_client_is_set_up_for_a_master_that_accepts_and_does_not_answer(
             master=f"127.0.0.1:{master.getsockname()[1]}",
             metadata=f"http://127.0.0.1:{metadata.getsockname()[1]}/metadata",
         )
-        with pytest.raises(OSError, match="its master at .* accepts and does not answer"):
+        with pytest.raises(OSError, match=r"its master at .* accepts and does not answer"):
             MooncakeBackend(config, ROW_BYTES, timeout=0.5)
 
 

@@ -180,7 +180,7 @@ class TestKeyFile:
 
     def test_a_pipe_that_nobody_writes_is_not_waited_for(self, tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "pipe")
-        with pytest.raises(ConfigError, match="expected 32 bytes or 64 hex digits in .*pipe, got 0"):
+        with pytest.raises(ConfigError, match=r"expected 32 bytes or 64 hex digits in .*pipe, got 0"):
             read_seal_key(str(tmp_path / "pipe"))
 
     def test_a_file_for_all_is_warned_of(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

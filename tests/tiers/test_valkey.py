@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
-import os
 import logging
+import os
 import shutil
 import socket
 import struct
@@ -601,14 +601,13 @@ class TestBeingLetIn:
     def test_a_pipe_that_nobody_writes_is_not_waited_for(self, guarded: ValkeyServer, tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "pipe")
         with closing(make(guarded.url, password_file=str(tmp_path / "pipe"))) as backend:
-            with pytest.raises(OSError, match="expected a password in .*pipe, got none"):
+            with pytest.raises(OSError, match=r"expected a password in .*pipe, got none"):
                 backend.probe()
 
     @pytest.mark.parametrize("host", [".host", "h" * 64])
     def test_what_cannot_be_a_host(self, host: str) -> None:
-        with closing(make(f"valkey://{host}")) as backend:
-            with pytest.raises(OSError, match="expected the name of a host"):
-                backend.probe()
+        with closing(make(f"valkey://{host}")) as backend, pytest.raises(OSError, match="expected the name of a host"):
+            backend.probe()
 
     def test_a_password_that_changes(self, password_file: Path) -> None:
         with (
