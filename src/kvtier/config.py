@@ -244,10 +244,14 @@ class OffloadingConfig:
     def tier_namespace_nowait(self) -> str | None:
         """Return the namespace of rows that outlive the process; None while it is not known.
 
-        One that could not be computed is like no other: its rows would only take the place of those of others.
+        One that could not be computed is like no other: its rows would only take the place of those of others. A
+        row is named by the last block in it, so how many come before that, of how many ranks, is part of the name.
         """
         could_not = isinstance(self.namespace, Namespace) and self.namespace.problem is not None
-        return None if could_not else self.namespace_nowait()
+        namespace = None if could_not else self.namespace_nowait()
+        if namespace is None:
+            return None
+        return f"{namespace} {self.settings.blocks_per_chunk}x{self.world_size}x{self.row_bytes}"
 
     def image_bytes(self, group: int) -> int:
         """Return the bytes of one chunk of a group on one rank."""

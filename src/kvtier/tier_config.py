@@ -9,6 +9,7 @@ without being repeated. All objects are immutable and may be shared by any threa
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from typing import Any, ClassVar, Self
@@ -18,7 +19,7 @@ from kvtier.errors import ConfigError, show_value
 from kvtier.settings import (
     at_least,
     check_names,
-    expect_table,
+    is_text,
     one_of,
     optional,
     read_duration,
@@ -47,31 +48,56 @@ _WRITES_A_DAY = 4
 
 
 def _read_url(*schemes: str) -> Any:
-    """Make a reader of addresses. A password in one is refused: addresses are shown in logs."""
+    """Make a reader of addresses. One that may hold a secret is refused, because addresses are shown in logs.
+
+    What is refused is not repeated: a password with a / or a # in it is in any part, and in a wrong one.
+    """
 
     def read(path: str, value: object) -> str:
-        text = read_name(path, value)
         expected = f"expected an address that begins with {' or '.join(f'{scheme}://' for scheme in schemes)}"
+        if not is_text(value) or not value:
+            raise ConfigError(path, f"{expected}, got {_kind_of(value)}")
+        text = str(value)
         try:
             parts = urlsplit(text)
-            _ = parts.port
         except ValueError as error:
             raise ConfigError(path, f"{expected}: {error}") from None
-        if parts.password is not None:
+        behind = text.partition("://")[2].removeprefix(parts.netloc)
+        if parts.password is not None or ("@" in behind and ":" in parts.netloc):
             raise ConfigError(path, "expected no password in the address, which is shown in logs; use a password_file")
-        if parts.scheme not in schemes:
-            raise ConfigError(path, f"{expected}, got {show_value(text)}")
+        if parts.scheme not in schemes or "://" not in text:
+            got = f"{show_value(parts.scheme)}://..." if parts.scheme and "://" in text else "something else"
+            raise ConfigError(path, f"{expected}, got {got}")
+        if parts.fragment or (parts.query and not _is_database(parts)):
+            problem = "expected nothing behind a ? or #: addresses are shown in logs, and secrets are often there"
+            raise ConfigError(path, problem)
+        try:
+            port = parts.port
+        except ValueError:  # its text repeats what was given
+            port = 0
+        if port == 0:
+            raise ConfigError(path, f"{expected}, with a port from 1 to 65535 if any; got another")
         return text
 
     return read
+
+
+def _is_database(parts: SplitResult) -> bool:
+    """Say whether what is behind the ? is the database of a Unix socket."""
+    return parts.scheme == "unix" and parts.query.startswith("db=") and parts.query.isascii()
+
+
+def _kind_of(value: object) -> str:
+    """Say what came where a secret may be in it."""
+    return "an empty string" if value == "" else f"a value of type {type(value).__name__}"
 
 
 def _read_address(path: str, value: object) -> str:
     """Read `host:port`."""
     text = read_name(path, value)
     host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ConfigError(path, f"expected host:port, got {show_value(text)}")
+    if not host or "@" in host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ConfigError(path, f"expected host:port, got {'something else' if '@' in text else show_value(text)}")
     return text
 
 
@@ -86,7 +112,9 @@ class _TierTable:
     def from_dict(cls, values: object, where: str = "") -> Self:
         """Read what stands in a config under the kind; `where` is its path there, such as `tiers[0].disk`."""
         where = where or cls.kind
-        table = expect_table(where, values)
+        if not isinstance(values, Mapping):
+            raise ConfigError(where, f"expected a table of settings, got {_kind_of(values)}")
+        table = dict(values)
         check_names(cls, table, f"{where}.")
         try:
             return cls(**table)
@@ -153,12 +181,26 @@ class ValkeyConfig(_TierTable):
         if parts.scheme == "unix" and not parts.path.strip("/"):
             raise ConfigError("valkey.url", "expected the path of a socket behind unix://, got none")
         if parts.scheme != "unix" and not parts.hostname:
-            raise ConfigError("valkey.url", f"expected a host, got {show_value(self.url)}")
+            raise ConfigError("valkey.url", "expected a host behind ://, got none")
+        if parts.scheme == "unix" and self.tls:
+            raise ConfigError("valkey.tls", "expected none on a Unix socket")
+        database = self.database
+        if database and not (database.isascii() and database.isdecimal() and len(database) < 10):
+            where = "behind ?db=" if parts.scheme == "unix" else "behind the host"
+            raise ConfigError(
+                "valkey.url", f"expected the number of a database {where}, or nothing; got something else"
+            )
 
     @property
     def address(self) -> SplitResult:
         """The parts of the URL."""
         return urlsplit(self.url)
+
+    @property
+    def database(self) -> str:
+        """The number of a database, as it is in the URL; empty: none."""
+        parts = self.address
+        return parts.query.removeprefix("db=") if parts.scheme == "unix" else parts.path.strip("/")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +224,14 @@ class ObjectConfig(_TierTable):
     def __post_init__(self) -> None:
         read_fields(self, "object.")
         if not urlsplit(self.url).netloc:
-            raise ConfigError("object.url", f"expected a bucket, got {show_value(self.url)}")
+            raise ConfigError("object.url", "expected a bucket behind ://, got none")
+        prefix = urlsplit(self.url).path.strip("/")
+        if prefix and any(part in ("", ".", "..") for part in prefix.split("/")):
+            raise ConfigError(
+                "object.url", f"expected a prefix without empty, . and .. parts, got {show_value(prefix)}"
+            )
+        if self.endpoint is not None and self.endpoint.startswith("http://") and not self.allow_http:
+            raise ConfigError("object.endpoint", "expected https://, or allow_http with it, got http:// alone")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,7 +272,8 @@ _KINDS: dict[str, type[TierConfig]] = {
 def read_tiers(path: str, value: object) -> tuple[TierConfig, ...]:
     """Read a list of tiers, from the fastest to the slowest, each kind once."""
     if not isinstance(value, (list, tuple)):
-        raise ConfigError(path, f"expected a list of tiers, got {show_value(value)}")
+        example = '[{"disk": {"path": ..., "capacity": ...}}]'
+        raise ConfigError(path, f"expected a list of tiers, {example}, got {_kind_of(value)}")
     tiers = tuple(_read_tier(f"{path}[{i}]", tier) for i, tier in enumerate(value))
     kinds = [tier.kind for tier in tiers]
     for i, kind in enumerate(kinds):
@@ -236,10 +286,11 @@ def _read_tier(path: str, value: object) -> TierConfig:
     """Read `{"disk": {...}}`: a tier's kind and its settings."""
     if isinstance(value, tuple(_KINDS.values())):
         return value  # type: ignore[return-value]
-    table = expect_table(path, value)
-    if len(table) != 1:
+    if not isinstance(value, Mapping) or len(value) != 1:
         example = '{"disk": {"path": ..., "capacity": ...}}'
-        raise ConfigError(path, f"expected the kind of one tier and its settings, {example}, got {show_value(value)}")
+        got = f"the names {show_value(list(value))}" if isinstance(value, Mapping) else _kind_of(value)
+        raise ConfigError(path, f"expected the kind of one tier and its settings, {example}, got {got}")
+    table = dict(value)
     ((kind, settings),) = table.items()
     if kind not in _KINDS:
         close = get_close_matches(str(kind), _KINDS, n=1)

@@ -107,3 +107,18 @@ def test_without_tiers_there_is_nothing_to_check(tmp_path: Path, capsys: pytest.
     file.write_text('{"cpu": {"capacity": "1MiB"}}')
     assert main(["tiers", "check", str(file)]) == 2
     assert "expected tiers, got none" in capsys.readouterr().err
+
+
+def test_rows_that_cannot_be_removed_are_told_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], server: ValkeyServer
+) -> None:
+    rights = ("~kvtier:*", "+set", "+get", "+exists", "+ping", "+select")
+    assert server.say("ACL", "SETUSER", "kv", "on", ">hush", *rights) == b"+OK\r\n"
+    password = tmp_path / "password"
+    password.write_text("hush")
+    url = server.url.replace("://", "://kv@")
+    code, lines = check(tmp_path, capsys, {"valkey": {"url": url, "password_file": str(password)}})
+    assert code == 1
+    assert len(lines) == 1
+    assert "rows that were put could not be removed" in lines[0]
+    assert "NOPERM" in lines[0]

@@ -278,6 +278,33 @@ def wait_for_probe(backend: MooncakeBackend) -> None:
             threading.Event().wait(0.2)
 
 
+@pytest.mark.parametrize("closes", [False, True])
+def test_no_client_is_set_up_for_a_master_that_accepts_and_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, closes: bool
+) -> None:
+    """A process that was stopped. Setting up a client would hold the GIL for ten minutes: it is not begun."""
+
+    def answer() -> None:
+        with metadata.accept()[0] as connection:
+            connection.recv(4096)
+            connection.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+
+    def hang_up() -> None:
+        master.accept()[0].close()
+
+    monkeypatch.setattr("kvtier.tiers.mooncake._import_mooncake", lambda: (pytest.fail, pytest.fail))
+    with socket.create_server(("127.0.0.1", 0)) as master, socket.create_server(("127.0.0.1", 0)) as metadata:
+        threading.Thread(target=answer, daemon=True).start()
+        if closes:
+            threading.Thread(target=hang_up, daemon=True).start()
+        config = MooncakeConfig(
+            master=f"127.0.0.1:{master.getsockname()[1]}",
+            metadata=f"http://127.0.0.1:{metadata.getsockname()[1]}/metadata",
+        )
+        with pytest.raises(OSError, match=r"its master at .* accepts and does not answer"):
+            MooncakeBackend(config, ROW_BYTES, timeout=0.5)
+
+
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mooncake.store", None)
     config = MooncakeConfig(master="127.0.0.1:1", metadata="http://127.0.0.1:1/metadata")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import random
 import traceback
@@ -237,6 +238,11 @@ class TestKeyFile:
             read_seal_key(str(tmp_path / "none"))
         with pytest.raises(ConfigError, match="Is a directory"):
             read_seal_key(str(tmp_path))
+
+    def test_a_pipe_that_nobody_writes_is_not_waited_for(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "pipe")
+        with pytest.raises(ConfigError, match=r"expected 32 bytes or 64 hex digits in .*pipe, got 0"):
+            read_seal_key(str(tmp_path / "pipe"))
 
     def test_a_file_for_all_is_warned_of(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         read_seal_key(self.write(tmp_path, SECRET, 0o644))

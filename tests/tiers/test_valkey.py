@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import shutil
 import socket
 import struct
@@ -426,6 +427,30 @@ class TestLateAndLost:
             backend.probe()
             assert_right(backend)
 
+    def test_a_server_that_takes_rows_and_gives_none_fails_its_probe(self) -> None:
+        """Else it is taken back again and again, and each time a request waits for one deadline in vain."""
+
+        def take(connection: socket.socket) -> None:
+            connection.sendall(b"+PONG\r\n")
+            arrived = b""
+            while b"UNLINK" not in arrived:
+                arrived = arrived[-64:] + connection.recv(1 << 16)
+            connection.sendall(b"+OK\r\n" if b"GET" in arrived else b"+OK\r\n:1\r\n")
+
+        opened = lambda port: closing(make(f"valkey://127.0.0.1:{port}", timeout=SOON))  # noqa: E731
+        with scripted(take) as port, opened(port) as backend, pytest.raises(TimeoutError):
+            backend.probe()
+
+    def test_the_probe_of_another_engine_does_not_disturb(self, server: ValkeyServer) -> None:
+        with (
+            closing(make(server.url)) as small,
+            closing(make(server.url, row_bytes=1 << 20)) as large,
+            ThreadPoolExecutor(2) as threads,
+        ):
+            for done in [threads.submit(backend.probe) for _ in range(20) for backend in (small, large)]:
+                done.result(PATIENCE)
+        assert server.say("EXISTS", "kvtier:probe") == b":0\r\n"
+
     def test_late_answers_are_nobody_elses(self, server: ValkeyServer) -> None:
         """An answer that arrives after its deadline must not be read as the next one."""
         with Relay(server.port) as relay, closing(make(f"valkey://127.0.0.1:{relay.port}")) as backend:
@@ -585,6 +610,17 @@ class TestBeingLetIn:
         with closing(make(url, password_file=str(password_file), prefix="other")) as backend:
             assert codes(backend.write([sealed(1)])) == [errno.EACCES]
 
+    def test_a_pipe_that_nobody_writes_is_not_waited_for(self, guarded: ValkeyServer, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "pipe")
+        backend = make(guarded.url, password_file=str(tmp_path / "pipe"))
+        with closing(backend), pytest.raises(OSError, match=r"expected a password in .*pipe, got none"):
+            backend.probe()
+
+    @pytest.mark.parametrize("host", [".host", "h" * 64])
+    def test_what_cannot_be_a_host(self, host: str) -> None:
+        with closing(make(f"valkey://{host}")) as backend, pytest.raises(OSError, match="expected the name of a host"):
+            backend.probe()
+
     def test_a_password_that_changes(self, password_file: Path) -> None:
         with (
             ValkeyServer(password=PASSWORD) as server,
@@ -662,9 +698,10 @@ class TestBeingLetIn:
     @pytest.mark.parametrize(
         ("url", "settings", "told"),
         [
-            ("valkey://host/zero", {}, "valkey.url: expected the number of a database, got 'zero'"),
-            ("valkey://host?ssl=1", {}, "valkey.url: expected nothing behind the ?, got 'ssl=1'"),
-            ("unix:///socket?base=1", {}, "valkey.url: expected the number of a database"),
+            ("valkey://host/zero", {}, "valkey.url: expected the number of a database"),
+            ("valkey://host?ssl=1", {}, "valkey.url: expected nothing behind a ?"),
+            ("unix:///socket?base=1", {}, "valkey.url: expected nothing behind a ?"),
+            ("unix:///socket?db=one", {}, "valkey.url: expected the number of a database"),
             ("unix:///socket", {"tls": True}, "valkey.tls: expected none on a Unix socket"),
         ],
     )

@@ -38,6 +38,7 @@ from kvtier.keys import OffloadKey, make_offload_key
 from kvtier.tiers.base import LentRow, Outcome, TierJob
 from kvtier.tiers.disk.folder import find_places
 from kvtier.tiers.io_tier import IOTier
+from kvtier.tiers.shared_tier import SharedTier
 
 __all__ = ["check_command", "tiers_app"]
 
@@ -45,6 +46,8 @@ tiers_app = typer.Typer(help="Look after the tiers of a config.")
 
 _PAGE = 4096
 _MOST_BYTES = 128 << 20
+_ROWS_OF_A_CALL = 16
+"""A call that removes rows one by one ends in time: 50 ms for each is usual in object stores."""
 _SECONDS = 30.0
 """How long anything may take before it counts as not working."""
 
@@ -147,7 +150,12 @@ def _measure(tier: TierConfig, config: KVTierConfig, num_rows: int, row_bytes: i
         assert isinstance(made, IOTier)
         made.wait_open(_SECONDS)
     try:
-        problem = _move(made, num_rows, row_bytes, seconds)
+        names = [make_offload_key(secrets.token_bytes(32), 0) for _ in range(num_rows)]
+        try:
+            problem = _move(made, names, row_bytes, seconds)
+        finally:
+            left = _remove(made, names)
+        problem = problem or left
     finally:
         made.close()
     total = num_rows * row_bytes
@@ -161,35 +169,31 @@ def _measure(tier: TierConfig, config: KVTierConfig, num_rows: int, row_bytes: i
     )
 
 
-def _move(tier: IOTier, num_rows: int, row_bytes: int, seconds: dict[str, float]) -> str | None:
-    """Put, look up, get and remove rows; say what went wrong."""
-    payloads = {make_offload_key(secrets.token_bytes(32), 0): secrets.token_bytes(row_bytes) for _ in range(num_rows)}
-    names = list(payloads)
+def _move(tier: IOTier, names: list[OffloadKey], row_bytes: int, seconds: dict[str, float]) -> str | None:
+    """Put, look up and get rows; say what went wrong."""
+    payloads, num_rows = {name: secrets.token_bytes(row_bytes) for name in names}, len(names)
     if not tier.is_open():
         return tier.problem or f"{tier.where}: it does not open"
-    try:
-        job = _job(1, {name: bytearray(payload) for name, payload in payloads.items()})
-        with _timed(seconds, "put"):
-            taken = tier.demote(job)
-            outcome = _wait(tier, 1, len(taken))
-        if len(taken) < num_rows or outcome is not None:
-            return f"{tier.where}: a row could not be put: {outcome or 'it was refused'}"
-        unheard = [make_offload_key(secrets.token_bytes(32), 0) for _ in names]
-        with _timed(seconds, "lookup"):
-            tier.ask(unheard, time.monotonic() + _SECONDS)
-            while None in tier.lookup_many(unheard) and tier.stats().suspended is None:
-                tier.wait_any(0.01)
-                tier.poll()
-        memory = {name: bytearray(row_bytes) for name in names}
-        job = _job(2, memory)
-        with _timed(seconds, "get"):
-            tier.promote(job)
-            outcome = _wait(tier, 2, num_rows)
-        if outcome is not None:
-            return f"{tier.where}: a row that was put could not be got: {outcome}"
-        return None if memory == payloads else f"{tier.where}: a row came back with other bytes"
-    finally:
-        _remove(tier, names)
+    job = _job(1, {name: bytearray(payload) for name, payload in payloads.items()})
+    with _timed(seconds, "put"):
+        taken = tier.demote(job)
+        outcome = _wait(tier, 1, len(taken))
+    if len(taken) < num_rows or outcome is not None:
+        return f"{tier.where}: a row could not be put: {outcome or 'it was refused'}"
+    unheard = [make_offload_key(secrets.token_bytes(32), 0) for _ in names]
+    with _timed(seconds, "lookup"):
+        tier.ask(unheard, time.monotonic() + _SECONDS)
+        while None in tier.lookup_many(unheard) and tier.stats().suspended is None:
+            tier.wait_any(0.01)
+            tier.poll()
+    memory = {name: bytearray(row_bytes) for name in names}
+    job = _job(2, memory)
+    with _timed(seconds, "get"):
+        tier.promote(job)
+        outcome = _wait(tier, 2, num_rows)
+    if outcome is not None:
+        return f"{tier.where}: a row that was put could not be got: {outcome}"
+    return None if memory == payloads else f"{tier.where}: a row came back with other bytes"
 
 
 def _job(number: int, memory: dict[OffloadKey, bytearray]) -> TierJob:
@@ -210,13 +214,20 @@ def _wait(tier: IOTier, job_id: int, num_rows: int) -> str | None:
     return problem
 
 
-def _remove(tier: IOTier, names: list[OffloadKey]) -> None:
-    """Remove rows, for as long as a second."""
-    tier.discard(names)
-    until = time.monotonic() + 1.0
-    while tier.has_open_calls() and time.monotonic() < until:
+def _remove(tier: IOTier, names: list[OffloadKey]) -> str | None:
+    """Remove rows, a few in a call; say why some stay."""
+    if not tier.is_open():
+        return None
+    for at in range(0, len(names), _ROWS_OF_A_CALL):
+        tier.discard(names[at : at + _ROWS_OF_A_CALL])
+    until = time.monotonic() + _SECONDS
+    while (tier.has_open_calls() or tier.stats().stuck) and time.monotonic() < until:
         tier.wait_any(0.1)
         tier.poll()
+    if not isinstance(tier, SharedTier):
+        return None
+    why = tier.undeleted or (f"it took more than {_SECONDS:g} s" if tier.has_open_calls() else None)
+    return why and f"{tier.where}: rows that were put could not be removed, and some may be there still: {why}"
 
 
 def _one_line(kind: str, problem: str) -> str:

@@ -23,7 +23,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -275,7 +275,7 @@ def _import_mooncake() -> tuple[type[MooncakeDistributedStore], type[ReplicateCo
 def _must_answer(config: MooncakeConfig, timeout: float) -> str:
     """Raise `OSError` unless master and metadata server answer. Return our address that faces the master.
 
-    Whatever the master says, or a connection that it closes, is an answer: silence is what must not be met.
+    Whatever the master says is an answer. Silence and a connection that is closed are what must not be met.
     """
     host, _, port = config.master.rpartition(":")
     url = urlsplit(config.metadata)
@@ -285,8 +285,8 @@ def _must_answer(config: MooncakeConfig, timeout: float) -> str:
             problem = f"mooncake store: its master at {config.master} does not answer"
             facing: str = sock.getsockname()[0]
             sock.sendall(_RPC_QUESTION)
-            with suppress(ConnectionError):
-                sock.recv(4096)
+            if not sock.recv(1):  # a stopped process accepts, and a proxy of a dead one closes
+                raise OSError(errno.ECONNRESET, problem)
         problem = f"mooncake store: its metadata server at {url.hostname} does not answer"
         where = url.hostname or "", url.port or _PORTS[url.scheme]
         if url.scheme == "http":

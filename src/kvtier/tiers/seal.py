@@ -101,13 +101,18 @@ class SealKey:
         return seal
 
 
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file that may be a pipe which nobody writes: it is then empty, and not waited for."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 def read_seal_key(path: str) -> SealKey:
     """Read the key of a fleet from its file: 32 bytes, or 64 hex digits. `ConfigError` if it has neither."""
     expected = f"expected {_KEY_BYTES} bytes or {2 * _KEY_BYTES} hex digits in {path}"
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=_open_at_once) as file:
             mode = os.fstat(file.fileno()).st_mode
-            secret = file.read(4096)
+            secret = file.read(4096) or b""
     except OSError as error:
         raise ConfigError("seal_key_file", f"{expected}: {error.strerror}") from None
     if len(secret) != _KEY_BYTES:

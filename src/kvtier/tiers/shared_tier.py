@@ -116,6 +116,8 @@ class SharedTier(IOTier):
         self._reading: Counter[OffloadKey] = Counter()
         self._deleting: set[OffloadKey] = set()
         self._unwanted: set[OffloadKey] = set()  # to be deleted as soon as no call works on them
+        self.undeleted: str | None = None
+        """Why rows could not be deleted, the last time that was so; whoever reads them sees that they are wrong."""
         self._asked: dict[OffloadKey, _Question] = {}
         self._questions: set[_Question] = set()
         self._num_late = 0  # questions that hold others up
@@ -425,7 +427,9 @@ class SharedTier(IOTier):
         scope = self._scope.number
         rows = [BackendRow(key, (), scope=scope) for key in free]
 
-        def end(_value: object, _error: BaseException | None) -> None:
+        def end(_value: object, error: BaseException | None) -> None:
+            if error is not None:
+                self.undeleted = say_error(error)
             if scope == self._scope.number:
                 self._deleting.difference_update(free)
 

@@ -72,14 +72,21 @@ class ValkeyBackend(Backend):
         self._count(b"UNLINK", rows)
 
     def probe(self) -> None:
-        """Raise `OSError` if the server does not take a row. A small value would fit where no row does."""
+        """Raise `OSError` if the server does not take a row, or does not give it back.
+
+        A small value would fit, and come, where no row does. Another engine's probe may be what comes, or nothing.
+        """
         name = self._prefix + b":probe"
         store = command(b"SET", name, bytes(self._row_bytes), b"PX", b"1000")
         with self._connection() as connection:
-            connection.send([store, command(b"UNLINK", name)])
-            refusal, _ = connection.read_status(), connection.read_number()
-        if refusal is not None:
-            raise refusal
+            connection.send([store, command(b"GET", name), command(b"UNLINK", name)])
+            refusal, length = connection.read_status(), connection.read_length()
+            if isinstance(length, int):
+                connection.end_value(unread=length)
+            connection.read_number()
+        for answer in (refusal, length):
+            if isinstance(answer, OSError):
+                raise answer
 
     def close(self) -> None:
         with self._lock:

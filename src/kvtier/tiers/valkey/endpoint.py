@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import socket
 import ssl
 import stat
@@ -17,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
 
-from kvtier.errors import ConfigError, show_value
 from kvtier.tier_config import ValkeyConfig
 from kvtier.tiers.valkey.resp import RespConnection, command, late, seconds_left
 
@@ -26,6 +26,7 @@ __all__ = ["Endpoint"]
 logger = logging.getLogger(__name__)
 
 _PORT = 6379
+_MOST_PASSWORD = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,26 +50,20 @@ class Endpoint:
         """Read the address of a config."""
         parts = config.address
         unix = parts.scheme == "unix"
-        text = parts.query.removeprefix("db=") if unix else parts.path.strip("/")
-        if parts.query and not unix:
-            raise ConfigError("valkey.url", f"expected nothing behind the ?, got {show_value(parts.query)}")
         tls = config.tls or parts.scheme in ("valkeys", "rediss")
-        if unix and tls:
-            raise ConfigError("valkey.tls", "expected none on a Unix socket")
-        if text and not text.isdecimal():
-            raise ConfigError("valkey.url", f"expected the number of a database, got {show_value(text)}")
         return cls(
             host=parts.hostname or "",
             port=parts.port or _PORT,
             path=unquote(parts.path) if unix else None,
-            database=int(text or 0),
+            database=int(config.database or 0),
             user=unquote(parts.username) if parts.username else None,
             tls=tls,
             config=config,
         )
 
     def __str__(self) -> str:
-        return self.path or f"{self.host}:{self.port}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return self.path or f"{host}:{self.port}"
 
     def connect(self, deadline: float) -> RespConnection:
         """Open a connection and be let in. `OSError` says what is in the way."""
@@ -110,6 +105,8 @@ class Endpoint:
         except OSError as error:
             problem = f"no connection to {self}: {error.strerror or error}"
             raise OSError(error.errno or errno.EIO, problem) from None
+        except ValueError:  # of the codec for names of hosts
+            raise OSError(errno.EINVAL, f"no connection to {self}: expected the name of a host") from None
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         return raw
@@ -160,7 +157,9 @@ class Endpoint:
         if name is None:
             return None
         try:
-            password = Path(name).read_bytes().rstrip(b"\r\n")
+            # A pipe that nobody writes is empty, and not waited for; it could not be read at each connect.
+            with open(name, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+                password = (file.read(_MOST_PASSWORD) or b"").rstrip(b"\r\n")
         except OSError as error:
             problem = f"valkey.password_file: cannot read {name}: {error.strerror}"
             raise OSError(error.errno, problem) from None
