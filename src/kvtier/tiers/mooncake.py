@@ -282,7 +282,7 @@ def _must_answer(config: MooncakeConfig, timeout: float) -> str:
     problem = f"mooncake store: its master at {config.master} cannot be reached"
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout) as sock:
-            problem = f"mooncake store: its master at {config.master} does not answer"
+            problem = f"mooncake store: its master at {config.master} accepts and does not answer"
             facing: str = sock.getsockname()[0]
             sock.sendall(_RPC_QUESTION)
             if not sock.recv(1):  # a stopped process accepts, and a proxy of a dead one closes
