@@ -78,7 +78,7 @@ def send_requests(one: ZmqEventPublisher, requests: Iterator[list[bytes]]) -> in
             while client.poll(0):
                 client.recv_multipart()
                 answers += 1
-        while client.poll(100):
+        while client.poll(500):
             client.recv_multipart()
             answers += 1
     return answers
