@@ -58,7 +58,8 @@ bench: $(DEV) $(VLLM) ## Measure the README's claims (bench-gpu: those about GPU
 	$(BIN)/python benchmarks/ttft.py --disk $(RESULTS) --json $(RESULTS)/ttft_disk.json
 	$(PEER)/python benchmarks/disk.py --folder $(RESULTS) --json $(RESULTS)/disk.json
 	$(BIN)/python benchmarks/shared_tiers.py --json $(RESULTS)/shared_tiers.json
-	for tier in valkey object mooncake; do $(BIN)/python benchmarks/overhead.py --tier $$tier --json $(RESULTS)/overhead_$$tier.json; done
+	for tier in valkey object mooncake; do \
+	  $(BIN)/python benchmarks/overhead.py --tier $$tier --json $(RESULTS)/overhead_$$tier.json; done
 	$(PEER)/python benchmarks/vllm_ttft.py --json $(RESULTS)/vllm_ttft.json
 
 # On a machine with a CUDA device. PYTHON_GPU names a Python that has torch and Triton for it; ours has what PyPI offers.

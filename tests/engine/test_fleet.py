@@ -145,7 +145,7 @@ def test_a_server_that_dies_and_comes_back_empty(fleet: list[FleetEngine], serve
     assert (again["tiers"], again["recomputed"]) == ({}, 33), "it is empty"
     other.wait_for("open")
     until = time.monotonic() + PATIENCE
-    while True:  # a row that was still being asked for when it was offered is not written until it is offered again
+    while True:  # a row that is still being read when it is offered is not taken: it is offered again
         one.do(forget=True)
         one.ask(4)
         other.do(forget=True)

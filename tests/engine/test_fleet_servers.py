@@ -39,8 +39,9 @@ class ServerKind:
 
 def serve_valkey(_log: Path, stack: ExitStack) -> ServerKind:
     server = stack.enter_context(ValkeyServer())
-    send_signal = {signal.SIGSTOP: server.suspend, signal.SIGCONT: server.resume}
-    return ServerKind({"valkey": {"url": server.url}}, server.start, server.kill, lambda number: send_signal[number]())
+    signals = {signal.SIGSTOP: server.suspend, signal.SIGCONT: server.resume}
+    tier = {"valkey": {"url": server.url}}
+    return ServerKind(tier, server.start, server.kill, lambda number: signals[signal.Signals(number)]())
 
 
 def serve_objects(_log: Path, stack: ExitStack) -> ServerKind:

@@ -217,7 +217,8 @@ class TestServers:
         silent = ToldServer(None)
         with socket.socket() as gone:
             gone.bind(("127.0.0.1", 0))
-            others = {"gone": f"127.0.0.1:{gone.getsockname()[1]}", "silent": silent.endpoint.removeprefix("http://")}
+            others = {"gone": f"127.0.0.1:{gone.getsockname()[1]}"}
+            others["silent"] = silent.endpoint.removeprefix("http://")
             address = others.get(master, server.address)
             url = f"http://{others[metadata]}/metadata" if metadata in others else server.metadata
             with pytest.raises(OSError, match=problem):
@@ -226,12 +227,12 @@ class TestServers:
 
     def test_the_master_hangs_and_its_metadata_server_does_not(self, server: MooncakeServer) -> None:
         told = ToldServer(http_answer("404 Not Found"))
-        metadata = f"{told.endpoint}/metadata"
+        config = MooncakeConfig(master=server.address, metadata=f"{told.endpoint}/metadata")
         assert server.master is not None
         server.master.send_signal(signal.SIGSTOP)
         try:
             with pytest.raises(OSError, match=r"its master at .* does not answer"):
-                MooncakeBackend(MooncakeConfig(master=server.address, metadata=metadata), ROW_BYTES, timeout=0.5)
+                MooncakeBackend(config, ROW_BYTES, timeout=0.5)
             assert told.requests == [], "it was not even asked: nothing was begun"
         finally:
             server.master.send_signal(signal.SIGCONT)

@@ -89,10 +89,11 @@ class TestFleets:
         keyed = SealScope("model", 3, "suffix", SealKey(SECRET))
         assert keyed.number == expected
         assert keyed != SCOPE
-        assert len({scope.number for scope in (keyed, SCOPE, SealScope("model", 3, "suffix", SealKey(OTHER)))}) == 3
+        other = SealScope("model", 3, "suffix", SealKey(OTHER))
+        assert len({scope.number for scope in (keyed, SCOPE, other)}) == 3
         assert keyed == SealScope("model", 3, "suffix", SealKey(SECRET))
 
-    @pytest.mark.parametrize("other", [OTHER, None])
+    @pytest.mark.parametrize("other", [OTHER, None], ids=["another key", "no key"])
     @pytest.mark.parametrize("suffix", ["", "reset"])
     def test_they_do_not_meet(self, other: bytes | None, suffix: str, caplog: pytest.LogCaptureFixture) -> None:
         server = MemoryServer()

@@ -48,7 +48,13 @@ class SealScope:
 
     __slots__ = ("epoch", "namespace", "number", "suffix", "text")
 
-    def __init__(self, namespace: str, epoch: int = 0, suffix: str = "", seal_key: SealKey | None = None) -> None:
+    def __init__(
+        self,
+        namespace: str,
+        epoch: int = 0,
+        suffix: str = "",
+        seal_key: SealKey | None = None,
+    ) -> None:
         self.namespace, self.epoch, self.suffix = namespace, epoch, suffix
         parts = [namespace.encode(), b"%d" % epoch, suffix.encode()]
         self.text = b"".join(len(part).to_bytes(4, "little") + part for part in parts)

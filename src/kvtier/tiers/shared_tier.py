@@ -91,7 +91,7 @@ class SharedTier(IOTier):
     ) -> None:
         """Begin to open the backend: `open_backend` is called on an I/O thread, may block and may fail.
 
-        With a `seal_key` only rows are taken that were sealed with it, under names that only its holders know.
+        With a `seal_key` only rows are taken that were sealed with it; their names come from it, too.
         """
         super().__init__(
             name,
