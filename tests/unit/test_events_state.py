@@ -27,7 +27,7 @@ from kvtier.events import (
 from kvtier.events.publish.overflow import Overflow
 from kvtier.events.publish.sender import _with_u64
 from kvtier.events.publish.snapshot import Snapshot
-from kvtier.events.publish.state import PublishedState, runs, sum_of
+from kvtier.events.publish.state import SHARDS, PublishedState, Record, runs, sum_of
 from kvtier.events.shapes import OUTER
 from kvtier.events.wire import U64, batch_ends, decode_batch
 
@@ -358,13 +358,18 @@ def test_runs(places: set[int]) -> None:
     assert all(before[1] < after[0] for before, after in pairwise(found))
 
 
+def required(record: Record | None) -> Record:
+    assert record is not None
+    return record
+
+
 BREAKERS: list[Callable[[PublishedState], None]] = [
     lambda state: setattr(state, "blocks", 7),
     lambda state: setattr(state, "digest", 7),
-    lambda state: state.ghosts.table.update({5: state.holdings()[0].blocks.table[1]}),
+    lambda state: state.ghosts.add_all([5], required(state.holdings()[0].blocks.get(1))),
     lambda state: setattr(state.holdings()[0].blocks.get(1), "uses", 1),
     lambda state: state.holdings()[0].blocks.pop_all([3]),
-    lambda state: state._children.pop(2),
+    lambda state: state._children[hash(2) % SHARDS].pop(2),
     lambda state: state._records.pop(),
     lambda state: state.holdings()[0].counts.update({99: 2}),
 ]

@@ -55,7 +55,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 _HASHES = {int, bytes}
 _EXTRA_KEYS = {list, tuple, NoneType}
-_right_types: dict[type, tuple[type, ...]] = {}
+_right_types: dict[tuple[type, ...], bool] = {}  # of an event and its fields: whether it has extra keys
 _hashes, _place = attrgetter("block_hashes"), attrgetter("medium", "group_idx", "locality", "ownership")
 
 
@@ -456,18 +456,24 @@ def _checked_rank(rank: Any) -> int:
 
 def check_fields(event: Any) -> None:
     """Raise `TypeError` where a field of an event of blocks has a type that consumers cannot read."""
-    kind, types = type(event), tuple(map(type, msgspec.structs.astuple(event)))
-    if _right_types.get(kind) != types:  # one event's mostly are those of the last
-        for name, found in zip(kind.__struct_fields__, types, strict=True):
-            wanted = _TYPES.get(name)
-            if wanted is not None and found not in wanted:
-                raise TypeError(f"{name}: expected {wanted[0].__name__}, got {found.__name__}")
-        _right_types[kind] = types
+    types = (type(event), *map(type, msgspec.structs.astuple(event)))
+    has_extra_keys = _right_types.get(types)
+    if has_extra_keys is None:
+        has_extra_keys = _right_types[types] = _check_types(*types)
     if not _HASHES.issuperset(map(type, event.block_hashes)):
         raise TypeError("block_hashes: expected numbers or bytes")
-    extra = getattr(event, "extra_keys", None)
-    if extra and not _EXTRA_KEYS.issuperset(map(type, extra)):
+    if has_extra_keys and not _EXTRA_KEYS.issuperset(map(type, event.extra_keys)):
         raise TypeError("extra_keys: expected a list or nothing for each block")
+
+
+def _check_types(kind: Any, *types: type) -> bool:
+    """Return whether an event whose fields have these types has extra keys; raise if one is wrong."""
+    named = dict(zip(kind.__struct_fields__, types, strict=True))
+    for name, found in named.items():
+        wanted = _TYPES.get(name)
+        if wanted is not None and found not in wanted:
+            raise TypeError(f"{name}: expected {wanted[0].__name__}, got {found.__name__}")
+    return named.get("extra_keys", NoneType) is not NoneType
 
 
 def _has_u64(event: Any) -> bool:
