@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import count, pairwise
@@ -390,3 +391,18 @@ def test_a_ghost_behind_the_end_of_a_record_comes_before_its_child() -> None:
     assert sent[0] == AllBlocksCleared()
     assert sent[-1] == removed([3])
     assert consume(snapshot_of(state)).linked == {(GPU, block) for block in (1, 2, 4)}
+
+
+@pytest.mark.parametrize("as_bytes", [False, True])
+def test_no_table_of_many_blocks_is_large(as_bytes: bool) -> None:
+    """A dict stops all threads while it grows: 45 ms with 700,000 blocks in one."""
+    source = random.Random(0)
+    state = PublishedState(EventEncoder())
+    parent: Any = None
+    for _ in range(20_000):
+        block: Any = source.randbytes(32) if as_bytes else source.getrandbits(64)
+        state.store(stored([block], parent), b"", [])
+        parent = block
+    tables = [piece for piece in state.take_apart() if isinstance(piece, dict)]
+    assert sum(map(len, tables)) == 20_000 + 19_999
+    assert max(map(len, tables)) < 20_000 // 50

@@ -31,7 +31,7 @@ __all__ = ["BlockMap", "Holding", "PublishedState", "Record", "runs"]
 
 Hashes = Sequence[ExternalBlockHash]
 
-SHARDS = 61  # a prime: shares no bits of a block's hash with the slots that the dicts choose by them
+SHARDS = 127  # a prime: shares no bits of a block's hash with the slots that the dicts choose by them
 _LEAST_GHOSTS = 10_000
 _SWEPT_AT_ONCE = 64
 _UNCHANGED: Any = object()
@@ -164,7 +164,7 @@ class PublishedState:
         hashes = tuple(event.block_hashes)
         if not hashes:
             return
-        holding = self._holding(event)
+        holding = self._by_event.get(_where(event)) or self._holding(event)
         if self._add(holding, hashes, event.parent_block_hash, data):
             out.append(data)
         else:
@@ -225,7 +225,7 @@ class PublishedState:
         total = sum_of(hashes)
         if not hashes:
             return
-        holding = self._holding(event)
+        holding = self._by_event.get(_where(event)) or self._holding(event)
         if holding.counts or self._has_children(hashes):
             gone = [block for block in hashes if self._drop(holding, block)]
         else:
