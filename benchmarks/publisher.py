@@ -13,7 +13,9 @@ has nothing to give. A replay that loses its end marker, as vLLM's may when the 
 none. *Snapshot*: while kvtier sends the state of a million blocks to a client, a thread of this process
 sleeps a moment and notes how much too late it gets the interpreter back, which is an engine's view of it;
 and the publisher's thread notes how much CPU time it takes between two rests. The former has the machine's
-own noise in it, which `quiet` shows: the same thread before the snapshot. Needs vLLM 0.32 for the comparison
+own noise in it, which `quiet` shows: the same thread before the snapshot. *Filling*: the most CPU time that
+the publisher's thread takes for one batch while those blocks come in, which bounds how long a table that
+grows stops everybody. Needs vLLM 0.32 for the comparison
 (`make bench` builds an environment that has it); without it, kvtier is measured alone.
 """
 
@@ -51,6 +53,7 @@ GATES = {
     "paced_publish_p99_us": 20.0,
     "idle_round_trip_ms": 2.0,
     "snapshot_held_ms": 1.0,
+    "filling_held_ms": 3.0,
 }
 """Rates are in parts of vLLM's, and at least so high; times are at most so long."""
 BLOCK_SIZE, PROMPT_BATCHES = 16, 8
@@ -272,6 +275,9 @@ def measure_snapshot() -> dict[str, float]:
     """Let a client fetch a large state, and see how long others wait for the interpreter."""
     with bench(kvtier.events) as made:
         batches = make_batches(kvtier.events, SNAPSHOT_BATCH, SNAPSHOT_BLOCKS // SNAPSHOT_BATCH, room=True)
+        gc.collect()
+        gc.freeze()
+        filling = note_batches(made.publisher._loop.sender)
         for start in range(0, len(batches), 20_000):
             made.publish(batches[start : start + 20_000])
         gc.collect()
@@ -284,10 +290,24 @@ def measure_snapshot() -> dict[str, float]:
         seconds = time.perf_counter() - begin
         time.sleep(0.5)  # it is freed when it is a quarter of a second old
         gc.unfreeze()
-    found = {"snapshot_s": seconds, "snapshot_held_ms": max(held)}
+    found = {"snapshot_s": seconds, "snapshot_held_ms": max(held), "filling_held_ms": max(filling)}
     return found | {
         f"{name}_{cut}_ms": ms for name, by_cut in (("quiet", quiet), ("snapshot", late)) for cut, ms in by_cut.items()
     }
+
+
+def note_batches(sender: Any) -> list[float]:
+    """Return a list that fills with the CPU milliseconds that the publisher's thread takes for each batch."""
+    took: list[float] = []
+    send = sender.send
+
+    def noted(batch: Any, more: bool) -> None:
+        begin = time.thread_time()
+        send(batch, more=more)
+        took.append((time.thread_time() - begin) * 1e3)
+
+    sender.send = noted
+    return took
 
 
 def note_held(loop: Any) -> list[float]:

@@ -49,7 +49,8 @@ def stored(blocks: list[Any], medium: str | None = "GPU", **fields: Any) -> Bloc
 
 
 def held_by(sender: Sender) -> set[int]:
-    return {to_u64(block) for state in sender._states.values() for h in state.holdings() for block in h.blocks.table}
+    holdings = [holding for state in sender._states.values() for holding in state.holdings()]
+    return {to_u64(block) for holding in holdings for block, _ in holding.blocks.items()}
 
 
 PLACES_UNSAID = {
@@ -106,7 +107,7 @@ def test_what_overflowed_is_cut_as_well() -> None:
     overflow.add(EventBatch(1.0, [stored(list(range(1, 8)))], 0))
     sender.absorb(overflow)
     state = sender._states[0]
-    sizes = {len(record.hashes) for holding in state.holdings() for record in holding.blocks.table.values()}
+    sizes = {len(record.hashes) for holding in state.holdings() for _, record in holding.blocks.items()}
     assert max(sizes) <= 2
     assert sender.blocks == 7
 

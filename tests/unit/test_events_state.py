@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import count, pairwise
@@ -27,7 +28,7 @@ from kvtier.events import (
 from kvtier.events.publish.overflow import Overflow
 from kvtier.events.publish.sender import _with_u64
 from kvtier.events.publish.snapshot import Snapshot
-from kvtier.events.publish.state import PublishedState, runs, sum_of
+from kvtier.events.publish.state import SHARDS, PublishedState, Record, runs, sum_of
 from kvtier.events.shapes import OUTER
 from kvtier.events.wire import U64, batch_ends, decode_batch
 
@@ -358,13 +359,18 @@ def test_runs(places: set[int]) -> None:
     assert all(before[1] < after[0] for before, after in pairwise(found))
 
 
+def required(record: Record | None) -> Record:
+    assert record is not None
+    return record
+
+
 BREAKERS: list[Callable[[PublishedState], None]] = [
     lambda state: setattr(state, "blocks", 7),
     lambda state: setattr(state, "digest", 7),
-    lambda state: state.ghosts.table.update({5: state.holdings()[0].blocks.table[1]}),
+    lambda state: state.ghosts.add_all([5], required(state.holdings()[0].blocks.get(1))),
     lambda state: setattr(state.holdings()[0].blocks.get(1), "uses", 1),
     lambda state: state.holdings()[0].blocks.pop_all([3]),
-    lambda state: state._children.pop(2),
+    lambda state: state._children[hash(2) % SHARDS].pop(2),
     lambda state: state._records.pop(),
     lambda state: state.holdings()[0].counts.update({99: 2}),
 ]
@@ -385,3 +391,18 @@ def test_a_ghost_behind_the_end_of_a_record_comes_before_its_child() -> None:
     assert sent[0] == AllBlocksCleared()
     assert sent[-1] == removed([3])
     assert consume(snapshot_of(state)).linked == {(GPU, block) for block in (1, 2, 4)}
+
+
+@pytest.mark.parametrize("as_bytes", [False, True])
+def test_no_table_of_many_blocks_is_large(as_bytes: bool) -> None:
+    """A dict stops all threads while it grows: 45 ms with 700,000 blocks in one."""
+    source = random.Random(0)
+    state = PublishedState(EventEncoder())
+    parent: Any = None
+    for _ in range(20_000):
+        block: Any = source.randbytes(32) if as_bytes else source.getrandbits(64)
+        state.store(stored([block], parent), b"", [])
+        parent = block
+    tables = [piece for piece in state.take_apart() if isinstance(piece, dict)]
+    assert sum(map(len, tables)) == 20_000 + 19_999
+    assert max(map(len, tables)) < 20_000 // 50

@@ -131,9 +131,10 @@ class ZmqEventPublisher(EventPublisher):
         loop.start()
 
     def publish(self, events: EventBatch) -> None:
-        """Hand a batch over; never waits. Raises `RuntimeError` after `shutdown()`."""
-        if events.data_parallel_rank is None:
-            events.data_parallel_rank = self._data_parallel_rank
+        """Hand a batch over; never waits. Raises `RuntimeError` after `shutdown()`.
+
+        A batch that names no rank is of the publisher's own, which the thread writes into it.
+        """
         self._put(events)
 
     def shutdown(self) -> None:

@@ -75,7 +75,7 @@ class PublisherLoop:
         self._numbers: SequenceFile | None = None
         self._context: zmq.Context[Any] | None = None
         check_ports(config.endpoint, config.replay_endpoint, rank)
-        self.outbox = Outbox(config.max_queue_size, config.counting)
+        self.outbox = Outbox(config.max_queue_size, config.counting, rank)
         try:
             self._open()
         except BaseException:
@@ -120,7 +120,7 @@ class PublisherLoop:
 
     def forget(self) -> None:
         """Let a forked child know that the thread is not there."""
-        self.outbox.closed = True
+        self.outbox.refuse()
 
     # -- the thread -----------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """Between the threads that publish and the one that sends: a bounded queue that never makes anybody wait.
 
-`put` is one append, and one write to an eventfd if the sending thread sleeps. When the queue is full,
+`put` is one append, and one write to an eventfd if the sending thread sleeps: what it touches is cold when an
+engine comes to it after a step, so it looks at little. When the queue is full,
 batches go into an overflow until the sending thread has come to it: at most one exists, always last, so
 nothing is overtaken. Any thread may call `put`, `call`, `wake` and `close`; the others belong to the sending
 thread.
@@ -24,11 +25,13 @@ __all__ = ["Outbox"]
 class Outbox:
     """Batches on their way to the sending thread, in order."""
 
-    def __init__(self, capacity: int, counting: str) -> None:
+    def __init__(self, capacity: int, counting: str, rank: int) -> None:
+        """Queue up to `capacity` batches; those that overflow and name no rank are of `rank`."""
         self.closed = False
         self.overflowed = 0
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._capacity = capacity
+        self._capacity = self._room = capacity  # no room while there is an overflow, or once closed
+        self._rank = rank
         self._counting = counting
         self.prepare: Callable[[Iterable[Any]], tuple[list[Any], int]] | None = None  # for what overflows
         self._queue: deque[Any] = deque()
@@ -38,21 +41,24 @@ class Outbox:
 
     def put(self, item: Any) -> None:
         """Queue a batch, or let it overflow if the queue is full. Raises `RuntimeError` once closed."""
-        if self.closed:
-            raise RuntimeError("Publisher is closed")
-        if self._overflow is not None or len(self._queue) >= self._capacity:
-            self._put_aside(item)
-        else:
+        if len(self._queue) < self._room:
             self._queue.append(item)
+        else:
+            self._put_aside(item)
         if self._asleep:
             self.wake()
 
     def _put_aside(self, batch: Any) -> None:
+        if self.closed:
+            raise RuntimeError("Publisher is closed")
+        if batch.data_parallel_rank is None:
+            batch.data_parallel_rank = self._rank
         with self._lock:
             if self._overflow is None and len(self._queue) < self._capacity:  # there is room meanwhile
                 self._queue.append(batch)
                 return
             if self._overflow is None:
+                self._room = 0
                 self._overflow = Overflow(self._counting, self.prepare)
                 self._queue.append(self._overflow)
             self._overflow.add(batch)
@@ -70,8 +76,14 @@ class Outbox:
 
     def close(self) -> None:
         """Take no more batches."""
-        self.closed = True
+        with self._lock:
+            self.refuse()
         self.wake()
+
+    def refuse(self) -> None:
+        """Take no more batches; for a forked child, where nobody lets go of the lock."""
+        self.closed = True
+        self._room = 0
 
     # -- the sending thread's -------------------------------------------------------------------------------
 
@@ -83,6 +95,7 @@ class Outbox:
         if item is self._overflow:
             with self._lock:
                 self._overflow = None
+                self._room = 0 if self.closed else self._capacity
         return item
 
     def fall_asleep(self) -> bool:

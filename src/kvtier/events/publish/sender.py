@@ -15,7 +15,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import chain, groupby
-from operator import attrgetter, index
+from operator import attrgetter, countOf, index
 from types import NoneType
 from typing import Any
 
@@ -55,7 +55,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 _HASHES = {int, bytes}
 _EXTRA_KEYS = {list, tuple, NoneType}
-_right_types: dict[type, tuple[type, ...]] = {}
+_right_types: dict[tuple[type, ...], bool] = {}  # of an event and its fields: whether it has extra keys
 _hashes, _place = attrgetter("block_hashes"), attrgetter("medium", "group_idx", "locality", "ownership")
 
 
@@ -140,7 +140,8 @@ class Sender:
         self._counting = config.counting
         self._as_u64 = config.hash_format == "u64"
         self._is_reduced = self.encoder.encoding is not Encoding.MAP
-        self._encode = self.encoder.event
+        self._is_plain = self._as_u64 and not self._is_reduced
+        self._encode = self.encoder.event if self._is_reduced else msgspec.msgpack.Encoder().encode
         self._most_blocks = config.max_blocks_per_event
         self._states = {rank: self._make_state()}
         # The batches that are to leave together: their events, how many they are, their rank, the last one's
@@ -171,10 +172,12 @@ class Sender:
         If there is `more` to come it may wait for the next one, or for `flush`, to travel with it.
         """
         try:
-            rank, ts, events = batch.data_parallel_rank, float(batch.ts), list(batch.events)
+            rank, ts = batch.data_parallel_rank, float(batch.ts)
+            if rank is None:
+                batch.data_parallel_rank = rank = self.rank
             if type(rank) is not int or rank not in self._states:
-                rank = self.rank if rank is None else _checked_rank(rank)
-            drafts = list(map(self._draft, self._prepared(events)))
+                rank = _checked_rank(rank)
+            drafts = list(map(self._draft, self._prepared(list(batch.events))))
         except _UNENCODABLE as error:
             self.counters["unencodable"] += 1
             logger.error("a batch of events cannot be encoded and is dropped whole: %s", error)
@@ -188,12 +191,26 @@ class Sender:
 
     def _take_in(self, rank: int, ts: float, drafts: list[tuple[str, Any, bytes]]) -> None:
         """Bring a batch into the state, and what of it is news to the events that wait."""
-        before = len(self._events)
+        out = self._events
+        before = len(out)
         for kind, event, data in drafts:
-            self._apply(rank, kind, event, data)
-        if len(self._events) > before or not drafts:
+            self._bytes += len(data)
+            try:
+                if kind == "BlockStored":
+                    check_fields(event)
+                    (self._states.get(rank) or self._state(rank)).store(event, data, out)
+                elif kind == "BlockRemoved":
+                    check_fields(event)
+                    (self._states.get(rank) or self._state(rank)).remove(event, data, out)
+                else:
+                    if kind == "AllBlocksCleared":
+                        self._clear(rank)
+                    out.append(data)
+            except _UNENCODABLE as error:
+                self.counters["unencodable"] += 1
+                logger.error("a %s has fields of the wrong type and is dropped: %s", kind, error)
+        if len(out) > before or not drafts:
             self._batches += 1
-            self._bytes += sum(map(len, self._events[before:]))
             self._ts = ts
         else:
             self.counters["filtered"] += 1
@@ -301,13 +318,13 @@ class Sender:
     def _draft(self, event: Any) -> tuple[str, Any, bytes]:
         """Return an event on its way out: the name of its kind, the event, its bytes."""
         kind = type(event).__name__  # not the class: an engine's own events are as good as ours
-        if kind in _BLOCK_EVENTS:
+        if kind in _BLOCK_EVENTS and not (self._is_plain and _has_u64(kind, event)):
             event = self._as_published(event)
         return kind, event, self._encode(event)
 
     def _as_published(self, event: Any) -> Any:
         """Return an event of blocks with the hashes and the place that consumers will see."""
-        if self._as_u64 and not _has_u64(event):
+        if self._as_u64 and not _has_u64(type(event).__name__, event):
             event = _with_u64(event)
         return self.encoder.reduced(event) if self._is_reduced else event
 
@@ -332,20 +349,6 @@ class Sender:
                     continue
             prepared.append(event)
         return prepared, left_out
-
-    def _apply(self, rank: int, kind: str, event: Any, data: bytes) -> None:
-        if kind not in _BLOCK_EVENTS:
-            if kind == "AllBlocksCleared":
-                self._clear(rank)
-            self._events.append(data)
-            return
-        try:
-            check_fields(event)
-            state = self._states.get(rank) or self._state(rank)
-            (state.store if kind == "BlockStored" else state.remove)(event, data, self._events)
-        except _UNENCODABLE as error:
-            self.counters["unencodable"] += 1
-            logger.error("a %s has fields of the wrong type and is dropped: %s", kind, error)
 
     # -- states ---------------------------------------------------------------------------------------------
 
@@ -456,27 +459,35 @@ def _checked_rank(rank: Any) -> int:
 
 def check_fields(event: Any) -> None:
     """Raise `TypeError` where a field of an event of blocks has a type that consumers cannot read."""
-    kind, types = type(event), tuple(map(type, msgspec.structs.astuple(event)))
-    if _right_types.get(kind) != types:  # one event's mostly are those of the last
-        for name, found in zip(kind.__struct_fields__, types, strict=True):
-            wanted = _TYPES.get(name)
-            if wanted is not None and found not in wanted:
-                raise TypeError(f"{name}: expected {wanted[0].__name__}, got {found.__name__}")
-        _right_types[kind] = types
+    types = (type(event), *map(type, msgspec.structs.astuple(event)))
+    has_extra_keys = _right_types.get(types)
+    if has_extra_keys is None:
+        has_extra_keys = _right_types[types] = _check_types(*types)
     if not _HASHES.issuperset(map(type, event.block_hashes)):
         raise TypeError("block_hashes: expected numbers or bytes")
-    extra = getattr(event, "extra_keys", None)
-    if extra and not _EXTRA_KEYS.issuperset(map(type, extra)):
+    if has_extra_keys and not _EXTRA_KEYS.issuperset(map(type, event.extra_keys)):
         raise TypeError("extra_keys: expected a list or nothing for each block")
 
 
-def _has_u64(event: Any) -> bool:
+def _check_types(kind: Any, *types: type) -> bool:
+    """Return whether an event whose fields have these types has extra keys; raise if one is wrong."""
+    named = dict(zip(kind.__struct_fields__, types, strict=True))
+    for name, found in named.items():
+        wanted = _TYPES.get(name)
+        if wanted is not None and found not in wanted:
+            raise TypeError(f"{name}: expected {wanted[0].__name__}, got {found.__name__}")
+    return named.get("extra_keys", NoneType) is not NoneType
+
+
+def _has_u64(kind: str, event: Any) -> bool:
     """Return whether all hashes, the parent's included, are unsigned 64-bit ints, as an engine's mostly are."""
-    parent = getattr(event, "parent_block_hash", None)
     try:
         array("Q", event.block_hashes)
     except (OverflowError, TypeError):
         return False
+    if kind == "BlockRemoved":
+        return True
+    parent = event.parent_block_hash
     return parent is None or (type(parent) is int and 0 <= parent <= U64)
 
 
@@ -502,14 +513,18 @@ def _join_removals(events: list[Any]) -> list[Any]:
         if len(run) == 1 or kind.__name__ != "BlockRemoved":
             joined += run
         else:
-            joined += chain.from_iterable(_join(place, list(some)) for place, some in groupby(run, _place))
+            places = list(map(_place, run))
+            if places.count(places[0]) == len(places):  # mostly all are from one
+                joined += _join(places[0], run)
+            else:
+                joined += chain.from_iterable(_join(place, list(some)) for place, some in groupby(run, _place))
     return joined
 
 
 def _join(place: tuple[Any, ...], removals: list[Any]) -> list[Any]:
     """Return removals from one place as one, or as they are if one has no list of hashes."""
     lists = list(map(_hashes, removals))
-    if set(map(type, lists)) != {list}:
+    if countOf(map(type, lists), list) != len(lists):
         return removals
     return [BlockRemoved(list(chain.from_iterable(lists)), *place)]
 

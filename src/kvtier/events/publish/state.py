@@ -4,9 +4,8 @@ so.
 The stream is set-like: per place (medium, group, ownership, locality) a block goes out as stored when its
 count leaves 0 and as removed when it returns there. An event that is known in part goes out in parts. The
 state keeps one record per event that went out: its bytes, its hashes and its parent's hash. A snapshot is
-those bytes again, parents first. One dict per place finds a block's record: where it grows beyond 350,000 or
-700,000 blocks, all threads stand still for 20 or 45 ms (`docs/events.md`); many small dicts would not, but
-routing each block to one of them takes longer than all the rest.
+those bytes again, parents first. Each place has `SHARDS` dicts that find a block's record: a dict stops all
+threads while it grows, one of 700,000 blocks for 45 ms, each of these for less than one.
 
 A removed block that others still hang from is a *ghost*: its record stays, so that a snapshot can give
 tree-building consumers the way to its children. Ghosts are counted, bounded, and leave with their last
@@ -18,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby, repeat
+from itertools import chain, groupby
 from operator import attrgetter
 from typing import Any
 
@@ -32,6 +31,7 @@ __all__ = ["BlockMap", "Holding", "PublishedState", "Record", "runs"]
 
 Hashes = Sequence[ExternalBlockHash]
 
+SHARDS = 127  # a prime: shares no bits of a block's hash with the slots that the dicts choose by them
 _LEAST_GHOSTS = 10_000
 _SWEPT_AT_ONCE = 64
 _UNCHANGED: Any = object()
@@ -56,36 +56,48 @@ class Record(msgspec.Struct, gc=False, eq=False):
 
 
 class BlockMap:
-    """Records by block hash, and between `freeze` and `thaw` also the records as they were at `freeze`."""
+    """Records by block hash, and between `freeze` and `thaw` also the records as they were at `freeze`.
 
-    __slots__ = ("_before", "table")
+    Which of the tables has a block, its hash modulo their number says.
+    """
 
-    def __init__(self) -> None:
-        self.table: OrderedDict[ExternalBlockHash, Record] | dict[ExternalBlockHash, Record] = {}
+    __slots__ = ("_before", "tables")
+
+    def __init__(self, tables: Sequence[dict[ExternalBlockHash, Record]]) -> None:
+        self.tables = tables
         self._before: dict[ExternalBlockHash, Record | None] | None = None
 
     def get(self, block: ExternalBlockHash) -> Record | None:
         """Return a block's record."""
-        return self.table.get(block)
+        return self.tables[hash(block) % len(self.tables)].get(block)
+
+    def items(self) -> Iterator[tuple[ExternalBlockHash, Record]]:
+        """Return all blocks with their records."""
+        return chain.from_iterable(table.items() for table in self.tables)
 
     def add_all(self, blocks: Hashes, record: Record) -> bool:
         """Give blocks a record if none has one and each is named once, and return whether that is so."""
-        table = self.table
-        size = len(table)
-        deque(map(table.setdefault, blocks, repeat(record)), maxlen=0)
-        if len(table) - size != len(blocks):
-            for block in blocks:
-                if table.get(block) is record:
-                    del table[block]
-            return False
+        tables, number = self.tables, len(self.tables)
+        for block in blocks:
+            table = tables[hash(block) % number]
+            if block in table:
+                self._undo(blocks, record)
+                return False
+            table[block] = record
         if self._before is not None:
             for block in blocks:
                 self._before.setdefault(block, None)
         return True
 
+    def _undo(self, blocks: Hashes, record: Record) -> None:
+        for block in blocks:
+            if self.get(block) is record:
+                del self.tables[hash(block) % len(self.tables)][block]
+
     def pop_all(self, blocks: Hashes) -> list[Record | None]:
         """Take blocks out; return their records."""
-        found = list(map(self.table.pop, blocks, repeat(None)))
+        tables, number = self.tables, len(self.tables)
+        found = [tables[hash(block) % number].pop(block, None) for block in blocks]
         if self._before is not None:
             for block, record in zip(blocks, found, strict=True):
                 self._before.setdefault(block, record)
@@ -102,7 +114,7 @@ class BlockMap:
     def was(self, block: ExternalBlockHash) -> Record | None:
         """Return the record that a block had at `freeze`; of a table that is not frozen, the one it has."""
         found = _UNCHANGED if self._before is None else self._before.get(block, _UNCHANGED)
-        return self.table.get(block) if found is _UNCHANGED else found
+        return self.get(block) if found is _UNCHANGED else found
 
 
 class Holding:
@@ -114,7 +126,7 @@ class Holding:
         self.place = place_of(event)
         self.weight = place_weight(self.place)
         self.like = BlockRemoved([], event.medium, event.group_idx, event.locality, event.ownership)
-        self.blocks = BlockMap()
+        self.blocks = BlockMap([{} for _ in range(SHARDS)])
         self.counts: dict[ExternalBlockHash, int] = {}
 
     def removal(self, hashes: Hashes) -> BlockRemoved:
@@ -133,13 +145,14 @@ class PublishedState:
         """Hold nothing. `counting` is `count` or `set`, see `KVEventsConfig`."""
         self.blocks = 0
         self.digest = 0
-        self.ghosts = BlockMap()
-        self.ghosts.table = OrderedDict()
+        self._ghosts: OrderedDict[ExternalBlockHash, Record] = OrderedDict()  # the oldest goes first
+        self.ghosts = BlockMap([self._ghosts])
         self._encoder = encoder
         self._counted = counting == "count"
         self._by_event: dict[tuple[object, ...], Holding] = {}
         self._holdings: dict[Place, Holding] = {}
-        self._children: dict[ExternalBlockHash, int] = {}  # how many records hang from a block
+        # How many records hang from a block, in shards as the blocks.
+        self._children: list[dict[ExternalBlockHash, int]] = [{} for _ in range(SHARDS)]
         self._records: deque[Record] = deque()  # all with uses, and a few without
         self._ended = 0  # records, since the last sweep
         self._is_frozen = False
@@ -151,7 +164,7 @@ class PublishedState:
         hashes = tuple(event.block_hashes)
         if not hashes:
             return
-        holding = self._holding(event)
+        holding = self._by_event.get(_where(event)) or self._holding(event)
         if self._add(holding, hashes, event.parent_block_hash, data):
             out.append(data)
         else:
@@ -193,16 +206,16 @@ class PublishedState:
     ) -> bool:
         """Make a record of blocks if all of them are new; return whether they were."""
         total = sum_of(hashes)
-        siblings = 0 if parent is None else self._children.get(parent, 0)
+        children = self._children[hash(parent) % SHARDS]
         record = Record(holding.place, hashes, parent, data, len(hashes))
         if not holding.blocks.add_all(hashes, record):
             return False
         self._records.append(record)
         if parent is not None:
-            self._children[parent] = siblings + 1
+            children[parent] = children.get(parent, 0) + 1
         self.blocks += len(hashes)
         self.digest = (self.digest + total * holding.weight) & U64
-        if self.ghosts.table:
+        if self._ghosts:
             self._forget_ghosts(hashes)
         return True
 
@@ -212,8 +225,8 @@ class PublishedState:
         total = sum_of(hashes)
         if not hashes:
             return
-        holding = self._holding(event)
-        if holding.counts or not self._children.keys().isdisjoint(hashes):
+        holding = self._by_event.get(_where(event)) or self._holding(event)
+        if holding.counts or self._has_children(hashes):
             gone = [block for block in hashes if self._drop(holding, block)]
         else:
             gone = self._drop_all(holding, hashes)
@@ -224,6 +237,14 @@ class PublishedState:
         self.blocks -= len(gone)
         self.digest = (self.digest - total * holding.weight) & U64
         out.append(data)
+
+    def _has_children(self, hashes: Hashes) -> bool:
+        """Return whether records hang from any of the blocks."""
+        children = self._children
+        for block in hashes:  # noqa: SIM110  `any` takes twice as long
+            if block in children[hash(block) % SHARDS]:
+                return True
+        return False
 
     def _drop_all(self, holding: Holding, hashes: list[ExternalBlockHash]) -> list[ExternalBlockHash]:
         """Let go blocks that are counted once and have no children; return those that were held."""
@@ -249,7 +270,7 @@ class PublishedState:
         record = holding.blocks.pop_all((block,))[0]
         if record is None:
             return False
-        if block in self._children and not self._is_elsewhere(block):
+        if self._has_children((block,)) and not self._is_elsewhere(block):
             self._add_ghost(block, record)
         else:
             self._unuse(record)
@@ -291,7 +312,7 @@ class PublishedState:
     @property
     def ghost_count(self) -> int:
         """Return how many removed blocks are kept."""
-        return len(self.ghosts.table)
+        return len(self._ghosts)
 
     def holdings(self) -> list[Holding]:
         """Return what each place holds."""
@@ -336,14 +357,14 @@ class PublishedState:
         """Return all that the state consists of, for others to free bit by bit: at once, it takes half a
         second.
         """
-        pieces: list[dict[Any, Any] | deque[Any]] = [self._records, self._children, self.ghosts.table]
+        pieces: list[dict[Any, Any] | deque[Any]] = [self._records, *self._children, self._ghosts]
         for holding in self._holdings.values():
-            pieces += [holding.blocks.table, holding.counts]
+            pieces += [*holding.blocks.tables, holding.counts]
         return pieces
 
     def check(self) -> None:
         """Raise `IntegrityError` where counts, digest, records and ghosts do not agree."""
-        held = {holding.place: holding.blocks.table for holding in self._holdings.values()}
+        held = {holding.place: dict(holding.blocks.items()) for holding in self._holdings.values()}
         _expect(sum(map(len, held.values())), self.blocks, "blocks held")
         for holding in self._holdings.values():
             place = holding.place
@@ -351,7 +372,7 @@ class PublishedState:
             _expect([n for n in holding.counts.values() if n < 2], [], f"counts below 2 in {place}")
         digest = sum(hash_sum(list(blocks)) * place_weight(place) for place, blocks in held.items())
         _expect(digest & U64, self.digest, "digest")
-        ghosts = dict(self.ghosts.table)
+        ghosts = dict(self._ghosts)
         self._check_records(held, ghosts)
         is_held = {block for blocks in held.values() for block in blocks}
         _expect(ghosts.keys() & is_held, set(), "ghosts that are held")
@@ -366,7 +387,8 @@ class PublishedState:
         uses = Counter(id(record) for _, record in blocks)
         _expect(uses, {key: record.uses for key, record in records.items()}, "uses of records")
         children = Counter(record.parent for record in records.values() if record.parent is not None)
-        _expect(self._children, dict(children), "children")
+        kept = {block: count for shard in self._children for block, count in shard.items()}
+        _expect(kept, dict(children), "children")
         _expect(records.keys() - set(map(id, self._records)), set(), "records that no snapshot would meet")
         _expect(ghosts.keys() - children.keys(), set(), "ghosts without children")
 
@@ -398,11 +420,12 @@ class PublishedState:
         """
         above: ExternalBlockHash | None = parent
         while above is not None:
-            left = self._children.pop(above) - 1
+            children = self._children[hash(above) % SHARDS]
+            left = children.pop(above) - 1
             if left:
-                self._children[above] = left
+                children[above] = left
                 return
-            ghost = self.ghosts.pop_all((above,))[0] if self.ghosts.table else None
+            ghost = self.ghosts.pop_all((above,))[0] if self._ghosts else None
             if ghost is None:
                 return
             ghost.uses -= 1
@@ -414,8 +437,8 @@ class PublishedState:
         With too many ghosts the oldest are forgotten, and their children are orphans.
         """
         self.ghosts.add_all((block,), record)
-        while len(self.ghosts.table) > max(self.blocks, _LEAST_GHOSTS):
-            self._forget_ghosts((next(iter(self.ghosts.table)),))
+        while len(self._ghosts) > max(self.blocks, _LEAST_GHOSTS):
+            self._forget_ghosts((next(iter(self._ghosts)),))
 
     def _forget_ghosts(self, blocks: Hashes) -> None:
         for ghost in self.ghosts.pop_all(blocks):
