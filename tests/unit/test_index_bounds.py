@@ -290,3 +290,19 @@ def test_an_index_stays_plain_where_the_compiled_form_finds_no_room() -> None:
     assert index.incomplete() == {}
     assert {entry for part in index.dump() for entry in part} == before | {("w0", 999, StorageTier.GPU)}
     index.check()
+
+
+def test_a_full_book_of_names_keeps_those_of_the_batch_under_way() -> None:
+    """The book makes room by forgetting what the table does not hold: by then it must hold the batch's first stores."""
+    index = PrefixIndex(form="python", keys="xxh3", block_size=1, budget=1_200_000)  # 3,281 names
+    gone, kept, first, second = range(1, 1601), range(2001, 3601), range(4001, 4061), range(5001, 5061)
+    send(index, "a", stored(list(gone), size=1))
+    send(index, "a", BlockRemoved(list(gone), "GPU"))  # their names stay for a while
+    send(index, "a", stored(list(kept), size=1))
+    send(index, "a", stored(list(first), size=1), stored(list(second), size=1))
+    assert index.stats().blocks == len(kept) + len(first) + len(second)
+    assert index.incomplete() == {}
+    for blocks in (kept, first, second):
+        send(index, "a", BlockRemoved(list(blocks), "GPU"))
+    assert index.stats().blocks == 0
+    assert depth(index, list(first)[:1]) == 0

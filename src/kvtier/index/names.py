@@ -41,7 +41,7 @@ class Names(Protocol):
         """Return the key that a worker calls by this hash."""
 
     def put(self, worker: int, hashes: Sequence[int], keys: Hashes) -> bool:
-        """Remember names; `False` where there is no room for all of them."""
+        """Remember names; `False` where there is no room for all of them, until a `sweep` makes some."""
 
     def clear(self, worker: int) -> None:
         """Forget a worker's names."""
@@ -50,7 +50,7 @@ class Names(Protocol):
         """Forget names of blocks that are gone, if they are many. Call it only between batches."""
 
     def sweep(self) -> None:
-        """Forget all names of blocks that are gone."""
+        """Forget all names of blocks that are gone. The table must hold all that was named before."""
 
     def parts(self) -> Iterator[NamePart]:
         """Yield all names, some at a time. The book may change meanwhile: a name that stays comes once."""
@@ -78,8 +78,6 @@ class PlainNames:
         return None if names is None else names.get(engine_hash)
 
     def put(self, worker: int, hashes: Sequence[int], keys: Hashes) -> bool:
-        if self._count + len(hashes) > self._most:
-            self.sweep()
         if self._count + len(hashes) > self._most:
             return False
         names = self._names.setdefault(worker, {})

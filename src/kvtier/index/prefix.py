@@ -301,9 +301,10 @@ class PrefixIndex:
             if is_clear:
                 self._wipe(worker)
             elif worker.translator is not None:
-                self._run(worker, *_pack(worker.translator.translate(part, partial(self._lane, worker))))  # type: ignore[arg-type]
+                apply = partial(self._run_steps, worker)
+                worker.translator.translate(part, partial(self._lane, worker), apply)  # type: ignore[arg-type]
             else:
-                self._run(worker, *_pack(self._steps_of(worker, part)))  # type: ignore[arg-type]
+                self._run_steps(worker, self._steps_of(worker, part))  # type: ignore[arg-type]
 
     def _steps_of(self, worker: KnownWorker, events: Iterable[BlockStored | BlockRemoved]) -> Iterator[Step]:
         """Yield events as steps over the engine's hashes."""
@@ -323,11 +324,14 @@ class PrefixIndex:
             stop, end = book.translate(worker.slot, block_size, strict, batch, step, first, keys)
             self._run(worker, steps[step:stop], keys[first:end])
             if len(translator.waiting):
-                self._run(worker, *_pack(translator.release(hashes[first:end].tolist())))
+                translator.release(hashes[first:end].tolist(), partial(self._run_steps, worker))
             if stop < len(steps):
                 self._apply_events(worker, [batch.event(stop, end)])
                 end += int(steps[stop, 2])
             step, first = stop + 1, end
+
+    def _run_steps(self, worker: KnownWorker, steps: Iterable[Step]) -> None:
+        self._run(worker, *_pack(steps))
 
     def _run(self, worker: KnownWorker, steps: Steps, hashes: Hashes) -> None:
         """Apply steps over keys."""

@@ -164,11 +164,7 @@ class CompiledNames:
         return int(key) if found else None
 
     def put(self, worker: int, hashes: Sequence[int], keys: Hashes) -> bool:
-        wanted = np.array(hashes, np.uint64)
-        if _put_all(*self._slots, wanted, self._tags[worker], keys):
-            return True
-        self.sweep()
-        return bool(_put_all(*self._slots, wanted, self._tags[worker], keys))
+        return bool(_put_all(*self._slots, np.array(hashes, np.uint64), self._tags[worker], keys))
 
     def translate(
         self, worker: int, block_size: int, strict: bool, batch: Scanned, step: int, first: int, keys: Hashes
