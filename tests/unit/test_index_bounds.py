@@ -306,3 +306,12 @@ def test_a_full_book_of_names_keeps_those_of_the_batch_under_way() -> None:
         send(index, "a", BlockRemoved(list(blocks), "GPU"))
     assert index.stats().blocks == 0
     assert depth(index, list(first)[:1]) == 0
+
+
+def test_a_dump_tells_salted_blocks_in_parts_too(form: str) -> None:
+    index = PrefixIndex(form=form, keys="xxh3", block_size=1, budget=16 * MiB)
+    blocks = list(range(1, 3001))
+    send(index, "a", stored(blocks, size=1, extra_keys=[("salt",)] + [None] * (len(blocks) - 1)))
+    parts = list(index.dump())
+    assert max(map(len, parts)) <= 1024
+    assert sorted(block for part in parts for _, block, _ in part) == blocks

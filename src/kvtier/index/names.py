@@ -7,7 +7,8 @@ bounded; what does not fit is refused. Not for several threads at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from kvtier.errors import IntegrityError
 from kvtier.index.base import Hashes, Table
 
-__all__ = ["SLACK", "NamePart", "Names", "PlainNames"]
+__all__ = ["SLACK", "NamePart", "Names", "PlainNames", "parts_of"]
 
 _NAME_BYTES = 192  # two ints and their place in a dict that has just doubled
 SLACK = 4096
@@ -32,6 +33,14 @@ class NamePart(NamedTuple):
     workers: npt.NDArray[np.uint32]
     hashes: Hashes
     keys: Hashes
+
+
+def parts_of(worker: int, hashes: Sequence[int], key_of: Callable[[int], int | None]) -> Iterator[NamePart]:
+    """Yield a worker's names, some at a time, as `key_of` knows them by then; `None` leaves a name out."""
+    for start in range(0, len(hashes), _PART):
+        keys = [(name, key_of(name)) for name in hashes[start : start + _PART]]
+        found = np.array([(name, key) for name, key in keys if key is not None], np.uint64).reshape(-1, 2)
+        yield NamePart(np.full(len(found), worker, np.uint32), found[:, 0].copy(), found[:, 1].copy())
 
 
 class Names(Protocol):
@@ -104,12 +113,7 @@ class PlainNames:
 
     def parts(self) -> Iterator[NamePart]:
         for worker in list(self._names):
-            hashes = list(self._names.get(worker, ()))
-            for start in range(0, len(hashes), _PART):
-                names = self._names.get(worker, {})
-                now = [(name, names[name]) for name in hashes[start : start + _PART] if name in names]
-                found = np.array(now, np.uint64).reshape(-1, 2)
-                yield NamePart(np.full(len(now), worker, np.uint32), found[:, 0].copy(), found[:, 1].copy())
+            yield from parts_of(worker, list(self._names.get(worker, ())), partial(self.get, worker))
 
     def bytes(self) -> int:
         return self._count * _NAME_BYTES

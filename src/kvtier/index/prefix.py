@@ -474,17 +474,23 @@ class PrefixIndex:
                 elif (named := next(names, None)) is not None:
                     part = self._entries(named.hashes, named.keys, named.workers)
                 else:
-                    part = self._salted_entries(salted.pop()) if salted else None
+                    part = None
+            if part is None:
+                break
+            yield part
+        for translator in filter(None, salted):
+            yield from self._salted_entries(translator)
+
+    def _salted_entries(self, translator: Translator) -> Iterator[list[Entry]]:
+        with self._lock:
+            parts = translator.salted()
+        while True:
+            with self._lock:
+                named = next(parts, None)
+                part = None if named is None else self._entries(named.hashes, named.keys, named.workers)
             if part is None:
                 return
             yield part
-
-    def _salted_entries(self, translator: Translator | None) -> list[Entry]:
-        names = {} if translator is None else translator.salted()
-        if translator is None or not names:
-            return []
-        hashes, keys = np.array(list(names), np.uint64), np.array(list(names.values()), np.uint64)
-        return self._entries(hashes, keys, np.full(len(names), translator.worker, np.uint32))
 
     def _entries(self, hashes: Hashes, keys: Hashes, workers: npt.NDArray[np.uint32] | None = None) -> list[Entry]:
         """Return who holds blocks on which tiers, under the names `hashes`; of each block one worker, if `workers` are given."""

@@ -10,7 +10,7 @@ Not for several threads at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from kvtier.events.types import BlockRemoved, BlockStored
 from kvtier.events.wire import to_u64
 from kvtier.index.base import Op, Table
 from kvtier.index.duplicates import Allowance
-from kvtier.index.names import SLACK, Names
+from kvtier.index.names import SLACK, NamePart, Names, parts_of
 from kvtier.index.orphans import Orphans
 from kvtier.index.xxh3 import chain_keys, extra_hashes, local_hashes, lora_of, salt_of, seed_of
 
@@ -246,9 +246,13 @@ class Translator:
             self.waiting.discard(key)
         self.waiting.park(parent, key, block, block.size)
 
-    def salted(self) -> dict[int, int]:
-        """Return the engine's hash and the key of each block under a salt."""
-        return {engine_hash: name.key for engine_hash, name in self._salted.items()}
+    def salted(self) -> Iterator[NamePart]:
+        """Yield the names of blocks under a salt, some at a time. They may change meanwhile: a name that stays comes once."""
+        return parts_of(self.worker, list(self._salted), self._salted_key)
+
+    def _salted_key(self, engine_hash: int) -> int | None:
+        name = self._salted.get(engine_hash)
+        return None if name is None else name.key
 
     def check(self) -> None:
         """Raise `IntegrityError` where what waits is not in order."""
