@@ -337,6 +337,13 @@ def test_check_finds_an_honest_publisher_exact(capsys: pytest.CaptureFixture[str
     assert "8 blocks" in line
 
 
+def test_check_needs_no_heartbeat(capsys: pytest.CaptureFixture[str]) -> None:
+    with publisher(heartbeat_interval=None) as one:
+        one.publish(batch(stored(1, count=5)))
+        assert main(["events", "check", *addresses(one), "--timeout", "1"]) == 0
+    assert one_line(capsys.readouterr().out).startswith("exact at ")
+
+
 class HandMade:
     """A publisher whose every batch is what the test says, repeated for whoever comes; it answers no replay."""
 
