@@ -315,3 +315,18 @@ def test_a_dump_tells_salted_blocks_in_parts_too(form: str) -> None:
     parts = list(index.dump())
     assert max(map(len, parts)) <= 1024
     assert sorted(block for part in parts for _, block, _ in part) == blocks
+
+
+@pytest.mark.parametrize("medium", ["GPU", "CPU"])
+def test_a_block_has_one_name_as_long_as_it_is_held(form: str, medium: str) -> None:
+    """Under a second one, no removal would find the first: what was said twice is refused, and that is said."""
+    index = PrefixIndex(form=form, keys="xxh3", block_size=1, budget=4 * MiB)
+    other = BlockStored([7], None, [8], 1, None, medium, None)
+    send(index, "a", stored([7], size=1))
+    send(index, "a", other)
+    assert depth(index, [8]) == 0
+    assert "not those that they had before" in index.incomplete()["a"]
+    send(index, "a", BlockRemoved([7], "GPU"), BlockRemoved([7], medium))
+    assert index.stats().blocks == 0
+    send(index, "a", other)  # it is gone, so the name is free
+    assert depth(index, [8]) == 1

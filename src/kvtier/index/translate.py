@@ -95,7 +95,7 @@ class Translator:
         """Let at most `limit` blocks wait. `counts`: the engine announces every copy of a block."""
         self.worker = worker
         self.waiting: Orphans[_Run] = Orphans(limit, allowance)
-        self.misfits = 0  # blocks whose tokens or extra keys are not those of whole blocks, since the last clear
+        self.misfits = 0  # blocks with tokens or extra keys not of whole blocks, or not as before; since the last clear
         self._names, self._table = names, table
         self._allowance, self._counts = allowance, counts
         self._salted: dict[int, Name] = {}  # engine hash -> name of a block under a salt; the others are in `_names`
@@ -200,11 +200,23 @@ class Translator:
         local = local_hashes(run.tokens[first * width :], width // 4, seed_of(run.lora, salt), run.extra[first:])
         keys = chain_keys(local, None if run.parent is None else parent.key)
         hashes = run.hashes[first:]
-        if not self._remember(hashes, keys.tolist(), salt, steps):
+        if self._is_taken(hashes, keys.tolist(), steps):
+            self.misfits += len(hashes)
+            hashes, keys = [], keys[:0]
+        elif not self._remember(hashes, keys.tolist(), salt, steps):
             self._table.refuse(self.worker, len(hashes))
             hashes, keys = [], keys[:0]
         known = [run.hashes[first - 1]] if first else []
         return known + hashes, [parent.key] * len(known) + keys.tolist()
+
+    def _is_taken(self, hashes: list[int], keys: list[int], steps: _Steps) -> bool:
+        """Tell whether one of the blocks is held under another key: by a second name, no removal would find the first."""
+        known = map(self._get, hashes)
+        others = [name.key for name, key in zip(known, keys, strict=True) if name is not None and name.key != key]
+        if not others:
+            return False
+        steps.flush()
+        return bool(self._table.holds(self.worker, np.array(others, np.uint64)).any())
 
     def _remember(self, hashes: list[int], keys: list[int], salt: str | None, steps: _Steps) -> bool:
         """Remember names; `False` where there is no room.
