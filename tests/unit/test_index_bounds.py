@@ -290,3 +290,43 @@ def test_an_index_stays_plain_where_the_compiled_form_finds_no_room() -> None:
     assert index.incomplete() == {}
     assert {entry for part in index.dump() for entry in part} == before | {("w0", 999, StorageTier.GPU)}
     index.check()
+
+
+def test_a_full_book_of_names_keeps_those_of_the_batch_under_way() -> None:
+    """The book makes room by forgetting what the table does not hold: by then it must hold the batch's first stores."""
+    index = PrefixIndex(form="python", keys="xxh3", block_size=1, budget=1_200_000)  # 3,281 names
+    gone, kept, first, second = range(1, 1601), range(2001, 3601), range(4001, 4061), range(5001, 5061)
+    send(index, "a", stored(list(gone), size=1))
+    send(index, "a", BlockRemoved(list(gone), "GPU"))  # their names stay for a while
+    send(index, "a", stored(list(kept), size=1))
+    send(index, "a", stored(list(first), size=1), stored(list(second), size=1))
+    assert index.stats().blocks == len(kept) + len(first) + len(second)
+    assert index.incomplete() == {}
+    for blocks in (kept, first, second):
+        send(index, "a", BlockRemoved(list(blocks), "GPU"))
+    assert index.stats().blocks == 0
+    assert depth(index, list(first)[:1]) == 0
+
+
+def test_a_dump_tells_salted_blocks_in_parts_too(form: str) -> None:
+    index = PrefixIndex(form=form, keys="xxh3", block_size=1, budget=16 * MiB)
+    blocks = list(range(1, 3001))
+    send(index, "a", stored(blocks, size=1, extra_keys=[("salt",)] + [None] * (len(blocks) - 1)))
+    parts = list(index.dump())
+    assert max(map(len, parts)) <= 1024
+    assert sorted(block for part in parts for _, block, _ in part) == blocks
+
+
+@pytest.mark.parametrize("medium", ["GPU", "CPU"])
+def test_a_block_has_one_name_as_long_as_it_is_held(form: str, medium: str) -> None:
+    """Under a second one, no removal would find the first: what was said twice is refused, and that is said."""
+    index = PrefixIndex(form=form, keys="xxh3", block_size=1, budget=4 * MiB)
+    other = BlockStored([7], None, [8], 1, None, medium, None)
+    send(index, "a", stored([7], size=1))
+    send(index, "a", other)
+    assert depth(index, [8]) == 0
+    assert "not those that they had before" in index.incomplete()["a"]
+    send(index, "a", BlockRemoved([7], "GPU"), BlockRemoved([7], medium))
+    assert index.stats().blocks == 0
+    send(index, "a", other)  # it is gone, so the name is free
+    assert depth(index, [8]) == 1

@@ -128,7 +128,9 @@ def _report_state(
         return StreamReport(False, [f"nothing received from {status.name} in {timeout:g} s{reason}"])
     state = f"{status.state} at {status.seq}{reason}"
     if latest is not None:
-        return StreamReport(False, [state, *latest.lines, *hint])
+        # no mark since it became exact (its heart beats seldom, or not at all): the one before counts, if it does
+        is_good = latest.is_good and status.state is State.EXACT
+        return StreamReport(is_good, latest.lines if is_good else [state, *latest.lines, *hint])
     lines = [
         f"{state}; {announced.blocks:,} blocks announced",
         f"no mark in {timeout:g} s: stock publishers (vLLM, SGLang) send none; only their numbers tell what is missing",

@@ -119,9 +119,13 @@ def _record(updates: Iterable[Update], writer: RecordingWriter, topic: str, coun
     from kvtier.events.recording import RecordedBatch
     from kvtier.events.updates import Received, Reset, StateChanged
 
-    written = 0
+    written, is_resumed = 0, writer.records > 0
     for update in updates:
         now = time.time()
+        if is_resumed and isinstance(update, Received):
+            # what an earlier recording left held is not what is held now
+            writer.write(RecordedBatch(now, 0, b"", topic))
+            is_resumed = False
         if isinstance(update, StateChanged):
             remark(f"{update.state}{': ' if update.reason else ''}{update.reason}")
         elif isinstance(update, Reset):

@@ -242,12 +242,14 @@ class MovingNames:
     def put(self, worker: int, hashes: Sequence[int], keys: Hashes) -> bool:
         done = self.old.put(worker, hashes, keys)
         if done:
-            self.copy(worker, hashes, keys)
+            self.is_short = not self._new.put(worker, hashes, keys) or self.is_short
         return done
 
     def copy(self, worker: int, hashes: Sequence[int], keys: Hashes) -> None:
-        """Put names into the new book that the old one has."""
-        self.is_short = not self._new.put(worker, hashes, keys) or self.is_short
+        """Put names into the new book that the old one has. Call it only between batches."""
+        if not self._new.put(worker, hashes, keys):
+            self._new.sweep()
+            self.is_short = not self._new.put(worker, hashes, keys) or self.is_short
 
     def clear(self, worker: int) -> None:
         self.old.clear(worker)
@@ -258,6 +260,7 @@ class MovingNames:
 
     def sweep(self) -> None:
         self.old.sweep()
+        self._new.sweep()
 
     def parts(self) -> Iterator[NamePart]:
         return self.old.parts()

@@ -7,7 +7,8 @@ bounded; what does not fit is refused. Not for several threads at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from kvtier.errors import IntegrityError
 from kvtier.index.base import Hashes, Table
 
-__all__ = ["SLACK", "NamePart", "Names", "PlainNames"]
+__all__ = ["SLACK", "NamePart", "Names", "PlainNames", "parts_of"]
 
 _NAME_BYTES = 192  # two ints and their place in a dict that has just doubled
 SLACK = 4096
@@ -34,6 +35,14 @@ class NamePart(NamedTuple):
     keys: Hashes
 
 
+def parts_of(worker: int, hashes: Sequence[int], key_of: Callable[[int], int | None]) -> Iterator[NamePart]:
+    """Yield a worker's names, some at a time, as `key_of` knows them by then; `None` leaves a name out."""
+    for start in range(0, len(hashes), _PART):
+        keys = [(name, key_of(name)) for name in hashes[start : start + _PART]]
+        found = np.array([(name, key) for name, key in keys if key is not None], np.uint64).reshape(-1, 2)
+        yield NamePart(np.full(len(found), worker, np.uint32), found[:, 0].copy(), found[:, 1].copy())
+
+
 class Names(Protocol):
     """Engine hashes and the keys they stand for, per worker."""
 
@@ -41,7 +50,7 @@ class Names(Protocol):
         """Return the key that a worker calls by this hash."""
 
     def put(self, worker: int, hashes: Sequence[int], keys: Hashes) -> bool:
-        """Remember names; `False` where there is no room for all of them."""
+        """Remember names; `False` where there is no room for all of them, until a `sweep` makes some."""
 
     def clear(self, worker: int) -> None:
         """Forget a worker's names."""
@@ -50,7 +59,7 @@ class Names(Protocol):
         """Forget names of blocks that are gone, if they are many. Call it only between batches."""
 
     def sweep(self) -> None:
-        """Forget all names of blocks that are gone."""
+        """Forget all names of blocks that are gone. The table must hold all that was named before."""
 
     def parts(self) -> Iterator[NamePart]:
         """Yield all names, some at a time. The book may change meanwhile: a name that stays comes once."""
@@ -79,8 +88,6 @@ class PlainNames:
 
     def put(self, worker: int, hashes: Sequence[int], keys: Hashes) -> bool:
         if self._count + len(hashes) > self._most:
-            self.sweep()
-        if self._count + len(hashes) > self._most:
             return False
         names = self._names.setdefault(worker, {})
         before = len(names)
@@ -106,12 +113,7 @@ class PlainNames:
 
     def parts(self) -> Iterator[NamePart]:
         for worker in list(self._names):
-            hashes = list(self._names.get(worker, ()))
-            for start in range(0, len(hashes), _PART):
-                names = self._names.get(worker, {})
-                now = [(name, names[name]) for name in hashes[start : start + _PART] if name in names]
-                found = np.array(now, np.uint64).reshape(-1, 2)
-                yield NamePart(np.full(len(now), worker, np.uint32), found[:, 0].copy(), found[:, 1].copy())
+            yield from parts_of(worker, list(self._names.get(worker, ())), partial(self.get, worker))
 
     def bytes(self) -> int:
         return self._count * _NAME_BYTES

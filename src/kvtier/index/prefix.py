@@ -301,9 +301,10 @@ class PrefixIndex:
             if is_clear:
                 self._wipe(worker)
             elif worker.translator is not None:
-                self._run(worker, *_pack(worker.translator.translate(part, partial(self._lane, worker))))  # type: ignore[arg-type]
+                apply = partial(self._run_steps, worker)
+                worker.translator.translate(part, partial(self._lane, worker), apply)  # type: ignore[arg-type]
             else:
-                self._run(worker, *_pack(self._steps_of(worker, part)))  # type: ignore[arg-type]
+                self._run_steps(worker, self._steps_of(worker, part))  # type: ignore[arg-type]
 
     def _steps_of(self, worker: KnownWorker, events: Iterable[BlockStored | BlockRemoved]) -> Iterator[Step]:
         """Yield events as steps over the engine's hashes."""
@@ -323,11 +324,14 @@ class PrefixIndex:
             stop, end = book.translate(worker.slot, block_size, strict, batch, step, first, keys)
             self._run(worker, steps[step:stop], keys[first:end])
             if len(translator.waiting):
-                self._run(worker, *_pack(translator.release(hashes[first:end].tolist())))
+                translator.release(hashes[first:end].tolist(), partial(self._run_steps, worker))
             if stop < len(steps):
                 self._apply_events(worker, [batch.event(stop, end)])
                 end += int(steps[stop, 2])
             step, first = stop + 1, end
+
+    def _run_steps(self, worker: KnownWorker, steps: Iterable[Step]) -> None:
+        self._run(worker, *_pack(steps))
 
     def _run(self, worker: KnownWorker, steps: Steps, hashes: Hashes) -> None:
         """Apply steps over keys."""
@@ -470,17 +474,23 @@ class PrefixIndex:
                 elif (named := next(names, None)) is not None:
                     part = self._entries(named.hashes, named.keys, named.workers)
                 else:
-                    part = self._salted_entries(salted.pop()) if salted else None
+                    part = None
+            if part is None:
+                break
+            yield part
+        for translator in filter(None, salted):
+            yield from self._salted_entries(translator)
+
+    def _salted_entries(self, translator: Translator) -> Iterator[list[Entry]]:
+        with self._lock:
+            parts = translator.salted()
+        while True:
+            with self._lock:
+                named = next(parts, None)
+                part = None if named is None else self._entries(named.hashes, named.keys, named.workers)
             if part is None:
                 return
             yield part
-
-    def _salted_entries(self, translator: Translator | None) -> list[Entry]:
-        names = {} if translator is None else translator.salted()
-        if translator is None or not names:
-            return []
-        hashes, keys = np.array(list(names), np.uint64), np.array(list(names.values()), np.uint64)
-        return self._entries(hashes, keys, np.full(len(names), translator.worker, np.uint32))
 
     def _entries(self, hashes: Hashes, keys: Hashes, workers: npt.NDArray[np.uint32] | None = None) -> list[Entry]:
         """Return who holds blocks on which tiers, under the names `hashes`; of each block one worker, if `workers` are given."""

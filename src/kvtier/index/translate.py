@@ -10,7 +10,7 @@ Not for several threads at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from kvtier.events.types import BlockRemoved, BlockStored
 from kvtier.events.wire import to_u64
 from kvtier.index.base import Op, Table
 from kvtier.index.duplicates import Allowance
-from kvtier.index.names import SLACK, Names
+from kvtier.index.names import SLACK, NamePart, Names, parts_of
 from kvtier.index.orphans import Orphans
 from kvtier.index.xxh3 import chain_keys, extra_hashes, local_hashes, lora_of, salt_of, seed_of
 
@@ -35,6 +35,8 @@ Step = tuple[Op, int, list[int]]
 """What an event does, in which lane, to which keys."""
 LaneOf = Callable[[BlockStored | BlockRemoved], int | None]
 """Gives an event's lane; `None`: it is of no interest, or refused."""
+Run = Callable[[list[Step]], None]
+"""Applies steps to the table."""
 
 
 class Name(NamedTuple):
@@ -70,6 +72,20 @@ class _Run(NamedTuple):
         return _ORPHAN_BYTES + len(self.tokens) + sum(64 + 40 * len(hashes) for hashes in self.extra)
 
 
+class _Steps(list[Step]):
+    """Steps that are to be applied together."""
+
+    def __init__(self, apply: Run) -> None:
+        super().__init__()
+        self._apply = apply
+
+    def flush(self) -> None:
+        """Apply them."""
+        if self:
+            self._apply(list(self))
+            self.clear()
+
+
 class Translator:
     """Translates one worker's events."""
 
@@ -79,7 +95,7 @@ class Translator:
         """Let at most `limit` blocks wait. `counts`: the engine announces every copy of a block."""
         self.worker = worker
         self.waiting: Orphans[_Run] = Orphans(limit, allowance)
-        self.misfits = 0  # blocks whose tokens or extra keys are not those of whole blocks, since the last clear
+        self.misfits = 0  # blocks with tokens or extra keys not of whole blocks, or not as before; since the last clear
         self._names, self._table = names, table
         self._allowance, self._counts = allowance, counts
         self._salted: dict[int, Name] = {}  # engine hash -> name of a block under a salt; the others are in `_names`
@@ -106,23 +122,25 @@ class Translator:
         self.waiting.clear()
         self.misfits = 0
 
-    def translate(self, events: Iterable[BlockStored | BlockRemoved], lane_of: LaneOf) -> list[Step]:
-        """Return what the events do to keys."""
-        steps: list[Step] = []
+    def translate(self, events: Iterable[BlockStored | BlockRemoved], lane_of: LaneOf, apply: Run) -> None:
+        """Apply what the events do to keys."""
+        steps = _Steps(apply)
         for event in events:
             if (lane := lane_of(event)) is None:
                 continue
             if isinstance(event, BlockRemoved):
                 steps.append((Op.REMOVED, lane, self._remove(event, lane)))
             elif (run := _run_of(event, lane)) is not None:
-                steps += self._store([run])
+                self._store([run], steps)
             else:
                 self.misfits += len(event.block_hashes)
-        return steps
+        steps.flush()
 
-    def release(self, hashes: Iterable[int]) -> list[Step]:
-        """Return the stores that waited for these blocks."""
-        return self._store([waited for engine_hash in hashes for waited in self.waiting.release(engine_hash)])
+    def release(self, hashes: Iterable[int], apply: Run) -> None:
+        """Apply the stores that waited for these blocks."""
+        steps = _Steps(apply)
+        self._store([waited for engine_hash in hashes for waited in self.waiting.release(engine_hash)], steps)
+        steps.flush()
 
     def tidy(self) -> None:
         """Forget names of salted blocks that are gone, if they are many."""
@@ -151,13 +169,12 @@ class Translator:
                 keys.append(0 if name is None else name.key)
         return keys
 
-    def _store(self, ready: list[_Run]) -> list[Step]:
+    def _store(self, ready: list[_Run], steps: _Steps) -> None:
         """Name the runs' blocks, then those that waited for them, and so on."""
-        steps: list[Step] = []
         while ready:
             run = ready.pop()
             if run.tokens:
-                hashes, keys = self._name(run)
+                hashes, keys = self._name(run, steps)
             else:
                 hashes, keys = self._named(run)
             if not keys:
@@ -165,9 +182,8 @@ class Translator:
             steps.append((Op.STORED, run.lane, keys))
             if len(self.waiting):
                 ready += [waited for engine_hash in hashes for waited in self.waiting.release(engine_hash)]
-        return steps
 
-    def _name(self, run: _Run) -> tuple[list[int], list[int]]:
+    def _name(self, run: _Run, steps: _Steps) -> tuple[list[int], list[int]]:
         """Name blocks that came with tokens; return their hashes and keys. Those before the first that can be named wait."""
         parent = Name(0) if run.parent is None else self._get(run.parent)
         first = 0
@@ -184,16 +200,36 @@ class Translator:
         local = local_hashes(run.tokens[first * width :], width // 4, seed_of(run.lora, salt), run.extra[first:])
         keys = chain_keys(local, None if run.parent is None else parent.key)
         hashes = run.hashes[first:]
-        if not self._remember(hashes, keys.tolist(), salt):
+        if self._is_taken(hashes, keys.tolist(), steps):
+            self.misfits += len(hashes)
+            hashes, keys = [], keys[:0]
+        elif not self._remember(hashes, keys.tolist(), salt, steps):
             self._table.refuse(self.worker, len(hashes))
             hashes, keys = [], keys[:0]
         known = [run.hashes[first - 1]] if first else []
         return known + hashes, [parent.key] * len(known) + keys.tolist()
 
-    def _remember(self, hashes: list[int], keys: list[int], salt: str | None) -> bool:
-        """Remember names; `False` where there is no room."""
+    def _is_taken(self, hashes: list[int], keys: list[int], steps: _Steps) -> bool:
+        """Tell whether one of the blocks is held under another key: by a second name, no removal would find the first."""
+        known = map(self._get, hashes)
+        others = [name.key for name, key in zip(known, keys, strict=True) if name is not None and name.key != key]
+        if not others:
+            return False
+        steps.flush()
+        return bool(self._table.holds(self.worker, np.array(others, np.uint64)).any())
+
+    def _remember(self, hashes: list[int], keys: list[int], salt: str | None, steps: _Steps) -> bool:
+        """Remember names; `False` where there is no room.
+
+        A full book forgets the names of what the table does not hold, so the table must first hold what was named before.
+        """
         if salt is None:
-            return self._names.put(self.worker, hashes, np.array(keys, np.uint64))
+            named = np.array(keys, np.uint64)
+            if self._names.put(self.worker, hashes, named):
+                return True
+            steps.flush()
+            self._names.sweep()
+            return self._names.put(self.worker, hashes, named)
         new = sum(engine_hash not in self._salted for engine_hash in set(hashes))
         if not self._allowance.take(_SALTED_BYTES * new):
             return False
@@ -222,9 +258,13 @@ class Translator:
             self.waiting.discard(key)
         self.waiting.park(parent, key, block, block.size)
 
-    def salted(self) -> dict[int, int]:
-        """Return the engine's hash and the key of each block under a salt."""
-        return {engine_hash: name.key for engine_hash, name in self._salted.items()}
+    def salted(self) -> Iterator[NamePart]:
+        """Yield the names of blocks under a salt, some at a time. They may change meanwhile: a name that stays comes once."""
+        return parts_of(self.worker, list(self._salted), self._salted_key)
+
+    def _salted_key(self, engine_hash: int) -> int | None:
+        name = self._salted.get(engine_hash)
+        return None if name is None else name.key
 
     def check(self) -> None:
         """Raise `IntegrityError` where what waits is not in order."""

@@ -65,7 +65,8 @@ class KnownWorker:
             )
         if translator is not None and translator.misfits:
             reasons.append(
-                f"{translator.misfits} blocks came with tokens or extra keys that are not those of whole blocks"
+                f"{translator.misfits} blocks came with tokens or extra keys that are not those of whole blocks, "
+                "or not those that they had before"
             )
         if self.no_lane:
             reasons.append(f"{self.no_lane} blocks are in places beyond the {MAX_LANES} that an index can tell apart")

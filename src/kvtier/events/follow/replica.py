@@ -339,6 +339,8 @@ class Replica(Generic[B]):
     def forget(self) -> None:
         """Drop what was told; still know who publishes, and how far it is."""
         if self._has_delivered:
+            if self.state is State.EXACT:
+                self.tell(State.REPAIRING, self.problem)  # first: who has forgotten all holds nothing that is exact
             self.counters.resets += 1
             self._updates.append(Reset(self.name))
         self._has_delivered = self.is_doubted = self.is_building = self.is_exhausted = False

@@ -56,8 +56,10 @@ def _get(meta: Any, directory: Any, slots: Any, engine_hash: Any, tag: Any) -> A
 
 
 @jit
-def _put(meta: Any, directory: Any, slots: Any, segments: Any, engine_hash: Any, tag: Any, key: Any) -> Any:
-    """Remember a name; `False` when there is no room."""
+def _put(
+    meta: Any, directory: Any, slots: Any, segments: Any, engine_hash: Any, tag: Any, key: Any, keeps: Any
+) -> Any:  # fmt: skip
+    """Remember a name; `False` when there is no room, or if `keeps` and it is the name of something else."""
     mixed = mixed_of(meta, engine_hash, tag)
     while True:
         segment = segment_of(meta, directory, mixed)
@@ -69,6 +71,8 @@ def _put(meta: Any, directory: Any, slots: Any, segments: Any, engine_hash: Any,
     if place < 0:
         place = ~place
         fill(meta, slots, segments, segment, place, engine_hash, tag)
+    elif keeps and word_at(slots, place + _KEY) != key:
+        return False
     put_word(slots, place + _KEY, key)
     return True
 
@@ -76,7 +80,7 @@ def _put(meta: Any, directory: Any, slots: Any, segments: Any, engine_hash: Any,
 @jit
 def _put_all(meta: Any, directory: Any, slots: Any, segments: Any, hashes: Any, tag: Any, keys: Any) -> Any:
     done = 0
-    while done < hashes.size and _put(meta, directory, slots, segments, hashes[done], tag, keys[done]):
+    while done < hashes.size and _put(meta, directory, slots, segments, hashes[done], tag, keys[done], False):
         done += 1
     return done == hashes.size
 
@@ -110,8 +114,8 @@ def _translate(
 ) -> Any:  # fmt: skip
     """Find the keys of a batch's blocks from `step` on; return where it stopped, and how many hashes come before.
 
-    Stops at a clear, and at stores that are not plain: an unknown parent, tokens that do not fit, no room for a name. If
-    `strict`, also at a removal of a block without a name; otherwise such a block gets key 0.
+    Stops at a clear, and at stores that are not plain: an unknown parent, tokens that do not fit, no room for a name, or
+    one that something else has. If `strict`, also at a removal of a block without a name; otherwise such a block gets key 0.
     """
     while step < steps.shape[0]:
         op, count = steps[step, 0], steps[step, 2]
@@ -141,7 +145,7 @@ def _translate(
                 at += block_size
             # a loop of its own, so that slots are loaded while keys are computed
             for i in range(first, first + count):
-                if not _put(meta, directory, slots, segments, hashes[i], tag, keys[i]):
+                if not _put(meta, directory, slots, segments, hashes[i], tag, keys[i], True):
                     return step, first
         first += count
         step += 1
@@ -164,11 +168,7 @@ class CompiledNames:
         return int(key) if found else None
 
     def put(self, worker: int, hashes: Sequence[int], keys: Hashes) -> bool:
-        wanted = np.array(hashes, np.uint64)
-        if _put_all(*self._slots, wanted, self._tags[worker], keys):
-            return True
-        self.sweep()
-        return bool(_put_all(*self._slots, wanted, self._tags[worker], keys))
+        return bool(_put_all(*self._slots, np.array(hashes, np.uint64), self._tags[worker], keys))
 
     def translate(
         self, worker: int, block_size: int, strict: bool, batch: Scanned, step: int, first: int, keys: Hashes
