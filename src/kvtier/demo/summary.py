@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvtier.config import format_size
-from kvtier.connector.stats import describe_tier
 from kvtier.demo.result import DemoResult, PoolUse, RestartResult, RunResult
 
 __all__ = [
@@ -129,6 +128,8 @@ def summarize_restart(restart: RestartResult) -> Iterator[tuple[str, str, str, s
 
 def describe_tiers(restart: RestartResult) -> list[str]:
     """Say what the disk tier had counted in either process."""
+    from kvtier.connector.stats import describe_tier  # late: a command that shows help needs no sockets
+
     before, after = restart.tiers
     return [f"killed, {describe_tier(before)}", f"restarted, {describe_tier(after)}"]
 
