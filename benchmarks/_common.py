@@ -1,6 +1,7 @@
 """What the benchmarks of the whole engine share: a model, prompts, a stopwatch, and how results are told.
 
-They run `kvtier.engine` on seeded random weights: nothing is downloaded, and every repetition computes the same shapes.
+They run `kvtier.engine` on seeded random weights: nothing is downloaded, and every repetition computes the
+same shapes.
 """
 
 from __future__ import annotations
@@ -127,8 +128,9 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 def make_parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options that the benchmarks share.
 
-    One thread computes unless more are asked for: torch's threads spin while they wait for each other, so on a machine that
-    does anything else at the same time, copying KV included, as many as there are cores are slower than one.
+    One thread computes unless more are asked for: torch's threads spin while they wait for each other, so on
+    a machine that does anything else at the same time, copying KV included, as many as there are cores are
+    slower than one.
     """
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--threads", type=int, default=1, help="torch's threads")

@@ -1,4 +1,6 @@
-"""What the benchmarks of CUDA transfers share: caches and handlers of a shape, the bare copies beside them, and a stopwatch."""
+"""What the benchmarks of CUDA transfers share: caches and handlers of a shape, the bare copies beside them,
+and a stopwatch.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ class Timing(NamedTuple):
 
 
 class Rig:
-    """A cache of `refs` tensors with pages of `page` bytes, a pool with room for a job, and a pair of handlers over both."""
+    """A cache of `refs` tensors with pages of `page` bytes, a pool with room for a job, and a pair of
+    handlers over both.
+    """
 
     def __init__(
         self, page: int, refs: int, job_bytes: int, *, pool_jobs: int = 1, direct_bytes: int = DIRECT_BYTES
@@ -71,7 +75,9 @@ class Rig:
         group = GroupConfig(block_size=16, bytes_per_block=self.block_bytes, layer_names=("all",))
         capacity = (2 * pool_jobs * self.blocks) * max(self.block_bytes, 4096)
         settings = KVTierConfig(cpu=CPUConfig(capacity=capacity), store_deadline=600, load_deadline=600)
-        config = OffloadingConfig(settings=settings, groups=(group,), hash_block_size=16, engine_id="benchmark")
+        config = OffloadingConfig(
+            settings=settings, groups=(group,), hash_block_size=16, engine_id="benchmark"
+        )
         self.pool = Pool.open("benchmark", config.num_slots, config.row_bytes)
         self.memory = CudaMemory(caches, self.pool, config, direct_bytes=direct_bytes)
         self.handlers: dict[str, OffloadingHandler] = {
@@ -109,7 +115,9 @@ class Rig:
         return result.transfer_time
 
     def run(self, way: str, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec) -> Timing:
-        """Run one job and time it: from the call until its result is there, and nothing else, since some take 20 us."""
+        """Run one job and time it: from the call until its result is there, and nothing else, since some
+        take 20 us.
+        """
         self._job += 1
         job, handler = self._job, self.handlers[way]
         spec = (gpu, cpu) if way == "store" else (cpu, gpu)
@@ -135,7 +143,9 @@ class Rig:
 
 
 class BareCopies:
-    """Copies of the bytes of a rig's job without a handler: one large one, one DMA for each page, and a kernel on some SMs."""
+    """Copies of the bytes of a rig's job without a handler: one large one, one DMA for each page, and a
+    kernel on some SMs.
+    """
 
     def __init__(self, rig: Rig, blocks: int) -> None:
         self._rig, self._count = rig, blocks
@@ -185,10 +195,15 @@ class BareCopies:
 
 
 def medians(runs: Mapping[str, Callable[[], Timing]], repetitions: int) -> dict[str, Timing]:
-    """Repeat all in turns, and return the median of each time. In its turn each runs twice, of which the second counts.
+    """Repeat all in turns, and return the median of each time.
 
-    A machine whose memory others use as well drifts by more than what is to be measured; and what comes after something else
-    finds caches full of that.
+    In its turn each runs twice, of which the second counts.
+
+    A machine whose memory others use as well drifts by more than what is to be measured; and what comes
+    after something else finds caches full of that.
     """
     timings = [{name: (run(), run())[1] for name, run in runs.items()} for _ in range(repetitions)]
-    return {name: Timing(*map(statistics.median, zip(*(turn[name] for turn in timings), strict=True))) for name in runs}
+    return {
+        name: Timing(*map(statistics.median, zip(*(turn[name] for turn in timings), strict=True)))
+        for name in runs
+    }

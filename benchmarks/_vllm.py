@@ -1,7 +1,8 @@
-"""vLLM engines for benchmarks, each in the process that made it: on the CPU several may share one, of which one runs at a time.
+"""vLLM engines for benchmarks, each in the process that made it: on the CPU several may share one, of which
+one runs at a time.
 
-vLLM keeps a process's worker-side connector in a global variable; `VllmEngine` puts its own there before it runs. Seeded random
-weights are saved to a folder first, since each engine loads them: nothing is downloaded.
+vLLM keeps a process's worker-side connector in a global variable; `VllmEngine` puts its own there before it
+runs. Seeded random weights are saved to a folder first, since each engine loads them: nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from pathlib import Path
 from typing import Any
 
 THREADS = 1
-"""That compute. They spin while they wait for each other: on a machine that does anything else, two are slower than one."""
+"""That compute.
+
+They spin while they wait for each other: on a machine that does anything else, two are slower than one.
+"""
 
 # Read when torch and vLLM are imported.
 os.environ |= {
@@ -83,7 +87,12 @@ class VllmEngine:
     def __init__(self, model: Path, transfer: Mapping[str, Any] | None = None, **options: Any) -> None:
         kv_transfer_state._KV_CONNECTOR_AGENT = None
         config = None if transfer is None else KVTransferConfig(kv_role="kv_both", **transfer)
-        defaults = {"dtype": "float32", "enforce_eager": True, "block_size": BLOCK, "skip_tokenizer_init": True}
+        defaults = {
+            "dtype": "float32",
+            "enforce_eager": True,
+            "block_size": BLOCK,
+            "skip_tokenizer_init": True,
+        }
         defaults |= {"use_tqdm_on_load": False}
         args = EngineArgs(model=str(model), kv_transfer_config=config, seed=0, **(defaults | options))
         self._engine = LLMEngine.from_engine_args(args)
@@ -189,6 +198,8 @@ class VllmEngine:
         kv_transfer_state._KV_CONNECTOR_AGENT = None
 
     def _note_step(self) -> None:
-        """Charge calls to the next step that computes: waiting for a load makes steps that do nothing else."""
+        """Charge calls to the next step that computes: waiting for a load makes steps that do
+        nothing else.
+        """
         if self._stopwatch is not None and self._computes:
             self._scheduler_seconds.append(sum(self._stopwatch.take().values()))

@@ -137,7 +137,12 @@ def open_disk(engine: VllmEngine, seconds: float) -> dict[str, Any]:
         _run(engine, _prompt(8, seed))
         seed += 1
     (tier,), (stats,) = manager.tiers, manager.tier_stats()
-    return {"state": stats.state, "problem": tier.problem, "rows": stats.capacity, "row_bytes": tier.row_bytes}
+    return {
+        "state": stats.state,
+        "problem": tier.problem,
+        "rows": stats.capacity,
+        "row_bytes": tier.row_bytes,
+    }
 
 
 def fill_disk(engine: VllmEngine, length: int, seconds: float) -> dict[str, Any]:
@@ -145,9 +150,16 @@ def fill_disk(engine: VllmEngine, length: int, seconds: float) -> dict[str, Any]
     manager, begin = engine.kvtier.manager, time.perf_counter()
     before, rows = manager.tier_stats()[0].demoted, length // engine.facts()["block_size"]
     answer = _run(engine, _prompt(length, 0))
-    while (written := manager.tier_stats()[0].demoted - before) < rows and time.perf_counter() - begin < seconds:
+    while (
+        written := manager.tier_stats()[0].demoted - before
+    ) < rows and time.perf_counter() - begin < seconds:
         _run(engine, _prompt(8, 0))  # a step takes in what was written
-    return {"computed": answer.ttft, "seconds": time.perf_counter() - begin, "rows": rows, "written": written}
+    return {
+        "computed": answer.ttft,
+        "seconds": time.perf_counter() - begin,
+        "rows": rows,
+        "written": written,
+    }
 
 
 def disk_first_tokens(engine: VllmEngine, length: int) -> dict[str, Any]:
@@ -194,7 +206,9 @@ def chats(engine: VllmEngine, kind: Chats, seed: int, rate: float | None = None)
     source = random.Random(f"chats {seed}")
     lengths = [kind.first, *[kind.more] * (kind.turns - 1)]
     messages = [[source.choices(range(1, 8192), k=length) for length in lengths] for _ in range(kind.chats)]
-    waiting = [(chat, turn) for turn in range(kind.turns) for chat in source.sample(range(kind.chats), kind.chats)]
+    waiting = [
+        (chat, turn) for turn in range(kind.turns) for chat in source.sample(range(kind.chats), kind.chats)
+    ]
     pauses = [0.0 if rate is None else source.expovariate(rate) for _ in waiting]
     said: list[list[int]] = [[] for _ in messages]
     running: dict[str, tuple[int, int]] = {}
@@ -228,7 +242,9 @@ def chats(engine: VllmEngine, kind: Chats, seed: int, rate: float | None = None)
     }
 
 
-def _may_start(chat: int, running: Mapping[str, tuple[int, int]], kind: Chats, rate: float | None, due: float) -> bool:
+def _may_start(
+    chat: int, running: Mapping[str, tuple[int, int]], kind: Chats, rate: float | None, due: float
+) -> bool:
     if any(chat == busy for busy, _ in running.values()):
         return False
     return len(running) < kind.at_once if rate is None else time.perf_counter() >= due

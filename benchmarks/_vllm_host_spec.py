@@ -1,8 +1,9 @@
-"""vLLM's own offloading on vLLM's CPU build: its connector and manager as they are, and a worker that copies on the spot.
+"""vLLM's own offloading on vLLM's CPU build: its connector and manager as they are, and a worker that copies
+on the spot.
 
-vLLM refuses this platform because its worker needs a GPU's streams; nothing else of it does. What is measured with this spec is
-the scheduler's side, which is all vLLM's. Copies take place when they are submitted, so that they never make a step wait for
-another; their time is left out.
+vLLM refuses this platform because its worker needs a GPU's streams; nothing else of it does. What is
+measured with this spec is the scheduler's side, which is all vLLM's. Copies take place when they are
+submitted, so that they never make a step wait for another; their time is left out.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ class HostSpec(CPUOffloadingSpec):  # type: ignore[misc]
 class _CopyWorker(OffloadingWorker):  # type: ignore[misc]
     def __init__(self, kv_caches: CanonicalKVCaches, num_chunks: int) -> None:
         self._blocks = [cache.tensor for cache in kv_caches.tensors]
-        self._chunks = [torch.empty((num_chunks, *blocks.shape[1:]), dtype=blocks.dtype) for blocks in self._blocks]
+        self._chunks = [
+            torch.empty((num_chunks, *blocks.shape[1:]), dtype=blocks.dtype) for blocks in self._blocks
+        ]
         self._finished: list[TransferResult] = []
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:

@@ -3,12 +3,12 @@
     python benchmarks/disk.py [--folder DIR] [--fio PROGRAM] [--mib 256] [--rounds 7] [--json FILE]
 
 `rows` moves rows of 256 KiB, 1 MiB and 2 MiB through three contenders in turns, in one run: fio (io_uring,
-16 in flight, direct), vLLM's own `fs` tier (16 jobs, and one job, which is one request; unchecked) and
-ours (16 jobs, and one). Ours is full, so every store evicts. Ratios are of one round; their median counts.
-CPU seconds are the process's own; beside those of seals are those of reading the same memory and doing
-nothing with it. `open` opens files of 10^4 to 10^6 records as a restart does. `thread` times 20 µs of Python
-every millisecond, alone and beside full I/O: what an engine's scheduler feels. `scheduler` is what storing
-a chunk costs the scheduler's thread, without a tier below the pool and with one that moves no bytes. Needs an
+16 in flight, direct), vLLM's own `fs` tier (16 jobs, and one job, which is one request; unchecked) and ours
+(16 jobs, and one). Ours is full, so every store evicts. Ratios are of one round; their median counts. CPU
+seconds are the process's own; beside those of seals are those of reading the same memory and doing nothing
+with it. `open` opens files of 10^4 to 10^6 records as a restart does. `thread` times 20 µs of Python every
+millisecond, alone and beside full I/O: what an engine's scheduler feels. `scheduler` is what storing a chunk
+costs the scheduler's thread, without a tier below the pool and with one that moves no bytes. Needs an
 environment with vLLM 0.32 and kvtier (`make bench` builds one), and fio for its part (Debian: `apt install
 fio`); what is missing is left out.
 """
@@ -96,7 +96,9 @@ class Ours:
         self.rows, self.views = rows, [row.data for row in rows]
         capacity = count * (size + 128 + 576) + 20480
         config = DiskConfig(path=str(folder), capacity=capacity, write_limit=0)
-        self.tier = DiskTier(config, row_bytes=size, namespace=lambda: NAMESPACE, max_queued=1 << 40, threads=threads)
+        self.tier = DiskTier(
+            config, row_bytes=size, namespace=lambda: NAMESPACE, max_queued=1 << 40, threads=threads
+        )
         assert self.tier.wait_open(60), self.tier.problem
         self.keys: list[OffloadKey] = []
         self._number = self._job = 0
@@ -104,7 +106,9 @@ class Ours:
     def new_keys(self) -> None:
         """Name the rows anew, so that all of them are stored again and others leave."""
         self._number += 1
-        self.keys = [OffloadKey(b"%020d%012d" % (self._number, row) + bytes(4)) for row in range(len(self.rows))]
+        self.keys = [
+            OffloadKey(b"%020d%012d" % (self._number, row) + bytes(4)) for row in range(len(self.rows))
+        ]
 
     def store(self, jobs: int) -> None:
         self._run(self.tier.demote, jobs)
@@ -137,7 +141,9 @@ class Theirs:
         from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
         group = SimpleNamespace(tokens_per_block=16, layer_names=["layer"])
-        parallel = SimpleNamespace(tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, rank=0, is_parallelism_agnostic=True)
+        parallel = SimpleNamespace(
+            tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, rank=0, is_parallelism_agnostic=True
+        )
         config = SimpleNamespace(
             groups=[group],
             parallel=parallel,
@@ -162,7 +168,8 @@ class Theirs:
                 os.unlink(self.tier.file_mapper.get_file_name(old))
         self._number += 1
         self.keys = [
-            xxhash.xxh3_128_digest(b"%d %d" % (self._number, row)) * 2 + bytes(4) for row in range(len(self.rows))
+            xxhash.xxh3_128_digest(b"%d %d" % (self._number, row)) * 2 + bytes(4)
+            for row in range(len(self.rows))
         ]
 
     def store(self, jobs: int) -> None:
@@ -275,7 +282,8 @@ def summarize(size: int, cells: dict[str, list[Cell]]) -> dict[str, Any]:
         if all(peer in cells for peer in theirs):
             peers = [cells[peer] for peer in theirs]
             rounds = [
-                by(mine) / (sum(by(peer[turn]) for peer in peers) / len(peers)) for turn, mine in enumerate(cells[ours])
+                by(mine) / (sum(by(peer[turn]) for peer in peers) / len(peers))
+                for turn, mine in enumerate(cells[ours])
             ]
             result["ratios"][name] = {"median": median(rounds), "least": min(rounds), "most": max(rounds)}
 
@@ -491,11 +499,14 @@ def show(results: dict[str, Any]) -> None:
     for result in results.get("open", ()):
         seconds, cpu = result["open_seconds"], result["open_cpu_seconds"]
         print(f"{result['slots']:>9,} slots: open in {seconds:.2f} s ({cpu:.2f} of CPU)", end="")
-        print(f", {result['bytes_per_slot']:.0f} bytes a slot, lookup {result['lookup_ns_per_key']:.0f} ns a key")
+        print(
+            f", {result['bytes_per_slot']:.0f} bytes a slot, lookup {result['lookup_ns_per_key']:.0f} ns a key"
+        )
     for result in results.get("thread", ()):
         alone, beside, ratio = result["alone_p99_us"], result["beside_p99_us"], result["p99_ratio"]
         print(
-            f"a thread beside I/O of {result['row_bytes'] >> 10} KiB rows: p99 {alone:.0f} -> {beside:.0f} µs,", end=""
+            f"a thread beside I/O of {result['row_bytes'] >> 10} KiB rows: p99 {alone:.0f} -> {beside:.0f} µs,",
+            end="",
         )
         print(f" {ratio:.1f} × (at most 3)")
     if "scheduler" in results:
@@ -507,8 +518,12 @@ def show(results: dict[str, Any]) -> None:
 
 def main() -> None:
     """Measure, print, and write JSON if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="on the disk to be measured; by default the temporary folder")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="on the disk to be measured; by default the temporary folder"
+    )
     parser.add_argument("--fio", default=shutil.which("fio"), help="the program")
     parser.add_argument("--mib", type=int, default=256, help="bytes of each turn, in MiB")
     parser.add_argument("--rounds", type=int, default=7)

@@ -1,17 +1,21 @@
-"""How much a GPU's own work slows down beside continuous transfers: ours, large copies alone, and a copy kernel.
+"""How much a GPU's own work slows down beside continuous transfers: ours, large copies alone, and a copy
+kernel.
 
     python benchmarks/gpu_interference.py [--layout blocks] [--json FILE]
 
-The work is a prefill with eight layers of the 8B-shaped Llama of `gpu_ttft.py` (bf16, 4,096 tokens), loops of bf16 matrix
-products that take about 1.4 and 0.18 ms each, and a loop of copies within HBM, which has nothing to spare for anybody.
+The work is a prefill with eight layers of the 8B-shaped Llama of `gpu_ttft.py` (bf16, 4,096 tokens), loops
+of bf16 matrix products that take about 1.4 and 0.18 ms each, and a loop of copies within HBM, which has
+nothing to spare for anybody.
 
-A GPU at its power limit drifts by more than what is to be measured, and runs faster for a while after it was idle. So the work
-never stops: transfers come and go beside it, in turns, and after each change nothing counts for `SETTLE` seconds. Each turn is
-held against the work alone before and after it. Two figures: what the work keeps of its speed, and what it keeps at the same
-clock, counted in cycles. The first has what transfers take of the device's power, which any copy does; the second is what
-they keep the work from doing. Large copies alone are the least that transfers can cost.
+A GPU at its power limit drifts by more than what is to be measured, and runs faster for a while after it was
+idle. So the work never stops: transfers come and go beside it, in turns, and after each change nothing
+counts for `SETTLE` seconds. Each turn is held against the work alone before and after it. Two figures: what
+the work keeps of its speed, and what it keeps at the same clock, counted in cycles. The first has what
+transfers take of the device's power, which any copy does; the second is what they keep the work from doing.
+Large copies alone are the least that transfers can cost.
 
-Engines copy too, a few bytes at each step: the time that such a copy takes beside transfers, to the host and to the device.
+Engines copy too, a few bytes at each step: the time that such a copy takes beside transfers, to the host and
+to the device.
 """
 
 from __future__ import annotations
@@ -40,7 +44,9 @@ from kvtier.engine.model import ForwardBatch, SequenceSlice
 
 JOB = 256 << 20
 LAYOUTS = {"layers": (32 << 10, 64), "blocks": (2 << 20, 1)}
-"""Bytes and number of a block's pages: apart by layer, K and V apart too, or all of it in one run of memory."""
+"""Bytes and number of a block's pages: apart by layer, K and V apart too, or all of it in one
+run of memory.
+"""
 SETTLE, WINDOW, COPY_WINDOW = 0.1, 0.2, 0.5
 PATIENCE = 1.0
 AHEAD = 3
@@ -74,7 +80,9 @@ def prefill(num_tokens: int, num_layers: int, block_size: int = 16) -> Callable[
     model = make_model(LLAMA_8B | {"num_hidden_layers": num_layers})
     num_blocks = num_tokens // block_size
     shape = (num_blocks, 2, block_size, model.config.num_kv_heads, model.config.head_dim)
-    caches = {name: torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE) for name in model.config.layer_names}
+    caches = {
+        name: torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE) for name in model.config.layer_names
+    }
     token = torch.arange(num_tokens, device=DEVICE)
     sequence = SequenceSlice(0, num_tokens, num_tokens, (torch.arange(num_blocks, device=DEVICE),))
     batch = ForwardBatch(token, token, [sequence], (token,))
@@ -113,12 +121,16 @@ class Transfers:
 
 
 class Bare:
-    """Keeps copies without a handler enqueued, in each direction given: large ones, or kernels that read pinned memory."""
+    """Keeps copies without a handler enqueued, in each direction given: large ones, or kernels that read
+    pinned memory.
+    """
 
     def __init__(self, rig: Rig, ways: tuple[str, ...], kind: str) -> None:
         self._bare = [BareCopies(rig, rig.blocks) for _ in ways]
         pairs = list(zip(self._bare, ways, strict=True))
-        self._enqueue = [bare.kernel(way) if kind == "kernel" else partial(bare.large, way) for bare, way in pairs]
+        self._enqueue = [
+            bare.kernel(way) if kind == "kernel" else partial(bare.large, way) for bare, way in pairs
+        ]
         self._events: list[deque[torch.cuda.Event]] = [deque() for _ in ways]
         self._size = rig.job_bytes
         self.bytes = 0
@@ -171,13 +183,17 @@ class Running:
 def _read_clock(out):  # type: ignore[no-untyped-def]
     """Write down the cycles and nanoseconds of the multiprocessor that this runs on."""
     place = out + 2 * smid()
-    cycles = tl.inline_asm_elementwise("mov.u64 $0, %clock64;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+    cycles = tl.inline_asm_elementwise(
+        "mov.u64 $0, %clock64;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+    )
     tl.store(place, cycles)
     tl.store(place + 1, globaltimer())
 
 
 class Clock:
-    """Tells the frequency of the multiprocessors between two looks at it, each enqueued behind the work so far."""
+    """Tells the frequency of the multiprocessors between two looks at it, each enqueued behind the work so
+    far.
+    """
 
     def __init__(self) -> None:
         self._count = torch.cuda.get_device_properties(DEVICE).multi_processor_count
@@ -273,7 +289,14 @@ def bench(
         print(
             f"{name:22} {which:14} {kind:12} keeps {kept:.3f}, at the same clock {cycles:.3f}; {speed:5.1f} GB/s moved"
         )
-        row = {"work": name, "beside": kind, "ways": list(ways), "kept": kept, "kept_cycles": cycles, "gbps": speed}
+        row = {
+            "work": name,
+            "beside": kind,
+            "ways": list(ways),
+            "kept": kept,
+            "kept_cycles": cycles,
+            "gbps": speed,
+        }
         rows.append(row)
     return rows
 
@@ -287,7 +310,10 @@ class SmallCopies:
         self._stream = new_stream()
 
     def seconds(self, *, to_host: bool) -> list[float]:
-        """Return what copies took, in order of size. One that takes longer than `PATIENCE` counts as that, and is the last."""
+        """Return what copies took, in order of size.
+
+        One that takes longer than `PATIENCE` counts as that, and is the last.
+        """
         found: list[float] = []
         rng = random.Random(0)
         dst, src = (self._here, self._there) if to_host else (self._there, self._here)
@@ -340,9 +366,13 @@ def main() -> None:
         "matrix products, 4096": partial(matrix_products, 4096, 12),
         "copies within HBM": partial(hbm_copies, 4),
     }
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--layout", choices=list(LAYOUTS), default="layers", help="of the cache that is copied")
+    parser.add_argument(
+        "--layout", choices=list(LAYOUTS), default="layers", help="of the cache that is copied"
+    )
     parser.add_argument("--work", nargs="+", choices=list(works), default=list(works))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -358,8 +388,11 @@ def main() -> None:
                 "large copies": Bare(rig, ways, "large"),
             }
             rows += bench(name, work, ways, kinds, options.turns)
-            # Apart from the others: the work is so slow beside it that the device cools, and is fast afterwards.
-            rows += bench(name, work, ways, {"kernel": Bare(rig, ways, "kernel")}, max(1, options.turns // 4))
+            # Apart from the others: the work is so slow beside it that the device cools, and is fast
+            # afterwards.
+            rows += bench(
+                name, work, ways, {"kernel": Bare(rig, ways, "kernel")}, max(1, options.turns // 4)
+            )
     rig.close()
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2))

@@ -2,13 +2,13 @@
 
     python benchmarks/gpu_transfer.py [--mib 64 256] [--json FILE] [--plot FILE.svg]
 
-limit     one large pinned copy of the same bytes
-batched   one DMA for each page, all in one `cuMemcpyBatchAsync`
-kernel    a copy kernel on 12 SMs that reads and writes pinned memory itself
-ours      the handlers; blocks are scattered, slots side by side (as a fresh pool hands them out) or scattered too
+limit     one large pinned copy of the same bytes batched   one DMA for each page, all in one
+`cuMemcpyBatchAsync` kernel    a copy kernel on 12 SMs that reads and writes pinned memory itself ours
+the handlers; blocks are scattered, slots side by side (as a fresh pool hands them out) or scattered too
 
-All are timed twice: from the call until the caller knows that it is over, which for ours includes planning and the result,
-and on the device's clock, from the first of a job's work to the last. They take turns. GB/s are 10^9 bytes a second.
+All are timed twice: from the call until the caller knows that it is over, which for ours includes planning
+and the result, and on the device's clock, from the first of a job's work to the last. They take turns. GB/s
+are 10^9 bytes a second.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def bench_pages(page: int, size: int, repetitions: int) -> list[dict[str, Any]]:
         timings = medians(runs, repetitions)
         speeds = {name: rig.job_bytes / timing.wall / 1e9 for name, timing in timings.items()}
         device = {f"{name}_device": rig.job_bytes / timing.device / 1e9 for name, timing in timings.items()}
-        rows.append({"page": page, "way": way, "row": rig.block_bytes, "bytes": rig.job_bytes} | speeds | device)
+        rows.append(
+            {"page": page, "way": way, "row": rig.block_bytes, "bytes": rig.job_bytes} | speeds | device
+        )
     rig.close()
     return rows
 
@@ -72,7 +74,9 @@ def bench_both_ways(page: int, size: int, repetitions: int) -> dict[str, Any]:
     def ours() -> Timing:
         gpu, cpu = rig.ends(2 * rig.blocks, scattered=False)
         places = cpu.block_ids.reshape(2, -1)
-        halves = [(GPULoadStoreSpec(gpu.block_ids[half::2]), CPULoadStoreSpec(places[half])) for half in (0, 1)]
+        halves = [
+            (GPULoadStoreSpec(gpu.block_ids[half::2]), CPULoadStoreSpec(places[half])) for half in (0, 1)
+        ]
         start = time.perf_counter()
         jobs = [rig.start(way, *ends) for way, ends in zip(WAYS, halves, strict=True)]
         for way, job in zip(WAYS, jobs, strict=True):
@@ -86,7 +90,9 @@ def bench_both_ways(page: int, size: int, repetitions: int) -> dict[str, Any]:
 
 
 def bench_small(page: int, repetitions: int) -> list[dict[str, Any]]:
-    """Measure jobs of 1 to 16 chunks, beside one bare copy of as many bytes; what is beyond bytes / limit is overhead."""
+    """Measure jobs of 1 to 16 chunks, beside one bare copy of as many bytes; what is beyond bytes / limit is
+    overhead.
+    """
     rig = Rig(page, LAYERS, 16 * page * LAYERS)
     copies = {chunks: BareCopies(rig, chunks) for chunks in (1, 2, 4, 8, 16)}
     whole, rows = copies[rig.blocks], []
@@ -99,7 +105,12 @@ def bench_small(page: int, repetitions: int) -> list[dict[str, Any]]:
             }
             limit, bare, ours = medians(runs, repetitions).values()
             least = limit.device * chunks / rig.blocks
-            over = {"device_us": ours.device, "wall_us": ours.wall, "bare_device_us": bare.device, "bare_us": bare.wall}
+            over = {
+                "device_us": ours.device,
+                "wall_us": ours.wall,
+                "bare_device_us": bare.device,
+                "bare_us": bare.wall,
+            }
             over = {name: 1e6 * (seconds - least) for name, seconds in over.items()}
             rows.append({"page": page, "way": way, "chunks": chunks, "least_us": 1e6 * least} | over)
     rig.close()
@@ -141,7 +152,11 @@ def plot_growth(rows: list[dict[str, Any]]) -> str:
     plot = Plot("speed by size of the job", x, y, x_label="job, MiB (loads dashed)", y_label="GB/s")
     plot.x_axis((value, f"{value:g}") for value in x.ticks())
     plot.y_axis((value, f"{value:g}") for value in y.ticks())
-    places = {"limit": ("store", -6, -6, "end"), "batched": ("store", 0, -8, ""), "ours": ("load", 10, 16, "start")}
+    places = {
+        "limit": ("store", -6, -6, "end"),
+        "batched": ("store", 0, -8, ""),
+        "ours": ("load", 10, 16, "start"),
+    }
     for name, (labelled, right, down, anchor) in places.items():
         for way in WAYS:
             points = [(row["bytes"] / 2**20, row[name]) for row in rows if row["way"] == way]
@@ -155,7 +170,9 @@ def plot_growth(rows: list[dict[str, Any]]) -> str:
 def show(results: dict[str, Any]) -> None:
     """Print all tables."""
     print("GB/s for the caller, and as parts of the limit: on the device's clock and (for the caller)")
-    print("job MiB page KiB way     limit batched kernel | slots side by side      | slots scattered         row KiB")
+    print(
+        "job MiB page KiB way     limit batched kernel | slots side by side      | slots scattered         row KiB"
+    )
     for row in results["pages"]:
         cells = [f"{row['bytes'] >> 20:7d} {row['page'] >> 10:8d} {row['way']:5}"]
         cells.append(f"{row['limit']:7.1f} {row['batched']:7.1f} {row['kernel']:6.1f}")
@@ -165,7 +182,9 @@ def show(results: dict[str, Any]) -> None:
         print(*cells, f"{row['row'] >> 10:6d}")
     for row in results["both_ways"]:
         of = row["ours"] / row["limit"]
-        print(f"both ways, {row['page'] >> 10} KiB pages: {row['ours']:.1f} of {row['limit']:.1f} GB/s, {of:.3f}")
+        print(
+            f"both ways, {row['page'] >> 10} KiB pages: {row['ours']:.1f} of {row['limit']:.1f} GB/s, {of:.3f}"
+        )
     for row in results["small"]:
         print(
             f"{row['chunks']:2d} chunks, {row['page'] >> 10} KiB pages, {row['way']:5}: {row['least_us']:6.1f} us at the limit,"
@@ -179,7 +198,9 @@ def show(results: dict[str, Any]) -> None:
 
 def main() -> None:
     """Measure, print, and write what was asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mib", type=int, nargs="+", default=[64, 256], help="sizes of the jobs, in MiB")
     parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--json", type=Path)
@@ -187,7 +208,9 @@ def main() -> None:
     options = parser.parse_args()
     times = options.repetitions
     results = {
-        "pages": [row for mib in options.mib for page in PAGES for row in bench_pages(page, mib << 20, times)],
+        "pages": [
+            row for mib in options.mib for page in PAGES for row in bench_pages(page, mib << 20, times)
+        ],
         "both_ways": [bench_both_ways(page, 512 << 20, 5) for page in (4 << 10, 32 << 10, 256 << 10)],
         "small": [row for page in (4 << 10, 32 << 10) for row in bench_small(page, 4 * times)],
         "growth": bench_growth(16 << 10, 5),

@@ -2,10 +2,11 @@
 
     python benchmarks/gpu_ttft.py [--json FILE]
 
-32 layers, 8 KV heads of 128, bf16, random weights. For each length, in turns: a prompt that nobody has seen (recompute); the
-same after the GPU has forgotten it (tier); and once more, now that the GPU has it (gpu). The bare bus would take bytes /
-limit, the limit being one large pinned copy in the same run. The last token is always computed, so the least that a load can
-reach is the bus's time and `gpu` together; the ratio to the bus alone is shown too. One request at a time.
+32 layers, 8 KV heads of 128, bf16, random weights. For each length, in turns: a prompt that nobody has seen
+(recompute); the same after the GPU has forgotten it (tier); and once more, now that the GPU has it (gpu).
+The bare bus would take bytes / limit, the limit being one large pinned copy in the same run. The last token
+is always computed, so the least that a load can reach is the bus's time and `gpu` together; the ratio to the
+bus alone is shown too. One request at a time.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def make_model(shape: Mapping[str, Any]) -> Decoder:
     """Make a model with random weights."""
     config = ModelConfig.from_dict(shape)
     weights = {
-        name: torch.randn(size, dtype=torch.bfloat16, device="cuda").mul_(size[-1] ** -0.5 if len(size) > 1 else 1)
+        name: torch.randn(size, dtype=torch.bfloat16, device="cuda").mul_(
+            size[-1] ** -0.5 if len(size) > 1 else 1
+        )
         for name, size in weight_shapes(config).items()
     }
     return Decoder(config, weights, device="cuda", dtype=torch.bfloat16)
@@ -96,7 +99,9 @@ def bench_length(engine: Engine, length: int, repetitions: int, rng: random.Rand
         for name, output in outputs.items():
             if repetition >= 0 and output.ttft is not None:
                 times[name].append(output.ttft)
-    return {"tokens": length, "loaded": loaded} | {name: statistics.median(values) for name, values in times.items()}
+    return {"tokens": length, "loaded": loaded} | {
+        name: statistics.median(values) for name, values in times.items()
+    }
 
 
 def bus_limit() -> float:
@@ -110,7 +115,9 @@ def bus_limit() -> float:
 
 def main() -> None:
     """Measure, print, and write what was asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16384, 32768])
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--json", type=Path)
@@ -125,7 +132,9 @@ def main() -> None:
     for length in options.tokens:
         row = bench_length(engine, length, options.repetitions, random.Random(length))
         row["bus"] = row["loaded"] * TOKEN_BYTES / limit
-        faster, allowed, bare = (row["recompute"] / t for t in (row["tier"], row["bus"] + row["gpu"], row["bus"]))
+        faster, allowed, bare = (
+            row["recompute"] / t for t in (row["tier"], row["bus"] + row["gpu"], row["bus"])
+        )
         rows.append(row | {"faster": faster, "allowed": allowed, "bare": bare, "limit": limit})
         ms = [1e3 * row[name] for name in ("recompute", "tier", "gpu", "bus")]
         print(

@@ -1,12 +1,14 @@
-"""Claim: the index takes in at least twice the blocks per second that Dynamo's indexer does, at 40 bytes a block or fewer,
-and matches 1,000 blocks against 64 workers in less than 15 microseconds.
+"""Claim: the index takes in at least twice the blocks per second that Dynamo's indexer does, at 40 bytes a
+block or fewer, and matches 1,000 blocks against 64 workers in less than 15 microseconds.
 
 *From the wire*: the same pre-encoded batches (64 blocks of 16 tokens each) go by ZeroMQ to Dynamo's standalone indexer and to
-`kvtier index serve`, one after the other, each a process of its own that is asked over HTTP until its picture is complete.
-With `keys=xxh3` both do the same work: they hash every token. With `keys=engine` the engine's hashes are the keys.
+`kvtier index serve`, one after the other, each a process of its own that is asked over HTTP until its
+picture is complete. With `keys=xxh3` both do the same work: they hash every token. With `keys=engine` the
+engine's hashes are the keys.
 *Match* and *growth* run in this process; the peer's match is that of its Python binding.
 
-Dynamo runs in the Python given by `--dynamo-python`, by default this one, and is left out where it is not installed there.
+Dynamo runs in the Python given by `--dynamo-python`, by default this one, and is left out where it is not
+installed there.
 """
 
 from __future__ import annotations
@@ -70,14 +72,16 @@ print(sorted(times)[len(times) // 2] * 1e6)
 """
 
 
-# -- from the wire ------------------------------------------------------------------------------------------------------------
+# -- from the wire ---------------------------------------------------------------------------------
 
 
 Question = tuple[str, dict[str, Any]]
 
 
 class Part(NamedTuple):
-    """Encoded batches; the last one stores a single block, so that it is cheap to ask whether all are taken in."""
+    """Encoded batches; the last one stores a single block, so that it is cheap to ask whether all are taken
+    in.
+    """
 
     payloads: list[bytes]
     blocks: int
@@ -184,14 +188,19 @@ def running(name: str, command: Sequence[str], port: int) -> Iterator[Indexer]:
 
 
 def take_in(indexer: Indexer, parts: Sequence[Part]) -> list[dict[str, float | None]]:
-    """Send parts. The first is small and shows what taking in anything at all costs in memory, the second what a block does;
-    both come slowly, so that no message waits in a buffer. The others come as fast as they can, and each shows how fast it is
-    taken in: from the first byte until its last chain is found."""
+    """Send parts. The first is small and shows what taking in anything at all costs in memory, the second
+    what a block does; both come slowly, so that no message waits in a buffer. The others come as fast as
+    they can, and each shows how fast it is taken in: from the first byte until its last chain is found."""
     context = zmq.Context()
     publisher = context.socket(zmq.XPUB)
     publisher.sndhwm = 0
     port = publisher.bind_to_random_port("tcp://127.0.0.1")
-    new = {"instance_id": 1, "endpoint": f"tcp://127.0.0.1:{port}", "model_name": "m", "block_size": BLOCK_SIZE}
+    new = {
+        "instance_id": 1,
+        "endpoint": f"tcp://127.0.0.1:{port}",
+        "model_name": "m",
+        "block_size": BLOCK_SIZE,
+    }
     indexer.ask("POST", "/register", new)
     publisher.recv()  # it subscribes
     sequence = count()
@@ -225,8 +234,13 @@ def measure_speed(
     return {"blocks_per_second": part.blocks / seconds, "cpu_us_per_block": used / part.blocks * 1e6}
 
 
-def send(publisher: zmq.Socket[bytes], sequence: Iterator[int], payloads: list[bytes], rate: int | None) -> None:
-    """Send batches, at most `rate` a second. Frame by frame: `send_multipart` takes twice as long, of cores that are shared."""
+def send(
+    publisher: zmq.Socket[bytes], sequence: Iterator[int], payloads: list[bytes], rate: int | None
+) -> None:
+    """Send batches, at most `rate` a second.
+
+    Frame by frame: `send_multipart` takes twice as long, of cores that are shared.
+    """
     start = time.perf_counter()
     for number, payload in enumerate(payloads):
         publisher.send(b"", zmq.SNDMORE)
@@ -250,7 +264,9 @@ def has_dynamo(python: str) -> bool:
 
 
 def from_the_wire(arguments: argparse.Namespace, forms: list[str]) -> dict[str, dict[str, Any]]:
-    """Measure every indexer several times, in turns, since the machine's speed changes; the best of each counts."""
+    """Measure every indexer several times, in turns, since the machine's speed changes; the best of each
+    counts.
+    """
     sizes = (FIRST_BLOCKS, *[arguments.blocks] * 4)
     parts = [make_part(size, seed) for seed, size in enumerate(sizes)]
     port = str(arguments.port)
@@ -269,15 +285,21 @@ def from_the_wire(arguments: argparse.Namespace, forms: list[str]) -> dict[str, 
 
 
 def best_of(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the most blocks a second, and the least of everything else: whatever else the machine does only adds to it."""
-    best = {key: min(times[key] for times in rounds) for key, value in rounds[0].items() if value is not None}
+    """Return the most blocks a second, and the least of everything else: whatever else the machine does only
+    adds to it.
+    """
+    best = {
+        key: min(times[key] for times in rounds) for key, value in rounds[0].items() if value is not None
+    }
     return best | {"blocks_per_second": max(times["blocks_per_second"] for times in rounds)}
 
 
-# -- in this process ------------------------------------------------------------------------------------------------------------
+# -- in this process -------------------------------------------------------------------------------
 
 
-def median_us(function: Callable[[], object], rounds: int, before: Callable[[], object] = lambda: None) -> float:
+def median_us(
+    function: Callable[[], object], rounds: int, before: Callable[[], object] = lambda: None
+) -> float:
     times = []
     for _ in range(rounds):
         before()
@@ -288,7 +310,9 @@ def median_us(function: Callable[[], object], rounds: int, before: Callable[[], 
 
 
 def measure_match(form: str) -> dict[str, float]:
-    """Time a match of 1,000 blocks that all of 64 workers hold, and one where each holds another part, among other blocks."""
+    """Time a match of 1,000 blocks that all of 64 workers hold, and one where each holds another part, among
+    other blocks.
+    """
     index, rng = PrefixIndex(form=form), np.random.default_rng(2)
     store(index, "w0", rng.integers(0, 1 << 63, 10**6 if form == "numba" else 10**5, dtype=np.uint64))
     shared, ragged = rng.integers(0, 1 << 63, (2, 1000), dtype=np.uint64)
@@ -310,7 +334,9 @@ def measure_match(form: str) -> dict[str, float]:
     }
 
 
-def store(index: PrefixIndex, worker: str, hashes: np.ndarray[Any, np.dtype[np.uint64]], medium: str = "GPU") -> None:
+def store(
+    index: PrefixIndex, worker: str, hashes: np.ndarray[Any, np.dtype[np.uint64]], medium: str = "GPU"
+) -> None:
     """Apply stores of 64 blocks each."""
     for start in range(0, len(hashes), BATCH_BLOCKS):
         part = hashes[start : start + BATCH_BLOCKS].tolist()
@@ -367,7 +393,7 @@ def own_resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
 
 
-# -- telling --------------------------------------------------------------------------------------------------------------------
+# -- telling ---------------------------------------------------------------------------------------
 
 
 def show(console: Console, title: str, rows: dict[str, dict[str, Any]], columns: dict[str, str]) -> None:
@@ -378,7 +404,8 @@ def show(console: Console, title: str, rows: dict[str, dict[str, Any]], columns:
     for name, row in rows.items():
         cells = [row.get(key) for key in columns]
         table.add_row(
-            name, *("-" if cell is None else f"{cell:,.2f}" if cell < 100 else f"{cell:,.0f}" for cell in cells)
+            name,
+            *("-" if cell is None else f"{cell:,.2f}" if cell < 100 else f"{cell:,.0f}" for cell in cells),
         )
     console.print(table)
 
@@ -408,7 +435,11 @@ def main() -> int:
     add_ratios(wire)
     if "dynamo" not in wire:
         console.print(f"ai-dynamo-runtime is not installed in {arguments.dynamo_python}: no comparison")
-    headings = {"blocks_per_second": "blocks/s", "times_dynamo": "x Dynamo", "cpu_us_per_block": "CPU us/block"}
+    headings = {
+        "blocks_per_second": "blocks/s",
+        "times_dynamo": "x Dynamo",
+        "cpu_us_per_block": "CPU us/block",
+    }
     headings |= {
         "cpu_times_less": "x less CPU",
         "first_use_mb": "first use MB",
@@ -434,10 +465,25 @@ def main() -> int:
         sizes = [10**power for power in range(4, 9) if 10**power <= most]
         growth[form] = measure_growth(form, sizes)
         rows = {f"{int(row['blocks']):,}": row for row in growth[form]}
-        named = {"ns_per_block": "ns/block", "worst_batch_us": "slowest batch us", "bytes_per_block": "B/block"}
-        show(console, f"Growth, {form}", rows, named | {"rss_bytes_per_block": "RSS B/block", "clear_us": "clear us"})
+        named = {
+            "ns_per_block": "ns/block",
+            "worst_batch_us": "slowest batch us",
+            "bytes_per_block": "B/block",
+        }
+        show(
+            console,
+            f"Growth, {form}",
+            rows,
+            named | {"rss_bytes_per_block": "RSS B/block", "clear_us": "clear us"},
+        )
 
-    result = {"wire": wire, "match": match, "growth": growth, "targets": TARGETS, "cores": len(os.sched_getaffinity(0))}
+    result = {
+        "wire": wire,
+        "match": match,
+        "growth": growth,
+        "targets": TARGETS,
+        "cores": len(os.sched_getaffinity(0)),
+    }
     text = json.dumps(result, indent=2) + "\n"
     if arguments.json == "-":
         sys.stdout.write(text)

@@ -1,8 +1,10 @@
-"""Claim: kvtier hashes the blocks of a prompt in less than a fifth of the time that vLLM's default block hash takes.
+"""Claim: kvtier hashes the blocks of a prompt in less than a fifth of the time that vLLM's default block
+hash takes.
 
-Both hash the same 1,024 blocks of 16 tokens, from a list of ints, in one process and in turns; the best of many rounds
-counts, since everything else a machine does only adds time. vLLM's function is called as its scheduler calls it, with the
-hash that its default config resolves to. Needs an environment with vLLM and kvtier (`make bench` builds one).
+Both hash the same 1,024 blocks of 16 tokens, from a list of ints, in one process and in turns; the best of
+many rounds counts, since everything else a machine does only adds time. vLLM's function is called as its
+scheduler calls it, with the hash that its default config resolves to. Needs an environment with vLLM and
+kvtier (`make bench` builds one).
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ def vllm_hasher() -> Callable[[list[int]], list[bytes]]:
     return run
 
 
-def best_ns_per_block(functions: list[Callable[[list[int]], object]], tokens: list[int], rounds: int) -> list[float]:
+def best_ns_per_block(
+    functions: list[Callable[[list[int]], object]], tokens: list[int], rounds: int
+) -> list[float]:
     """Time each function in turns; return its best round, per block."""
     best = [float("inf")] * len(functions)
     for _ in range(rounds):
@@ -69,14 +73,21 @@ def main() -> int:
         return 2
     source = random.Random(0)
     tokens = [source.randrange(VOCABULARY) for _ in range(BLOCKS * BLOCK_SIZE)]
-    kvtier_ns, vllm_ns = best_ns_per_block([lambda ids: hash_blocks(ids, BLOCK_SIZE), theirs], tokens, arguments.rounds)
+    kvtier_ns, vllm_ns = best_ns_per_block(
+        [lambda ids: hash_blocks(ids, BLOCK_SIZE), theirs], tokens, arguments.rounds
+    )
     ratio = vllm_ns / kvtier_ns
     print(f"{BLOCKS} blocks of {BLOCK_SIZE} tokens, best of {arguments.rounds} rounds")
     print(f"  vLLM    {vllm_ns:8.1f} ns/block")
     print(f"  kvtier  {kvtier_ns:8.1f} ns/block  (hashed by {HASHED_BY})")
     print(f"  {ratio:.2f} times faster; the claim is {TARGET:g}")
     if arguments.json:
-        numbers = {"vllm_ns_per_block": vllm_ns, "kvtier_ns_per_block": kvtier_ns, "ratio": ratio, "target": TARGET}
+        numbers = {
+            "vllm_ns_per_block": vllm_ns,
+            "kvtier_ns_per_block": kvtier_ns,
+            "ratio": ratio,
+            "target": TARGET,
+        }
         arguments.json.write_text(json.dumps(numbers | {"hashed_by": HASHED_BY}, indent=2) + "\n")
     return 0 if ratio >= TARGET else 1
 

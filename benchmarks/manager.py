@@ -1,13 +1,16 @@
-"""Claim: kvtier's CPU manager spends at most a tenth of the time on a block that vLLM's spends, LRU and ARC, answers included.
+"""Claim: kvtier's CPU manager spends at most a tenth of the time on a block that vLLM's spends, LRU and ARC,
+answers included.
 
-One trace of multi-turn conversations with shared system prompts (about 1,024 blocks a prompt, made from a seed) is served through
-both managers in one process, in turns. The pool holds a part of the conversations only, so that blocks are evicted all the time.
-Eight requests run at once. Each looks its prompt up, loads what it finds, offers the rest, a thousand blocks a step, and ends by
-renewing the recency of all its blocks. Both get the same calls, each request with keys of its own, and their events are
-drained; vLLM's manager is asked key by key up to the first miss, as its connector does. A call counts with its median over all
-repetitions. "One block" is not part of the trace: offers of a single block, as answers make them while they grow. "With answers"
-adds as many of those to each prompt as an answer of `ANSWER` of its length makes, which is what storing decoded blocks costs.
-Needs an environment with vLLM 0.32 and kvtier (`make bench` builds one).
+One trace of multi-turn conversations with shared system prompts (about 1,024 blocks a prompt, made from a
+seed) is served through both managers in one process, in turns. The pool holds a part of the conversations
+only, so that blocks are evicted all the time. Eight requests run at once. Each looks its prompt up, loads
+what it finds, offers the rest, a thousand blocks a step, and ends by renewing the recency of all its blocks.
+Both get the same calls, each request with keys of its own, and their events are drained; vLLM's manager is
+asked key by key up to the first miss, as its connector does. A call counts with its median over all
+repetitions. "One block" is not part of the trace: offers of a single block, as answers make them while they
+grow. "With answers" adds as many of those to each prompt as an answer of `ANSWER` of its length makes, which
+is what storing decoded blocks costs. Needs an environment with vLLM 0.32 and kvtier (`make bench` builds
+one).
 """
 
 from __future__ import annotations
@@ -49,7 +52,9 @@ class Request:
 
 
 def make_trace(num_requests: int, seed: int) -> list[Request]:
-    """Make turns of interleaved conversations: each prompt is the last one and more, until a new conversation begins."""
+    """Make turns of interleaved conversations: each prompt is the last one and more, until a new
+    conversation begins.
+    """
     source = random.Random(seed)
     systems = [random_keys(source, 96) for _ in range(SYSTEM_PROMPTS)]
     talks: list[list[OffloadKey]] = [[] for _ in range(CONVERSATIONS)]
@@ -259,7 +264,9 @@ def main() -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     trace = make_trace(arguments.requests, arguments.seed)
     try:
-        results = {policy: measure(policy, trace, arguments) for policy in arguments.policy or ("lru", "arc")}
+        results = {
+            policy: measure(policy, trace, arguments) for policy in arguments.policy or ("lru", "arc")
+        }
     except ModuleNotFoundError as error:
         print(
             f"benchmarks/manager.py: {error}; run it with an environment that has vLLM, as `make bench` does",
@@ -272,8 +279,16 @@ def main() -> int:
         f"{len(trace)} requests of {blocks:.0f} blocks, {arguments.capacity} slots, kvtier's in {SLOTS_BY}\n",
         file=report,
     )
-    print(f"{table(results)}The claim is {TARGET:g}x over the whole trace of prompts, and with answers.", file=report)
-    text = json.dumps({"policies": results, "target": TARGET, "slots_by": SLOTS_BY, **vars(arguments)}, indent=2) + "\n"
+    print(
+        f"{table(results)}The claim is {TARGET:g}x over the whole trace of prompts, and with answers.",
+        file=report,
+    )
+    text = (
+        json.dumps(
+            {"policies": results, "target": TARGET, "slots_by": SLOTS_BY, **vars(arguments)}, indent=2
+        )
+        + "\n"
+    )
     if arguments.json == "-":
         sys.stdout.write(text)
     elif arguments.json:

@@ -1,12 +1,13 @@
 """Claim: with nothing to reuse, an engine with kvtier is at least 0.97 times as fast as one without.
 
-The worst case for kvtier: all prompts differ, so that every block is hashed, looked up in vain, stored, and evicted again by the
-next ones. Two engines share one model and run the same requests in turns, off on, on off, …, for as long as `--seconds` allows.
-A run ends when its last store has. Each pair of neighbouring runs gives a ratio; the median of many short pairs stands even on
-a machine that does other things, and its 95 % interval says how well. The CPU time of the process, all its threads counted,
-tells the same story without the neighbours. `--control` leaves kvtier out of both engines: what is then measured is
-the measurement. `--disk` puts a disk tier below the pool, to which every block is then written as well;
-`--tier valkey`, `object` or `mooncake` a server on this machine, which is also asked about every prompt.
+The worst case for kvtier: all prompts differ, so that every block is hashed, looked up in vain, stored, and
+evicted again by the next ones. Two engines share one model and run the same requests in turns, off on, on
+off, …, for as long as `--seconds` allows. A run ends when its last store has. Each pair of neighbouring runs
+gives a ratio; the median of many short pairs stands even on a machine that does other things, and its 95 %
+interval says how well. The CPU time of the process, all its threads counted, tells the same story without
+the neighbours. `--control` leaves kvtier out of both engines: what is then measured is the measurement.
+`--disk` puts a disk tier below the pool, to which every block is then written as well; `--tier valkey`,
+`object` or `mooncake` a server on this machine, which is also asked about every prompt.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ class Run:
     wall: float
     cpu: float
     own_cpu: float
-    """The part of it that the engine's thread took, which calls the connector; the rest are threads that copy."""
+    """The part of it that the engine's thread took, which calls the connector; the rest are threads that
+    copy.
+    """
     steps: int
     calls: Seconds
     tokens: list[list[int]]
@@ -87,7 +90,9 @@ def run(engine: Engine, stopwatch: Stopwatch, seed: int) -> Run:
     gc.collect()
     stopwatch.take()
     wall, cpu, own_cpu = time.perf_counter(), time.process_time(), time.thread_time()
-    ids = [engine.add_request(prompt, SamplingParams(max_tokens=ANSWER, ignore_eos=True)) for prompt in prompts]
+    ids = [
+        engine.add_request(prompt, SamplingParams(max_tokens=ANSWER, ignore_eos=True)) for prompt in prompts
+    ]
     while engine.has_unfinished():
         tokens |= {output.request_id: output.token_ids for output in engine.step()}
         engine.take_events()
@@ -134,7 +139,9 @@ def make_settings(arguments: argparse.Namespace, stack: ExitStack) -> KVTierConf
     return KVTierConfig.from_dict({"cpu": {"capacity": POOL}, "tiers": tiers})
 
 
-def run_pairs(off: Engine, on: Engine, stopwatch: Stopwatch, arguments: argparse.Namespace) -> list[tuple[Run, Run]]:
+def run_pairs(
+    off: Engine, on: Engine, stopwatch: Stopwatch, arguments: argparse.Namespace
+) -> list[tuple[Run, Run]]:
     """Run off and on in turns. The first pair warms up and does not count."""
     pairs: list[tuple[Run, Run]] = []
     until = time.perf_counter() + arguments.seconds
@@ -149,7 +156,10 @@ def run_pairs(off: Engine, on: Engine, stopwatch: Stopwatch, arguments: argparse
 
 def compare(pairs: list[tuple[Run, Run]]) -> dict[str, Any]:
     """Return how fast both engines were, and the ratios of the pairs."""
-    wall, cpu = spread([off.wall / on.wall for off, on in pairs]), spread([off.cpu / on.cpu for off, on in pairs])
+    wall, cpu = (
+        spread([off.wall / on.wall for off, on in pairs]),
+        spread([off.cpu / on.cpu for off, on in pairs]),
+    )
     result = {"target": TARGET, "ratio": wall["median"], "wall_ratio": wall, "cpu_ratio": cpu}
     result |= {"pairs": len(pairs), "tokens_per_run": NUM_TOKENS, "steps_per_run": pairs[0][1].steps}
     for name, runs in zip(("off", "on"), zip(*pairs, strict=True), strict=True):
@@ -202,7 +212,8 @@ def show(console: Console, result: dict[str, Any], arguments: argparse.Namespace
         ("tokens/CPU s", "tokens_per_cpu_second", result["cpu_ratio"]),
     ):
         ranges = (
-            f"{ratio[low]:.3f} – {ratio[high]:.3f}" for low, high in (("low", "high"), ("quartile_1", "quartile_3"))
+            f"{ratio[low]:.3f} – {ratio[high]:.3f}"
+            for low, high in (("low", "high"), ("quartile_1", "quartile_3"))
         )
         rates = (f"{result[run][rate]:.0f}" for run in ("off", "on"))
         table.add_row(name, *rates, f"{ratio['median']:.3f}", *ranges)
@@ -210,7 +221,9 @@ def show(console: Console, result: dict[str, Any], arguments: argparse.Namespace
     if arguments.control:
         console.print("Both without kvtier: what differs from 1 is the error of this benchmark")
         return
-    spent = (f"{who} {us:.0f} µs ({us / result['step_us']:.2%})" for who, us in result["us_per_step"].items())
+    spent = (
+        f"{who} {us:.0f} µs ({us / result['step_us']:.2%})" for who, us in result["us_per_step"].items()
+    )
     console.print(f"Of a step's {result['step_us']:.0f} µs: {', '.join(spent)}")
     stored, evicted = result["stored_bytes_per_run"] / 2**20, result["evicted_chunks_per_run"]
     console.print(
@@ -229,8 +242,12 @@ def main() -> int:
     )
     parser.add_argument("--seconds", type=float, default=60, help="how long to go on making pairs")
     parser.add_argument("--disk", metavar="FOLDER", help="with a disk tier, in a folder on that disk")
-    parser.add_argument("--tier", choices=tuple(SERVERS), help="with a tier on a server that is started here")
-    parser.add_argument("--control", action="store_true", help="measure an engine without kvtier against itself")
+    parser.add_argument(
+        "--tier", choices=tuple(SERVERS), help="with a tier on a server that is started here"
+    )
+    parser.add_argument(
+        "--control", action="store_true", help="measure an engine without kvtier against itself"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     result = measure(arguments)

@@ -68,7 +68,7 @@ WAIT_MS, LOST_AFTER_MS = 60_000, 3_000
 END = b"\xff" * 8
 
 
-# -- the subscriber, a process of its own -------------------------------------------------------------------
+# -- the subscriber, a process of its own ----------------------------------------------------------
 
 
 def subscribe(endpoint: str, replay_endpoint: str, control: str) -> None:
@@ -88,7 +88,9 @@ def subscribe(endpoint: str, replay_endpoint: str, control: str) -> None:
             count, seq = receive_until(sub, order[1])
             first, answer = seq if first is None else first, float(count)
         elif order[0] == b"idle":
-            answer = statistics.median(ask(dealer, (1 << 60).to_bytes(8, "big"))[1] for _ in range(int(order[1])))
+            answer = statistics.median(
+                ask(dealer, (1 << 60).to_bytes(8, "big"))[1] for _ in range(int(order[1]))
+            )
         else:
             count, seconds = ask(dealer, order[1] or first or bytes(8))
             answer = count / seconds
@@ -122,12 +124,14 @@ def ask(dealer: zmq.Socket[bytes], request: bytes) -> tuple[int, float]:
     return count, math.inf
 
 
-# -- what is published --------------------------------------------------------------------------------------
+# -- what is published -----------------------------------------------------------------------------
 
 
 @lru_cache
 def make_batches(module: Any, blocks: int, count: int, room: bool) -> list[Any]:
-    """Make the batches of an engine that computes prompts of `PROMPT_BATCHES` batches, with times from 1 on."""
+    """Make the batches of an engine that computes prompts of `PROMPT_BATCHES` batches, with
+    times from 1 on.
+    """
     source = random.Random(0)
     tokens = [source.randrange(150_000) for _ in range(blocks * BLOCK_SIZE)]
     batches: list[Any] = []
@@ -246,7 +250,7 @@ def bench(module: Any) -> Iterator[Bench]:
         context.destroy(linger=0)
 
 
-# -- what is measured ---------------------------------------------------------------------------------------
+# -- what is measured ------------------------------------------------------------------------------
 
 
 def measure_rate(module: Any, blocks: int, room: bool) -> dict[str, float]:
@@ -292,12 +296,16 @@ def measure_snapshot() -> dict[str, float]:
         gc.unfreeze()
     found = {"snapshot_s": seconds, "snapshot_held_ms": max(held), "filling_held_ms": max(filling)}
     return found | {
-        f"{name}_{cut}_ms": ms for name, by_cut in (("quiet", quiet), ("snapshot", late)) for cut, ms in by_cut.items()
+        f"{name}_{cut}_ms": ms
+        for name, by_cut in (("quiet", quiet), ("snapshot", late))
+        for cut, ms in by_cut.items()
     }
 
 
 def note_batches(sender: Any) -> list[float]:
-    """Return a list that fills with the CPU milliseconds that the publisher's thread takes for each batch."""
+    """Return a list that fills with the CPU milliseconds that the publisher's thread takes for
+    each batch.
+    """
     took: list[float] = []
     send = sender.send
 
@@ -356,7 +364,9 @@ def measure(modules: dict[str, Any], repeat: int) -> dict[str, dict[str, dict[st
             for blocks in SIZES:
                 for name, module in modules.items():
                     situation = f"{blocks} block{'s' * (blocks > 1)}{'' if room else ', full cache'}"
-                    found.setdefault(situation, {}).setdefault(name, []).append(measure_rate(module, blocks, room))
+                    found.setdefault(situation, {}).setdefault(name, []).append(
+                        measure_rate(module, blocks, room)
+                    )
         for name, module in modules.items():
             found.setdefault("otherwise", {}).setdefault(name, []).append(measure_rest(module))
         found.setdefault(f"snapshot of {SNAPSHOT_BLOCKS:,} blocks", {}).setdefault("kvtier", []).append(
@@ -380,7 +390,12 @@ def print_table(console: Console, results: dict[str, dict[str, dict[str, float]]
             upper, lower = (ours, theirs) if figure.endswith("per_s") else (theirs, ours)
             better = upper / lower if lower else math.inf
             ratio = "" if figure == "batches_per_message" or math.isnan(better) else f"{better:.2f}x"
-            cells = [situation, figure, *([f"{theirs:,.2f}" if ratio else ""] if peer else []), f"{ours:,.2f}"]
+            cells = [
+                situation,
+                figure,
+                *([f"{theirs:,.2f}" if ratio else ""] if peer else []),
+                f"{ours:,.2f}",
+            ]
             table.add_row(*cells, *([ratio] if peer else []))
             situation = ""
     console.print(table)
@@ -400,7 +415,9 @@ def judge(results: dict[str, dict[str, dict[str, float]]]) -> dict[str, dict[str
                 continue
             value = min(row["kvtier"][figure] / row["vllm"][figure] for row in rows)
         else:
-            value = next(by_name["kvtier"][figure] for by_name in results.values() if figure in by_name["kvtier"])
+            value = next(
+                by_name["kvtier"][figure] for by_name in results.values() if figure in by_name["kvtier"]
+            )
         found[name] = {"value": value, "gate": gate, "passed": value >= gate if size else value <= gate}
     return found
 
@@ -434,8 +451,12 @@ def main() -> int:
     gates = judge(results)
     for name, gate in gates.items():
         sign = ">=" if "," in name else "<="
-        console.print(f"{'pass' if gate['passed'] else 'FAIL'}  {name}: {gate['value']:.2f} {sign} {gate['gate']}")
-    console.print("Many batches wait here: kvtier joins up to 32 of them into one message, vLLM sends one each.")
+        console.print(
+            f"{'pass' if gate['passed'] else 'FAIL'}  {name}: {gate['value']:.2f} {sign} {gate['gate']}"
+        )
+    console.print(
+        "Many batches wait here: kvtier joins up to 32 of them into one message, vLLM sends one each."
+    )
 
     machine = {"cores": len(os.sched_getaffinity(0)), "zmq": zmq.zmq_version()}
     text = json.dumps({"results": results, "gates": gates, "machine": machine}, indent=2) + "\n"

@@ -2,8 +2,9 @@
 
     python benchmarks/transfer_host.py [--mib 64] [--ways] [--json FILE]
 
-Blocks and slots are scattered, the worst case. `stacked`: all layers in one allocation, as `kvtier.engine` has them;
-`separate`: an allocation for each layer and half. The time of a job is from `transfer_async` until `wait` returns.
+Blocks and slots are scattered, the worst case. `stacked`: all layers in one allocation, as `kvtier.engine`
+has them; `separate`: an allocation for each layer and half. The time of a job is from `transfer_async` until
+`wait` returns.
 
 `--ways` compares ways to copy scattered pages without the handler, for stores into the pool: the reason why
 `kvtier.transfer.pages` is what it is.
@@ -35,7 +36,10 @@ ROUNDS = 15
 
 
 def best(size: int, *actions: Callable[[], object]) -> list[float]:
-    """Return the best GB/s of each action. They take turns, so that a busy machine is busy for all of them."""
+    """Return the best GB/s of each action.
+
+    They take turns, so that a busy machine is busy for all of them.
+    """
     seconds: list[list[float]] = [[] for _ in actions]
     for _ in range(ROUNDS + 1):
         for taken, action in zip(seconds, actions, strict=True):
@@ -139,14 +143,25 @@ def bench_ways(page: int, size: int) -> dict[str, Any]:
     def kvtier_pages() -> None:
         pages.store(rows[:, None], by_block, slots, np.zeros_like(slots), blocks)
 
-    ways = (memcpy, numpy_fancy, numpy_staged, torch_index, memmove_each, assign_page, assign_span, kvtier_pages)
+    ways = (
+        memcpy,
+        numpy_fancy,
+        numpy_staged,
+        torch_index,
+        memmove_each,
+        assign_page,
+        assign_span,
+        kvtier_pages,
+    )
     speeds = best(flat.size, *ways)
     return {"page": page} | {way.__name__: speed for way, speed in zip(ways, speeds, strict=True)}
 
 
 def main() -> None:
     """Print a table, and write it if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mib", type=int, default=64, help="bytes per job, in MiB")
     parser.add_argument("--ways", action="store_true", help="compare ways to copy instead")
     parser.add_argument("--json", type=Path)
@@ -159,7 +174,9 @@ def main() -> None:
             shown = "  ".join(f"{name} {value:5.1f}" for name, value in result.items() if name != "page")
             print(f"{result['page'] >> 10:4d} KiB pages, GB/s:  {shown}")
     else:
-        results = [bench_handlers(layout, page, size) for layout in ("stacked", "separate") for page in PAGES]
+        results = [
+            bench_handlers(layout, page, size) for layout in ("stacked", "separate") for page in PAGES
+        ]
         print(f"copied by {pages.COPIED_BY}")
         print("layout    page      memcpy     store  ratio      load  ratio     (GB/s)")
         for result in results:

@@ -1,11 +1,13 @@
-"""Claim: a prompt whose KV is in the CPU tier has its first token many times sooner than one that is computed.
+"""Claim: a prompt whose KV is in the CPU tier has its first token many times sooner than one that is
+computed.
 
-For each prompt length, in turns: a prompt that nobody has seen (recompute), the same prompt after the engine has forgotten it
-so that only the CPU tier has it (load), and a bare memcpy of as many bytes between memory that no cache holds. Medians over
-many prompts; one request at a time, so that nothing hides a load. Where the time of a loaded prompt goes: asking, and planning
-the load (ask, plan); the load job, from its start until a worker knows that it is over (job), and telling so (end); the pass
-over the last token, which is always computed (token); and the rest of the engine's two steps. A pass in float64 first shows
-that computed and loaded KV give the same tokens.
+For each prompt length, in turns: a prompt that nobody has seen (recompute), the same prompt after the engine
+has forgotten it so that only the CPU tier has it (load), and a bare memcpy of as many bytes between memory
+that no cache holds. Medians over many prompts; one request at a time, so that nothing hides a load. Where
+the time of a loaded prompt goes: asking, and planning the load (ask, plan); the load job, from its start
+until a worker knows that it is over (job), and telling so (end); the pass over the last token, which is
+always computed (token); and the rest of the engine's two steps. A pass in float64 first shows that computed
+and loaded KV give the same tokens.
 
 `--disk` asks after a restart instead: an engine computes prompts and ends, another opens the same folder and
 answers them from its disk tier, whether that is faster or not. Bare reads of as many bytes are beside it.
@@ -96,7 +98,9 @@ def first_token(engine: Engine, stopwatch: Stopwatch, prompt: list[int], tier: s
     return FirstToken(output.ttft, calls, output.token_ids, output.source.tiers.get(tier, 0))
 
 
-def compute_and_load(engine: Engine, stopwatch: Stopwatch, prompt: list[int]) -> tuple[FirstToken, FirstToken]:
+def compute_and_load(
+    engine: Engine, stopwatch: Stopwatch, prompt: list[int]
+) -> tuple[FirstToken, FirstToken]:
     """Have a prompt computed, let the engine forget it, and have it loaded."""
     computed = first_token(engine, stopwatch, prompt)
     engine.reset_prefix_cache()
@@ -118,8 +122,12 @@ def memcpy_seconds(memory: npt.NDArray[np.uint8], size: int) -> Iterator[float]:
 
 
 def make_engine(compute_dtype: str, lengths: Sequence[int], stopwatch: Stopwatch) -> Engine:
-    """Return an engine that holds one prompt, with a CPU tier that holds several, and all its calls watched."""
-    config = EngineConfig(num_blocks=2 + (max(lengths) + ANSWER) // 16, compute_dtype=compute_dtype, kv_events=True)
+    """Return an engine that holds one prompt, with a CPU tier that holds several, and all its
+    calls watched.
+    """
+    config = EngineConfig(
+        num_blocks=2 + (max(lengths) + ANSWER) // 16, compute_dtype=compute_dtype, kv_events=True
+    )
     model = make_model(config)
     stopwatch.watch(model, ["forward"])
     engine = Engine(model, config, KVTierConfig.from_dict({"cpu": {"capacity": "64MiB"}}))
@@ -133,9 +141,13 @@ def check_tokens(lengths: Sequence[int]) -> None:
     stopwatch = Stopwatch()
     with make_engine("float64", lengths, stopwatch) as engine:
         for length in lengths:
-            computed, loaded = compute_and_load(engine, stopwatch, random_prompt(random.Random(length), length))
+            computed, loaded = compute_and_load(
+                engine, stopwatch, random_prompt(random.Random(length), length)
+            )
             if computed.tokens != loaded.tokens:
-                raise IntegrityError(f"{length} tokens: computed KV gives {computed.tokens}, loaded {loaded.tokens}")
+                raise IntegrityError(
+                    f"{length} tokens: computed KV gives {computed.tokens}, loaded {loaded.tokens}"
+                )
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -144,18 +156,24 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     with make_engine("float32", arguments.lengths, stopwatch) as engine:
         compute_and_load(engine, stopwatch, random_prompt(source, min(arguments.lengths)))
         memory = np.ones((2, COLD_BYTES), np.uint8)
-        copies = {length: memcpy_seconds(memory, length * token_bytes(engine)) for length in arguments.lengths}
+        copies = {
+            length: memcpy_seconds(memory, length * token_bytes(engine)) for length in arguments.lengths
+        }
         rounds: dict[int, list[Round]] = {length: [] for length in arguments.lengths}
         until = time.perf_counter() + arguments.seconds
         while time.perf_counter() < until or len(rounds[arguments.lengths[0]]) < MIN_ROUNDS:
             for length in arguments.lengths:
                 tokens = compute_and_load(engine, stopwatch, random_prompt(source, length))
                 rounds[length].append(Round(*tokens, next(copies[length])))
-        return [summarize(length, length * token_bytes(engine), rounds[length]) for length in arguments.lengths]
+        return [
+            summarize(length, length * token_bytes(engine), rounds[length]) for length in arguments.lengths
+        ]
 
 
 def measure_restarts(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Have prompts computed, end the engine, and have the next one answer them from disk; again and again."""
+    """Have prompts computed, end the engine, and have the next one answer them from disk; again
+    and again.
+    """
     lengths, source, stopwatch = arguments.lengths, random.Random(0), Stopwatch()
     config = EngineConfig(num_blocks=2 + (max(lengths) + ANSWER) // 16, kv_events=True)
     model = make_model(config)
@@ -170,7 +188,10 @@ def measure_restarts(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 computed = {length: first_token(engine, stopwatch, prompts[length]) for length in lengths}
                 size = token_bytes(engine)
             with Engine(model, config, KVTierConfig.from_dict(settings), weights_id="bench") as engine:
-                loaded = {length: first_token(engine, stopwatch, prompt, "disk") for length, prompt in prompts.items()}
+                loaded = {
+                    length: first_token(engine, stopwatch, prompt, "disk")
+                    for length, prompt in prompts.items()
+                }
             reads = read_seconds(next(Path(folder).rglob("slots")), [length * size for length in lengths])
             for length, read in zip(lengths, reads, strict=True):
                 if (found := loaded[length].from_tier) != length - 1:
@@ -272,7 +293,11 @@ def show(console: Console, results: list[dict[str, Any]], arguments: argparse.Na
     table = Table("prompt", "KV MiB", "recompute", "load", "speedup", "memcpy", "load / memcpy")
     for result in results:
         times = (f"{result[f'{way}_ms']:.2f}" for way in ("recompute", "load"))
-        ratios = f"{result['speedup']:.1f}", f"{result['memcpy_ms']:.2f}", f"{result['load_over_memcpy']:.1f}"
+        ratios = (
+            f"{result['speedup']:.1f}",
+            f"{result['memcpy_ms']:.2f}",
+            f"{result['load_over_memcpy']:.1f}",
+        )
         table.add_row(str(result["prompt_tokens"]), f"{result['bytes'] / 2**20:.0f}", *times, *ratios)
     console.print(table)
     console.print("Where the time of a loaded prompt goes; and the job beside the memcpy, in GB/s")
@@ -295,7 +320,9 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     if any(length < 16 or length % 16 for length in arguments.lengths):
-        parser.error(f"--lengths: expected multiples of 16, which can be cached whole, got {arguments.lengths}")
+        parser.error(
+            f"--lengths: expected multiples of 16, which can be cached whole, got {arguments.lengths}"
+        )
     torch.set_num_threads(arguments.threads)
     if arguments.disk is not None:
         restarts = measure_restarts(arguments)

@@ -103,7 +103,9 @@ def read_part(descriptor: int, part: tuple[int, int], buffer: mmap.mmap) -> None
     """Read a range piece by piece."""
     (first, last), view = part, memoryview(buffer)
     while first < last:
-        got = os.preadv(descriptor, [view[: min(PIECE, -(-(last - first) // mmap.PAGESIZE) * mmap.PAGESIZE)]], first)
+        got = os.preadv(
+            descriptor, [view[: min(PIECE, -(-(last - first) // mmap.PAGESIZE) * mmap.PAGESIZE)]], first
+        )
         if got <= 0:
             raise OSError(f"expected {last - first} more bytes at {first}, found the end of the file")
         first += got
@@ -135,10 +137,16 @@ def plan_arm(sizes: DiskSizes, model: Path, folder: Path) -> ArmPlan:
     return ArmPlan("kvtier", model, transfer, sizes.engine.options, {})
 
 
-def measure_length(arm: Arm, clock: Clock, folder: Path, length: int, start: int, repetitions: int) -> Result:
-    """Write a prompt, whose first row lies at byte `start` of the slots, and time its first token so often."""
+def measure_length(
+    arm: Arm, clock: Clock, folder: Path, length: int, start: int, repetitions: int
+) -> Result:
+    """Write a prompt, whose first row lies at byte `start` of the slots, and time its first
+    token so often.
+    """
     filled = arm.ask("fill_disk", clock.left, length=length, seconds=clock.left - 1)
-    clock.say(f"{length:,} tokens: {filled['written']} of {filled['rows']} rows written in {filled['seconds']:.1f} s")
+    clock.say(
+        f"{length:,} tokens: {filled['written']} of {filled['rows']} rows written in {filled['seconds']:.1f} s"
+    )
     runs: list[Result] = []
     took = 0.0
     while len(runs) < repetitions and clock.left > 1.5 * took and filled["written"] >= filled["rows"]:
@@ -185,7 +193,9 @@ def show(rows: list[Result]) -> None:
 
 def main() -> None:
     """Measure what fits into the time, and print and write it as it comes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=150.0, help="of the whole run")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--lengths", type=int, nargs="+")

@@ -8,7 +8,8 @@ own, take turns on one GPU: vLLM alone (off), vLLM's own `OffloadingConnector` (
 the same host memory; a name that ends in a layout, as in kvtier-LBNHC, is an engine with that layout of its
 cache, any other has what it asks for itself.
 
-First token       a prompt that nobody has seen; after vLLM has evicted it; once more, when vLLM has it (hit).
+First token       a prompt that nobody has seen; after vLLM has evicted it; once more, when vLLM has it
+(hit).
                   The least that a load can take without overlap is that hit and the prompt's bytes at the
                   speed of one large pinned copy, which is measured in every turn.
 Chats             turns of conversations of which vLLM's cache holds a quarter: so many requests at once
@@ -156,7 +157,9 @@ def plan_arm(name: str, sizes: Sizes, model: Path) -> ArmPlan:
 
 def measure_first(arms: Sequence[Arm], sizes: Sizes, turns: int, repetitions: int) -> list[Result]:
     """Time first tokens, one length after the other, with the arms in turns. The first turn warms up."""
-    token_bytes = 2 * sizes.model["num_hidden_layers"] * sizes.model["num_key_value_heads"] * sizes.model["head_dim"]
+    token_bytes = (
+        2 * sizes.model["num_hidden_layers"] * sizes.model["num_key_value_heads"] * sizes.model["head_dim"]
+    )
     token_bytes *= 2 if sizes.model["torch_dtype"] == "bfloat16" else 4
     rows = []
     for length in sizes.lengths:
@@ -176,7 +179,9 @@ def measure_first(arms: Sequence[Arm], sizes: Sizes, turns: int, repetitions: in
         }
         row["bus_ms"] = 1e3 * row["bytes"] / row["bus_bytes_per_second"]
         for name, got in times.items():
-            medians = {f"{key}_ms": 1e3 * statistics.median(got[key]) for key in ("computed", "evicted", "hit")}
+            medians = {
+                f"{key}_ms": 1e3 * statistics.median(got[key]) for key in ("computed", "evicted", "hit")
+            }
             row[name] = medians | {"cached": min(got["cached"]), "all": got}
             row[name]["least_ms"] = row[name]["hit_ms"] + row["bus_ms"]
             row[name]["of_least"] = row[name]["evicted_ms"] / row[name]["least_ms"]
@@ -232,7 +237,11 @@ def measure_unique(arms: Sequence[Arm], sizes: Sizes, rounds: int) -> Result:
     for name, own in runs.items():
         ratios = [off["served"] / on["served"] for off, on in zip(runs[arms[0].name], own, strict=True)]
         seconds = statistics.median(run["served"] for run in own)
-        result[name] = {"tokens_per_second": tokens / seconds, "ratio": statistics.median(ratios), "ratios": ratios}
+        result[name] = {
+            "tokens_per_second": tokens / seconds,
+            "ratio": statistics.median(ratios),
+            "ratios": ratios,
+        }
     return result
 
 
@@ -244,13 +253,16 @@ def judge(results: Results) -> Result:
         verdicts[name] = {
             "of_least": max((row[name]["of_least"] for row in long), default=None),
             "sooner_than_own": min(
-                (row["own"]["evicted_ms"] / row[name]["evicted_ms"] for row in long if "own" in row), default=None
+                (row["own"]["evicted_ms"] / row[name]["evicted_ms"] for row in long if "own" in row),
+                default=None,
             ),
         }
         closed = results.get("closed")
         for peer in ("own", "off"):
             if closed and peer in closed:
-                pairs = zip(closed[name]["requests_per_second"], closed[peer]["requests_per_second"], strict=True)
+                pairs = zip(
+                    closed[name]["requests_per_second"], closed[peer]["requests_per_second"], strict=True
+                )
                 verdicts[name][f"chats_{peer}"] = min(ours / theirs for ours, theirs in pairs)
         if "unique" in results:
             verdicts[name]["unique"] = results["unique"][name]["ratio"]
@@ -275,7 +287,10 @@ def plot_first(results: Results, name: str) -> str:
         "kvtier": "kvtier",
         "least": "GPU hit + bus",
     }
-    x, y = Log.around(row["tokens"] for row in rows), Log.around(v for line in lines.values() for _, v in line)
+    x, y = (
+        Log.around(row["tokens"] for row in rows),
+        Log.around(v for line in lines.values() for _, v in line),
+    )
     axes = {"x_label": "prompt, tokens", "y_label": "first token of an evicted prompt, ms"}
     plot = Plot("first token by length of the prompt", x, y, **axes)
     plot.x_axis((row["tokens"], f"{row['tokens'] >> 10}k") for row in rows)
@@ -285,7 +300,8 @@ def plot_first(results: Results, name: str) -> str:
             plot.line(points, kind)
             plot.text(74, 44 + 17 * index, labels[kind], f"start {kind}")
     styles = "".join(
-        f".line.{kind} {{ stroke: {colour} }} text.{kind} {{ fill: {colour} }} " for kind, colour in COLOURS.items()
+        f".line.{kind} {{ stroke: {colour} }} text.{kind} {{ fill: {colour} }} "
+        for kind, colour in COLOURS.items()
     )
     style = (
         "<style>.line { fill: none; stroke-width: 2.4 } .line.least { stroke-dasharray: 5 4 } .grid { stroke: #dfe4ea }"
@@ -302,7 +318,9 @@ def show(results: Results) -> None:
         print(f"{name:14}", *(f"{key} {value}" for key, value in facts.items()), sep="  ")
     for row in results.get("first", []):
         bus = f"bus {row['bus_bytes_per_second'] / 1e9:.1f} GB/s, {row['bus_ms']:.2f} ms"
-        print(f"\nfirst token, {row['tokens']:,} tokens ({bus})     computed  evicted      hit  of hit + bus   cached")
+        print(
+            f"\nfirst token, {row['tokens']:,} tokens ({bus})     computed  evicted      hit  of hit + bus   cached"
+        )
         for name in results["arms"]:
             if name in row:
                 got = row[name]
@@ -316,25 +334,39 @@ def show(results: Results) -> None:
             if name in chats:
                 got = chats[name]
                 shown = [
-                    got[key][q] for key in ("ttft_ms", "later_ttft_ms", "between_tokens_ms") for q in ("p50", "p99")
+                    got[key][q]
+                    for key in ("ttft_ms", "later_ttft_ms", "between_tokens_ms")
+                    for q in ("p50", "p99")
                 ]
                 speeds = " ".join(f"{speed:.2f}" for speed in got["requests_per_second"])
-                print(f"  {name:14} {speeds:24}", *(f"{value:10.1f}" for value in shown), f"{got['cached_tokens']:11,}")
+                print(
+                    f"  {name:14} {speeds:24}",
+                    *(f"{value:10.1f}" for value in shown),
+                    f"{got['cached_tokens']:11,}",
+                )
     if "unique" in results:
         print("\nnothing to reuse     tokens/s   of off")
         for name, got in results["unique"].items():
             print(f"  {name:14} {got['tokens_per_second']:12,.0f} {got['ratio']:8.3f}")
     print()
     for name, got in results["verdicts"].items():
-        print(name, *(f"{key} {value:.3f} (bar {BARS[key]})" for key, value in got.items() if value), sep="  ")
+        print(
+            name, *(f"{key} {value:.3f} (bar {BARS[key]})" for key, value in got.items() if value), sep="  "
+        )
 
 
 def main() -> None:
     """Measure, print, and write what was asked for. Results are written after each part."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arms", nargs="+", default=["off", "own", "kvtier", "kvtier-LBNHC"], help="off comes first")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--arms", nargs="+", default=["off", "own", "kvtier", "kvtier-LBNHC"], help="off comes first"
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--turns", type=int, default=3, help="of first tokens, each with a prompt of its own")
+    parser.add_argument(
+        "--turns", type=int, default=3, help="of first tokens, each with a prompt of its own"
+    )
     parser.add_argument("--repetitions", type=int, default=3, help="of first tokens in a turn")
     parser.add_argument("--rounds", type=int, default=3, help="of chats in a closed loop")
     parser.add_argument("--rates", type=float, nargs="+", help="requests a second of chats in an open loop")

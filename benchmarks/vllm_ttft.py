@@ -1,18 +1,21 @@
-"""Claim: turns of a chat that vLLM has evicted get their first token several times sooner with kvtier, at no cost to others.
+"""Claim: turns of a chat that vLLM has evicted get their first token several times sooner with kvtier, at no
+cost to others.
 
-Engines of vLLM's CPU build live in one process and run in turns, so that what disturbs one disturbs the other.
+Engines of vLLM's CPU build live in one process and run in turns, so that what disturbs one disturbs the
+other.
 
-Chats: several conversations go on at once, each turn sends all that was said, and vLLM's cache holds a third of them. What counts
-are the time to the first token, the prompt tokens computed, and the tokens served in a second, by vLLM alone (off) and with
-kvtier (on), whose tokens are compared.
+Chats: several conversations go on at once, each turn sends all that was said, and vLLM's cache holds a third
+of them. What counts are the time to the first token, the prompt tokens computed, and the tokens served in a
+second, by vLLM alone (off) and with kvtier (on), whose tokens are compared.
 
-Nothing to reuse: prompts that all differ, so that kvtier looks up in vain, stores, and evicts again. Each pair of neighbouring
-runs of off and on gives a ratio; the median of many stands on a machine that does other things too.
+Nothing to reuse: prompts that all differ, so that kvtier looks up in vain, stores, and evicts again. Each
+pair of neighbouring runs of off and on gives a ratio; the median of many stands on a machine that does other
+things too.
 
-Scheduler: what vLLM's scheduler spends in the hooks of its connector, for each step that computes, with kvtier and with vLLM's
-own offloading connector and manager. The worker of the latter is replaced by a plain copy, since vLLM's needs a GPU. Prompts are
-long and the model has one layer: it is the number of blocks that matters here.
-Needs an environment with vLLM 0.32 and kvtier (`make bench` builds one).
+Scheduler: what vLLM's scheduler spends in the hooks of its connector, for each step that computes, with
+kvtier and with vLLM's own offloading connector and manager. The worker of the latter is replaced by a plain
+copy, since vLLM's needs a GPU. Prompts are long and the model has one layer: it is the number of blocks that
+matters here. Needs an environment with vLLM 0.32 and kvtier (`make bench` builds one).
 """
 
 from __future__ import annotations
@@ -31,7 +34,13 @@ from statistics import mean, median
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, TypeVar
 
-from _vllm import BLOCK, THREADS, Answer, VllmEngine, save_model  # first: it sets what torch reads when it is imported
+from _vllm import (
+    BLOCK,
+    THREADS,
+    Answer,
+    VllmEngine,
+    save_model,
+)  # first: it sets what torch reads when it is imported
 
 # isort: split
 
@@ -46,7 +55,9 @@ MIN_ROUNDS = 3
 
 
 class Chats(NamedTuple):
-    """Conversations: how many, turns of each, tokens of the first message, of each later one and of an answer."""
+    """Conversations: how many, turns of each, tokens of the first message, of each later one and of an
+    answer.
+    """
 
     chats: int
     turns: int
@@ -68,8 +79,14 @@ OPTIONS = {
     "num_gpu_blocks_override": 72,
     "kv_cache_memory_bytes": 64 << 20,
 }
-"""72 blocks are 2,304 tokens: a third of what all chats have in the end, and room for a run of unique prompts."""
-LONG_OPTIONS = OPTIONS | {"max_model_len": 8192, "max_num_batched_tokens": 2048, "num_gpu_blocks_override": 900}
+"""72 blocks are 2,304 tokens: a third of what all chats have in the end, and room for a run of unique
+prompts.
+"""
+LONG_OPTIONS = OPTIONS | {
+    "max_model_len": 8192,
+    "max_num_batched_tokens": 2048,
+    "num_gpu_blocks_override": 900,
+}
 ONE_LAYER = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
 ONE_LAYER |= {"num_key_value_heads": 2}
 POOL = "96MiB"
@@ -103,7 +120,9 @@ class Served:
 
     @property
     def tokens_per_second(self) -> float:
-        return sum(answer.prompt_tokens + len(answer.tokens) for answer in self.answers.values()) / self.seconds
+        return (
+            sum(answer.prompt_tokens + len(answer.tokens) for answer in self.answers.values()) / self.seconds
+        )
 
 
 def serve_chats(engine: VllmEngine, kind: Chats, seed: int) -> Served:
@@ -131,7 +150,9 @@ def serve_chats(engine: VllmEngine, kind: Chats, seed: int) -> Served:
 
 
 def serve_unique(engine: VllmEngine, seed: int) -> tuple[float, float]:
-    """Return how many seconds prompts take that nobody has seen, until their last store is over: by the wall and of CPU."""
+    """Return how many seconds prompts take that nobody has seen, until their last store is over: by the wall
+    and of CPU.
+    """
     source = random.Random(f"unique {seed}")
     prompts = [random_prompt(source, length) for length in UNIQUE]
     gc.collect()
@@ -146,14 +167,21 @@ def serve_unique(engine: VllmEngine, seed: int) -> tuple[float, float]:
 def measure_chats(off: VllmEngine, on: VllmEngine, seconds: float) -> dict[str, Any]:
     """Serve rounds of chats in turns, the first to warm up, and return the numbers."""
     rounds = in_turns(seconds, off, on, lambda engine, seed: serve_chats(engine, CHATS, seed))
-    result = {"off": summarize([first for first, _ in rounds]), "on": summarize([second for _, second in rounds])}
-    pairs = [(first.answers[turn], second.answers[turn]) for first, second in rounds for turn in first.answers]
+    result = {
+        "off": summarize([first for first, _ in rounds]),
+        "on": summarize([second for _, second in rounds]),
+    }
+    pairs = [
+        (first.answers[turn], second.answers[turn]) for first, second in rounds for turn in first.answers
+    ]
     return result | {
         "rounds": len(rounds),
         "answers": len(pairs),
         "same_answers": sum(first.tokens == second.tokens for first, second in pairs),
         "ttft_speedup": result["off"]["later_ttft_ms"]["p50"] / result["on"]["later_ttft_ms"]["p50"],
-        "throughput_ratio": spread([second.tokens_per_second / first.tokens_per_second for first, second in rounds]),
+        "throughput_ratio": spread(
+            [second.tokens_per_second / first.tokens_per_second for first, second in rounds]
+        ),
     }
 
 
@@ -203,7 +231,9 @@ def measure_unique(off: VllmEngine, on: VllmEngine, seconds: float) -> dict[str,
 
 
 def measure_scheduler(own: VllmEngine, on: VllmEngine, seconds: float) -> dict[str, Any]:
-    """Serve long chats in turns, and return what the scheduler spent in each connector, in microseconds a step."""
+    """Serve long chats in turns, and return what the scheduler spent in each connector, in microseconds a
+    step.
+    """
     spent: dict[VllmEngine, list[float]] = {own: [], on: []}
     for engine in spent:
         engine.time_scheduler()
@@ -228,10 +258,15 @@ def show(console: Console, chats: dict[str, Any], unique: dict[str, Any], schedu
     for title, name in (("first token", "ttft_ms"), ("first token, later turns", "later_ttft_ms")):
         for quantile in ("p50", "p99"):
             off, on = (chats[engine][name][quantile] for engine in ("off", "on"))
-            table.add_row(f"{title}, {quantile}, ms", f"{off:.1f}", f"{on:.1f}", f"{off / on:.1f} times as soon")
+            table.add_row(
+                f"{title}, {quantile}, ms", f"{off:.1f}", f"{on:.1f}", f"{off / on:.1f} times as soon"
+            )
     off, on = (chats[engine]["prompt_tokens_computed"] for engine in ("off", "on"))
     table.add_row(
-        "prompt tokens computed", f"{off:,}", f"{on:,}", f"{on / off:.2f}, of {chats['on']['prompt_tokens']:,}"
+        "prompt tokens computed",
+        f"{off:,}",
+        f"{on:,}",
+        f"{on / off:.2f}, of {chats['on']['prompt_tokens']:,}",
     )
     rates = (f"{chats[engine]['tokens_per_second']:.0f}" for engine in ("off", "on"))
     table.add_row("tokens/s", *rates, describe(chats["throughput_ratio"]))
@@ -248,8 +283,12 @@ def show(console: Console, chats: dict[str, Any], unique: dict[str, Any], schedu
         table.add_row(title, *(f"{scheduler[name][statistic]:.0f}" for statistic in ("p50", "p99", "mean")))
     console.print(table)
     ratio, pairs = unique["ratio"]["median"], unique["pairs"]
-    console.print(f"With nothing to reuse: {ratio:.3f} of vLLM alone, over {pairs} pairs; the claim is {TARGET:g}")
-    console.print(f"By CPU time, which tells the same without the neighbours: {describe(unique['cpu_ratio'])}")
+    console.print(
+        f"With nothing to reuse: {ratio:.3f} of vLLM alone, over {pairs} pairs; the claim is {TARGET:g}"
+    )
+    console.print(
+        f"By CPU time, which tells the same without the neighbours: {describe(unique['cpu_ratio'])}"
+    )
 
 
 def describe(ratio: dict[str, float]) -> str:
@@ -262,7 +301,9 @@ def engines(options: dict[str, Any], *transfers: Transfer, **model: Any) -> Iter
     """Start an engine for each connector, of one model."""
     with TemporaryDirectory() as folder, ExitStack() as stack:
         weights = save_model(Path(folder), **model)
-        yield [stack.enter_context(closing(VllmEngine(weights, transfer, **options))) for transfer in transfers]
+        yield [
+            stack.enter_context(closing(VllmEngine(weights, transfer, **options))) for transfer in transfers
+        ]
 
 
 def main() -> int:

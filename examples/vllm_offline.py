@@ -1,4 +1,5 @@
-"""Ask about documents that do not fit in vLLM's KV cache, twice: the second time their KV comes back from host memory.
+"""Ask about documents that do not fit in vLLM's KV cache, twice: the second time their KV comes back from
+host memory.
 
     python examples/vllm_offline.py --model Qwen/Qwen3-0.6B
 
@@ -40,21 +41,27 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="Qwen/Qwen3-0.6B", help="a name on the hub or a folder")
     parser.add_argument("--documents", type=int, default=8)
     parser.add_argument("--lines", type=int, default=200, help="of each document")
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--kv-cache", default="1GiB", help="what vLLM gets: less than the documents need")
     parser.add_argument("--capacity", default="4GiB", help="what kvtier gets")
-    parser.add_argument("--dtype", default="auto", help="float32 where vLLM's CPU build dies of an illegal instruction")
+    parser.add_argument(
+        "--dtype", default="auto", help="float32 where vLLM's CPU build dies of an illegal instruction"
+    )
     parser.add_argument("--enforce-eager", action="store_true", help="start sooner, run slower")
     return parser.parse_args()
 
 
 def make_document(number: int, lines: int) -> str:
     """Return a text like no other."""
-    return "\n".join(f"Line {line} : {number * line % 97} and {line * line % 89} ." for line in range(1, lines + 1))
+    return "\n".join(
+        f"Line {line} : {number * line % 97} and {line * line % 89} ." for line in range(1, lines + 1)
+    )
 
 
 def ask(llm: LLM, documents: list[str], question: str) -> None:
@@ -72,13 +79,19 @@ def ask(llm: LLM, documents: list[str], question: str) -> None:
 
 def count_loaded(llm: LLM) -> int:
     """Return the tokens that vLLM did not have to compute because kvtier had them."""
-    return sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:external_prefix_cache_hits")
+    return sum(
+        metric.value for metric in llm.get_metrics() if metric.name == "vllm:external_prefix_cache_hits"
+    )
 
 
 def count_kvtier(llm: LLM) -> dict[str, int]:
     """Return what kvtier counts: numbers that a server shows on /metrics, which also has latencies."""
     counters = [metric for metric in llm.get_metrics() if metric.name.startswith("vllm:kvtier_")]
-    return {metric.name.removeprefix("vllm:kvtier_"): metric.value for metric in counters if hasattr(metric, "value")}
+    return {
+        metric.name.removeprefix("vllm:kvtier_"): metric.value
+        for metric in counters
+        if hasattr(metric, "value")
+    }
 
 
 if __name__ == "__main__":

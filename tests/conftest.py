@@ -1,4 +1,6 @@
-"""What all tests share: a torch thread, instructions every machine has, a cache folder, a count of what was skipped and why."""
+"""What all tests share: a torch thread, instructions every machine has, a cache folder, a count of what was
+skipped and why.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ try:
 except ImportError:  # the tests that need torch skip themselves
     pass
 else:
-    torch.set_num_threads(1)  # models are tiny, and threads that spin on a busy machine cost fifty times what they save
+    torch.set_num_threads(
+        1
+    )  # models are tiny, and threads that spin on a busy machine cost fifty times what they save
 
 
 try:
@@ -34,7 +38,9 @@ else:
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where digests of files are remembered, here and in processes that tests start. vLLM keeps its own cache."""
+    """Where digests of files are remembered, here and in processes that tests start. vLLM keeps its own
+    cache.
+    """
     users = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = tmp_path_factory.mktemp("cache")
     os.environ |= {

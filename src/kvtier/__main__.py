@@ -1,4 +1,7 @@
-"""The `kvtier` command, and `python -m kvtier`. It imports little: Ctrl-C can come before the command has begun."""
+"""The `kvtier` command, and `python -m kvtier`.
+
+It imports little: Ctrl-C can come before the command has begun.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""What a user may set, and what the engine adds to it: validated once, with the path of the bad field in the error.
+"""What a user may set, and what the engine adds to it: validated once, with the path of the bad field in the
+error.
 
-`KVTierConfig` is the user's: a Python object, a JSON or TOML file, or the extra config of an engine's connector. Sizes
-and times are readable (`"8GiB"`, `"500ms"`), unknown fields are errors with a suggestion, and the names of vLLM's own
-offloading connector are understood. Whatever comes, an error is a `ConfigError` of one line. `OffloadingConfig` adds the
-engine's geometry; every size that the rest of kvtier needs is derived from it here. All objects are immutable and may be
-shared by any thread.
+`KVTierConfig` is the user's: a Python object, a JSON or TOML file, or the extra config of an engine's
+connector. Sizes and times are readable (`"8GiB"`, `"500ms"`), unknown fields are errors with a suggestion,
+and the names of vLLM's own offloading connector are understood. Whatever comes, an error is a `ConfigError`
+of one line. `OffloadingConfig` adds the engine's geometry; every size that the rest of kvtier needs is
+derived from it here. All objects are immutable and may be shared by any thread.
 """
 
 from __future__ import annotations
@@ -75,7 +76,10 @@ _VLLM_NAMES = {
 }
 """Where the fields of vLLM's own connector go. Those of equal name and meaning need no entry."""
 
-_TRANSFER_CONFIG = {"kv_connector": "KVTierConnector", "kv_connector_module_path": "kvtier.integrations.vllm"}
+_TRANSFER_CONFIG = {
+    "kv_connector": "KVTierConnector",
+    "kv_connector_module_path": "kvtier.integrations.vllm",
+}
 """What stands around the settings in vLLM's `--kv-transfer-config`."""
 
 
@@ -100,7 +104,10 @@ def _read_layer_names(path: str, value: object) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CPUConfig:
-    """The pool in host memory: `capacity` bytes over all ranks, and who leaves when it is full. With 0 nothing is kept."""
+    """The pool in host memory: `capacity` bytes over all ranks, and who leaves when it is full.
+
+    With 0 nothing is kept.
+    """
 
     capacity: int = setting(read_size)
     policy: str = setting(read_name, "lru")
@@ -113,9 +120,9 @@ class CPUConfig:
 class KVTierConfig:
     """Everything a user may set.
 
-    `chunk_tokens` is another way to say `blocks_per_chunk`, resolved when the engine's block size is known. Deadlines
-    are in seconds. A chunk is admitted once it has been offered `store_threshold` times; below 2 that is at once. `staging`
-    is memory of a CUDA device, for the buffers of both directions together.
+    `chunk_tokens` is another way to say `blocks_per_chunk`, resolved when the engine's block size is known.
+    Deadlines are in seconds. A chunk is admitted once it has been offered `store_threshold` times; below 2
+    that is at once. `staging` is memory of a CUDA device, for the buffers of both directions together.
     """
 
     cpu: CPUConfig = setting(instance(CPUConfig))
@@ -146,7 +153,10 @@ class KVTierConfig:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
-        """Read a `.toml` or `.json` file: settings, or all of what vLLM's `--kv-transfer-config` takes. Errors name it."""
+        """Read a `.toml` or `.json` file: settings, or all of what vLLM's `--kv-transfer-config` takes.
+
+        Errors name it.
+        """
         try:
             return cls.from_dict(_unwrap(_parse_file(Path(path))))
         except ConfigError as error:
@@ -160,7 +170,10 @@ class KVTierConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupConfig:
-    """One KV cache group of the engine. `bytes_per_block`: one block on one rank, all its layers, without padding."""
+    """One KV cache group of the engine.
+
+    `bytes_per_block`: one block on one rank, all its layers, without padding.
+    """
 
     block_size: int = setting(at_least(1))
     bytes_per_block: int = setting(at_least(1, LARGEST))
@@ -194,8 +207,8 @@ class OffloadingConfig:
 
     An image of a group with smaller blocks leaves the rest of its place unused. `launch_id` is what all
     processes of one start of the engine share and no other start has; a unique `engine_id` needs none. With
-    `scheduler_apart` the scheduler's process is not that of rank 0. Of `num_engines` that serve one model side
-    by side this is number `engine_index`: they share the capacity of a disk.
+    `scheduler_apart` the scheduler's process is not that of rank 0. Of `num_engines` that serve one model
+    side by side this is number `engine_index`: they share the capacity of a disk.
     """
 
     settings: KVTierConfig = setting(instance(KVTierConfig))
@@ -231,21 +244,26 @@ class OffloadingConfig:
         tiers, row = self.settings.tiers, format_size(self.row_bytes)
         if tiers and not self.num_slots:
             remedy = "rows of tiers pass through it; give it some, or remove tiers to keep nothing"
-            raise ConfigError("cpu.capacity", f"expected at least one row ({row}) with tiers, got 0: {remedy}")
+            raise ConfigError(
+                "cpu.capacity", f"expected at least one row ({row}) with tiers, got 0: {remedy}"
+            )
         for i, tier in enumerate(tiers):
             if isinstance(tier, DiskConfig) and tier.capacity < self.row_bytes:
                 problem = f"expected at least one row ({row}), got {format_size(tier.capacity)}"
                 raise ConfigError(f"tiers[{i}].{tier.kind}.capacity", problem)
 
     def namespace_nowait(self) -> str | None:
-        """Return the namespace; None while it is not known: nothing may then be shared with another process."""
+        """Return the namespace; None while it is not known: nothing may then be shared with
+        another process.
+        """
         return self.namespace if isinstance(self.namespace, str) else self.namespace.get_nowait()
 
     def tier_namespace_nowait(self) -> str | None:
         """Return the namespace of rows that outlive the process; None while it is not known.
 
-        One that could not be computed is like no other: its rows would only take the place of those of others. A
-        row is named by the last block in it, so how many come before that, of how many ranks, is part of the name.
+        One that could not be computed is like no other: its rows would only take the place of those of
+        others. A row is named by the last block in it, so how many come before that, of how many ranks, is
+        part of the name.
         """
         could_not = isinstance(self.namespace, Namespace) and self.namespace.problem is not None
         namespace = None if could_not else self.namespace_nowait()
@@ -269,7 +287,9 @@ class OffloadingConfig:
 
     @property
     def description_bytes(self) -> int:
-        """Room for what the event stream tells of a chunk: tokens, hashes, and as much again of extra keys."""
+        """Room for what the event stream tells of a chunk: tokens, hashes, and as much again of
+        extra keys.
+        """
         blocks = self.settings.blocks_per_chunk
         tokens = max(group.block_size for group in self.groups) * blocks
         return -(-(256 + 5 * tokens + 96 * blocks) // 256) * 256
@@ -291,7 +311,9 @@ def _resolve_chunk_tokens(settings: KVTierConfig, groups: tuple[GroupConfig, ...
     blocks, rest = divmod(settings.chunk_tokens, sizes[0])
     if rest:
         expected = f"expected a multiple of the engine's block size ({sizes[0]} tokens)"
-        raise ConfigError("chunk_tokens", f"{expected}, got {settings.chunk_tokens}; try {(blocks + 1) * sizes[0]}")
+        raise ConfigError(
+            "chunk_tokens", f"{expected}, got {settings.chunk_tokens}; try {(blocks + 1) * sizes[0]}"
+        )
     return replace(settings, blocks_per_chunk=blocks, chunk_tokens=None)
 
 
@@ -332,7 +354,9 @@ def _unwrap(value: Any) -> Any:
         return value
     for name, expected in _TRANSFER_CONFIG.items():
         if value.get(name) != expected:
-            raise ConfigError(name, f"expected {expected!r} for vLLM to find kvtier, got {show_value(value.get(name))}")
+            raise ConfigError(
+                name, f"expected {expected!r} for vLLM to find kvtier, got {show_value(value.get(name))}"
+            )
     return value["kv_connector_extra_config"]
 
 
@@ -347,7 +371,10 @@ def _parse_file(path: Path) -> Any:
     kind, parse = ("TOML", tomllib.loads) if path.suffix.lower() == ".toml" else ("JSON", _parse_json)
     try:
         return parse(content.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:  # neither parser has an own error for long numbers and deep nesting
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # neither parser has an own error for long numbers and deep nesting
         raise ConfigError("", f"expected {kind}: {error}") from None
 
 

@@ -3,11 +3,11 @@
 Where the Hugging Face hub's cache has named a file by its digest, nothing is read. Else a process of low
 priority hashes the content (`file_hasher`), and the digest is kept in one small file of the user's
 (docs/formats.md) by path, size, inode, mtime and ctime: mtime can be set back, ctime can not. That file is a
-help and no authority: lost, corrupt, out of date or not writable, it costs hashing again. Processes that write
-it at once lose nothing but work.
+help and no authority: lost, corrupt, out of date or not writable, it costs hashing again. Processes that
+write it at once lose nothing but work.
 
-A write through a mapping moves the times only where its page was clean. So a file is written back before it is
-hashed; and in file systems that are memory, where no page is ever clean, nothing is remembered.
+A write through a mapping moves the times only where its page was clean. So a file is written back before it
+is hashed; and in file systems that are memory, where no page is ever clean, nothing is remembered.
 
 Calls block for as long as reading takes, so no engine's thread makes them. Any other thread may.
 """
@@ -40,7 +40,9 @@ logger = logging.getLogger(__name__)
 
 _SMALL = 1 << 20  # up to here hashing takes less than starting a process
 _SETTLED_NS = 2 * 10**9
-"""A file that changed less than this ago is not remembered: of two changes in one tick, the second is not seen."""
+"""A file that changed less than this ago is not remembered: of two changes in one tick, the second is not
+seen.
+"""
 _MOST_ENTRIES = 4096
 _SHA256 = re.compile("[0-9a-f]{64}")
 _MOUNTS = Path("/proc/self/mountinfo")
@@ -58,7 +60,10 @@ class FileState(NamedTuple):
 
     @classmethod
     def of(cls, path: Path | int) -> Self:
-        """Look at a file by its path, following links, or by its descriptor. `OSError` if it is not a regular one."""
+        """Look at a file by its path, following links, or by its descriptor.
+
+        `OSError` if it is not a regular one.
+        """
         found = os.stat(path)
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
@@ -76,10 +81,14 @@ class _Remembered(msgspec.Struct):
 
 
 def default_file() -> Path | None:
-    """Return where digests are remembered: in the user's cache folder, or nowhere if the user has no home."""
+    """Return where digests are remembered: in the user's cache folder, or nowhere if the user
+    has no home.
+    """
     folder = os.environ.get("XDG_CACHE_HOME", "")
     try:
-        return (Path(folder) if os.path.isabs(folder) else Path.home() / ".cache") / "kvtier" / "digests.json"
+        return (
+            (Path(folder) if os.path.isabs(folder) else Path.home() / ".cache") / "kvtier" / "digests.json"
+        )
     except RuntimeError:
         return None
 
@@ -92,7 +101,10 @@ class Digests:
         self._now_ns = now_ns
 
     def of(self, path: Path, state: FileState) -> str:
-        """Return the digest of a file that was seen in `state`. `OutsideError` if it has changed or is unreadable."""
+        """Return the digest of a file that was seen in `state`.
+
+        `OutsideError` if it has changed or is unreadable.
+        """
         try:
             _expect(state, FileState.of(path))
             return hub_digest(path) or self._recall(path, state) or self._compute(path, state)
@@ -123,7 +135,9 @@ class Digests:
         except FileNotFoundError:
             return {}
         except (OSError, msgspec.DecodeError) as error:
-            logger.warning("%s: expected digests of files, which are now computed again: %s", self.file, error)
+            logger.warning(
+                "%s: expected digests of files, which are now computed again: %s", self.file, error
+            )
             return {}
 
     def _remember(self, path: Path, state: FileState, digest: str) -> None:
@@ -137,7 +151,9 @@ class Digests:
         try:
             _replace(self.file, msgspec.json.encode(_Remembered(kept, 1)))
         except OSError as error:
-            logger.warning("%s: expected to write digests, which are computed again next time: %s", self.file, error)
+            logger.warning(
+                "%s: expected to write digests, which are computed again next time: %s", self.file, error
+            )
 
 
 def _hash_elsewhere(stream: IO[bytes]) -> str:
@@ -160,7 +176,9 @@ def _is_in_memory(device: int) -> bool:
     """Say whether a file system is memory; no if the system does not say."""
     number = b"%d:%d" % (os.major(device), os.minor(device))
     with suppress(OSError):
-        return any(found == number and kind in _IN_MEMORY for found, kind in _MOUNT.findall(_MOUNTS.read_bytes()))
+        return any(
+            found == number and kind in _IN_MEMORY for found, kind in _MOUNT.findall(_MOUNTS.read_bytes())
+        )
     return False
 
 
@@ -194,8 +212,8 @@ def _replace(file: Path, content: bytes) -> None:
 def hub_digest(path: Path) -> str | None:
     """Return the digest that a hub's cache has named a file by, without reading it; None for any other file.
 
-    `models--ORG--NAME/snapshots/COMMIT/FILE` is a link to `models--ORG--NAME/blobs/SHA256`. Small files are named
-    by git's SHA-1 instead and are not meant here: their content would have two names.
+    `models--ORG--NAME/snapshots/COMMIT/FILE` is a link to `models--ORG--NAME/blobs/SHA256`. Small files are
+    named by git's SHA-1 instead and are not meant here: their content would have two names.
     """
     path = path.parent.resolve() / path.name
     repository = next((folder.parent for folder in path.parents if _is_snapshots(folder)), None)

@@ -1,9 +1,9 @@
 """A program: the SHA-256 of standard input, at low priority.
 
-`digests` runs it by its path, as a process of its own. A thread of an engine's process would have to take the
-GIL from the engine again and again; and at low priority, on a busy machine, it would hold it for milliseconds
-without running. It ends when the process is gone that it works for. It imports the standard library alone, so
-that it starts at once.
+`digests` runs it by its path, as a process of its own. A thread of an engine's process would have to take
+the GIL from the engine again and again; and at low priority, on a busy machine, it would hold it for
+milliseconds without running. It ends when the process is gone that it works for. It imports the standard
+library alone, so that it starts at once.
 """
 
 from __future__ import annotations

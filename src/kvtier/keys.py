@@ -1,17 +1,18 @@
 """Tokens -> chained block hashes -> `OffloadKey`; and the fingerprint of all that bytes depend on.
 
-The hash of a block is BLAKE2b-256 over its parent's hash and its token ids (u32, little-endian). Chaining makes it name
-the whole prefix up to the block's end, so equal hashes mean equal prefixes. What changes the KV of a block besides its
-tokens (a LoRA, a cache salt, an image) is an *extra key*: encoded with a tag of its source and its length, and hashed
-under another personalisation than plain blocks, so that no two different inputs ever feed the hash the same bytes:
+The hash of a block is BLAKE2b-256 over its parent's hash and its token ids (u32, little-endian). Chaining
+makes it name the whole prefix up to the block's end, so equal hashes mean equal prefixes. What changes the
+KV of a block besides its tokens (a LoRA, a cache salt, an image) is an *extra key*: encoded with a tag of
+its source and its length, and hashed under another personalisation than plain blocks, so that no two
+different inputs ever feed the hash the same bytes:
 
     root  = H("kvtier root",   seed)
     plain = H("kvtier block",  parent . tokens)
     extra = H("kvtier block+", parent . number of tokens . tokens . (tag . length . payload)*)
 
-Plain blocks are chained by a small C module where it was compiled, else by Python: the same hashes, see `HASHED_BY`.
-Everything here is pure and may be called from any thread. Changing what a hash covers orphans every stored row: bump
-`FORMAT_VERSION`.
+Plain blocks are chained by a small C module where it was compiled, else by Python: the same hashes, see
+`HASHED_BY`. Everything here is pure and may be called from any thread. Changing what a hash covers orphans
+every stored row: bump `FORMAT_VERSION`.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ __all__ = [
 ]
 
 FORMAT_VERSION = 1
-"""The version of everything that must agree between two engines to share bytes. Part of every fingerprint."""
+"""The version of everything that must agree between two engines to share bytes.
+
+Part of every fingerprint.
+"""
 
 BlockHash = NewType("BlockHash", bytes)
 OffloadKey = NewType("OffloadKey", bytes)
@@ -71,7 +75,10 @@ _EXTRA = blake2b(digest_size=_HASH_BYTES, person=b"kvtier block+")
 
 
 class ExtraKey(Protocol):
-    """Something besides tokens that a block's KV depends on. `tag` names its source and is unique per type."""
+    """Something besides tokens that a block's KV depends on.
+
+    `tag` names its source and is unique per type.
+    """
 
     tag: ClassVar[int]
 
@@ -93,7 +100,10 @@ class LoRAKey:
 
 @dataclass(frozen=True, slots=True)
 class SaltKey:
-    """A tenant's salt: requests share blocks only under an equal one. Belongs to the first block, as a LoRA does."""
+    """A tenant's salt: requests share blocks only under an equal one.
+
+    Belongs to the first block, as a LoRA does.
+    """
 
     tag: ClassVar[int] = 2
     salt: str
@@ -130,7 +140,9 @@ class PromptEmbedsKey:
 
 @dataclass(frozen=True, slots=True)
 class MultiModalItem:
-    """A multimodal item of a request: what identifies its content, and its tokens `[start, start + length)`."""
+    """A multimodal item of a request: what identifies its content, and its tokens `[start, start
+    + length)`.
+    """
 
     item: str
     start: int
@@ -146,7 +158,8 @@ def extra_keys_of(
     salt: str | None = None,
     items: Iterable[MultiModalItem] = (),
 ) -> dict[int, list[ExtraKey]]:
-    """Lay a request's extra keys over `num_blocks` blocks from `first_block` on, as `hash_blocks` takes them.
+    """Lay a request's extra keys over `num_blocks` blocks from `first_block` on, as `hash_blocks` takes
+    them.
 
     Keys of the result count from `first_block`. LoRA and salt mark block 0 of the request only.
     """
@@ -161,7 +174,9 @@ def extra_keys_of(
         first = max(item.start // block_size, first_block)
         last = min(-(-(item.start + item.length) // block_size), first_block + num_blocks)
         for block in range(first, last):
-            marks.setdefault(block - first_block, []).append(MultiModalKey(item.item, item.start - block * block_size))
+            marks.setdefault(block - first_block, []).append(
+                MultiModalKey(item.item, item.start - block * block_size)
+            )
     return marks
 
 
@@ -181,8 +196,9 @@ def hash_blocks(
 ) -> list[BlockHash]:
     """Return the chained hashes of the full blocks in `tokens`; a rest shorter than a block is left out.
 
-    With `parent`, `tokens` continue after the block of that hash, so a request is extended by hashing only what is new.
-    `extra_keys` maps a position in the result to that block's extra keys, a set: their order does not matter.
+    With `parent`, `tokens` continue after the block of that hash, so a request is extended by hashing only
+    what is new. `extra_keys` maps a position in the result to that block's extra keys, a set: their order
+    does not matter.
     """
     if block_size < 1:
         raise InputError(f"block_size: expected at least 1 token, got {block_size}")
@@ -191,7 +207,13 @@ def hash_blocks(
     marks = {position: _encode_extras(extras) for position, extras in (extra_keys or {}).items()}
     if any(position < 0 for position in marks):
         raise InputError(f"extra_keys: expected positions from 0, got {min(marks)}")
-    ids = tokens if isinstance(tokens, list) else tokens.tolist() if isinstance(tokens, np.ndarray) else list(tokens)
+    ids = (
+        tokens
+        if isinstance(tokens, list)
+        else tokens.tolist()
+        if isinstance(tokens, np.ndarray)
+        else list(tokens)
+    )
     digest = root_hash(seed) if parent is None else parent
     try:
         return _hash_runs(ids, block_size, digest, marks) if marks else _chain(ids, block_size, digest)
@@ -199,7 +221,9 @@ def hash_blocks(
         raise InputError(f"tokens: expected ids from 0 to 2**32 - 1, got something else ({error})") from None
 
 
-def _hash_runs(ids: list[int], block_size: int, digest: BlockHash, marks: Mapping[int, bytes]) -> list[BlockHash]:
+def _hash_runs(
+    ids: list[int], block_size: int, digest: BlockHash, marks: Mapping[int, bytes]
+) -> list[BlockHash]:
     """Hash runs of plain blocks and, between them, the blocks with extra keys."""
     hashes = [digest]
     num_blocks = len(ids) // block_size
@@ -217,7 +241,9 @@ def _hash_runs(ids: list[int], block_size: int, digest: BlockHash, marks: Mappin
 def _encode_extras(extras: Iterable[ExtraKey]) -> bytes:
     """Encode a set of extra keys as `(tag . length . payload)*`, sorted; empty for none."""
     pairs = {(extra.tag, extra.payload()) for extra in extras}
-    return b"".join(bytes([tag]) + len(payload).to_bytes(4, "little") + payload for tag, payload in sorted(pairs))
+    return b"".join(
+        bytes([tag]) + len(payload).to_bytes(4, "little") + payload for tag, payload in sorted(pairs)
+    )
 
 
 def _encode_tokens(ids: list[int]) -> bytes:
@@ -229,7 +255,10 @@ def _encode_tokens(ids: list[int]) -> bytes:
 
 
 def _chain_python(tokens: list[int], block_size: int, parent: BlockHash) -> list[BlockHash]:
-    """Hash plain blocks one after the other. Copying a prepared state is cheaper than making one for each block."""
+    """Hash plain blocks one after the other.
+
+    Copying a prepared state is cheaper than making one for each block.
+    """
     data, width = _encode_tokens(tokens), block_size * _TOKEN_BYTES
     fresh, digest = _PLAIN.copy, bytes(parent)
     hashes: list[Any] = []  # not BlockHash: that is a call for each block
@@ -251,7 +280,10 @@ HASHED_BY = form_of("chain")
 
 
 def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey:
-    """Name a chunk by the hash of its last block and its group. `OverflowError` if the group needs over 4 bytes."""
+    """Name a chunk by the hash of its last block and its group.
+
+    `OverflowError` if the group needs over 4 bytes.
+    """
     return OffloadKey(block_hash + group_idx.to_bytes(_GROUP_BYTES, "big"))
 
 
@@ -292,10 +324,16 @@ def fingerprint(
 ) -> str:
     """Return the namespace: 64 hex digits that are equal only for engines that may share bytes.
 
-    Arguments are JSON values; `weights` is what `WeightsFiles.manifest` gives. What else shapes the bytes of a block, such as
-    an attention backend with a layout of its own, goes in `more`.
+    Arguments are JSON values; `weights` is what `WeightsFiles.manifest` gives. What else shapes the bytes of
+    a block, such as an attention backend with a layout of its own, goes in `more`.
     """
-    fields = {"weights": weights, "dtype": dtype, "kv_layout": kv_layout, "groups": groups, "parallelism": parallelism}
+    fields = {
+        "weights": weights,
+        "dtype": dtype,
+        "kv_layout": kv_layout,
+        "groups": groups,
+        "parallelism": parallelism,
+    }
     fields |= {"lora": lora, "seed": seed, "format": FORMAT_VERSION, "more": more}
     try:
         text = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False)

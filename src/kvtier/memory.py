@@ -1,4 +1,5 @@
-"""How much host memory this process can have: the least of what the machine and its control groups have left.
+"""How much host memory this process can have: the least of what the machine and its control groups have
+left.
 
     the machine       MemAvailable
     a control group   limit - usage + page cache, for the group of this process and for each group around it

@@ -2,11 +2,11 @@
 
 `WeightsFiles` are the files of a model's folder that decide what KV it computes. To tell two models apart it
 takes all of their bytes: fine-tunes have the names and sizes of their base, and may differ in one matrix.
-Reading them takes about as long as loading the model did. So it is done once (`digests` remembers) and beside
-the engine's work, and a `Namespace` says when it is known.
+Reading them takes about as long as loading the model did. So it is done once (`digests` remembers) and
+beside the engine's work, and a `Namespace` says when it is known.
 
-Until then nothing may be shared with another process; and never, if the content cannot be known: the namespace
-is then like no other. Of what is here, only `wait` and `manifest` block. Any thread may call it.
+Until then nothing may be shared with another process; and never, if the content cannot be known: the
+namespace is then like no other. Of what is here, only `wait` and `manifest` block. Any thread may call it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ _WEIGHTS = {
     ".tensors",
 }
 _SHAPES = {".json", ".py", ".yaml", ".yml"}
-"""What weights are read with: configs, indexes, quantisation, code of the model's own. Any of them may change KV."""
+"""What weights are read with: configs, indexes, quantisation, code of the model's own.
+
+Any of them may change KV.
+"""
 
 _WITHOUT_EFFECT = {
     # Text becomes tokens before, and logits become text after, what is cached.
@@ -64,7 +67,8 @@ _WITHOUT_EFFECT = {
 class WeightsFiles:
     """The files of a folder that decide what KV a model computes, in the state they were found in.
 
-    Make it before the weights are loaded: what changes later is noticed, and what was loaded is then unknown.
+    Make it before the weights are loaded: what changes later is noticed, and what was loaded is then
+    unknown.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -82,7 +86,9 @@ class WeightsFiles:
             known = " ".join(sorted(_WEIGHTS))
             raise OutsideError(f"{self.folder}: expected files with weights ({known}), found none")
         if _look(self.folder) != self._found:
-            raise OutsideError(f"{self.folder}: expected the files of when the engine was made, found others")
+            raise OutsideError(
+                f"{self.folder}: expected the files of when the engine was made, found others"
+            )
         digests = digests or Digests(default_file())
         return [
             [path.relative_to(self.folder).as_posix(), state.size, digests.of(path, state)]
@@ -113,7 +119,9 @@ def _fail(error: OSError) -> None:
 
 
 def _is_part(folder: str) -> bool:
-    """Say no to folders with the same weights in another form, with earlier ones, or with a tool's own files."""
+    """Say no to folders with the same weights in another form, with earlier ones, or with a tool's own
+    files.
+    """
     return folder != "original" and not folder.startswith(("checkpoint-", "."))
 
 
@@ -128,7 +136,10 @@ class Namespace:
     """
 
     def __init__(self, compute: Callable[[], str], tell: Callable[[Namespace], None] | None = None) -> None:
-        """Begin to compute. The thread calls `tell` when the namespace is known; it keeps no process alive."""
+        """Begin to compute.
+
+        The thread calls `tell` when the namespace is known; it keeps no process alive.
+        """
         self.problem: str | None = None
         self._value = ""
         self._known = Event()

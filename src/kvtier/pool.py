@@ -47,7 +47,9 @@ _RESERVED = 64  # 1 once all memory is reserved; only the creator writes it
 _ATTACHED = 128  # a byte for each party, 1 while it is attached; written under the directory's lock
 _LOOK_BYTES = 256 << 20  # how much is reserved between two looks at what is free
 _CLOSE_PATIENCE = 1.0  # seconds; what `close` does not get to do, the next start does
-_CALL_BYTES = 8 << 20  # in older kernels a signal undoes all that a call has reserved, so that no call may be long
+_CALL_BYTES = (
+    8 << 20
+)  # in older kernels a signal undoes all that a call has reserved, so that no call may be long
 
 MAX_PARTIES = _HEADER_BYTES - _ATTACHED
 """How many processes may share a pool."""
@@ -74,7 +76,10 @@ class Pool:
     """One party's mapping of the slots. Use `Pool.open`."""
 
     def __init__(self, region: mmap.mmap, party: int, path: Path | None, shown: ExitStack | None) -> None:
-        """`path`: where a shared region is announced. `shown`: what its creator keeps open for others to find."""
+        """`path`: where a shared region is announced.
+
+        `shown`: what its creator keeps open for others to find.
+        """
         self._region: mmap.mmap | None = region
         self._party = party
         self._path = path
@@ -101,9 +106,9 @@ class Pool:
     ) -> Self:
         """Create the region of an engine or attach to it, as number `party` of `parties`.
 
-        All must give the same sizes and the same `launch_id`, which no other start of an engine has: it tells
-        engines apart that have one `engine_id` by mistake. `directory` is where the parties meet; the default
-        is /dev/shm, or the temporary directory on systems without it. Some bytes are written there.
+        All must give the same sizes and the same `launch_id`, which no other start of an engine has: it
+        tells engines apart that have one `engine_id` by mistake. `directory` is where the parties meet; the
+        default is /dev/shm, or the temporary directory on systems without it. Some bytes are written there.
         """
         if num_slots < 0 or row_bytes < 1 or not 0 <= party < parties <= MAX_PARTIES:
             expected = f"expected num_slots >= 0, row_bytes >= 1 and 0 <= party < parties <= {MAX_PARTIES}"
@@ -179,8 +184,9 @@ class Pool:
     def close(self) -> None:
         """Give up this mapping. Idempotent. Arrays taken from `rows` stay valid and keep the memory.
 
-        A party that closes before all have attached makes room for another one. If the directory is gone or stays
-        locked it is given up all the same, as by a process that was killed: the next start removes what is left.
+        A party that closes before all have attached makes room for another one. If the directory is gone or
+        stays locked it is given up all the same, as by a process that was killed: the next start removes
+        what is left.
         """
         self._users -= 1
         if self._users > 0:
@@ -260,12 +266,16 @@ def _read_announced(memory: int, engine_id: str) -> _Header:
     header = _Header(*_FORMAT.unpack(start.ljust(_FORMAT.size, b"\0")))
     if header.magic != _MAGIC or header.region_bytes != os.fstat(memory).st_size:
         remedy = "give all its processes one version of kvtier, or choose another engine_id"
-        raise PoolError(f"pool: expected the memory of a pool of this version, but {engine_id!r} has none; {remedy}")
+        raise PoolError(
+            f"pool: expected the memory of a pool of this version, but {engine_id!r} has none; {remedy}"
+        )
     return header
 
 
 def _reserve(memory: int, size: int) -> None:
-    """Take memory piece by piece: of two who want too much at once, one is told before there is none left."""
+    """Take memory piece by piece: of two who want too much at once, one is told before there is
+    none left.
+    """
     for start in range(0, size, _CALL_BYTES):
         if start % _LOOK_BYTES == 0:
             expect_free_memory(size - start)
@@ -276,7 +286,9 @@ def _encode(name: str, text: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError:
-        raise InputError(f"pool: {name}: expected text that can be encoded, got {show_value(text)}") from None
+        raise InputError(
+            f"pool: {name}: expected text that can be encoded, got {show_value(text)}"
+        ) from None
 
 
 def _all_attached(region: mmap.mmap, header: _Header) -> bool:

@@ -49,8 +49,13 @@ _LONGEST = 365 * 24 * 3600
 """No wait takes more than a year; clocks and polls of the system have bounds of their own."""
 _BINARY = {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGTPE", start=1)}
 _DECIMAL = {f"{prefix}B": 1000**power for power, prefix in enumerate("kMGTPE", start=1)}
-_SIZES = {"": 1, "B": 1} | {unit[:end]: factor for end in (-1, None) for unit, factor in (_DECIMAL | _BINARY).items()}
-"""As Kubernetes writes them: `8G` is `8GB`, 8 * 10**9, and `8Gi` is `8GiB`, 8 * 2**30. Case does not matter."""
+_SIZES = {"": 1, "B": 1} | {
+    unit[:end]: factor for end in (-1, None) for unit, factor in (_DECIMAL | _BINARY).items()
+}
+"""As Kubernetes writes them: `8G` is `8GB`, 8 * 10**9, and `8Gi` is `8GiB`, 8 * 2**30.
+
+Case does not matter.
+"""
 _TIMES = {
     "": Fraction(1),
     "us": Fraction(1, 10**6),
@@ -99,7 +104,9 @@ def _quantity(
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf:
         return Fraction(value), 1
     match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
-    factor = {unit.lower(): factor for unit, factor in units.items()}.get(match[2].lower()) if match else None
+    factor = (
+        {unit.lower(): factor for unit, factor in units.items()}.get(match[2].lower()) if match else None
+    )
     if match is None or factor is None:
         raise ConfigError(path, f"expected {expected}, got {show_value(value)}")
     return Fraction(match[1]), factor
@@ -139,7 +146,9 @@ def read_text(path: str, value: object) -> str:
 
 
 def is_text(value: object) -> bool:
-    """Say whether a value is a string that can be encoded: half a surrogate pair, as JSON may bring, cannot."""
+    """Say whether a value is a string that can be encoded: half a surrogate pair, as JSON may
+    bring, cannot.
+    """
     return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
 
 
@@ -164,7 +173,9 @@ def read_path(path: str, value: object) -> str:
 def at_least(minimum: int, maximum: int = _MOST) -> Reader:
     def read(path: str, value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise ConfigError(path, f"expected a whole number of at least {minimum}, got {show_value(value)}")
+            raise ConfigError(
+                path, f"expected a whole number of at least {minimum}, got {show_value(value)}"
+            )
         if value > maximum:
             raise ConfigError(path, f"expected a whole number of at most {maximum}, got {show_value(value)}")
         return value
@@ -213,7 +224,9 @@ def check_names(cls: type, values: Mapping[str, Any], prefix: str, suggest: Sugg
     for name in values:
         if name not in known:
             text = shown(name)
-            raise ConfigError(f"{prefix}{text}", f"no such setting{(suggest or _suggest)(cls, text, prefix)}")
+            raise ConfigError(
+                f"{prefix}{text}", f"no such setting{(suggest or _suggest)(cls, text, prefix)}"
+            )
     for name, setting in known.items():
         if setting.default is MISSING and name not in values:
             raise ConfigError(f"{prefix}{name}", "expected a value, got none; this setting is required")

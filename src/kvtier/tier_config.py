@@ -48,13 +48,17 @@ _WRITES_A_DAY = 4
 
 
 def _read_url(*schemes: str) -> Any:
-    """Make a reader of addresses. One that may hold a secret is refused, because addresses are shown in logs.
+    """Make a reader of addresses.
+
+    One that may hold a secret is refused, because addresses are shown in logs.
 
     What is refused is not repeated: a password with a / or a # in it is in any part, and in a wrong one.
     """
 
     def read(path: str, value: object) -> str:
-        expected = f"expected an address that begins with {' or '.join(f'{scheme}://' for scheme in schemes)}"
+        expected = (
+            f"expected an address that begins with {' or '.join(f'{scheme}://' for scheme in schemes)}"
+        )
         if not is_text(value) or not value:
             raise ConfigError(path, f"{expected}, got {_kind_of(value)}")
         text = str(value)
@@ -64,12 +68,16 @@ def _read_url(*schemes: str) -> Any:
             raise ConfigError(path, f"{expected}: {error}") from None
         behind = text.partition("://")[2].removeprefix(parts.netloc)
         if parts.password is not None or ("@" in behind and ":" in parts.netloc):
-            raise ConfigError(path, "expected no password in the address, which is shown in logs; use a password_file")
+            raise ConfigError(
+                path, "expected no password in the address, which is shown in logs; use a password_file"
+            )
         if parts.scheme not in schemes or "://" not in text:
             got = f"{show_value(parts.scheme)}://..." if parts.scheme and "://" in text else "something else"
             raise ConfigError(path, f"{expected}, got {got}")
         if parts.fragment or (parts.query and not _is_database(parts)):
-            problem = "expected nothing behind a ? or #: addresses are shown in logs, and secrets are often there"
+            problem = (
+                "expected nothing behind a ? or #: addresses are shown in logs, and secrets are often there"
+            )
             raise ConfigError(path, problem)
         try:
             port = parts.port
@@ -97,7 +105,9 @@ def _read_address(path: str, value: object) -> str:
     text = read_name(path, value)
     host, _, port = text.rpartition(":")
     if not host or "@" in host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ConfigError(path, f"expected host:port, got {'something else' if '@' in text else show_value(text)}")
+        raise ConfigError(
+            path, f"expected host:port, got {'something else' if '@' in text else show_value(text)}"
+        )
     return text
 
 
@@ -110,7 +120,9 @@ class _TierTable:
 
     @classmethod
     def from_dict(cls, values: object, where: str = "") -> Self:
-        """Read what stands in a config under the kind; `where` is its path there, such as `tiers[0].disk`."""
+        """Read what stands in a config under the kind; `where` is its path there, such as
+        `tiers[0].disk`.
+        """
         where = where or cls.kind
         if not isinstance(values, Mapping):
             raise ConfigError(where, f"expected a table of settings, got {_kind_of(values)}")
@@ -132,9 +144,9 @@ class DiskConfig(_TierTable):
     """A tier on a local disk: at most `capacity` bytes in the folder `path`, all files and ranks together.
 
     `write`: a row is written when it becomes ready in the pool (`through`), or before it leaves (`evict`).
-    Beyond `write_limit` bytes in 24 hours (by default four times the capacity; 0: no limit) only what is offered
-    a second time is written. `durability`: `periodic` syncs every few seconds, for machines that lose power;
-    right bytes need neither. `required`: an engine does not start without it.
+    Beyond `write_limit` bytes in 24 hours (by default four times the capacity; 0: no limit) only what is
+    offered a second time is written. `durability`: `periodic` syncs every few seconds, for machines that
+    lose power; right bytes need neither. `required`: an engine does not start without it.
     """
 
     kind: ClassVar[str] = "disk"
@@ -154,11 +166,12 @@ class DiskConfig(_TierTable):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValkeyConfig(_TierTable):
-    """A tier on a Valkey or Redis server: `valkey://user@host:6379/0`, `valkeys://` with TLS, `unix:///socket`.
+    """A tier on a Valkey or Redis server: `valkey://user@host:6379/0`, `valkeys://` with TLS,
+    `unix:///socket`.
 
-    What is there for `ttl` without being written anew goes, if the server has not evicted it before; by default
-    only the server decides. Names on the server begin with `prefix`. `write` and `required` as of a disk. With
-    `seal_key_file` only rows are taken that were sealed with the key in it.
+    What is there for `ttl` without being written anew goes, if the server has not evicted it before; by
+    default only the server decides. Names on the server begin with `prefix`. `write` and `required` as of a
+    disk. With `seal_key_file` only rows are taken that were sealed with the key in it.
     """
 
     kind: ClassVar[str] = "valkey"
@@ -231,7 +244,9 @@ class ObjectConfig(_TierTable):
                 "object.url", f"expected a prefix without empty, . and .. parts, got {show_value(prefix)}"
             )
         if self.endpoint is not None and self.endpoint.startswith("http://") and not self.allow_http:
-            raise ConfigError("object.endpoint", "expected https://, or allow_http with it, got http:// alone")
+            raise ConfigError(
+                "object.endpoint", "expected https://, or allow_http with it, got http:// alone"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,7 +293,9 @@ def read_tiers(path: str, value: object) -> tuple[TierConfig, ...]:
     kinds = [tier.kind for tier in tiers]
     for i, kind in enumerate(kinds):
         if kind in kinds[:i]:
-            raise ConfigError(f"{path}[{i}]", f"expected one tier of each kind, got a second {kind}; remove it")
+            raise ConfigError(
+                f"{path}[{i}]", f"expected one tier of each kind, got a second {kind}; remove it"
+            )
     return tiers
 
 

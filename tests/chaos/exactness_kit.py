@@ -106,7 +106,9 @@ class Holdings:
 class RankedPublisher:
     """The protocol in its simplest form, for several ranks; stock ones send no marks and no snapshots."""
 
-    def __init__(self, random: Random, *, ranks: int, ring: int, is_stock: bool, places: int, hashes: int) -> None:
+    def __init__(
+        self, random: Random, *, ranks: int, ring: int, is_stock: bool, places: int, hashes: int
+    ) -> None:
         self.random = random
         self.ranks = ranks
         self.is_stock = is_stock
@@ -135,14 +137,18 @@ class RankedPublisher:
         rank = self.random.randrange(self.ranks)
         if self.random.random() < 0.03:
             return self.send(rank, [AllBlocksCleared()])
-        return self.send(rank, [event for _ in range(self.random.choice((1, 1, 1, 2))) for event in self._events(rank)])
+        return self.send(
+            rank, [event for _ in range(self.random.choice((1, 1, 1, 2))) for event in self._events(rank)]
+        )
 
     def _events(self, rank: int) -> list[KVEvent]:
         """Remove blocks that are there, or else store them."""
         place = self.random.choice(self._places)
         hashes = self.random.sample(self._hashes, min(len(self._hashes), self.random.choice((1, 1, 1, 2))))
         there = [block_hash for block_hash in hashes if (rank, place, block_hash) in self.truth.blocks]
-        events: list[KVEvent] = [removed(place, there)] if there else [stored(place, [held]) for held in hashes]
+        events: list[KVEvent] = (
+            [removed(place, there)] if there else [stored(place, [held]) for held in hashes]
+        )
         self.truth.apply(rank, events)
         return events
 
@@ -218,7 +224,9 @@ class Nemesis:
             return False
         change = _weights(payload)
         debt = Counter({key: value for key, value in self._lost.items() if value})
-        cancels = bool(debt) and all(change.get(key, 0) == -value for key, value in debt.items()) and bool(change)
+        cancels = (
+            bool(debt) and all(change.get(key, 0) == -value for key, value in debt.items()) and bool(change)
+        )
         if self.random.random() < (0.9 if cancels else self.loss):
             self._lost.update(change)
             return True
@@ -436,7 +444,9 @@ class FedIndex:
         self._ranks: set[int] = set()
         self._encoder = EventEncoder()
         self.heard: set[tuple[int, Any]] = set()
-        """Ranks and their places since the last reset: a group that was heard of counts, though it holds nothing."""
+        """Ranks and their places since the last reset: a group that was heard of counts, though it holds
+        nothing.
+        """
 
     def follow(self, updates: list[Update]) -> None:
         for update in updates:
@@ -452,7 +462,9 @@ class FedIndex:
                     self.index.clear(str(rank))
 
     def fill(self, blocks: Blocks, heard: set[tuple[int, Any]]) -> None:
-        """Take in what a publisher holds, and nothing else; of the places that were heard of, that they exist."""
+        """Take in what a publisher holds, and nothing else; of the places that were heard of, that they
+        exist.
+        """
         for rank, place in sorted(heard):
             event = stored(place, [1])
             gone = BlockRemoved([1], event.medium, event.group_idx, event.locality, event.ownership)

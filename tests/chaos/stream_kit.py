@@ -1,7 +1,8 @@
 """A naive publisher and a naive consumer of the event stream, to hold the real ones against.
 
-`ModelPublisher` keeps a dictionary and answers requests at once; `Picture` is what a consumer holds that applies updates one by
-one; `Workload` draws what an engine might do; `LossyLink` carries a live stream badly.
+`ModelPublisher` keeps a dictionary and answers requests at once; `Picture` is what a consumer holds that
+applies updates one by one; `Workload` draws what an engine might do; `LossyLink` carries a live stream
+badly.
 """
 
 from __future__ import annotations
@@ -131,7 +132,9 @@ class Workload:
         return BlockRemoved(self.rng.sample(there, self.rng.randint(1, min(4, len(there)))), place[0])
 
     def _known_store(self, held: list[tuple[Place, int]]) -> BlockStored:
-        """Store again what is held: another copy, another medium, or a chunk that overlaps it and goes on."""
+        """Store again what is held: another copy, another medium, or a chunk that overlaps it
+        and goes on.
+        """
         start = self.rng.choice(held)[1]
         chain = [start, *(self._new_hash() for _ in range(self.rng.randint(0, 2)))]
         self._link(chain, self._parents.get(start))
@@ -153,22 +156,28 @@ class Workload:
 
 
 class ModelPublisher:
-    """The protocol in its simplest form: one of ours, or a stock one (no marks, no snapshot, every copy announced)."""
+    """The protocol in its simplest form: one of ours, or a stock one (no marks, no snapshot, every copy
+    announced).
+    """
 
-    def __init__(self, rng: random.Random, *, encoding: str = "map", ring: int = 40, is_stock: bool = False) -> None:
+    def __init__(
+        self, rng: random.Random, *, encoding: str = "map", ring: int = 40, is_stock: bool = False
+    ) -> None:
         self.rng = rng
         self.is_stock = is_stock
         self.newest = -1
         self.truth = Picture()
         self.first_seq = 0
-        self.history: dict[tuple[int, int], set[tuple[Place, int]]] = {}  # by epoch and number: what was held then
+        self.history: dict[
+            tuple[int, int], set[tuple[Place, int]]
+        ] = {}  # by epoch and number: what was held then
         self.sent_by: dict[bytes, int] = {}  # the epochs of live batches
         self._encoder = EventEncoder(encoding)
         self._ring: deque[Message] = deque(maxlen=ring)
         self._runs = 0
         self.begin()
 
-    # -- what an engine does ---------------------------------------------------------------------------------------------
+    # -- what an engine does -----------------------------------------------------------------------
 
     def begin(self, *, keeps_sequence: bool = False) -> None:
         """Start, or start again: empty, under another epoch."""
@@ -189,7 +198,9 @@ class ModelPublisher:
         return self._send(sent, marked=not self.is_stock and self.rng.random() < 0.1) if sent else None
 
     def overflow(self, events: list[Event]) -> None:
-        """Take a batch for which there is no room: its number is used up, its effect holds, nothing can be replayed over it."""
+        """Take a batch for which there is no room: its number is used up, its effect holds, nothing can be
+        replayed over it.
+        """
         self._effect(events)
         self.newest += 1
         self.history[self.epoch, self.newest] = self.truth.held
@@ -232,14 +243,16 @@ class ModelPublisher:
 
     def _frame(self, events: list[Event], marked: bool) -> bytes:
         parts = [self._encoder.event(event) for event in events]
-        return frame_batch(float(self.newest), [*parts, self._encoder.mark(self.mark())] if marked else parts, 0)
+        return frame_batch(
+            float(self.newest), [*parts, self._encoder.mark(self.mark())] if marked else parts, 0
+        )
 
     def mark(self) -> Mark:
         """Return what the publisher says of its state."""
         digest = sum(each * place_weight(place) for place, each in self.truth.blocks)
         return Mark(self.epoch, len(self.truth.blocks), digest % (1 << 64))
 
-    # -- what a subscriber asks ------------------------------------------------------------------------------------------
+    # -- what a subscriber asks --------------------------------------------------------------------
 
     def answer(self, request: bytes) -> list[Message]:
         """Return all batches of the answer, without the end marker."""
@@ -256,7 +269,10 @@ class ModelPublisher:
         """Return the state as batches under the numbers that were asked for."""
         parts, numbers = self._snapshot(), range(start, self.newest + 1)
         if len(parts) > len(numbers):
-            whole = [AllBlocksCleared(), *(stored([each], None, place[0]) for place, each in self.truth.blocks)]
+            whole = [
+                AllBlocksCleared(),
+                *(stored([each], None, place[0]) for place, each in self.truth.blocks),
+            ]
             parts = [self._frame(whole, marked=True)]
         empty = self._frame([], marked=False)
         return [(seq, parts[i] if i < len(parts) else empty) for i, seq in enumerate(numbers)]

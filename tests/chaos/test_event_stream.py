@@ -1,7 +1,8 @@
-"""Whatever is lost, cut or restarted: when the traffic pauses, every picture is what the publisher holds, and is known to be.
+"""Whatever is lost, cut or restarted: when the traffic pauses, every picture is what the publisher holds,
+and is known to be.
 
-Two layers. Followers against a model publisher, without sockets and with a clock of their own: thousands of steps a seed.
-Then real publishers, real subscribers and a lossy link between them.
+Two layers. Followers against a model publisher, without sockets and with a clock of their own: thousands of
+steps a seed. Then real publishers, real subscribers and a lossy link between them.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class Client:
             self.live.append(message)
 
     def reconnect(self, now: float) -> None:
-        """Cut the live link and bring it back; what was on it is lost, or was received and comes after all."""
+        """Cut the live link and bring it back; what was on it is lost, or was received and comes
+        after all.
+        """
         if self.rng.random() < 0.7:
             self.live.clear()
         self.follower.disconnected(now)
@@ -137,7 +140,9 @@ class World:
         self.let_arrive(rng.randint(0, 6))
 
     def restart(self) -> None:
-        """Start the publisher again; hidden from the clients where it marks its batches, seen as a cut otherwise."""
+        """Start the publisher again; hidden from the clients where it marks its batches, seen as a cut
+        otherwise.
+        """
         newest = self.publisher.newest
         self.workload.restart()
         self.publisher.begin(keeps_sequence=not self.publisher.is_stock and self.rng.random() < 0.5)
@@ -156,7 +161,9 @@ class World:
             client.step(self.publisher, self.now, budget)
 
     def pause(self, patience: float) -> float:
-        """Stop the traffic and repair the links, until all are exact and have all; return how long it took."""
+        """Stop the traffic and repair the links, until all are exact and have all; return how
+        long it took.
+        """
         began = self.now
         for client in self.clients:
             client.loss = 0.0
@@ -212,13 +219,19 @@ def test_followers_have_the_truth_whenever_the_traffic_pauses(seed: int, encodin
             assert follower.blocks == len(client.picture.held)
         world.go_on()
     happened = sum((Counter(client.follower.counters.as_dict()) for client in world.everybody), Counter())
-    assert all(happened[name] for name in ("gaps", "replays", "snapshots", "timeouts", "reconnects", "duplicates"))
+    assert all(
+        happened[name] for name in ("gaps", "replays", "snapshots", "timeouts", "reconnects", "duplicates")
+    )
     assert happened["digest_mismatches"] == 0  # everything lost is noticed before a digest has to show it
 
 
 @pytest.mark.parametrize(("seed", "ring"), [(0, 100_000), (1, 100_000), (2, 60), (3, 30)])
-def test_followers_of_a_stock_publisher_have_the_truth_or_know_that_they_do_not(seed: int, ring: int) -> None:
-    """With a buffer that holds everything they always end up exact; with a smaller one they may not, but never claim it."""
+def test_followers_of_a_stock_publisher_have_the_truth_or_know_that_they_do_not(
+    seed: int, ring: int
+) -> None:
+    """With a buffer that holds everything they always end up exact; with a smaller one they may not, but
+    never claim it.
+    """
     world = World(seed, is_stock=True, ring=ring)
     exact = 0
     for _ in range(8):
@@ -234,15 +247,19 @@ def test_followers_of_a_stock_publisher_have_the_truth_or_know_that_they_do_not(
     assert exact
 
 
-# -- real sockets ---------------------------------------------------------------------------------------------------------
+# -- real sockets ----------------------------------------------------------------------------------
 
 HEARTBEAT = 0.05
 PATIENCE = 20.0
-SOCKET_LIMITS = Limits(reply_timeout=0.5, probe_interval=0.5, catch_up_delay=0.05, backoff=0.02, backoff_max=0.2)
+SOCKET_LIMITS = Limits(
+    reply_timeout=0.5, probe_interval=0.5, catch_up_delay=0.05, backoff=0.02, backoff_max=0.2
+)
 
 
 class Site:
-    """A real publisher and real subscribers: one behind a lossy link, one beside it, some that come and go."""
+    """A real publisher and real subscribers: one behind a lossy link, one beside it, some that
+    come and go.
+    """
 
     def __init__(self, seed: int, encoding: str, sequence_file: Path | None) -> None:
         self.rng = random.Random(seed)
@@ -296,14 +313,18 @@ class Site:
             self.publisher.publish(KVEventBatch(time.time(), self.workload.batch()))
 
     def restart(self) -> None:
-        """Start the publisher anew at the same addresses; perhaps it passes the old number before anybody hears of it."""
+        """Start the publisher anew at the same addresses; perhaps it passes the old number before anybody
+        hears of it.
+        """
         self.publisher.shutdown()
         self.workload.restart()
         until = time.monotonic() + 5.0
         while True:
             try:
                 config = self.config
-                self.publisher = ZmqEventPublisher(0, config.endpoint, config.replay_endpoint, config=self.options)
+                self.publisher = ZmqEventPublisher(
+                    0, config.endpoint, config.replay_endpoint, config=self.options
+                )
                 break
             except OutsideError:
                 assert time.monotonic() < until, "the address stays in use"
@@ -333,7 +354,9 @@ class Site:
         return status.epoch == self.publisher.stats().epoch and picture.held == self.workload.truth.held
 
     def meet_everything(self) -> None:
-        """Let each kind of trouble happen once more to subscribers that are exact, so that none depends on the dice."""
+        """Let each kind of trouble happen once more to subscribers that are exact, so that none depends on
+        the dice.
+        """
         self.link.cut()
         self.pause()
         self.link.loss = 1.0
@@ -372,6 +395,7 @@ def test_subscribers_have_the_truth_whenever_the_traffic_pauses(
         site.meet_everything()
         site.publisher.check()
     assert all(
-        site.happened[name] for name in ("gaps", "replays", "snapshots", "restarts", "reconnects", "digest_checks")
+        site.happened[name]
+        for name in ("gaps", "replays", "snapshots", "restarts", "reconnects", "digest_checks")
     )
     assert site.happened["digest_mismatches"] == 0

@@ -103,7 +103,9 @@ class Party:
     """A subscriber behind the link, what it was told, and an index that is fed with the same."""
 
     def __init__(self, endpoint: str, replay_endpoint: str | None) -> None:
-        self.subscriber: Subscriber[DecodedBatch] = Subscriber([Source("p", endpoint, replay_endpoint)], limits=QUICK)
+        self.subscriber: Subscriber[DecodedBatch] = Subscriber(
+            [Source("p", endpoint, replay_endpoint)], limits=QUICK
+        )
         self.told, self.index = Holdings(), FedIndex("python", "engine")
 
     def serve(self) -> None:
@@ -145,7 +147,9 @@ def test_over_real_sockets_what_is_called_exact_is_what_the_publisher_holds(seed
             goal = _sent_before(publisher)
             _wait_until(link, parties, lambda party, goal=goal: party.status.seq >= goal)  # type: ignore[misc]
             for party in parties:
-                assert party.status.state is not State.EXACT or party.has_truth(model.truth.held), party.status
+                assert party.status.state is not State.EXACT or party.has_truth(model.truth.held), (
+                    party.status
+                )
         link.nemesis.is_at_work = False
         _wait_until(link, parties[:1], lambda party: party.status.state is State.EXACT)
         for rank in range(ranks):
@@ -225,13 +229,17 @@ def _nothing_is_torn(patch: pytest.MonkeyPatch) -> None:
 
 
 def _half_an_answer_counts(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Replica, "is_building", property(lambda self: False, lambda self, value: None), raising=False)
+    patch.setattr(
+        Replica, "is_building", property(lambda self: False, lambda self, value: None), raising=False
+    )
 
 
 def _other_incarnations_are_the_same(patch: pytest.MonkeyPatch) -> None:
     apply = Replica.apply
 
-    def applied(self: Replica[Any], seq: int, batch: Any, payload: bytes, now: float, **options: bool) -> Any:
+    def applied(
+        self: Replica[Any], seq: int, batch: Any, payload: bytes, now: float, **options: bool
+    ) -> Any:
         self.epoch = batch.mark.epoch if batch.mark is not None else self.epoch
         return apply(self, seq, batch, payload, now, **options)
 

@@ -10,7 +10,13 @@ import pytest
 from tests.contract.test_policies import FIFO
 
 from kvtier.keys import OffloadKey
-from kvtier.offload import CPUOffloadingManager, OffloadingEvent, OffloadingManager, PrepareStoreOutput, ReqContext
+from kvtier.offload import (
+    CPUOffloadingManager,
+    OffloadingEvent,
+    OffloadingManager,
+    PrepareStoreOutput,
+    ReqContext,
+)
 from kvtier.offload.tiered import TieredOffloadingManager, TierSeat
 from kvtier.testing.manager_suite import ManagerSuite
 from kvtier.testing.memory_tier import make_memory_tier
@@ -38,7 +44,9 @@ ROW = 4096
 class Stepped(TieredOffloadingManager):
     """A manager whose tiers have a turn at every call that changes something. It tells of the pool alone."""
 
-    def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+    def prepare_store(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
         self._turn()
         return super().prepare_store(keys, req_context)
 

@@ -1,4 +1,6 @@
-"""Every policy in the tree runs the suite, and so does one from outside it: the contract can be met in a few lines."""
+"""Every policy in the tree runs the suite, and so does one from outside it: the contract can be met in a few
+lines.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +106,9 @@ def test_policies_are_found_by_name(registered: str) -> None:
     assert {"lru", "arc", registered} <= set(policy_names())
 
 
-@pytest.mark.parametrize("name", ["lur", "nowhere.at.all:Policy", "kvtier.errors:KVTierError", f"{__name__}:Nothing"])
+@pytest.mark.parametrize(
+    "name", ["lur", "nowhere.at.all:Policy", "kvtier.errors:KVTierError", f"{__name__}:Nothing"]
+)
 def test_an_unknown_policy_is_one_clear_line(name: str) -> None:
     with pytest.raises(ConfigError, match=r"^cpu\.policy: ") as caught:
         make_policy(name, 3)

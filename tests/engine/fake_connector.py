@@ -1,7 +1,9 @@
-"""Both sides of a connector in one object, for tests of the engine's side: a dict of blocks, and transfers that take steps.
+"""Both sides of a connector in one object, for tests of the engine's side: a dict of blocks, and transfers
+that take steps.
 
-A store reads its blocks and a load writes them only when it is due, some steps later. So an engine that frees or reuses a block
-too early stores or computes wrong bytes, and the toy model's tokens show it. Loads fail on demand, leaving garbage behind.
+A store reads its blocks and a load writes them only when it is due, some steps later. So an engine that
+frees or reuses a block too early stores or computes wrong bytes, and the toy model's tokens show it. Loads
+fail on demand, leaving garbage behind.
 """
 
 from __future__ import annotations
@@ -71,7 +73,11 @@ class FakeConnector:
         if request.request_id in self._never:
             return 0, False
         for end in range(len(hashes), local // size, -1):
-            if all((hashes[i], g) in self.rows for g in self._groups() for i in range(self._first(g, local, end), end)):
+            if all(
+                (hashes[i], g) in self.rows
+                for g in self._groups()
+                for i in range(self._first(g, local, end), end)
+            ):
                 return end * size - local, True
         return 0, False
 
@@ -89,7 +95,9 @@ class FakeConnector:
                 for i in range(self._first(g, local, end), end)
                 if blocks[g][i] != 0
             ]
-            self._planned.append(Transfer(request.request_id, self.now + self.load_steps, moves, is_load=True))
+            self._planned.append(
+                Transfer(request.request_id, self.now + self.load_steps, moves, is_load=True)
+            )
 
     def build_connector_meta(self, view: StepView) -> None:
         self.now += 1
@@ -97,7 +105,9 @@ class FakeConnector:
             self._end(lambda transfer, gone=req_id: transfer.req_id == gone)  # type: ignore[misc]
             self._tables.pop(req_id, None)
         for new in view.new:
-            self._allocated |= {b for row in new.block_ids for b in row[new.num_computed_tokens // self._size :]}
+            self._allocated |= {
+                b for row in new.block_ids for b in row[new.num_computed_tokens // self._size :]
+            }
             self._tables[new.req_id] = new.block_ids
         for cached in view.cached:
             ids = cached.new_block_ids or tuple([] for _ in self._groups())
@@ -156,7 +166,9 @@ class FakeConnector:
     def handle_preemptions(self, metadata: None) -> None:
         """End stores that read a block which somebody got in this step. The null block is nobody's."""
         reused = self._allocated - {0}
-        self._end(lambda transfer: not transfer.is_load and any(block in reused for _, block, _ in transfer.moves))
+        self._end(
+            lambda transfer: not transfer.is_load and any(block in reused for _, block, _ in transfer.moves)
+        )
         self._allocated = set()
 
     def start_load_kv(self, *, by_layer: bool) -> None:
@@ -220,7 +232,9 @@ class FakeConnector:
 
     def _load(self, req_id: str, key: Key, block_id: int, position: int) -> None:
         failed = key not in self.rows or self.fail(position)  # a reset may have come between
-        for page, row in zip(self._pages(key[1], block_id), self.rows.get(key, self._pages(key[1], 0)), strict=True):
+        for page, row in zip(
+            self._pages(key[1], block_id), self.rows.get(key, self._pages(key[1], 0)), strict=True
+        ):
             page.copy_(row)
             if failed:
                 page.fill_(GARBAGE)

@@ -1,9 +1,9 @@
 """One engine of a fleet, as a process that does what it is told over a pipe.
 
 `{"ask": [tokens], "name": "a"}` runs a request and answers its tokens, where its prompt came from, how many
-steps and seconds it took, and why the tier did not give the rest; `{"forget": True}` empties engine and pool;
-`{"die_in": n}` ends the process as SIGKILL does in the middle of the n-th time that it sends rows; any other
-order is for a step. Every answer has the state of the tier.
+steps and seconds it took, and why the tier did not give the rest; `{"forget": True}` empties engine and
+pool; `{"die_in": n}` ends the process as SIGKILL does in the middle of the n-th time that it sends rows; any
+other order is for a step. Every answer has the state of the tier.
 """
 
 from __future__ import annotations

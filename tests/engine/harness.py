@@ -1,4 +1,6 @@
-"""A paged cache by hand for the decoder's tests: shuffled blocks, a table per group, NaN wherever nobody may read."""
+"""A paged cache by hand for the decoder's tests: shuffled blocks, a table per group, NaN wherever nobody may
+read.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,10 @@ class Sequence:
 
 
 class Paged:
-    """A decoder and its caches. Layers with the same window form a group; a block that a window has left is reused."""
+    """A decoder and its caches.
+
+    Layers with the same window form a group; a block that a window has left is reused.
+    """
 
     def __init__(
         self,
@@ -62,14 +67,19 @@ class Paged:
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         self.decoder = Decoder(
-            config, random_weights(config) if weights is None else weights, dtype=dtype, compute_dtype=compute_dtype
+            config,
+            random_weights(config) if weights is None else weights,
+            dtype=dtype,
+            compute_dtype=compute_dtype,
         )
         self.config, self.block_size = config, block_size
         self.windows = list(dict.fromkeys(config.sliding_windows))
         self.group_of_layer = [self.windows.index(window) for window in config.sliding_windows]
         shape = (2, num_blocks) if kv_first else (num_blocks, 2)
         page = (block_size, config.num_kv_heads, config.head_dim)
-        self.caches = {name: torch.full((*shape, *page), torch.nan, dtype=dtype) for name in config.layer_names}
+        self.caches = {
+            name: torch.full((*shape, *page), torch.nan, dtype=dtype) for name in config.layer_names
+        }
         self.free = (torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(7)) + 1).tolist()
 
     def add(self, tokens: list[int]) -> Sequence:
@@ -77,13 +87,17 @@ class Paged:
         return Sequence(tokens, [[] for _ in self.windows])
 
     def rows(self, *steps: tuple[Sequence, int]) -> list[Tensor]:
-        """Compute the next `n` tokens of each sequence in one pass and return the logits of all their rows."""
+        """Compute the next `n` tokens of each sequence in one pass and return the logits of all
+        their rows.
+        """
         batch = self.batch(*steps)
         hidden = self.decoder.hidden(batch, self.caches, self.group_of_layer, self.block_size)
         return [self.decoder.logits(hidden[s.start : s.end]) for s in batch.sequences]
 
     def forward(self, *steps: tuple[Sequence, int]) -> Tensor:
-        """Compute the next `n` tokens of each sequence in one pass and return the logits after the last of each."""
+        """Compute the next `n` tokens of each sequence in one pass and return the logits after the last of
+        each.
+        """
         return self.decoder.forward(self.batch(*steps), self.caches, self.group_of_layer, self.block_size)
 
     def batch(self, *steps: tuple[Sequence, int]) -> ForwardBatch:
@@ -99,10 +113,14 @@ class Paged:
             tokens += [sequence.tokens[i] for i in new]
             positions += new
             for group, table in enumerate(tables):
-                places[group] += [int(table[i // self.block_size]) * self.block_size + i % self.block_size for i in new]
+                places[group] += [
+                    int(table[i // self.block_size]) * self.block_size + i % self.block_size for i in new
+                ]
             slices.append(SequenceSlice(start, len(tokens), new.stop, tuple(tables)))
             sequence.computed = new.stop
-        return ForwardBatch(torch.tensor(tokens), torch.tensor(positions), slices, tuple(map(torch.tensor, places)))
+        return ForwardBatch(
+            torch.tensor(tokens), torch.tensor(positions), slices, tuple(map(torch.tensor, places))
+        )
 
     def _grow(self, sequence: Sequence, group: int, new: range) -> Tensor:
         """Give a table blocks up to its last new token and take those that no row can see any more."""

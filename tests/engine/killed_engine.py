@@ -1,4 +1,6 @@
-"""An engine over a disk, to be killed: `python -m tests.engine.killed_engine FOLDER` computes prompts until it is."""
+"""An engine over a disk, to be killed: `python -m tests.engine.killed_engine FOLDER` computes prompts until
+it is.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""The engine with several ranks: each has a KV cache and a worker of its own, and every forward pass runs on all of them.
+"""The engine with several ranks: each has a KV cache and a worker of its own, and every forward pass runs on
+all of them.
 
-Ranks hold the same KV, so wherever one of them has a wrong block its logits differ from the others'. What the workers say is
-merged by `OutputAggregator`, on a wire that loses and delays the outputs of single ranks. One process.
+Ranks hold the same KV, so wherever one of them has a wrong block its logits differ from the others'. What
+the workers say is merged by `OutputAggregator`, on a wire that loses and delays the outputs of single ranks.
+One process.
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ class PassFailedError(Exception):
 
 
 class RankedModel:
-    """A model on several ranks. Its answers come from each rank in turn, so that a wrong block anywhere changes tokens."""
+    """A model on several ranks.
+
+    Its answers come from each rank in turn, so that a wrong block anywhere changes tokens.
+    """
 
     def __init__(self, model: ToyModel) -> None:
         self.model, self.config = model, model.config
@@ -46,14 +51,20 @@ class RankedModel:
         self.fails_next = False
 
     def forward(
-        self, batch: ForwardBatch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
+        self,
+        batch: ForwardBatch,
+        kv_caches: Mapping[str, Tensor],
+        group_of_layer: Sequence[int],
+        block_size: int,
     ) -> Tensor:
         if self.fails_next:
             self.fails_next = False
             raise PassFailedError
         self.passes += 1
         logits = [self.model.forward(batch, caches, group_of_layer, block_size) for caches in self.caches]
-        assert all(torch.equal(other, logits[0]) for other in logits), "ranks disagree: one of them has a wrong block"
+        assert all(torch.equal(other, logits[0]) for other in logits), (
+            "ranks disagree: one of them has a wrong block"
+        )
         return logits[self.passes % len(logits)]
 
 
@@ -98,7 +109,9 @@ class Wire:
             else:
                 arriving[rank].append(output)
         rounds = max(1, *map(len, arriving))
-        return [[mine[i] if i < len(mine) else KVConnectorOutput() for mine in arriving] for i in range(rounds)]
+        return [
+            [mine[i] if i < len(mine) else KVConnectorOutput() for mine in arriving] for i in range(rounds)
+        ]
 
 
 class RankedWorkers:
@@ -157,11 +170,14 @@ class RankedWorkers:
 class VLLMLike:
     """A scheduler's side as vLLM uses it.
 
-    With `frees_at_once` a request's blocks and its id are free as soon as it has finished, unless it is being loaded. With
-    `by_workers` the engine goes by what the workers say, not by what the scheduler's side makes of it.
+    With `frees_at_once` a request's blocks and its id are free as soon as it has finished, unless it is
+    being loaded. With `by_workers` the engine goes by what the workers say, not by what the scheduler's side
+    makes of it.
     """
 
-    def __init__(self, engine: Engine, connector: OffloadingConnector, frees_at_once: bool, by_workers: bool) -> None:
+    def __init__(
+        self, engine: Engine, connector: OffloadingConnector, frees_at_once: bool, by_workers: bool
+    ) -> None:
         self._engine, self._connector = engine, connector
         self._frees_at_once, self._by_workers = frees_at_once, by_workers
 
@@ -222,10 +238,11 @@ class RankedEngine(Engine):
         self.worker = RankedWorkers(workers, self._wire)  # type: ignore[assignment]
 
     def swap_weights(self) -> set[str]:
-        """Change the weights and reset every cache, as training does; return the requests that have KV or tokens of before.
+        """Change the weights and reset every cache, as training does; return the requests that have KV or
+        tokens of before.
 
-        With an engine that schedules ahead and goes by the workers' word, also those whose load may have ended already. vLLM
-        says of such a reset that it did not succeed.
+        With an engine that schedules ahead and goes by the workers' word, also those whose load may have
+        ended already. vLLM says of such a reset that it did not succeed.
         """
         assert isinstance(self.model, RankedModel)
         has_kv = {RequestStatus.RUNNING}

@@ -1,4 +1,6 @@
-"""The paged cache: ref counts, hits, who is evicted first, windows, and events that replay to what is findable."""
+"""The paged cache: ref counts, hits, who is evicted first, windows, and events that replay to what is
+findable.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +135,9 @@ def test_a_window_drops_blocks_and_leaves_null_behind() -> None:
 def test_a_windowed_hit_needs_only_the_window() -> None:
     cache = make(FULL, windowed(5), num_blocks=12)
     old = compute(cache, request(range(17)))
-    assert cache.extend(old.table, 16, 17) is not None  # positions 0 to 2 of the window are dropped but still findable
+    assert (
+        cache.extend(old.table, 16, 17) is not None
+    )  # positions 0 to 2 of the window are dropped but still findable
     cache.release(old.table)
     for block in [cache._found_by[old.block_hashes[i], 1] for i in (0, 1, 2)]:
         cache._free.move_to_end(block.block_id, last=False)
@@ -160,7 +164,9 @@ def test_room_for_loads_is_null_where_the_window_never_looks() -> None:
     assert [block == NULL_BLOCK for block in whole.rows[1]] == [True, True, False, False]
 
 
-@pytest.mark.parametrize("groups", [(FULL,), (windowed(6),), (FULL, windowed(6)), (windowed(3), FULL, windowed(11))])
+@pytest.mark.parametrize(
+    "groups", [(FULL,), (windowed(6),), (FULL, windowed(6)), (windowed(3), FULL, windowed(11))]
+)
 @pytest.mark.parametrize("max_slice", [1, 3, 8])
 def test_most_blocks_is_what_a_request_holds_at_most(groups: tuple[CacheGroup, ...], max_slice: int) -> None:
     for total in range(1, 40):
@@ -197,7 +203,11 @@ def test_events_tell_tokens_parents_and_groups() -> None:
     assert isinstance(third, BlockStored)
     assert isinstance(fourth, BlockStored)
     assert first.block_hashes == wanted.block_hashes[:2]
-    assert (first.parent_block_hash, first.token_ids, first.extra_keys) == (None, list(range(8)), [("s",), None])
+    assert (first.parent_block_hash, first.token_ids, first.extra_keys) == (
+        None,
+        list(range(8)),
+        [("s",), None],
+    )
     assert (third.parent_block_hash, third.token_ids) == (wanted.block_hashes[1], [8, 9, 10, 11])
     assert (third.medium, third.group_idx, third.kv_cache_spec_kind) == ("GPU", 0, "full_attention")
     assert (fourth.group_idx, fourth.kv_cache_spec_kind, fourth.kv_cache_spec_sliding_window) == (

@@ -1,4 +1,6 @@
-"""Steps that are cut off anywhere, stores that hang, engines that were closed: nobody is stuck, and every token is right."""
+"""Steps that are cut off anywhere, stores that hang, engines that were closed: nobody is stuck, and every
+token is right.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ PLACES = [
 
 @pytest.mark.parametrize(("part", "call"), PLACES, ids=[f"{part}.{call}" for part, call in PLACES])
 @pytest.mark.parametrize("seed", range(6))
-def test_a_step_that_is_cut_off_anywhere(part: str, call: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_is_cut_off_anywhere(
+    part: str, call: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     random, cut_off, prompts = Random(seed), 0, {}
     with engine_with(num_blocks=30, load_deadline="50ms", store_deadline="50ms") as engine:
         target = getattr(engine, part)
@@ -80,7 +84,9 @@ def test_a_step_that_is_cut_off_anywhere(part: str, call: str, seed: int, monkey
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_ctrl_c_comes_after_the_step_and_the_second_at_once(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_comes_after_the_step_and_the_second_at_once(
+    times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with engine_with() as engine:
         ended = []
 
@@ -130,7 +136,9 @@ def test_a_policy_that_raises_stops_nobody() -> None:
             except ValueError:
                 raised += 1
         assert raised == 2
-        assert [outputs[name] for name in names] == [expect(engine, tokens(9 + i, seed=i), PARAMS) for i in range(4)]
+        assert [outputs[name] for name in names] == [
+            expect(engine, tokens(9 + i, seed=i), PARAMS) for i in range(4)
+        ]
         expect_nothing_left(engine)
 
 

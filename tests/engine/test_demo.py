@@ -21,7 +21,18 @@ from kvtier.demo.models import QUICK_MODEL
 from kvtier.engine import ModelConfig, random_weights, save_model
 
 TINY = QUICK_MODEL | {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-SMALL = ["demo", "--quick", "--conversations", "5", "--turns", "2", "--no-disk", "--no-report", "--json", "-"]
+SMALL = [
+    "demo",
+    "--quick",
+    "--conversations",
+    "5",
+    "--turns",
+    "2",
+    "--no-disk",
+    "--no-report",
+    "--json",
+    "-",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -184,8 +195,12 @@ def test_returning_conversations_are_loaded(capsys: pytest.CaptureFixture[str]) 
     assert all(request["first_miss"] in ("never stored", None) for request in result["per_request"])
 
 
-def test_a_wrong_byte_is_noticed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: with the pool scribbled over, loaded KV is wrong, tokens differ and the demo fails."""
+def test_a_wrong_byte_is_noticed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The negative control: with the pool scribbled over, loaded KV is wrong, tokens differ and the demo
+    fails.
+    """
     ask = demo_run._People.ask
 
     def scribble_then_ask(people: demo_run._People) -> None:
@@ -239,7 +254,9 @@ def test_a_policy_from_this_folder(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
-    (here / "demo_policy.py").write_text("from kvtier.policies import LRUPolicy\n\n\nclass Mine(LRUPolicy): ...\n")
+    (here / "demo_policy.py").write_text(
+        "from kvtier.policies import LRUPolicy\n\n\nclass Mine(LRUPolicy): ...\n"
+    )
     assert run_small(capsys, "--policy", "demo_policy:Mine")["identical"]
 
 
@@ -256,12 +273,18 @@ def test_the_same_seed_gives_the_same_demo(capsys: pytest.CaptureFixture[str]) -
             ["--policy", "lruu"],
             "--policy: expected one of arc, lru or 'package.module:Class', got 'lruu'; did you mean 'lru'?",
         ),
-        (["--policy", "no.such:Thing"], "--policy: expected an importable 'package.module:Class', got 'no.such:Thing'"),
+        (
+            ["--policy", "no.such:Thing"],
+            "--policy: expected an importable 'package.module:Class', got 'no.such:Thing'",
+        ),
         (
             ["--cpu-capacity", "1KiB"],
             "--cpu-capacity: expected at least one row (32.0 KiB), or 0 to keep nothing, got 1.0 KiB",
         ),
-        (["--chunk-blocks", "500"], "--chunk-blocks: expected chunks no longer than the longest conversation"),
+        (
+            ["--chunk-blocks", "500"],
+            "--chunk-blocks: expected chunks no longer than the longest conversation",
+        ),
         (["--gpu-blocks", "9"], "--gpu-blocks: expected room for the longest conversation"),
         (["--gpu-blocks", "2"], "--gpu-blocks: expected a whole number of at least 3"),
         (["--gpu-blocks", "999999999"], "--gpu-blocks: expected two caches that fit into"),

@@ -1,4 +1,6 @@
-"""Whatever is thrown at the door is refused there and leaves no trace, or runs to its end: nobody else's request is hurt."""
+"""Whatever is thrown at the door is refused there and leaves no trace, or runs to its end: nobody else's
+request is hurt.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,9 @@ def params(**fields: Any) -> SamplingParams:
 
 
 def add(engine: Engine, prompt: Any = (1, 2, 3, 4, 5), sampling: Any = None, **more: Any) -> str:
-    return engine.add_request(prompt, params() if sampling is None else sampling, **{"request_id": "odd"} | more)
+    return engine.add_request(
+        prompt, params() if sampling is None else sampling, **{"request_id": "odd"} | more
+    )
 
 
 PLACES: dict[str, Throw] = {
@@ -128,7 +132,12 @@ PLACES["stop token"] = lambda engine, odd: add(engine, sampling=params(stop_toke
 def state(engine: Engine) -> Any:
     """Return what a refusal must not change."""
     queues = engine._scheduler.waiting, engine._scheduler.loading, engine._scheduler.running
-    return engine._arrivals, dict(engine._requests), [list(queue) for queue in queues], engine.num_free_blocks
+    return (
+        engine._arrivals,
+        dict(engine._requests),
+        [list(queue) for queue in queues],
+        engine.num_free_blocks,
+    )
 
 
 def throw(engine: Engine, call: Throw, odd: Any) -> bool:

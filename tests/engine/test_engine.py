@@ -1,4 +1,7 @@
-"""The engine as its user sees it. The toy model answers wrongly if a single element of a single block is wrong."""
+"""The engine as its user sees it.
+
+The toy model answers wrongly if a single element of a single block is wrong.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from kvtier.testing.toy_model import ToyModel
 WINDOWS = [ONE_GROUP, TWO_GROUPS, (8,), (None, 7, 20)]
 
 
-# -- the same tokens ---------------------------------------------------------------------------------------------------------
+# -- the same tokens -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("windows", WINDOWS)
@@ -44,7 +47,9 @@ def test_a_preempted_request_gives_the_same_tokens() -> None:
     names = [engine.add_request(prompt, params) for prompt in prompts]
     outputs = run(engine)
     assert sum(output.preemptions for output in outputs.values()) >= 2
-    assert [outputs[name].token_ids for name in names] == [expect(engine, prompt, params) for prompt in prompts]
+    assert [outputs[name].token_ids for name in names] == [
+        expect(engine, prompt, params) for prompt in prompts
+    ]
     expect_idle(engine)
 
 
@@ -102,7 +107,9 @@ class Workload:
         self.settings["num_blocks"] = groups * blocks + 3 + random.randint(0, 4)
 
     def params(self) -> SamplingParams:
-        sampled = {"temperature": 0.8, "seed": self.random.randint(0, 99)} if self.random.random() < 0.3 else {}
+        sampled = (
+            {"temperature": 0.8, "seed": self.random.randint(0, 99)} if self.random.random() < 0.3 else {}
+        )
         return SamplingParams(max_tokens=self.random.randint(1, 40), **sampled)  # type: ignore[arg-type]
 
 
@@ -170,7 +177,7 @@ def test_random_workloads_with_failing_loads() -> None:
     assert failed > 25
 
 
-# -- requests ----------------------------------------------------------------------------------------------------------------
+# -- requests --------------------------------------------------------------------------------------
 
 
 def test_outputs_tell_sources_and_times() -> None:
@@ -205,7 +212,9 @@ def test_stop_tokens_and_the_end_of_text_end_a_request() -> None:
     ending = Engine(ToyModel(eos_token_ids=(stop,)), config)
     assert ending.generate([tokens(9)], SamplingParams(max_tokens=10))[0].token_ids == output.token_ids
     endless = Engine(ToyModel(eos_token_ids=(stop,)), config)
-    assert endless.generate([tokens(9)], SamplingParams(max_tokens=10, ignore_eos=True))[0].token_ids == answer
+    assert (
+        endless.generate([tokens(9)], SamplingParams(max_tokens=10, ignore_eos=True))[0].token_ids == answer
+    )
 
 
 def test_a_request_ends_where_the_cache_or_the_model_ends() -> None:
@@ -271,7 +280,7 @@ def test_salts_and_adapters_do_not_share() -> None:
         assert output.source.gpu == 0
 
 
-# -- the cache as seen from outside ------------------------------------------------------------------------------------------
+# -- the cache as seen from outside ----------------------------------------------------------------
 
 
 def test_reset_makes_everything_a_miss() -> None:
@@ -304,7 +313,7 @@ def test_layers_of_different_groups_share_tensors() -> None:
     assert toy_engine(kv_layout="kv_first").kv_caches["layers.0"].shape == (2, 65, 4, 1, 2)
 
 
-# -- configs and models ------------------------------------------------------------------------------------------------------
+# -- configs and models ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -316,7 +325,10 @@ def test_layers_of_different_groups_share_tensors() -> None:
         ),
         ({"num_blocks": "9"}, "num_blocks: expected a whole number of at least 3 .*, got '9'"),
         ({"num_blocks": 10**400}, "num_blocks: expected a whole number of at most 2147483647, got 1000"),
-        ({"max_model_len": -(10**5000)}, "max_model_len: expected a whole number of at least 2 .*, got a value"),
+        (
+            {"max_model_len": -(10**5000)},
+            "max_model_len: expected a whole number of at least 2 .*, got a value",
+        ),
         ({"device": None}, "device: expected one of 'cpu', 'cuda', got None"),
         ({"block_size": 0}, "block_size: expected a whole number of at least 1, got 0"),
         ({"max_num_seqs": 0}, "max_num_seqs: expected a whole number of at least 1, got 0"),
@@ -341,27 +353,39 @@ def test_bad_settings_are_one_clear_line(settings: dict[str, Any], problem: str)
 
 
 def test_settings_that_do_not_fit_the_model_are_refused() -> None:
-    with pytest.raises(ConfigError, match="max_model_len: expected at most the model's 4096 positions, got 5000"):
+    with pytest.raises(
+        ConfigError, match="max_model_len: expected at most the model's 4096 positions, got 5000"
+    ):
         toy_engine(max_model_len=5000)
-    with pytest.raises(ConfigError, match=r"num_blocks: expected at least one block .* for each of 3 groups, got 3"):
+    with pytest.raises(
+        ConfigError, match=r"num_blocks: expected at least one block .* for each of 3 groups, got 3"
+    ):
         toy_engine((None, 5, 9), num_blocks=3)
 
 
 def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(ConfigError, match="device: expected a device that torch can use here, got 'cuda'; try 'cpu'"):
+    with pytest.raises(
+        ConfigError, match="device: expected a device that torch can use here, got 'cuda'; try 'cpu'"
+    ):
         Engine.from_config(tiny(), EngineConfig(num_blocks=8, device="cuda"))
 
 
 def test_a_real_model_from_a_config_and_from_a_folder(tmp_path: Path) -> None:
-    """Small chunks, preemption and a second group change nothing where arithmetic is wider than the cache."""
+    """Small chunks, preemption and a second group change nothing where arithmetic is wider than
+    the cache.
+    """
     model = tiny(
-        model_type="ministral", sliding_window=9, layer_types=["full_attention", "sliding_attention", "full_attention"]
+        model_type="ministral",
+        sliding_window=9,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
     )
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     prompts = [tokens(30), tokens(9, seed=1), [*tokens(20), *tokens(5, seed=2)]]
     roomy = EngineConfig(num_blocks=200, compute_dtype="float64")
-    wanted = [output.token_ids for output in Engine.from_config(model, roomy, seed=5).generate(prompts, params)]
+    wanted = [
+        output.token_ids for output in Engine.from_config(model, roomy, seed=5).generate(prompts, params)
+    ]
     save_model(tmp_path, model, random_weights(ModelConfig.from_dict(model), 5))
     tight = EngineConfig(num_blocks=26, block_size=4, max_num_batched_tokens=7, compute_dtype="float64")
     engine = Engine.from_folder(tmp_path, tight)

@@ -29,7 +29,9 @@ def test_what_waits_too_long_is_dropped_as_a_whole_and_said_once(caplog: pytest.
         for n in range(21):
             buffer.add([removed(n)])
     assert buffer.take() == [AllBlocksCleared(), removed(19), removed(20)]
-    assert [record.message[:44] for record in caplog.records] == ["KV events of more than 6 blocks were not tak"]
+    assert [record.message[:44] for record in caplog.records] == [
+        "KV events of more than 6 blocks were not tak"
+    ]
 
 
 def test_who_takes_every_time_loses_nothing() -> None:

@@ -128,7 +128,9 @@ def test_one_dies_in_the_middle_of_a_write(fleet: list[FleetEngine]) -> None:
         engine.ask(3)
         engine.do(forget=True)
         again = engine.ask(3)
-        assert (again["tiers"], again["recomputed"]) == ({"valkey": 32}, 1), "what was missing was written anew"
+        assert (again["tiers"], again["recomputed"]) == ({"valkey": 32}, 1), (
+            "what was missing was written anew"
+        )
 
 
 def test_a_server_that_dies_and_comes_back_empty(fleet: list[FleetEngine], server: ValkeyServer) -> None:

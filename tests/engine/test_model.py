@@ -1,4 +1,6 @@
-"""The decoder agrees with transformers on the same weights, whatever the chunks, the batch and the cache's layout."""
+"""The decoder agrees with transformers on the same weights, whatever the chunks, the batch and the cache's
+layout.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def reference_logits(folder: Path, tokens: list[int]) -> Tensor:
     model, loading = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
-    assert not any(loading.values()), "a tensor that transformers lacks it makes up, and one too many it forgets"
+    assert not any(loading.values()), (
+        "a tensor that transformers lacks it makes up, and one too many it forgets"
+    )
     with torch.inference_mode():
         return model.eval()(torch.tensor([tokens])).logits[0]  # type: ignore[no-any-return]
 
@@ -71,11 +75,15 @@ def test_logits_agree_with_transformers_at_every_position(name: str, tmp_path: P
 
 
 def test_logits_are_sensitive_to_what_families_differ_in() -> None:
-    """Guards the suite above: a window, a rope or a norm that is ignored moves logits far more than its tolerance."""
+    """Guards the suite above: a window, a rope or a norm that is ignored moves logits far more than its
+    tolerance.
+    """
     tokens = prompt(56)
     base = last_logits(ModelConfig.from_dict(WINDOWED), tokens, [56])
     for change in ({"sliding_window": 9}, {"rope_theta": 9_000.0}, {"rms_norm_eps": 1e-2}):
-        assert (last_logits(ModelConfig.from_dict(WINDOWED | change), tokens, [56]) - base).abs().max() > 1e-2
+        assert (
+            last_logits(ModelConfig.from_dict(WINDOWED | change), tokens, [56]) - base
+        ).abs().max() > 1e-2
 
 
 def last_logits(config: ModelConfig, tokens: list[int], chunks: list[int], **options: Any) -> Tensor:
@@ -112,7 +120,9 @@ def assert_same(ours: Tensor, whole: Tensor) -> None:
 
 
 def logits_beside_others(config: ModelConfig, tokens: list[int]) -> Tensor:
-    """Compute a prompt in passes that it shares with a shorter, a longer and an equal sequence at other stages."""
+    """Compute a prompt in passes that it shares with a shorter, a longer and an equal sequence at other
+    stages.
+    """
     paged = Paged(config, **DOUBLE)
     ours, short, long, twin = (paged.add(t) for t in (tokens, prompt(9, 1), prompt(80, 2), prompt(53, 3)))
     paged.forward((long, 60), (ours, 20))
@@ -135,7 +145,9 @@ def test_prefill_and_decode_in_one_batch_keep_their_rows_apart() -> None:
 
 @pytest.mark.parametrize(("position", "visible"), [(32, False), (33, True), (39, True)])
 def test_a_token_reaches_the_result_only_from_inside_the_window(position: int, visible: bool) -> None:
-    """Guards the harness too: it puts NaN wherever nobody may read, which proves something only if a read shows."""
+    """Guards the harness too: it puts NaN wherever nobody may read, which proves something only if a read
+    shows.
+    """
     paged = Paged(ModelConfig.from_dict(FAMILIES["mistral-window"]))
     sequence = paged.add(prompt(42))
     paged.forward((sequence, 41))

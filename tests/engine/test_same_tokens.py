@@ -1,7 +1,8 @@
 """The promise: with kvtier an engine gives exactly the tokens that it gives without.
 
-float32 KV, greedy, seeded random workloads: shared prefixes, preemptions, chunk factors 1, 2 and 4, blocks of 8 to 32 tokens, one
-and two groups, aborts, resets, pools of one to forty chunks. A negative control corrupts the pool and must see other tokens.
+float32 KV, greedy, seeded random workloads: shared prefixes, preemptions, chunk factors 1, 2 and 4, blocks
+of 8 to 32 tokens, one and two groups, aborts, resets, pools of one to forty chunks. A negative control
+corrupts the pool and must see other tokens.
 """
 
 from __future__ import annotations

@@ -98,8 +98,16 @@ def test_draws_are_pinned_to_the_seed() -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(0, 2**31), st.integers(0, 1000), st.integers(0, 7), st.sampled_from([0, 3]), st.floats(0.1, 1.0))
-def test_a_draw_does_not_depend_on_the_batch(seed: int, count: int, place: int, top_k: int, top_p: float) -> None:
+@given(
+    st.integers(0, 2**31),
+    st.integers(0, 1000),
+    st.integers(0, 7),
+    st.sampled_from([0, 3]),
+    st.floats(0.1, 1.0),
+)
+def test_a_draw_does_not_depend_on_the_batch(
+    seed: int, count: int, place: int, top_k: int, top_p: float
+) -> None:
     rows = torch.randn(8, 50, generator=torch.Generator().manual_seed(seed))
     params = [SamplingParams(temperature=0.5 * n, seed=n) for n in range(8)]
     params[place] = ours = SamplingParams(temperature=0.8, seed=seed, top_k=top_k, top_p=top_p)

@@ -1,4 +1,6 @@
-"""The scheduler: who runs, who waits, who gives way; and what it does with loads that are slow, failed or too many."""
+"""The scheduler: who runs, who waits, who gives way; and what it does with loads that are slow, failed or
+too many.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def compute(engine: Engine, step: Step, token: int | None = 1) -> None:
             request_slice.request.append(token, 0.0)
 
 
-# -- batches -------------------------------------------------------------------------------------------------------------------
+# -- batches ---------------------------------------------------------------------------------------
 
 
 def test_long_prompts_come_in_chunks_and_share_the_budget() -> None:
@@ -94,7 +96,9 @@ def test_the_youngest_gives_way_keeps_its_tokens_and_comes_back_whole() -> None:
 
 
 def test_who_is_alone_and_lacks_blocks_waits_instead_of_starting_over() -> None:
-    """Somebody else's transfer may hold the rest of the cache; giving the own blocks back would help nobody."""
+    """Somebody else's transfer may hold the rest of the cache; giving the own blocks back would
+    help nobody.
+    """
     engine = toy_engine(num_blocks=5)
     add(engine, "r", tokens(7), max_tokens=9)
     scheduler = engine._scheduler
@@ -110,7 +114,9 @@ def test_who_is_alone_and_lacks_blocks_waits_instead_of_starting_over() -> None:
 
 
 def test_a_prompt_is_admitted_only_if_all_of_it_can_be_had() -> None:
-    """Guards against admitting on the first chunk alone: two halves of prompts would then evict each other."""
+    """Guards against admitting on the first chunk alone: two halves of prompts would then evict
+    each other.
+    """
     engine = toy_engine(num_blocks=21, max_num_batched_tokens=8)
     add(engine, "a", tokens(48))
     add(engine, "b", tokens(40, seed=1))
@@ -150,11 +156,15 @@ def test_runs() -> None:
     assert list(_runs([], 3)) == []
 
 
-# -- loads ---------------------------------------------------------------------------------------------------------------------
+# -- loads -----------------------------------------------------------------------------------------
 
 
-def filled(windows: tuple[int | None, ...] = ONE_GROUP, **settings: Any) -> tuple[Engine, list[int], list[int]]:
-    """Return an engine whose tier holds a prompt of 33 tokens that its own cache has lost, the prompt, and its answer."""
+def filled(
+    windows: tuple[int | None, ...] = ONE_GROUP, **settings: Any
+) -> tuple[Engine, list[int], list[int]]:
+    """Return an engine whose tier holds a prompt of 33 tokens that its own cache has lost, the prompt, and
+    its answer.
+    """
     fake = {name: settings.pop(name) for name in ("load_steps", "store_steps", "fail") if name in settings}
     engine = toy_engine(windows, **settings)
     connector = FakeConnector(engine)
@@ -183,7 +193,10 @@ def test_a_load_saves_computing_and_gives_the_same_tokens(windows: tuple[int | N
     assert engine.num_free_blocks < engine.config.num_blocks - 1
     output = run(engine)["again"]
     assert output.token_ids == answer
-    assert calls(engine, "again") == ["ask", "alloc", "recved", "finished", "sent"][: len(calls(engine, "again"))]
+    assert (
+        calls(engine, "again")
+        == ["ask", "alloc", "recved", "finished", "sent"][: len(calls(engine, "again"))]
+    )
     assert len(engine._scheduler._cache._found_by) > 0
     expect_idle(engine)
 
@@ -209,7 +222,14 @@ def test_a_whole_prompt_can_be_loaded_and_its_last_token_is_computed() -> None:
 
 @pytest.mark.parametrize(
     ("failed", "computed"),
-    [({0}, [4, 1]), ({3}, [4, 1]), ({7}, [5]), ({2, 5}, [4, 4, 1]), ({0, 1, 7}, [8, 5]), (set(range(8)), [16, 16, 1])],
+    [
+        ({0}, [4, 1]),
+        ({3}, [4, 1]),
+        ({7}, [5]),
+        ({2, 5}, [4, 4, 1]),
+        ({0, 1, 7}, [8, 5]),
+        (set(range(8)), [16, 16, 1]),
+    ],
 )
 def test_exactly_what_failed_is_computed(failed: set[int], computed: list[int]) -> None:
     engine, prompt, answer = filled(fail=lambda position: position in failed)
@@ -302,7 +322,9 @@ def test_an_idle_engine_waits_for_transfers_instead_of_spinning() -> None:
 
 
 def test_many_loads_into_a_small_cache_do_not_deadlock() -> None:
-    """Guards against loads that reserve blocks for their prefix only: together they fill the cache and nobody can finish."""
+    """Guards against loads that reserve blocks for their prefix only: together they fill the cache and
+    nobody can finish.
+    """
     engine = toy_engine(num_blocks=31, max_num_seqs=16)
     connector = FakeConnector(engine)
     prompts = [tokens(80, seed=seed) for seed in range(6)]

@@ -1,4 +1,7 @@
-"""A bus that does not move: hits are computed, not waited for. And a forward pass that raises leaves nothing waiting."""
+"""A bus that does not move: hits are computed, not waited for.
+
+And a forward pass that raises leaves nothing waiting.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,9 @@ class RaisesOnce(ToyModel):
 
 
 def test_after_a_pass_that_raised_the_engine_drains_and_stores_again() -> None:
-    """The step's stores were never started: they must not be waited for, and their chunks may be stored later."""
+    """The step's stores were never started: they must not be waited for, and their chunks may be stored
+    later.
+    """
     with engine_with(store_deadline="1h", load_deadline="1h") as engine:
         model = engine.model = RaisesOnce()
         model.fails_in = 2

@@ -1,4 +1,6 @@
-"""Computing ahead of a load: used if the load succeeds and nothing else came in between, forgotten otherwise."""
+"""Computing ahead of a load: used if the load succeeds and nothing else came in between, forgotten
+otherwise.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +107,9 @@ class LoadsOnly(FaultPlan):
 
 @pytest.mark.parametrize("kind", [Fault.FAIL, Fault.SHORT, Fault.HANG], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("windows", WINDOWS)
-def test_a_load_that_fails_after_its_layers_were_promised(windows: Sequence[int | None], kind: Fault) -> None:
+def test_a_load_that_fails_after_its_layers_were_promised(
+    windows: Sequence[int | None], kind: Fault
+) -> None:
     plan = LoadsOnly(0, 1.0, (kind,))
 
     def make_spec(config: OffloadingConfig) -> OffloadingSpec:

@@ -30,7 +30,11 @@ def test_metrics_follow_a_tier() -> None:
         forget(engine)
         ask(engine, tokens(33), "again")
         expect_idle(engine)
-        found, (tier,), pool = samples_of(engine), manager_of(engine).tier_stats(), manager_of(engine).stats()
+        found, (tier,), pool = (
+            samples_of(engine),
+            manager_of(engine).tier_stats(),
+            manager_of(engine).stats(),
+        )
         assert found['kvtier_tier_promoted_total{tier="disk"}'] == tier.promoted == 8
         assert found['kvtier_tier_demoted_total{tier="disk"}'] == tier.demoted > 0
         assert found['kvtier_tier_used_bytes{tier="disk"}'] == tier.used_bytes > 0
@@ -39,7 +43,9 @@ def test_metrics_follow_a_tier() -> None:
         for direction, seconds in (("promote", tier.promote_seconds), ("demote", tier.demote_seconds)):
             assert found[f'kvtier_tier_{direction}_seconds_count{{tier="disk"}}'] >= 1
             assert 0 < found[f'kvtier_tier_{direction}_seconds_sum{{tier="disk"}}'] <= seconds + 1e-9
-        assert found["kvtier_used_bytes"] == (pool.slots - pool.free) * 4096, "of a pool with tiers below it too"
+        assert found["kvtier_used_bytes"] == (pool.slots - pool.free) * 4096, (
+            "of a pool with tiers below it too"
+        )
         assert found["kvtier_loads_total"] == found["kvtier_load_seconds_count"] == 1
         assert found["kvtier_unwritten_total"] == manager_of(engine).unwritten
 
@@ -95,10 +101,16 @@ def test_a_connector_says_what_its_tiers_did() -> None:
         assert line.startswith(f"disk: {manager_of(engine).tier_stats()[0].used} rows (")
         assert "left the pool" not in line
         manager_of(engine)._demotions.unwritten = 3
-        assert scheduler.describe_tiers()[0].endswith("; 3 rows left the pool, or had to, before they were written")
+        assert scheduler.describe_tiers()[0].endswith(
+            "; 3 rows left the pool, or had to, before they were written"
+        )
 
 
 def test_why_a_tier_does_nothing_is_said() -> None:
-    assert describe_tier(tier_stats(suspended="a call does not return")).endswith("suspended: a call does not return")
-    assert describe_tier(tier_stats(state="waiting for the namespace")).endswith(", waiting for the namespace")
+    assert describe_tier(tier_stats(suspended="a call does not return")).endswith(
+        "suspended: a call does not return"
+    )
+    assert describe_tier(tier_stats(state="waiting for the namespace")).endswith(
+        ", waiting for the namespace"
+    )
     assert describe_tier(tier_stats(state="closed")).endswith("0 demoted (0 B in 0.00 s of I/O)")

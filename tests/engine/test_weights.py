@@ -97,10 +97,18 @@ def _truncate(folder: Path) -> None:
 
 
 BROKEN: dict[str, tuple[Callable[[Path], object], str, str]] = {
-    "no config": (lambda f: (f / "config.json").unlink(), "config.json", "expected a JSON file, there is none"),
+    "no config": (
+        lambda f: (f / "config.json").unlink(),
+        "config.json",
+        "expected a JSON file, there is none",
+    ),
     "config is not JSON": (_break_config("{'a': 1}"), "config.json", "expected JSON, got something else"),
     "config is no object": (_break_config("[]"), "config.json", "expected a JSON object, got a list"),
-    "config field": (_break_config(json.dumps(tiny(vocab_size=0))), "config.json", "vocab_size: expected a positive"),
+    "config field": (
+        _break_config(json.dumps(tiny(vocab_size=0))),
+        "config.json",
+        "vocab_size: expected a positive",
+    ),
     "no weights": (
         lambda f: (f / "model.safetensors").unlink(),
         "",
@@ -113,11 +121,19 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str, str]] = {
     ),
     "index is not JSON": (_break_index("no"), INDEX, "expected JSON"),
     "index names nothing": (_break_index("{}"), INDEX, "expected weight_map"),
-    "index names no file": (_break_index('{"weight_map": {"a": [1], "b": 2}}'), INDEX, "expected weight_map"),
+    "index names no file": (
+        _break_index('{"weight_map": {"a": [1], "b": 2}}'),
+        INDEX,
+        "expected weight_map",
+    ),
     "a number of 5,000 digits": (_break_config('{"a": %s}' % ("9" * 5000)), "config.json", "expected JSON"),
     "deep nesting": (_break_config("[" * 200_000), "config.json", "expected JSON"),
     "file cut short": (_truncate, "model.safetensors", "cannot be read"),
-    "no tensor": (lambda f: replace(f, DOWN, None), "model.safetensors", rf"expected tensor {DOWN} .* is missing"),
+    "no tensor": (
+        lambda f: replace(f, DOWN, None),
+        "model.safetensors",
+        rf"expected tensor {DOWN} .* is missing",
+    ),
     "wrong shape": (
         lambda f: replace(f, DOWN, torch.zeros(64, 95)),
         "model.safetensors",
@@ -161,7 +177,12 @@ def test_an_error_about_the_folder_names_the_command_that_downloads_one(
     assert f"hf download Qwen/Qwen3-0.6B --local-dir {shlex.quote(path)}" in str(caught.value)
 
 
-ROPE3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+ROPE3 = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "mixtral"}, "model_type: expected one of llama, .*, got 'mixtral'"),
     ({"model_type": None}, "model_type: .* got None"),
@@ -178,20 +199,35 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"hidden_size": -(10**5000)},
         "hidden_size: expected a positive int, got a value of type int that cannot be printed",
     ),
-    ({"model_type": "qwen2", "max_window_layers": None}, "max_window_layers: expected a whole number, got None"),
+    (
+        {"model_type": "qwen2", "max_window_layers": None},
+        "max_window_layers: expected a whole number, got None",
+    ),
     ({"tie_word_embeddings": "yes"}, "tie_word_embeddings: expected true or false, got 'yes'"),
-    ({"num_key_value_heads": 3}, r"num_key_value_heads: expected a divisor of num_attention_heads \(4\), got 3"),
+    (
+        {"num_key_value_heads": 3},
+        r"num_key_value_heads: expected a divisor of num_attention_heads \(4\), got 3",
+    ),
     ({"head_dim": 15}, "head_dim: expected an even number, got 15"),
     ({"eos_token_id": "</s>"}, "eos_token_id: expected a token id or a list of them, got '</s>'"),
-    ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type: expected default, linear or llama3, got 'yarn'"),
+    (
+        {"rope_scaling": {"type": "yarn", "factor": 2.0}},
+        "rope_type: expected default, linear or llama3, got 'yarn'",
+    ),
     ({"rope_scaling": ROPE3}, "factor: expected a positive float, got nothing"),
     ({"rope_scaling": "linear"}, "rope_scaling: expected one object for all layers, got 'linear'"),
     ({"rope_parameters": {"full_attention": {}}}, "rope_parameters: expected one object for all layers"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected 1.0"),
     ({"model_type": "mistral", "sliding_window": 0}, "sliding_window: expected a positive int, got 0"),
     ({"model_type": "mistral", "layer_types": ["full_attention"] * 3}, "layer_types: .* use ministral"),
-    ({"model_type": "ministral", "layer_types": ["full_attention"]}, "layer_types: expected a list of one per"),
-    ({"model_type": "ministral", "layer_types": ["linear_attention"] * 3}, "layer_types: .* got 'linear_attention'"),
+    (
+        {"model_type": "ministral", "layer_types": ["full_attention"]},
+        "layer_types: expected a list of one per",
+    ),
+    (
+        {"model_type": "ministral", "layer_types": ["linear_attention"] * 3},
+        "layer_types: .* got 'linear_attention'",
+    ),
     ({"model_type": "qwen3", "layer_types": ["sliding_attention"] * 3}, "sliding_window: .* got nothing"),
 ]
 

@@ -1,4 +1,6 @@
-"""The engine with the real connector under it: where tokens come from, what is told, and that nothing stays behind."""
+"""The engine with the real connector under it: where tokens come from, what is told, and that nothing stays
+behind.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,21 @@ from kvtier.engine.event_buffer import EventBuffer
 from kvtier.errors import ConfigError, LayoutError
 from kvtier.events import Received, Source, Subscriber
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
-from kvtier.keys import OffloadKey, extra_keys_of, get_offload_group_idx, hash_blocks, hash_to_u64, make_offload_key
-from kvtier.offload import CPULoadStoreSpec, CPUOffloadingManager, CPUOffloadingSpec, GPULoadStoreSpec, MissReason
+from kvtier.keys import (
+    OffloadKey,
+    extra_keys_of,
+    get_offload_group_idx,
+    hash_blocks,
+    hash_to_u64,
+    make_offload_key,
+)
+from kvtier.offload import (
+    CPULoadStoreSpec,
+    CPUOffloadingManager,
+    CPUOffloadingSpec,
+    GPULoadStoreSpec,
+    MissReason,
+)
 from kvtier.testing.faults import FaultPlan, with_faults
 from kvtier.testing.toy_model import ToyModel
 
@@ -37,9 +52,15 @@ def engine_with(
     publisher: Any = None,
     **settings: Any,
 ) -> Engine:
-    """Make a toy engine with a pool of `rows` chunks. Loads are never too slow to be worth it: the clock decides nothing."""
+    """Make a toy engine with a pool of `rows` chunks.
+
+    Loads are never too slow to be worth it: the clock decides nothing.
+    """
     kvtier: dict[str, Any] = {name: settings.pop(name) for name in KVTIER_SETTINGS if name in settings}
-    kvtier |= {"cpu": {"capacity": rows * ROW, "policy": settings.pop("policy", "lru")}, "load_if_faster": False}
+    kvtier |= {
+        "cpu": {"capacity": rows * ROW, "policy": settings.pop("policy", "lru")},
+        "load_if_faster": False,
+    }
     settings = {"kv_events": None if publisher else True} | settings
     config = EngineConfig(**{"num_blocks": 65, "block_size": 4, "max_num_batched_tokens": 16} | settings)
     more = {"spec_factory": spec_factory, "publisher": publisher}
@@ -139,7 +160,9 @@ def test_a_reset_of_both_leaves_nothing_to_load() -> None:
 
 
 class Consumer:
-    """Replays events as an index does: by medium and group, counting, since two chunks may have a block in common."""
+    """Replays events as an index does: by medium and group, counting, since two chunks may have a block in
+    common.
+    """
 
     def __init__(self) -> None:
         self.held: dict[str | None, Counter[tuple[Any, int | None]]] = {"GPU": Counter(), "CPU": Counter()}
@@ -158,18 +181,27 @@ class Consumer:
                 self.held[event.medium] -= keys
 
     def _check_tokens(self, event: BlockStored) -> None:
-        """Expect that hashing the tokens behind the parent gives the hashes; only windows go undescribed, on the CPU."""
+        """Expect that hashing the tokens behind the parent gives the hashes; only windows go undescribed, on
+        the CPU.
+        """
         if event.block_size == 0:
             assert (event.medium, event.group_idx) == ("CPU", 1)
             return
         salts = [keys[0] for keys in event.extra_keys or () if keys]
         extra = extra_keys_of(len(event.block_hashes), event.block_size, salt=salts[0]) if salts else {}
         parent: Any = event.parent_block_hash
-        assert hash_blocks(event.token_ids, event.block_size, parent=parent, extra_keys=extra) == event.block_hashes
+        assert (
+            hash_blocks(event.token_ids, event.block_size, parent=parent, extra_keys=extra)
+            == event.block_hashes
+        )
 
 
-def blocks_in_pool(engine: Engine, streams: list[tuple[list[int], str]], per_chunk: int) -> Counter[tuple[Any, int]]:
-    """Return what the pool has ready of these tokens and salts, in blocks; of a windowed group only the chunks' own hashes."""
+def blocks_in_pool(
+    engine: Engine, streams: list[tuple[list[int], str]], per_chunk: int
+) -> Counter[tuple[Any, int]]:
+    """Return what the pool has ready of these tokens and salts, in blocks; of a windowed group only the
+    chunks' own hashes.
+    """
     assert engine.connector is not None
     manager = engine.connector.connector_scheduler.manager  # type: ignore[union-attr]
     assert isinstance(manager, CPUOffloadingManager)
@@ -196,7 +228,11 @@ def test_events_of_both_media_replay_to_what_each_holds(
     consumer, random, batches, shared = Consumer(), Random(0), Batches(), 0
     streams: list[tuple[list[int], str]] = []
     with engine_with(
-        windows, num_blocks=32, rows=32, blocks_per_chunk=blocks_per_chunk, publisher=batches if published else None
+        windows,
+        num_blocks=32,
+        rows=32,
+        blocks_per_chunk=blocks_per_chunk,
+        publisher=batches if published else None,
     ) as engine:
         for index in range(40):
             prompt, salt = [*tokens(22, seed=index % 2), *tokens(7, seed=100 + index)], random.choice("ab")
@@ -219,7 +255,10 @@ def test_who_follows_with_a_plain_set_holds_what_the_pool_holds() -> None:
     """Prompts part inside a chunk, and one of two chunks with a common block is evicted before the other."""
     streams: list[tuple[list[int], str]] = []
     held: set[tuple[str, int | None, Any]] = set()
-    with publisher() as made, engine_with(num_blocks=32, rows=16, blocks_per_chunk=2, publisher=made) as engine:
+    with (
+        publisher() as made,
+        engine_with(num_blocks=32, rows=16, blocks_per_chunk=2, publisher=made) as engine,
+    ):
         with Subscriber([Source("engine", made.endpoint, made.replay_endpoint)]) as subscriber:
             for index in range(20):
                 prompt = [*tokens(22, seed=index % 2), *tokens(7, seed=100 + index)]
@@ -352,7 +391,9 @@ def test_random_workloads(blocks_per_chunk: int) -> None:
     for seed in range(25):
         workload = Workload(3000 + seed)
         rows = workload.random.choice([1, 4, 16, 64])
-        with engine_with(workload.windows, rows=rows, blocks_per_chunk=blocks_per_chunk, **workload.settings) as engine:
+        with engine_with(
+            workload.windows, rows=rows, blocks_per_chunk=blocks_per_chunk, **workload.settings
+        ) as engine:
             play(workload, engine)
             loads += engine.connector.connector_scheduler.stats.loads  # type: ignore[union-attr]
     assert loads > 5

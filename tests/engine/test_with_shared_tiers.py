@@ -43,7 +43,11 @@ def test_what_one_engine_has_computed_another_loads(windows: Sequence[int | None
         new = ask(other, tokens(33, seed=1), "new")
         assert (new.source.tiers, new.source.recomputed) == ({}, 33)
         for engine in (one, other):
-            media = {event.medium for event in engine.take_events() if isinstance(event, (BlockStored, BlockRemoved))}
+            media = {
+                event.medium
+                for event in engine.take_events()
+                if isinstance(event, (BlockStored, BlockRemoved))
+            }
             assert "STORAGE" not in media, "nothing about a shared tier is claimed"
             expect_idle(engine)
             manager_of(engine).check()
@@ -70,7 +74,9 @@ def test_a_row_that_is_there_is_not_written_again() -> None:
         written = server.num_written
         ask(other, tokens(33), "second")
         settle(other)
-        assert server.num_written == written + 1, "the last chunk, which was computed, is not known to be there"
+        assert server.num_written == written + 1, (
+            "the last chunk, which was computed, is not known to be there"
+        )
     assert server.num_written <= written + 3, "nor does an end write what is known to be there"
 
 
@@ -127,7 +133,9 @@ def test_a_server_that_does_not_answer_costs_one_deadline_and_then_nothing() -> 
 
 
 def test_nothing_of_other_weights_comes_back() -> None:
-    """A reset may mean other weights: an engine has names of its own from then on, and others keep theirs."""
+    """A reset may mean other weights: an engine has names of its own from then on, and others
+    keep theirs.
+    """
     server = MemoryServer()
     with shared_engine(SharedTiers(server)) as one, shared_engine(SharedTiers(server)) as other:
         ask(one, tokens(33), "first")

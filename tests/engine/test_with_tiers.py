@@ -1,4 +1,6 @@
-"""The engine over a pool and a tier below it: what the pool has forgotten comes back, and nothing waits in vain."""
+"""The engine over a pool and a tier below it: what the pool has forgotten comes back, and nothing waits in
+vain.
+"""
 
 from __future__ import annotations
 

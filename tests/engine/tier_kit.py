@@ -72,10 +72,14 @@ def shared_engine(
         "load_if_faster": False,
         "tiers": [{"valkey": {"url": "valkey://in.memory"}}],
     } | (settings or {})
-    return Engine(ToyModel(windows), _engine_config(engine), KVTierConfig.from_dict(kvtier), spec_factory=tiers.spec)
+    return Engine(
+        ToyModel(windows), _engine_config(engine), KVTierConfig.from_dict(kvtier), spec_factory=tiers.spec
+    )
 
 
-def server_engine(tier: dict[str, Any], windows: Sequence[int | None] = ONE_GROUP, **settings: Any) -> Engine:
+def server_engine(
+    tier: dict[str, Any], windows: Sequence[int | None] = ONE_GROUP, **settings: Any
+) -> Engine:
     """Make an engine over a pool and a real server; all that are made so have one namespace."""
     kvtier = {
         "cpu": {"capacity": 64 * ROW},
@@ -109,7 +113,9 @@ def tiered_engine(
         "load_if_faster": False,
         "tiers": [{"disk": {"path": "in memory", "capacity": tiers.num_slots * ROW, "write": write}}],
     } | (settings or {})
-    return Engine(ToyModel(windows), _engine_config(engine), KVTierConfig.from_dict(kvtier), spec_factory=tiers.spec)
+    return Engine(
+        ToyModel(windows), _engine_config(engine), KVTierConfig.from_dict(kvtier), spec_factory=tiers.spec
+    )
 
 
 def disk_engine(folder: Path, windows: Sequence[int | None] = ONE_GROUP, **engine: Any) -> Engine:

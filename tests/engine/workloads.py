@@ -1,7 +1,8 @@
 """Seeded random workloads for an engine: what is run is drawn here, how it is judged stands in the tests.
 
-A workload is an engine's shape, a tier's settings, and a list of actions by step: requests that share prefixes and come again
-later, aborts, resets. The same workload can be run with and without kvtier, with and without faults.
+A workload is an engine's shape, a tier's settings, and a list of actions by step: requests that share
+prefixes and come again later, aborts, resets. The same workload can be run with and without kvtier, with and
+without faults.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ TWO_GROUPS: dict[str, Any] = LLAMA | {
 
 @lru_cache(maxsize=4)
 def decoder(two_groups: bool) -> Decoder:
-    """Return a tiny model: KV in float32, arithmetic in float64, so that tokens do not depend on the batch's shape."""
+    """Return a tiny model: KV in float32, arithmetic in float64, so that tokens do not depend on the batch's
+    shape.
+    """
     config = ModelConfig.from_dict(TWO_GROUPS if two_groups else LLAMA)
     weights = random_weights(config, seed=7)
     return Decoder(config, weights, device="cpu", dtype=torch.float32, compute_dtype=torch.float64)
@@ -79,7 +82,9 @@ class Workload:
         layers = 2  # in each group
         row = blocks * layers * 2 * self.engine.block_size * 2 * 8 * 4
         row = -(-row // 4096) * 4096
-        return KVTierConfig.from_dict(self.settings | {"cpu": {"capacity": row * self.chunks, "policy": self.policy}})
+        return KVTierConfig.from_dict(
+            self.settings | {"cpu": {"capacity": row * self.chunks, "policy": self.policy}}
+        )
 
     @property
     def policy(self) -> str:
@@ -131,7 +136,9 @@ def draw(seed: int) -> Workload:
         "prompt_only": rng.random() < 0.2,
         "load_if_faster": False,
     }
-    params = {name: SamplingParams(max_tokens=rng.choice((1, 4, 12, 30, 40)), ignore_eos=True) for name in prompts}
+    params = {
+        name: SamplingParams(max_tokens=rng.choice((1, 4, 12, 30, 40)), ignore_eos=True) for name in prompts
+    }
     return Workload(
         seed,
         two_groups,
@@ -170,7 +177,9 @@ def run(
     before_step: Callable[[Engine, int], None] | None = None,
     max_steps: int = 5000,
 ) -> Outcome:
-    """Run a workload to its end, checking every invariant after every step and that nothing is left behind."""
+    """Run a workload to its end, checking every invariant after every step and that nothing is
+    left behind.
+    """
     outcome = Outcome()
     kvtier = workload.kvtier() if with_kvtier else None
     with Engine(decoder(workload.two_groups), workload.engine, kvtier, spec_factory=spec_factory) as engine:
@@ -220,7 +229,9 @@ def _expect_nothing_left(engine: Engine, outcome: Outcome) -> None:
 
 
 def expect_same_tokens(workload: Workload, off: Outcome, on: Outcome) -> None:
-    """Compare two runs: equal tokens, and for requests that either run aborted, one a prefix of the other."""
+    """Compare two runs: equal tokens, and for requests that either run aborted, one a prefix of
+    the other.
+    """
     for name in workload.prompts:
         left, right = off.tokens.get(name, []), on.tokens.get(name, [])
         if name in off.aborted | on.aborted:

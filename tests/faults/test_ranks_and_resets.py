@@ -1,8 +1,9 @@
 """Never a wrong token, never a stalled engine, with everything at once, against what the model must say.
 
-Random workloads over one to three ranks: shared prefixes that come again, aborts, preemptions, windows, resets that swap the
-weights, ids that come again at once, faults of every rank's own transfers, forward passes that raise, outputs of single ranks
-that are lost or come late. Every rank's KV is compared in every pass. The controls take one mend out each and must fail.
+Random workloads over one to three ranks: shared prefixes that come again, aborts, preemptions, windows,
+resets that swap the weights, ids that come again at once, faults of every rank's own transfers, forward
+passes that raise, outputs of single ranks that are lost or come late. Every rank's KV is compared in every
+pass. The controls take one mend out each and must fail.
 """
 
 from __future__ import annotations
@@ -84,7 +85,10 @@ class Scenario:
             max_num_batched_tokens=random.choice((8, 16, 64)),
         )
         settings = {
-            "cpu": {"capacity": random.choice((4, 16, 64, 64)) * 4096, "policy": random.choice(("lru", "arc"))},
+            "cpu": {
+                "capacity": random.choice((4, 16, 64, 64)) * 4096,
+                "policy": random.choice(("lru", "arc")),
+            },
             "blocks_per_chunk": random.choice((1, 1, 2)),
             "load_deadline": 0.02,
             "store_deadline": 0.02,
@@ -114,7 +118,9 @@ class Player:
 
     def play(self) -> None:
         random, steps = self.scenario.random, 0
-        prompts = [tokens(random.randint(9, 40), seed=random.randrange(10**6)) for _ in range(self.num_prompts)]
+        prompts = [
+            tokens(random.randint(9, 40), seed=random.randrange(10**6)) for _ in range(self.num_prompts)
+        ]
         left = random.randint(*self.num_requests)
         while left or self.engine.has_unfinished():
             steps += 1
@@ -166,7 +172,9 @@ class Player:
         prompt, params = self.asked[output.request_id]
         assert isinstance(self.engine.model, RankedModel)
         expected = self.engine.model.model.expect(prompt, params)
-        assert output.token_ids == expected, f"seed {self.scenario.seed}, request {output.request_id}: wrong tokens"
+        assert output.token_ids == expected, (
+            f"seed {self.scenario.seed}, request {output.request_id}: wrong tokens"
+        )
         self.counts["judged"] += 1
         self.counts["loaded"] += sum(output.source.tiers.values()) if output.source else 0
 
@@ -290,19 +298,26 @@ CONTROLS: list[Control] = [
 
 
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda control: control[0].__name__)
-def test_the_workloads_notice_when_a_mend_is_taken_out(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_workloads_notice_when_a_mend_is_taken_out(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
     take_out, shows = control
     take_out(monkeypatch)
     for scenario in filter(shows, map(Scenario, range(20_000))):
         try:
             play(scenario, max_steps=600)
-        except (AssertionError, RuntimeWarning):  # wrong tokens, nobody gets on, or numbers that no page holds
+        except (
+            AssertionError,
+            RuntimeWarning,
+        ):  # wrong tokens, nobody gets on, or numbers that no page holds
             return
     raise AssertionError(f"nothing was noticed {take_out.__name__}")
 
 
 def test_an_engine_goes_on_without_an_answer_of_one_rank() -> None:
-    """One rank's transfers work and nothing is ever heard of them: prompts are computed, and draining ends."""
+    """One rank's transfers work and nothing is ever heard of them: prompts are computed, and
+    draining ends.
+    """
     scenario = Scenario(4)
     scenario.num_ranks, scenario.fault_rate, scenario.raises = 2, 0.0, 0.0
     scenario.wire, scenario.host = Wire(Random(0), silent={1}), {"by_workers": False, "frees_at_once": False}

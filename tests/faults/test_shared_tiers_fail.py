@@ -64,7 +64,9 @@ class SharedScenario(Scenario):
         self.random = random = Random(f"{self.seed} {self.number}")
         self.num_ranks, self.fault_rate = 1, random.choice((0.0, 0.0, 0.1))
         rate = random.choice(RATES) if self.rate is None else self.rate
-        self.faulty = FaultyBackend(self.server, BackendFaultPlan(2 * self.seed + self.number, rate, self.kinds))
+        self.faulty = FaultyBackend(
+            self.server, BackendFaultPlan(2 * self.seed + self.number, rate, self.kinds)
+        )
         self.engine_config = EngineConfig(
             num_blocks=random.randint(26, 40) * (2 if 12 in self.windows else 1),
             block_size=4,
@@ -77,7 +79,9 @@ class SharedScenario(Scenario):
             "load_deadline": random.choice((0.05, 0.2)),
             "store_deadline": 0.2,
             "load_if_faster": random.random() < 0.2,
-            "tiers": [{"valkey": {"url": "valkey://in.memory", "write": random.choice(("through", "evict"))}}],
+            "tiers": [
+                {"valkey": {"url": "valkey://in.memory", "write": random.choice(("through", "evict"))}}
+            ],
         }
 
     def make_tier(self, tier: TierConfig, config: OffloadingConfig) -> Tier:
@@ -101,7 +105,9 @@ class SharedScenario(Scenario):
     def engine(self) -> RankedEngine:
         more: dict[str, Any] = {"num_ranks": self.num_ranks, "wire": self.wire, "make_spec": self.make_spec}
         settings = KVTierConfig.from_dict(self.settings)
-        return RankedEngine(ToyModel(self.windows), self.engine_config, settings, weights_id="toy", **more, **self.host)
+        return RankedEngine(
+            ToyModel(self.windows), self.engine_config, settings, weights_id="toy", **more, **self.host
+        )
 
 
 class SharedPlayer(Player):
@@ -269,7 +275,9 @@ def play(seed: int, max_steps: int = 6000, real: ValkeyServer | None = None, **m
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A workload lasts a second: a tier that is suspended must come back within it, and a no be forgotten."""
+    """A workload lasts a second: a tier that is suspended must come back within it, and a no be
+    forgotten.
+    """
     monkeypatch.setattr(health, "_FIRST_PAUSE", 0.02)
     monkeypatch.setattr(io_tier, "_STUCK_AFTER", 0.05)
     monkeypatch.setattr(shared_tier, "_NO_SECONDS", 0.02)
@@ -290,7 +298,16 @@ def test_the_workloads_exercised_what_they_claim(totals: Counter[str]) -> None:
     """Guards the test above: without promotions, swaps, evictions and hangs it would show nothing."""
     if not totals:
         pytest.skip("runs after test_same_tokens_over_a_server_that_goes_wrong in the same session only")
-    for what in ("judged", "from the server", "promoted", "demoted", "questions", "evictions", "hangs", "downs"):
+    for what in (
+        "judged",
+        "from the server",
+        "promoted",
+        "demoted",
+        "questions",
+        "evictions",
+        "hangs",
+        "downs",
+    ):
         assert totals[what] > NUM_SEEDS // 4, (what, totals)
     for what in ("restarts", "swaps", "emptied", "failed checks"):
         assert totals[what], (what, totals)

@@ -73,8 +73,15 @@ class DiskScenario(Scenario):
             max_num_seqs=random.randint(2, 6),
             max_num_batched_tokens=random.choice((8, 16, 64)),
         )
-        disk = {"path": str(self.folder), "capacity": random.choice((16, 64, 256)) * 4096 + (1 << 17), "required": True}
-        disk |= {"write": random.choice(("through", "through", "evict")), "policy": random.choice(("lru", "arc"))}
+        disk = {
+            "path": str(self.folder),
+            "capacity": random.choice((16, 64, 256)) * 4096 + (1 << 17),
+            "required": True,
+        }
+        disk |= {
+            "write": random.choice(("through", "through", "evict")),
+            "policy": random.choice(("lru", "arc")),
+        }
         self.settings = {
             "cpu": {"capacity": random.choice((4, 16, 24)) * 4096, "policy": random.choice(("lru", "arc"))},
             "blocks_per_chunk": random.choice((1, 1, 2)),
@@ -100,7 +107,9 @@ class DiskScenario(Scenario):
     def engine(self) -> RankedEngine:
         more: dict[str, Any] = {"num_ranks": self.num_ranks, "wire": self.wire, "make_spec": self.make_spec}
         settings = KVTierConfig.from_dict(self.settings)
-        return RankedEngine(ToyModel(self.windows), self.engine_config, settings, weights_id="toy", **more, **self.host)
+        return RankedEngine(
+            ToyModel(self.windows), self.engine_config, settings, weights_id="toy", **more, **self.host
+        )
 
 
 class DiskPlayer(Player):
@@ -136,8 +145,8 @@ class DiskPlayer(Player):
     def _restart(self) -> None:
         """End the process, in a way, and start another over the same folder, with the weights of the first.
 
-        Those may have been swapped meanwhile: KV of the others must not come back. Half of the time nothing is
-        written on the way out.
+        Those may have been swapped meanwhile: KV of the others must not come back. Half of the time nothing
+        is written on the way out.
         """
         self.counts["restarts"] += 1
         self._collect()
@@ -175,7 +184,9 @@ class DiskPlayer(Player):
 
 def play(scenario: DiskScenario, max_steps: int = 6000) -> Counter[str]:
     rates = {"reset_rate": 0.15, "swap_rate": 0.003, "tiers_too": 0.02}
-    player = DiskPlayer(scenario, scenario.engine(), max_steps, num_prompts=5, num_requests=(40, 80), **rates)
+    player = DiskPlayer(
+        scenario, scenario.engine(), max_steps, num_prompts=5, num_requests=(40, 80), **rates
+    )
     player.play()
     return player.counts
 
@@ -217,6 +228,9 @@ def test_without_the_check_tokens_change(tmp_path: Path) -> None:
             continue
         try:
             play(scenario, max_steps=600)
-        except (AssertionError, RuntimeWarning):  # wrong tokens, ranks that disagree, or numbers that no page holds
+        except (
+            AssertionError,
+            RuntimeWarning,
+        ):  # wrong tokens, ranks that disagree, or numbers that no page holds
             return
     raise AssertionError("wrong bytes of a disk were not noticed")

@@ -1,7 +1,8 @@
-"""Transfers that are refused, fail, hang past their deadline or arrive short: the same tokens, nobody stuck, nothing left.
+"""Transfers that are refused, fail, hang past their deadline or arrive short: the same tokens, nobody stuck,
+nothing left.
 
-What did not arrive is filled with poison, so an engine that used it would give other tokens. `Fault.CORRUPT`, wrong bytes that
-nobody reports, is the negative control.
+What did not arrive is filled with poison, so an engine that used it would give other tokens.
+`Fault.CORRUPT`, wrong bytes that nobody reports, is the negative control.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def test_same_tokens_whatever_fails(rate: float) -> None:
         assert speculated_in_vain >= 2, "some of them must have failed after their layers were promised"
 
 
-@pytest.mark.parametrize("kind", [Fault.REFUSE, Fault.FAIL, Fault.HANG, Fault.SHORT], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind", [Fault.REFUSE, Fault.FAIL, Fault.HANG, Fault.SHORT], ids=lambda kind: kind.name
+)
 def test_every_transfer_fails(kind: Fault) -> None:
     """The tier is of little use or none, and the engine is none the worse."""
     for seed in SEEDS[:8]:

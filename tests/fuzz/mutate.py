@@ -43,7 +43,9 @@ _ODD_VALUES = (
 
 
 def corpus() -> list[bytes]:
-    """Return valid batches in both encodings: all events, marks, both forms of hashes, extra keys, many and no events."""
+    """Return valid batches in both encodings: all events, marks, both forms of hashes, extra keys, many and
+    no events.
+    """
     return [payload for encoding in Encoding for payload in _batches(EventEncoder(encoding))]
 
 

@@ -1,7 +1,8 @@
 """Any bytes may arrive: nothing crashes, nothing grows, and whoever serves goes on serving.
 
-In the suite all of it takes about ten seconds, from a fixed seed. `KVTIER_FUZZ=1000000` gives the decoder a million frames, the
-scanner half as many, and what is behind a socket or in a file a tenth or less; `KVTIER_FUZZ_SEED` draws others.
+In the suite all of it takes about ten seconds, from a fixed seed. `KVTIER_FUZZ=1000000` gives the decoder a
+million frames, the scanner half as many, and what is behind a socket or in a file a tenth or less;
+`KVTIER_FUZZ_SEED` draws others.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from kvtier.index.compiled.scan import ScannedBatch, Scanner
 FRAMES = int(os.environ.get("KVTIER_FUZZ", "30000"))
 SEED = int(os.environ.get("KVTIER_FUZZ_SEED", "20261115"))
 MAY_GROW = 48 << 20
-"""More than any allocator keeps back, far less than one leaked frame in a hundred of a long run would take."""
+"""More than any allocator keeps back, far less than one leaked frame in a hundred of a long run
+would take.
+"""
 
 
 def resident_bytes() -> int:
@@ -41,7 +44,9 @@ def frames(count: int) -> Iterator[bytes]:
 
 @pytest.fixture
 def bounded() -> Iterator[None]:
-    """Fail a test during which memory grew, once its targets are warm: the scanner's compiler takes far more."""
+    """Fail a test during which memory grew, once its targets are warm: the scanner's compiler takes far
+    more.
+    """
     scan = Scanner()
     for frame in corpus():
         decode_batch(frame)
@@ -79,7 +84,9 @@ def test_the_decoder_takes_anything(tokens: bool) -> None:
             alive += bool(batch.events)
             change = batch.change()
             assert 0 <= change.digest < 1 << 64
-            again = decode_batch(frame_batch(batch.ts, [encoder.event(event) for event in batch.events], 0), tokens)
+            again = decode_batch(
+                frame_batch(batch.ts, [encoder.event(event) for event in batch.events], 0), tokens
+            )
             assert again.change() == change
             assert all(line.isprintable() for line in HumanLines().batch(0.0, 0, batch))
             assert len([json.loads(line) for line in JSONLines().batch(0.0, 0, batch)]) == 1
@@ -89,7 +96,9 @@ def test_the_decoder_takes_anything(tokens: bool) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.usefixtures("bounded")
 def test_the_scanner_agrees_with_the_decoder() -> None:
-    """It reads the same bytes by other means, so it must refuse the same ones and see the same blocks in the others."""
+    """It reads the same bytes by other means, so it must refuse the same ones and see the same blocks in the
+    others.
+    """
     scan, scanned = Scanner(), 0
     for frame in frames(FRAMES // 2):
         expected = decode(frame, tokens=False)

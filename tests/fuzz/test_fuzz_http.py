@@ -43,7 +43,27 @@ NAMES = (
     "tenant_id",
 )
 VALUES: tuple[object, ...] = (
-    *(None, True, -1, 0, 1, 4, 2**31, 2**63, 2**64, 10**400, 1.5, "", "m", "\0", "é" * 3, "x" * 5000, {}, [], [[]]),
+    *(
+        None,
+        True,
+        -1,
+        0,
+        1,
+        4,
+        2**31,
+        2**63,
+        2**64,
+        10**400,
+        1.5,
+        "",
+        "m",
+        "\0",
+        "é" * 3,
+        "x" * 5000,
+        {},
+        [],
+        [[]],
+    ),
     *(
         [1, 2, 3, 4],
         list(range(300)),
@@ -60,7 +80,13 @@ VALUES: tuple[object, ...] = (
 BODIES = [
     json.dumps(body).encode()
     for body in (
-        {"instance_id": 1, "model_name": "m", "endpoint": "tcp://127.0.0.1:1", "block_size": 4, "dp_rank": 0},
+        {
+            "instance_id": 1,
+            "model_name": "m",
+            "endpoint": "tcp://127.0.0.1:1",
+            "block_size": 4,
+            "dp_rank": 0,
+        },
         {"instance_id": "w", "model": "m", "endpoint": "tcp://127.0.0.1:2", "block_size": 4},
         {"model_name": "m", "token_ids": list(range(64))},
         {"model_name": "m", "block_hashes": [2**63, 1, 5]},
@@ -78,17 +104,33 @@ def body(rng: random.Random) -> bytes:
         return mutate(rng, BODIES)
     if kind == 2:
         return rng.choice((b"[", b'{"model_name":')) * rng.choice((3, 100_000))
-    return json.dumps({name: rng.choice(VALUES) for name in rng.sample(NAMES, rng.randrange(len(NAMES)))}).encode()
+    return json.dumps(
+        {name: rng.choice(VALUES) for name in rng.sample(NAMES, rng.randrange(len(NAMES)))}
+    ).encode()
 
 
 def request(rng: random.Random) -> bytes:
     """Return a request whose head is right, nearly right, or nothing of the kind."""
-    content, method, path = body(rng), rng.choice(("POST", "POST", "POST", "GET", "HEAD", "TRACE")), rng.choice(PATHS)
+    content, method, path = (
+        body(rng),
+        rng.choice(("POST", "POST", "POST", "GET", "HEAD", "TRACE")),
+        rng.choice(PATHS),
+    )
     size = rng.choice((*[len(content)] * 12, 0, len(content) - 1, -1, 2**70, "1e3"))
     extra = rng.choice(
-        (*[""] * 9, "Transfer-Encoding: chunked\r\n", "Content-Length: 3\r\n", "X: " + "y" * 20_000 + "\r\n", ":\r\n")
+        (
+            *[""] * 9,
+            "Transfer-Encoding: chunked\r\n",
+            "Content-Length: 3\r\n",
+            "X: " + "y" * 20_000 + "\r\n",
+            ":\r\n",
+        )
     )
-    who = rng.choice((*["localhost"] * 12, "evil.example")) + "\r\n" + rng.choice((*[""] * 12, "Origin: null\r\n"))
+    who = (
+        rng.choice((*["localhost"] * 12, "evil.example"))
+        + "\r\n"
+        + rng.choice((*[""] * 12, "Origin: null\r\n"))
+    )
     kind = rng.choice((*["application/json"] * 12, "text/plain"))
     head = f"{method} {path} HTTP/1.1\r\nHost: {who}Content-Type: {kind}\r\nContent-Length: {size}\r\n{extra}\r\n"
     whole = head.encode() + content

@@ -1,4 +1,5 @@
-"""Whatever bytes reach the sockets of a publisher or a subscriber, they go on with their work and do not grow.
+"""Whatever bytes reach the sockets of a publisher or a subscriber, they go on with their work and do not
+grow.
 
 How many frames each test sends: see `test_fuzz_events.py`.
 """
@@ -26,7 +27,12 @@ from kvtier.events.wire import decode_batch
 
 END = b"\xff" * 8
 HASTY = Limits(
-    reply_timeout=0.002, probe_interval=0.005, catch_up_delay=0.001, tries=2, backoff=0.001, backoff_max=0.002
+    reply_timeout=0.002,
+    probe_interval=0.005,
+    catch_up_delay=0.001,
+    tries=2,
+    backoff=0.001,
+    backoff_max=0.002,
 )
 """So hasty that every way of failing is gone through many times."""
 HELD = [2**62 + at for at in range(20)]
@@ -59,18 +65,26 @@ def ask_for_everything(one: ZmqEventPublisher) -> set[int]:
             _, _, seq, payload = client.recv_multipart()
             if seq == END:
                 return held
-            held |= {int(each) for event in decode_batch(payload).events for each in getattr(event, "block_hashes", ())}
+            held |= {
+                int(each)
+                for event in decode_batch(payload).events
+                for each in getattr(event, "block_hashes", ())
+            }
     raise AssertionError("no answer within ten seconds")
 
 
 def request(rng: random.Random, samples: list[bytes]) -> list[bytes]:
     """Return a request that is wrong in its frames, in what it asks for, or by chance not at all."""
-    what = rng.choice((mutate(rng, samples), rng.randbytes(rng.randrange(12)), b"snapshot", b"kvtier:status", b""))
+    what = rng.choice(
+        (mutate(rng, samples), rng.randbytes(rng.randrange(12)), b"snapshot", b"kvtier:status", b"")
+    )
     return rng.choice(([b"", what], [what], [b"", what, what], [what, b""], [b""] * rng.randint(1, 9)))
 
 
 def send_requests(one: ZmqEventPublisher, requests: Iterator[list[bytes]]) -> int:
-    """Send them as one client that reads now and then, and goes away in the middle; return how many messages came back."""
+    """Send them as one client that reads now and then, and goes away in the middle; return how many messages
+    came back.
+    """
     answers = 0
     with dealer(one) as client:
         for frames in requests:
@@ -112,7 +126,10 @@ def test_ports_take_anything(publisher: ZmqEventPublisher) -> None:
 
 
 class Impostor:
-    """Sends broken batches live, and answers whatever it is asked with broken replies. Belongs to the test's thread."""
+    """Sends broken batches live, and answers whatever it is asked with broken replies.
+
+    Belongs to the test's thread.
+    """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self._rng, self._samples = random.Random(SEED), corpus()
@@ -124,7 +141,9 @@ class Impostor:
 
     def send(self, seq: int) -> None:
         """Send a batch, and answer what was asked since."""
-        self._pub.send_multipart(self._break([b"", struct.pack(">Q", seq), mutate(self._rng, self._samples)]))
+        self._pub.send_multipart(
+            self._break([b"", struct.pack(">Q", seq), mutate(self._rng, self._samples)])
+        )
         while self._router.poll(0):
             identity, *_ = self._router.recv_multipart()
             for at in range(self._rng.randrange(4)):

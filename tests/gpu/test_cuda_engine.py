@@ -1,4 +1,6 @@
-"""The engine on a CUDA device: the tier gives the same tokens, by CUDA transfers, and a fused kernel sees what a mask allows."""
+"""The engine on a CUDA device: the tier gives the same tokens, by CUDA transfers, and a fused kernel sees
+what a mask allows.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from kvtier.transfer.cuda import CudaHandler
 
 
 def make_engine(kvtier: KVTierConfig | None, **settings: Any) -> Engine:
-    config = EngineConfig(num_blocks=80, max_num_batched_tokens=64, device="cuda", compute_dtype="float64", **settings)
+    config = EngineConfig(
+        num_blocks=80, max_num_batched_tokens=64, device="cuda", compute_dtype="float64", **settings
+    )
     return Engine.from_config(QUICK_MODEL, config, kvtier)
 
 
@@ -61,7 +65,9 @@ def test_the_tier_gives_the_same_tokens(kv_layout: str, blocks_per_chunk: int) -
 
 @pytest.mark.parametrize("kv_layout", ["blocks_first", "kv_first"])
 def test_computing_ahead_of_a_load_changes_nothing(kv_layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bfloat16 with graphs, loads layer by layer and stage by stage; once more with nothing computed ahead."""
+    """In bfloat16 with graphs, loads layer by layer and stage by stage; once more with nothing computed
+    ahead.
+    """
     monkeypatch.setattr(cuda, "CudaMemory", partial(cuda.CudaMemory, stage_bytes=1))
     kvtier = KVTierConfig.from_dict({"cpu": {"capacity": "64MiB"}, "load_if_faster": False})
     config = EngineConfig(
@@ -73,7 +79,9 @@ def test_computing_ahead_of_a_load_changes_nothing(kv_layout: str, monkeypatch: 
         if not speculates:
             monkeypatch.setattr(Engine, "_speculate", lambda *_: None)
         with Engine.from_config(model, config, kvtier) as engine:
-            outputs = [engine.generate([prompt], SamplingParams(max_tokens=8))[0] for prompt in prompts(12) * 2]
+            outputs = [
+                engine.generate([prompt], SamplingParams(max_tokens=8))[0] for prompt in prompts(12) * 2
+            ]
             engine.drain()
             engine.check()
             assert sum(output.source.tiers.get("cpu", 0) for output in outputs if output.source) > 1000
@@ -85,7 +93,9 @@ def test_computing_ahead_of_a_load_changes_nothing(kv_layout: str, monkeypatch: 
 @pytest.mark.parametrize("window", [None, 24])
 @pytest.mark.parametrize("kv_layout", ["blocks_first", "kv_first"])
 @pytest.mark.parametrize("steps", [[(99, 100)], [(90, 100)], [(5, 6), (99, 100), (70, 71)], [(0, 16)]])
-def test_a_graph_computes_what_op_by_op_does(steps: list[tuple[int, int]], kv_layout: str, window: int | None) -> None:
+def test_a_graph_computes_what_op_by_op_does(
+    steps: list[tuple[int, int]], kv_layout: str, window: int | None
+) -> None:
     """Twice, with another step of the same shape in between: a graph must forget what it was told before."""
     torch.manual_seed(0)
     config = ModelConfig.from_dict(QUICK_MODEL | {"head_dim": 64})
@@ -128,7 +138,9 @@ def make_batch(steps: list[tuple[int, int]]) -> ForwardBatch:
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, 100), (37, 100), (99, 100)])
-def test_a_fused_kernel_sees_what_the_mask_allows(monkeypatch: pytest.MonkeyPatch, start: int, end: int) -> None:
+def test_a_fused_kernel_sees_what_the_mask_allows(
+    monkeypatch: pytest.MonkeyPatch, start: int, end: int
+) -> None:
     torch.manual_seed(start)
     config = ModelConfig.from_dict(QUICK_MODEL | {"head_dim": 64})
     decoder = Decoder(config, random_weights(config), device="cuda", dtype=torch.bfloat16)
@@ -136,7 +148,9 @@ def test_a_fused_kernel_sees_what_the_mask_allows(monkeypatch: pytest.MonkeyPatc
     caches = {name: torch.randn(page, dtype=torch.bfloat16, device="cuda") for name in config.layer_names}
     positions = torch.arange(start, end, device="cuda")
     table = torch.arange(1, 8, device="cuda")
-    batch = ForwardBatch(positions % 500, positions, [SequenceSlice(0, end - start, end, (table,))], (positions + 16,))
+    batch = ForwardBatch(
+        positions % 500, positions, [SequenceSlice(0, end - start, end, (table,))], (positions + 16,)
+    )
     groups = [0] * config.num_layers
     decoder.graphs = None
     fused = decoder.forward(batch, caches, groups, 16)
@@ -146,5 +160,6 @@ def test_a_fused_kernel_sees_what_the_mask_allows(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(model, "causal_lower_right", mask)
     masked = decoder.forward(batch, caches, groups, 16)
-    # Measured over 90 caches: at most 0.027 from rounding in bfloat16, at least 0.16 from a mask that is off by one.
+    # Measured over 90 caches: at most 0.027 from rounding in bfloat16, at least 0.16 from a mask that is off
+    # by one.
     assert (fused - masked).norm() < 0.06 * masked.norm()

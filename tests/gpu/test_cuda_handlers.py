@@ -1,4 +1,6 @@
-"""The CUDA handlers keep the contract of handlers, whatever the size of their buffers and whether or not memory is pinned."""
+"""The CUDA handlers keep the contract of handlers, whatever the size of their buffers and whether or not
+memory is pinned.
+"""
 
 from __future__ import annotations
 
@@ -283,9 +285,14 @@ def test_faults_can_be_injected(check: Callable[[], None], monkeypatch: pytest.M
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_overlap_of_stores_loads_and_compute(seed: int) -> None:
-    """Hundreds of jobs at once, on blocks and slots that no two of them share while they run, beside kernels that write."""
+    """Hundreds of jobs at once, on blocks and slots that no two of them share while they run, beside kernels
+    that write.
+    """
     rng = random.Random(seed)
-    memory = {"staging_bytes": rng.choice([1 << 18, 1 << 22, 1 << 28]), "direct_bytes": rng.choice([4096, 1 << 21])}
+    memory = {
+        "staging_bytes": rng.choice([1 << 18, 1 << 22, 1 << 28]),
+        "direct_bytes": rng.choice([4096, 1 << 21]),
+    }
     options = {"blocks_per_chunk": rng.choice([1, 3]), "num_slots": 512, "num_groups": rng.choice([1, 2])}
     suite = TestCudaHandlers()
     suite.options = lambda pool: memory
@@ -303,7 +310,9 @@ def test_random_overlap_of_stores_loads_and_compute(seed: int) -> None:
 
 
 def start_jobs(rng: random.Random, rig: Rig, round_: int) -> dict[OffloadingHandler, set[int]]:
-    """Cut blocks and slots into shares and start a store or a load in each, at times after a write to its blocks."""
+    """Cut blocks and slots into shares and start a store or a load in each, at times after a write to its
+    blocks.
+    """
     per_chunk = rig.config.settings.blocks_per_chunk
     blocks = rng.sample(range(1, rig.caches.num_blocks), rig.caches.num_blocks - 1)
     slots = rng.sample(range(rig.config.num_slots), rig.config.num_slots)
@@ -313,7 +322,9 @@ def start_jobs(rng: random.Random, rig: Rig, round_: int) -> dict[OffloadingHand
         sizes = [rng.randrange(4 * per_chunk)] + [rng.randrange(3)] * (len(rig.config.groups) - 1)
         sizes = [min(size, 6) for size in sizes]
         firsts = [rng.randrange(per_chunk) for _ in sizes]
-        taken = sum(-(-(size + first) // per_chunk) for size, first in zip(sizes, firsts, strict=True) if size)
+        taken = sum(
+            -(-(size + first) // per_chunk) for size, first in zip(sizes, firsts, strict=True) if size
+        )
         gpu = GPULoadStoreSpec(mine[: sum(sizes)], sizes, firsts)
         cpu = CPULoadStoreSpec(mine_slots[:taken])
         job_id = round_ * 100 + job
@@ -333,13 +344,17 @@ def start_jobs(rng: random.Random, rig: Rig, round_: int) -> dict[OffloadingHand
 
 
 def test_copies_of_the_engine_have_their_turn_beside_stores_without_end() -> None:
-    """As many jobs are always under way as keep the bus busy; a copy of 8 bytes to the host waits for little of that.
+    """As many jobs are always under way as keep the bus busy; a copy of 8 bytes to the host waits for little
+    of that.
 
     With jobs of 60 MiB there is never a break: a copy that is given no turn waits for all of them.
     """
     rig = Rig(TestCudaHandlers(), "kv_first", page=1 << 20, num_blocks=24, num_slots=24)
     spec = (GPULoadStoreSpec(range(1, 21)), CPULoadStoreSpec(range(20)))
-    here, there = torch.zeros(8, dtype=torch.int8).pin_memory(), torch.ones(8, dtype=torch.int8, device="cuda")
+    here, there = (
+        torch.zeros(8, dtype=torch.int8).pin_memory(),
+        torch.ones(8, dtype=torch.int8, device="cuda"),
+    )
     stream, side = torch.cuda.Stream(), torch.cuda.Stream()
     torch.cuda.synchronize()
     started, over, begun, copied = 0, 0, 0, None

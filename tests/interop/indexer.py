@@ -78,7 +78,9 @@ class IndexerClient:
     def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """Send a request and return the answer's JSON."""
         data = None if body is None else json.dumps(body).encode()
-        with urlopen(Request(self._url + path, data, {"content-type": "application/json"}), timeout=10) as reply:
+        with urlopen(
+            Request(self._url + path, data, {"content-type": "application/json"}), timeout=10
+        ) as reply:
             text = reply.read()
         return json.loads(text) if text else None
 
@@ -96,4 +98,6 @@ def _blocks_of(entry: dict[str, Any]) -> list[Block]:
     stored = entry["event"]["data"]["stored"]
     hashes = [block["block_hash"] for block in stored["blocks"]]
     parents = [stored["parent_hash"], *hashes]
-    return [Block(_MEDIUM[entry["storage_tier"]], block, parents[at] or 0) for at, block in enumerate(hashes)]
+    return [
+        Block(_MEDIUM[entry["storage_tier"]], block, parents[at] or 0) for at, block in enumerate(hashes)
+    ]

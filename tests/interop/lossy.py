@@ -12,7 +12,9 @@ import zmq
 
 
 class LossyLink:
-    """Passes live batches on from `source` to whoever subscribes to `endpoint`, in a thread. Use it as a context.
+    """Passes live batches on from `source` to whoever subscribes to `endpoint`, in a thread.
+
+    Use it as a context.
 
     While it is `broken()` batches are lost.
     """

@@ -1,4 +1,5 @@
-"""Dynamo's own indexer, unchanged, follows our publisher: whatever happens to the stream, its dump is the truth.
+"""Dynamo's own indexer, unchanged, follows our publisher: whatever happens to the stream, its dump is the
+truth.
 
 The truth is a plain model of the traffic (`traffic.py`). Dynamo's log or the publisher's counters show
 that the trouble a test is about did happen.
@@ -150,7 +151,10 @@ def complaints(dynamo: DynamoIndexer, worker: Worker) -> int:
 def test_a_queue_that_overflows(dynamo: DynamoIndexer) -> None:
     """What the publisher could not send in time is a gap in the numbers, and is repaired from its state."""
     traffic = Traffic(seed=5)
-    with publisher(max_queue_size=2, buffer_steps=RING) as one, following(dynamo, one.endpoint, one) as worker:
+    with (
+        publisher(max_queue_size=2, buffer_steps=RING) as one,
+        following(dynamo, one.endpoint, one) as worker,
+    ):
         publish(one, traffic.batches(10))
         publish(one, traffic.batches(2000))
         dynamo.wait_until_holds(worker, traffic.truth)
@@ -158,12 +162,16 @@ def test_a_queue_that_overflows(dynamo: DynamoIndexer) -> None:
 
 
 FILES = pytest.mark.parametrize("has_file", [True, False], ids=["sequence file", "clock"])
-"""Without a file a restart once began at 0: Dynamo took all that followed for old, and dropped it for good."""
+"""Without a file a restart once began at 0: Dynamo took all that followed for old, and dropped
+it for good.
+"""
 
 
 @ENCODINGS
 @FILES
-def test_a_publisher_that_starts_again(dynamo: DynamoIndexer, encoding: str, has_file: bool, tmp_path: Path) -> None:
+def test_a_publisher_that_starts_again(
+    dynamo: DynamoIndexer, encoding: str, has_file: bool, tmp_path: Path
+) -> None:
     """The numbers go on, or go up by the clock; the first batch ends what the publisher before it held."""
     ports, settings = (free_port(), free_port()), {"encoding": encoding}
     if has_file:
@@ -196,7 +204,9 @@ sys.stdin.read()
 
 
 @FILES
-def test_a_publisher_that_is_killed_and_starts_again(dynamo: DynamoIndexer, has_file: bool, tmp_path: Path) -> None:
+def test_a_publisher_that_is_killed_and_starts_again(
+    dynamo: DynamoIndexer, has_file: bool, tmp_path: Path
+) -> None:
     """It could not say where it stopped: the next one goes on from a number that was certainly not used."""
     ports, file = (free_port(), free_port()), str(tmp_path / "seq") if has_file else ""
     before, after = Traffic(seed=8), Traffic(seed=9)
@@ -228,7 +238,9 @@ def test_who_joins_after_the_buffer_has_rolled_over(dynamo: DynamoIndexer, encod
 @ENCODINGS
 @pytest.mark.parametrize("seed", range(3))
 def test_one_trouble_after_the_other(dynamo: DynamoIndexer, encoding: str, seed: int) -> None:
-    """Losses within and beyond the buffer, clears and quiet times in random order; after each the dump is the truth."""
+    """Losses within and beyond the buffer, clears and quiet times in random order; after each the dump is
+    the truth.
+    """
     traffic, rng = Traffic(seed=100 + seed), random.Random(seed)
     with (
         publisher(encoding=encoding, buffer_steps=20) as one,
@@ -239,13 +251,18 @@ def test_one_trouble_after_the_other(dynamo: DynamoIndexer, encoding: str, seed:
             lost = rng.choice((0, 1, 5, 15, 60))
             with link.broken(least=lost):
                 publish(one, traffic.batches(lost))
-            publish(one, [traffic.clear()] if rng.random() < 0.2 else traffic.batches(rng.choice((0, 1, 30))))
+            publish(
+                one, [traffic.clear()] if rng.random() < 0.2 else traffic.batches(rng.choice((0, 1, 30)))
+            )
             dynamo.wait_until_holds(worker, traffic.truth)
         assert dynamo.gaps(worker) > 3
 
 
 def test_what_hangs_from_a_removed_block(dynamo: DynamoIndexer) -> None:
-    """Dynamo drops a removed GPU block's descendants, which nobody can match. Who joins late gets the same picture."""
+    """Dynamo drops a removed GPU block's descendants, which nobody can match.
+
+    Who joins late gets the same picture.
+    """
     hashes = [2**62 + at for at in range(6)]
     kept = {Block("GPU", hashes[0], 0), Block("GPU", hashes[1], hashes[0])}
     with publisher(buffer_steps=1) as one, following(dynamo, one.endpoint, one) as early:
@@ -258,11 +275,16 @@ def test_what_hangs_from_a_removed_block(dynamo: DynamoIndexer) -> None:
 
 
 def test_whole_hashes_arrive_as_numbers(dynamo: DynamoIndexer) -> None:
-    """Dynamo cannot read hashes as bytes. What it is sent instead is the same in stored, parent and removed."""
+    """Dynamo cannot read hashes as bytes.
+
+    What it is sent instead is the same in stored, parent and removed.
+    """
     hashes = [b"kvtier" * 4 + (2**63 + 2**40 + at).to_bytes(8, "big") for at in range(4)]
     numbers = [2**63 + 2**40 + at for at in range(4)]
     with publisher() as one, following(dynamo, one.endpoint, one) as worker:
-        publish(one, [batch_of(stored("GPU", hashes[:2], None)), batch_of(stored("GPU", hashes[2:], hashes[1]))])
+        publish(
+            one, [batch_of(stored("GPU", hashes[:2], None)), batch_of(stored("GPU", hashes[2:], hashes[1]))]
+        )
         one.publish(batch_of(BlockRemoved(block_hashes=hashes[3:], medium="GPU")))
         truth = {Block("GPU", numbers[at], numbers[at - 1] if at else 0) for at in range(3)}
         dynamo.wait_until_holds(worker, truth)

@@ -25,7 +25,9 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[IndexerClie
 
 @ENCODINGS
 @pytest.mark.parametrize("seed", range(3))
-def test_who_holds_how_much_of_a_prompt(both: tuple[IndexerClient, IndexerClient], encoding: str, seed: int) -> None:
+def test_who_holds_how_much_of_a_prompt(
+    both: tuple[IndexerClient, IndexerClient], encoding: str, seed: int
+) -> None:
     traffic = Traffic(seed=200 + seed)
     with publisher(encoding=encoding) as one, ExitStack() as stack:
         workers: list[tuple[IndexerClient, Worker]] = [
@@ -50,13 +52,21 @@ def test_what_a_registration_may_be_sent_as(both: tuple[IndexerClient, IndexerCl
     statuses = [indexer.status("/register", body, {"content-type": kind}) for indexer in both]
     assert statuses == ([201, 201] if kind.startswith("application/json") else [415, 415])
     if statuses[0] == 201:
-        assert [indexer.status("/unregister", body, {"content-type": kind}) for indexer in both] == [200, 200]
+        assert [indexer.status("/unregister", body, {"content-type": kind}) for indexer in both] == [
+            200,
+            200,
+        ]
 
 
 def test_a_rank_may_be_named_or_left_out(both: tuple[IndexerClient, IndexerClient]) -> None:
     for indexer in both:
         for rank in ({}, {"dp_rank": None}, {"dp_rank": 0}):
-            body = {"instance_id": 78, "model_name": "ranks", "endpoint": "tcp://127.0.0.1:1", "block_size": 4} | rank
+            body = {
+                "instance_id": 78,
+                "model_name": "ranks",
+                "endpoint": "tcp://127.0.0.1:1",
+                "block_size": 4,
+            } | rank
             kind = {"content-type": "application/json"}
             assert indexer.status("/register", body, kind) == 201
             assert indexer.ask("/workers")[0]["endpoints"].keys() == {"0"}

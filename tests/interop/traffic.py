@@ -1,7 +1,8 @@
 """Random cache traffic as an engine makes it, and the brute-force truth of what it leaves behind.
 
-Blocks form chains on the GPU and are evicted from their ends, as engines do; copies of them come and go on the CPU in any
-order. Every event also changes the model, a plain dictionary, so the truth owes nothing to the code under test.
+Blocks form chains on the GPU and are evicted from their ends, as engines do; copies of them come and go on
+the CPU in any order. Every event also changes the model, a plain dictionary, so the truth owes nothing to
+the code under test.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ class Traffic:
         return batch_of(BlockRemoved(block_hashes=gone, medium="GPU"))
 
     def prompt(self) -> list[int]:
-        """Return the tokens of a chain that was once stored, whatever is left of it, and some that never were."""
+        """Return the tokens of a chain that was once stored, whatever is left of it, and some that never
+        were.
+        """
         block, blocks = self._random.choice(list(self._parents)), []
         while block:
             blocks.append(block)
@@ -115,7 +118,10 @@ def batch_of(*events: KVCacheEvent) -> KVEventBatch:
 
 
 def tokens_of(block: int | bytes) -> list[int]:
-    """Return the tokens of a block. No two blocks have the same: a tree of tokens would take them for one."""
+    """Return the tokens of a block.
+
+    No two blocks have the same: a tree of tokens would take them for one.
+    """
     number = int.from_bytes(block[-8:], "big") if isinstance(block, bytes) else block
     return [number >> 16 * at & 0xFFFF for at in range(BLOCK_SIZE)]
 

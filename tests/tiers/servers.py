@@ -29,7 +29,9 @@ __all__ = ["Certificates", "RealServerSuite", "Relay", "ValkeyServer", "find_val
 
 
 class RealServerSuite(SharedTierSuite):
-    """The suite of shared tiers with few seeds: a server in memory runs all of them (`test_shared_tiers`)."""
+    """The suite of shared tiers with few seeds: a server in memory runs all of them
+    (`test_shared_tiers`).
+    """
 
     @pytest.mark.parametrize(("seed", "rate"), [(0, 0.0), (1, 0.3)])
     def test_random_calls(self, drivers: list[TierDriver], seed: int, rate: float) -> None:

@@ -42,7 +42,12 @@ def test_ls(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["disk", "ls", str(path), "--json"]) == 0
     first, second = sorted(json.loads(capsys.readouterr().out), key=lambda place: str(place["namespace"]))
     assert (first["namespace"], second["namespace"]) == ("another model", "model")
-    assert (second["slots"], second["row_bytes"], second["rank"], second["in_use"]) == (8, ROW_BYTES, 0, False)
+    assert (second["slots"], second["row_bytes"], second["rank"], second["in_use"]) == (
+        8,
+        ROW_BYTES,
+        0,
+        False,
+    )
     assert second["bytes_on_disk"] > 8 * ROW_BYTES
 
 
@@ -140,7 +145,9 @@ def test_gc_removes_what_is_named(path: Path, capsys: pytest.CaptureFixture[str]
     with opened(path, 20, "another model") as driver:
         driver.store(1)
     old = place_of_first(path)
-    places = sorted(str(folder.relative_to(path)) for folder in (path / "rank-0").iterdir() if folder.is_dir())
+    places = sorted(
+        str(folder.relative_to(path)) for folder in (path / "rank-0").iterdir() if folder.is_dir()
+    )
     assert main(["disk", "gc", str(path)]) == 2
     error = capsys.readouterr().err
     assert "expected places to remove" in error

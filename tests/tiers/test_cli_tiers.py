@@ -23,7 +23,9 @@ def server() -> Iterator[ValkeyServer]:
         yield server
 
 
-def check(tmp_path: Path, capsys: pytest.CaptureFixture[str], *tiers: dict[str, Any]) -> tuple[int, list[str]]:
+def check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], *tiers: dict[str, Any]
+) -> tuple[int, list[str]]:
     """Check these tiers; return the exit code and the lines."""
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"cpu": {"capacity": "1MiB"}, "tiers": list(tiers)}))
@@ -85,7 +87,9 @@ def test_a_package_that_is_missing_is_named_with_its_install_line(
     ]
 
 
-def test_a_folder_that_an_engine_has_is_said_to_be_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_an_engine_has_is_said_to_be_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with opened(tmp_path / "kv", 8) as driver:
         driver.store(1, 2, 3)
         code, (line,) = check(tmp_path, capsys, disk(tmp_path / "kv"))

@@ -36,7 +36,9 @@ def capacity(slots: int) -> int:
     return slots * SLOT_BYTES + FIXED_BYTES
 
 
-def make_tier(path: Path, slots: int = 8, namespace: str | Callable[[], str | None] = "model", **more: Any) -> DiskTier:
+def make_tier(
+    path: Path, slots: int = 8, namespace: str | Callable[[], str | None] = "model", **more: Any
+) -> DiskTier:
     settings = {"write_limit": 0, "capacity": capacity(slots)} | more.pop("settings", {})
     more = {"row_bytes": ROW_BYTES, "threads": 2, "clock": StandingClock()} | more
     config = DiskConfig(path=str(path), **settings)
@@ -105,7 +107,9 @@ def test_announcements_come_in_slices(tmp_path: Path, monkeypatch: pytest.Monkey
         assert [len(event.keys) for event in driver.events] == [3, 3, 2]
 
 
-def test_what_leaves_before_it_was_announced_is_not_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_leaves_before_it_was_announced_is_not_announced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with opened(tmp_path) as driver:
         driver.store(*range(8))
     monkeypatch.setattr("kvtier.tiers.disk.tier._SLICE", 1)
@@ -268,7 +272,9 @@ def test_a_reset_before_it_is_open(tmp_path: Path) -> None:
 # Owners
 
 
-def test_a_second_owner_runs_without_and_takes_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_owner_runs_without_and_takes_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with opened(tmp_path) as driver:
         driver.store(1)
         second = make_tier(tmp_path)
@@ -279,7 +285,9 @@ def test_a_second_owner_runs_without_and_takes_over(tmp_path: Path, caplog: pyte
         for _ in range(20):
             second._clock.now += 1  # type: ignore[attr-defined]
             second.poll()
-    assert sum("another process" in record.message for record in caplog.records) == 1, "one line, not one a second"
+    assert sum("another process" in record.message for record in caplog.records) == 1, (
+        "one line, not one a second"
+    )
 
     def is_open() -> bool:
         second._clock.now += 1  # type: ignore[attr-defined]
@@ -303,7 +311,10 @@ def test_a_required_tier_is_an_error(tmp_path: Path) -> None:
 def test_ranks_share_the_capacity(tmp_path: Path) -> None:
     # Each of four ranks has a quarter of everything, what is fixed included.
     settings = {"settings": {"capacity": 4 * capacity(5)}}
-    with opened(tmp_path, ranks=4, rank=0, **settings) as first, opened(tmp_path, ranks=4, rank=3, **settings) as last:
+    with (
+        opened(tmp_path, ranks=4, rank=0, **settings) as first,
+        opened(tmp_path, ranks=4, rank=3, **settings) as last,
+    ):
         first.store(1)
         last.store(1, 2)
         assert first.tier.stats().capacity == last.tier.stats().capacity == 5
@@ -402,7 +413,11 @@ def test_a_flipped_bit_anywhere_costs_one_row_at_most(tmp_path: Path) -> None:
             file.write_bytes(whole)
             with opened(copy) as driver:
                 got = driver.fetch(*range(8))
-                wrong = [number for number, row in got.items() if isinstance(row, bytes) and row != content(number)]
+                wrong = [
+                    number
+                    for number, row in got.items()
+                    if isinstance(row, bytes) and row != content(number)
+                ]
                 missing = [number for number, row in got.items() if not isinstance(row, bytes)]
                 assert not wrong, (name, at, bit)
                 assert len(missing) <= 1, (name, at, bit)
@@ -526,7 +541,9 @@ def test_a_hung_disk_does_not_hang_the_start(tmp_path: Path, monkeypatch: pytest
     release.set()
 
 
-def test_periodic_durability_syncs_rows_before_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_periodic_durability_syncs_rows_before_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced: list[str] = []
     sync = os.fdatasync
 
@@ -570,8 +587,14 @@ def test_a_full_queue_refuses_the_end_of_a_job(tmp_path: Path) -> None:
         ({"path": "x"}, "disk.capacity: expected a value"),
         ({"path": "", "capacity": 1}, "disk.path: expected a folder"),
         ({"path": "x", "capacity": "much"}, "disk.capacity: expected a size"),
-        ({"path": "x", "capacity": 1, "wite": "evict"}, "disk.wite: no such setting; did you mean .*disk.write"),
-        ({"path": "x", "capacity": 1, "write": "back"}, "disk.write: expected 'through' or 'evict', got 'back'"),
+        (
+            {"path": "x", "capacity": 1, "wite": "evict"},
+            "disk.wite: no such setting; did you mean .*disk.write",
+        ),
+        (
+            {"path": "x", "capacity": 1, "write": "back"},
+            "disk.write: expected 'through' or 'evict', got 'back'",
+        ),
         ({"path": "x", "capacity": 1, "durability": True}, "disk.durability: expected 'none' or 'periodic'"),
         ({"path": "x", "capacity": 1, "required": 1}, "disk.required: expected true or false"),
     ],

@@ -60,7 +60,9 @@ def test_a_good_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert checks["disk folder"]["detail"].endswith("kv does not exist; an engine makes it")
     assert "GB/s read: 1 GiB of KV is read in" in checks["disk speed"]["detail"]
     assert checks["disk space"]["detail"].endswith("disk.capacity is 1.0 MiB")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["kvtier.json"], "nothing was made, nothing is left"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kvtier.json"], (
+        "nothing was made, nothing is left"
+    )
     assert main(["doctor", "--disk", str(tmp_path)]) == 0
     assert "kvtier can run here.\n" in capsys.readouterr().out
 
@@ -97,7 +99,8 @@ def test_what_the_tier_has_taken_counts_as_room(tmp_path: Path) -> None:
     (tmp_path / "kv" / "other").write_bytes(bytes(1 << 20))
     taken = by_name(examine_disk(tmp_path / "kv", 1 << 20))["space"].detail
     assert (
-        f"{format_size(taken_bytes(tmp_path / 'kv' / 'rank-0'))} taken by the tier; disk.capacity is 1.0 MiB" in taken
+        f"{format_size(taken_bytes(tmp_path / 'kv' / 'rank-0'))} taken by the tier; disk.capacity is 1.0 MiB"
+        in taken
     )
 
 

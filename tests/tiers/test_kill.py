@@ -18,7 +18,9 @@ def fetch_all(tier: DiskTier) -> dict[int, bytes]:
     """Return the rows that can be promoted."""
     keys = {make_offload_key(b"%032d" % number, 0): number for number in range(JOBS * ROWS_PER_JOB)}
     memory = {key: bytearray(ROW_BYTES) for key in keys}
-    tier.promote(TierJob(1, tuple(LentRow(key, (memoryview(row),)) for key, row in memory.items()), float("inf")))
+    tier.promote(
+        TierJob(1, tuple(LentRow(key, (memoryview(row),)) for key, row in memory.items()), float("inf"))
+    )
     told: dict[int, bytes] = {}
     left = len(keys)
     while left:
@@ -33,7 +35,9 @@ def fetch_all(tier: DiskTier) -> dict[int, bytes]:
 @pytest.mark.timeout(300)
 def test_killed_at_every_write(tmp_path: Path) -> None:
     child = Path(__file__).with_name("kill_child.py")
-    done = subprocess.run([sys.executable, child, tmp_path, "1", "500"], capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        [sys.executable, child, tmp_path, "1", "500"], capture_output=True, text=True, timeout=280
+    )
     assert done.returncode == 0, done.stderr
     writes = int(done.stdout)
     assert writes > 4 * JOBS * ROWS_PER_JOB, "every row is several writes"

@@ -20,7 +20,15 @@ from tests.tiers.object_server import ToldServer, http_answer
 from tests.tiers.servers import RealServerSuite
 
 from kvtier.errors import ConfigError, InputError
-from kvtier.testing.backend_suite import NUM_PLACES, ROW_BYTES, BackendSuite, content, empty, payload_of, sealed
+from kvtier.testing.backend_suite import (
+    NUM_PLACES,
+    ROW_BYTES,
+    BackendSuite,
+    content,
+    empty,
+    payload_of,
+    sealed,
+)
 from kvtier.tier_config import MooncakeConfig
 from kvtier.tiers.base import Backend, BackendRow
 from kvtier.tiers.mooncake import MooncakeBackend
@@ -79,7 +87,9 @@ class TestMooncake(BackendSuite):
 
 
 class TestShared(RealServerSuite):
-    """Tiers of several engines over one store, by way of one client: joining takes longer than most tests."""
+    """Tiers of several engines over one store, by way of one client: joining takes longer than
+    most tests.
+    """
 
     @pytest.fixture(autouse=True)
     def at(self, joined: OpenBackend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +293,10 @@ def wait_for_probe(backend: MooncakeBackend) -> None:
 def test_no_client_is_set_up_for_a_master_that_accepts_and_does_not_answer(
     monkeypatch: pytest.MonkeyPatch, closes: bool
 ) -> None:
-    """A process that was stopped. Setting up a client would hold the GIL for ten minutes: it is not begun."""
+    """A process that was stopped.
+
+    Setting up a client would hold the GIL for ten minutes: it is not begun.
+    """
 
     def answer() -> None:
         with metadata.accept()[0] as connection:
@@ -294,7 +307,10 @@ def test_no_client_is_set_up_for_a_master_that_accepts_and_does_not_answer(
         master.accept()[0].close()
 
     monkeypatch.setattr("kvtier.tiers.mooncake._import_mooncake", lambda: (pytest.fail, pytest.fail))
-    with socket.create_server(("127.0.0.1", 0)) as master, socket.create_server(("127.0.0.1", 0)) as metadata:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as master,
+        socket.create_server(("127.0.0.1", 0)) as metadata,
+    ):
         threading.Thread(target=answer, daemon=True).start()
         if closes:
             threading.Thread(target=hang_up, daemon=True).start()

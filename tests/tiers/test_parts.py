@@ -35,7 +35,9 @@ def test_a_seal_is_bound_to_everything() -> None:
     scope = SealScope("model", 3, "suffix")
     seal = seal_of(scope, key(1), [memoryview(payload)])
     assert len(seal) == 16
-    assert seal == seal_of(SealScope("model", 3, "suffix"), key(1), [memoryview(payload)[:7], memoryview(payload)[7:]])
+    assert seal == seal_of(
+        SealScope("model", 3, "suffix"), key(1), [memoryview(payload)[:7], memoryview(payload)[7:]]
+    )
     flipped = bytearray(payload)
     flipped[5000] ^= 16
     others = {
@@ -62,7 +64,9 @@ def test_scopes_do_not_run_into_each_other() -> None:
 
 def records(*numbers: int | None, scope: int = 7) -> bytearray:
     packed = [
-        EMPTY if number is None else pack_record(slot, key(number), b"%016d" % number, 100 + number, scope, slot * 10)
+        EMPTY
+        if number is None
+        else pack_record(slot, key(number), b"%016d" % number, 100 + number, scope, slot * 10)
         for slot, number in enumerate(numbers)
     ]
     return bytearray().join(packed)
@@ -102,13 +106,17 @@ def test_of_two_records_with_one_key_the_newer_counts() -> None:
 
 
 def test_keys_of_different_lengths() -> None:
-    content = pack_record(0, OffloadKey(b"short"), bytes(16), 1, 7, 0) + pack_record(1, key(1), bytes(16), 1, 7, 0)
+    content = pack_record(0, OffloadKey(b"short"), bytes(16), 1, 7, 0) + pack_record(
+        1, key(1), bytes(16), 1, 7, 0
+    )
     assert read_records(content, 7).keys == [b"short", key(1)]
 
 
 def test_the_newest_whole_header_counts() -> None:
     header = DiskHeader(namespace="n", row_bytes=1, stride=4096, slots=2, description_bytes=0)
-    newer = DiskHeader(namespace="n", row_bytes=1, stride=4096, slots=2, description_bytes=0, sequence=1, epoch=5)
+    newer = DiskHeader(
+        namespace="n", row_bytes=1, stride=4096, slots=2, description_bytes=0, sequence=1, epoch=5
+    )
     pages = pack_header(header) + pack_header(newer)
     assert read_header(pages) == newer
     spoilt = bytearray(pages)

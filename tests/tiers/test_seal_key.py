@@ -95,7 +95,9 @@ class TestFleets:
 
     @pytest.mark.parametrize("other", [OTHER, None], ids=["another key", "no key"])
     @pytest.mark.parametrize("suffix", ["", "reset"])
-    def test_they_do_not_meet(self, other: bytes | None, suffix: str, caplog: pytest.LogCaptureFixture) -> None:
+    def test_they_do_not_meet(
+        self, other: bytes | None, suffix: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
         server = MemoryServer()
         keys_of = (SealKey(SECRET), None if other is None else SealKey(other))
         fleets = [open_tier(server, key, suffix) for key in keys_of]

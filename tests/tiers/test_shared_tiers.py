@@ -51,7 +51,9 @@ def engine_config(**tier: Any) -> OffloadingConfig:
 def test_a_server_that_is_required_and_not_there_is_an_error_of_one_line() -> None:
     port = free_port()
     config = engine_config(valkey={"url": f"valkey://127.0.0.1:{port}", "required": True})
-    with pytest.raises(OutsideError, match=rf"^valkey tier: .*{port}.*Connection refused \(valkey.required is true\)$"):
+    with pytest.raises(
+        OutsideError, match=rf"^valkey tier: .*{port}.*Connection refused \(valkey.required is true\)$"
+    ):
         CPUOffloadingSpec(config).get_manager()
 
 
@@ -77,7 +79,9 @@ def test_a_key_file_that_is_not_there_is_named_with_its_path() -> None:
 # Searching
 
 
-@pytest.mark.parametrize(("width", "rounds", "questions"), [(1024, 1, 1000), (64, 2, 100), (16, 3, 40), (1, 11, 11)])
+@pytest.mark.parametrize(
+    ("width", "rounds", "questions"), [(1024, 1, 1000), (64, 2, 100), (16, 3, 40), (1, 11, 11)]
+)
 def test_how_many_round_trips_a_prompt_of_1000_chunks_takes(width: int, rounds: int, questions: int) -> None:
     rows = [BackendRow(key(number), ()) for number in range(1000)]
     asked = 0
@@ -104,7 +108,11 @@ def test_gaps_are_seen_where_one_call_asks_about_all() -> None:
 
 
 def test_groups_are_searched_apart() -> None:
-    rows = [BackendRow(make_offload_key(b"%032d" % number, group), ()) for number in range(50) for group in (0, 1)]
+    rows = [
+        BackendRow(make_offload_key(b"%032d" % number, group), ())
+        for number in range(50)
+        for group in (0, 1)
+    ]
     found = search_prefix(lambda some: [row.key[-1] == 1 or int(row.key[:32]) < 9 for row in some], rows, 4)
     assert found.there == [row.key[-1] == 1 or int(row.key[:32]) < 9 for row in rows]
 

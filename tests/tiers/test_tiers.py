@@ -16,7 +16,9 @@ from kvtier.tiers.disk import DiskConfig, DiskTier
 
 
 class TestMemoryTier(TierSuite):
-    def make(self, num_slots: int, clock: StandingClock, plan: BackendFaultPlan) -> tuple[Tier, FaultyBackend]:
+    def make(
+        self, num_slots: int, clock: StandingClock, plan: BackendFaultPlan
+    ) -> tuple[Tier, FaultyBackend]:
         faulty = FaultyBackend(MemoryBackend(), plan)
         return make_memory_tier(num_slots, ROW_BYTES, backend=faulty, clock=clock), faulty
 
@@ -26,8 +28,12 @@ class TestDiskTier(TierSuite):
     def folder(self, tmp_path: Path) -> None:
         self.path = tmp_path
 
-    def make(self, num_slots: int, clock: StandingClock, plan: BackendFaultPlan) -> tuple[Tier, FaultyBackend]:
-        config = DiskConfig(path=str(self.path), capacity=num_slots * (ROW_BYTES + 128 + 576) + 20480, write_limit=0)
+    def make(
+        self, num_slots: int, clock: StandingClock, plan: BackendFaultPlan
+    ) -> tuple[Tier, FaultyBackend]:
+        config = DiskConfig(
+            path=str(self.path), capacity=num_slots * (ROW_BYTES + 128 + 576) + 20480, write_limit=0
+        )
         tier = DiskTier(config, row_bytes=ROW_BYTES, namespace=lambda: "suite", threads=2, clock=clock)
         assert tier.wait_open()
         assert tier._io.backend is not None

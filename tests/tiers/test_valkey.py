@@ -610,7 +610,9 @@ class TestBeingLetIn:
         with closing(make(url, password_file=str(password_file), prefix="other")) as backend:
             assert codes(backend.write([sealed(1)])) == [errno.EACCES]
 
-    def test_a_pipe_that_nobody_writes_is_not_waited_for(self, guarded: ValkeyServer, tmp_path: Path) -> None:
+    def test_a_pipe_that_nobody_writes_is_not_waited_for(
+        self, guarded: ValkeyServer, tmp_path: Path
+    ) -> None:
         os.mkfifo(tmp_path / "pipe")
         backend = make(guarded.url, password_file=str(tmp_path / "pipe"))
         with closing(backend), pytest.raises(OSError, match=r"expected a password in .*pipe, got none"):
@@ -618,7 +620,10 @@ class TestBeingLetIn:
 
     @pytest.mark.parametrize("host", [".host", "h" * 64])
     def test_what_cannot_be_a_host(self, host: str) -> None:
-        with closing(make(f"valkey://{host}")) as backend, pytest.raises(OSError, match="expected the name of a host"):
+        with (
+            closing(make(f"valkey://{host}")) as backend,
+            pytest.raises(OSError, match="expected the name of a host"),
+        ):
             backend.probe()
 
     def test_a_password_that_changes(self, password_file: Path) -> None:

@@ -90,7 +90,9 @@ def make_config(
 ) -> OffloadingConfig:
     """Return the config of an engine with blocks of `BLOCK` tokens and 64 bytes in each group."""
     groups = tuple(
-        GroupConfig(block_size=BLOCK, bytes_per_block=64, layer_names=(f"layers.{i}",), sliding_window=window)
+        GroupConfig(
+            block_size=BLOCK, bytes_per_block=64, layer_names=(f"layers.{i}",), sliding_window=window
+        )
         for i, window in enumerate(windows)
     )
     return OffloadingConfig(
@@ -106,7 +108,9 @@ def make_config(
 
 @dataclass
 class Host:
-    """Plays the engine for one scheduler's side: computes, reports, and keeps the jobs that workers have not reported."""
+    """Plays the engine for one scheduler's side: computes, reports, and keeps the jobs that workers have not
+    reported.
+    """
 
     scheduler: OffloadingConnectorScheduler
     world_size: int = 1
@@ -116,7 +120,8 @@ class Host:
     def blocks(self, count: int, groups: int = 1) -> tuple[list[int], ...]:
         """Hand out fresh blocks."""
         given = tuple(
-            list(range(self.next_block + g * count, self.next_block + (g + 1) * count)) for g in range(groups)
+            list(range(self.next_block + g * count, self.next_block + (g + 1) * count))
+            for g in range(groups)
         )
         self.next_block += groups * count
         return given
@@ -169,14 +174,17 @@ class Host:
         """Report a job, on every rank or on one."""
         ranks = range(self.world_size) if rank is None else (rank,)
         reports = [
-            TransferReport(r, TransferResult(job_id, success, 64, seconds, None, failed_blocks, corrupt)) for r in ranks
+            TransferReport(r, TransferResult(job_id, success, 64, seconds, None, failed_blocks, corrupt))
+            for r in ranks
         ]
         self.scheduler.update_connector_output(KVConnectorOutput(reports=reports))
         self.scheduler.check()
 
     def refuse(self, job_id: int) -> None:
         """Report a job that no handler took."""
-        reports = [TransferReport(rank, TransferResult(job_id, success=False)) for rank in range(self.world_size)]
+        reports = [
+            TransferReport(rank, TransferResult(job_id, success=False)) for rank in range(self.world_size)
+        ]
         self.scheduler.update_connector_output(KVConnectorOutput(reports=reports))
         self.scheduler.check()
 

@@ -1,7 +1,8 @@
-"""A CUDA driver for tests without a device: functions that C can call, which do at once what they are told, and write it down.
+"""A CUDA driver for tests without a device: functions that C can call, which do at once what they are told,
+and write it down.
 
-Streams and events are numbers, and memory of the device is the host's. Nothing is asynchronous: it shows that the right bytes
-are copied, not that they are copied in the right order.
+Streams and events are numbers, and memory of the device is the host's. Nothing is asynchronous: it shows
+that the right bytes are copied, not that they are copied in the right order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A CUDA driver for tests of order: its streams run later, in any order that events allow, drawn from a seed."""
+"""A CUDA driver for tests of order: its streams run later, in any order that events allow, drawn from a
+seed.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +103,9 @@ class SimDriver(FakeDriver):
     def _cuEventRecord(self, event: int, stream: int) -> None:
         self._recorded[event] += 1
         times = self._recorded[event]
-        self.streams[stream].append(lambda: self._happened.update({event: max(times, self._happened[event])}))
+        self.streams[stream].append(
+            lambda: self._happened.update({event: max(times, self._happened[event])})
+        )
 
     def _cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> None:
         self.streams[stream].append((event, self._recorded[event]))
@@ -113,7 +117,9 @@ class SimDriver(FakeDriver):
         return 0 if self._is_over(event) else NOT_READY
 
     def _cuStreamQuery(self, stream: int) -> int:
-        busy = self.rng.random() < self.engine_is_busy / 2 if stream == ENGINE else bool(self.streams[stream])
+        busy = (
+            self.rng.random() < self.engine_is_busy / 2 if stream == ENGINE else bool(self.streams[stream])
+        )
         return NOT_READY if busy else 0
 
     def _cuEventSynchronize(self, event: int) -> None:
@@ -131,7 +137,9 @@ class SimDriver(FakeDriver):
         return 0
 
     def use(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Be the driver; each lane has a device of its own, so that no two have streams or events of one number."""
+        """Be the driver; each lane has a device of its own, so that no two have streams or events of one
+        number.
+        """
         super().use(monkeypatch)
         monkeypatch.setattr(lanes, "Device", self._make_device)
 

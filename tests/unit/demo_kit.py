@@ -40,7 +40,9 @@ def request(conversation: int, turn: int, *, cached: bool, ttft: float | None = 
 
 def run(conversations: int, turns: int, *, cached: bool, ttft: float | None = None) -> RunResult:
     """Make a run of all turns of all conversations."""
-    asked = [(conversation, turn) for turn in range(1, turns + 1) for conversation in range(1, conversations + 1)]
+    asked = [
+        (conversation, turn) for turn in range(1, turns + 1) for conversation in range(1, conversations + 1)
+    ]
     requests = tuple(request(*arguments, cached=cached, ttft=ttft) for arguments in asked)
     pool = PoolUse(used=600, slots=4096, row_bytes=131072, evicted=3) if cached else None
     return RunResult(requests, 16.0 if cached else 40.0, 12.0 if cached else 36.0, pool)
@@ -63,7 +65,14 @@ def with_wrong_token(result: DemoResult, index: int = 3) -> DemoResult:
 def tier_stats(**more: object) -> TierStats:
     """Make what a disk tier counts, of 600 rows in 4,096 slots unless told otherwise."""
     counts = {counter.name: 0 for counter in fields(TierStats)}
-    named = {"name": "disk", "medium": "STORAGE", "state": "open", "suspended": None, "used": 600, "capacity": 4096}
+    named = {
+        "name": "disk",
+        "medium": "STORAGE",
+        "state": "open",
+        "suspended": None,
+        "used": 600,
+        "capacity": 4096,
+    }
     size = {"used_bytes": 600 << 17, "capacity_bytes": 4096 << 17}
     return TierStats(**counts | named | size | more)  # type: ignore[arg-type]
 
@@ -79,6 +88,9 @@ def with_restart(result: DemoResult) -> DemoResult:
             for number, request in enumerate(asked, 2)
         )
         runs.append(RunResult(requests, 3.0, 2.5))
-    stats = tier_stats(demoted=600, demoted_bytes=600 << 17), tier_stats(promoted=141, promoted_bytes=141 << 17)
+    stats = (
+        tier_stats(demoted=600, demoted_bytes=600 << 17),
+        tier_stats(promoted=141, promoted_bytes=141 << 17),
+    )
     restart = RestartResult(*runs, exit_code=-9, restart_seconds=2.5, rows_found=600, tiers=stats)
     return replace(result, restart=restart)

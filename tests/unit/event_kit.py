@@ -1,4 +1,6 @@
-"""What the tests of the event stream's publishing side share: short events, a naive consumer, clients of real sockets."""
+"""What the tests of the event stream's publishing side share: short events, a naive consumer, clients of
+real sockets.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ DEADLINE = 10.0
 Held = set[tuple[Place, ExternalBlockHash]]
 
 
-def stored(hashes: Sequence[ExternalBlockHash], parent: ExternalBlockHash | None = None, **changes: Any) -> BlockStored:
+def stored(
+    hashes: Sequence[ExternalBlockHash], parent: ExternalBlockHash | None = None, **changes: Any
+) -> BlockStored:
     """Return an event of blocks of two tokens, each block's made from its hash."""
     tokens = [token for block in hashes for token in (hash(block) % 1000, 7)]
     fields = {"token_ids": tokens, "block_size": 2, "lora_id": None, "medium": "GPU", "lora_name": None}
@@ -49,7 +53,8 @@ def batch(*events: Any, ts: float = 1.0) -> KVEventBatch:
 
 
 class Consumer:
-    """A consumer that holds the publisher to its word: no block is stored twice or removed without being held.
+    """A consumer that holds the publisher to its word: no block is stored twice or removed without being
+    held.
 
     `linked` are the held blocks whose parent was held when they came.
     """
@@ -80,7 +85,9 @@ class Consumer:
                 self._copies.subtract(event.block_hashes)
         self.mark = received.mark or self.mark
 
-    def _store(self, parent: ExternalBlockHash | None, blocks: list[tuple[Place, ExternalBlockHash]]) -> None:
+    def _store(
+        self, parent: ExternalBlockHash | None, blocks: list[tuple[Place, ExternalBlockHash]]
+    ) -> None:
         assert self.held.isdisjoint(blocks), "stored though held"
         found = parent is None or self._copies[parent] > 0
         self.linked |= set(blocks if found else blocks[1:])
@@ -123,7 +130,9 @@ class Client:
         return sock
 
     def subscribe(self, publisher: ZmqEventPublisher, topic: bytes = b"") -> zmq.Socket[bytes]:
-        """Return a SUB socket that receives already: messages without a number were sent until one arrived."""
+        """Return a SUB socket that receives already: messages without a number were sent until
+        one arrived.
+        """
         sock = self.open(zmq.SUB, publisher.endpoint, rcvhwm=0)
         sock.subscribe(topic)
         wait_until(lambda: (probe(publisher, topic, b"probe"), sock.poll(5))[1], "the subscription")
@@ -149,7 +158,9 @@ def probe(publisher: ZmqEventPublisher, topic: bytes, text: bytes) -> None:
 
 
 def ask(dealer: zmq.Socket[bytes], what: bytes | int) -> Iterator[list[bytes]]:
-    """Send a request and yield the replies, `[topic, seq, payload]`, up to the end marker; an error reply fails."""
+    """Send a request and yield the replies, `[topic, seq, payload]`, up to the end marker; an error reply
+    fails.
+    """
     dealer.send_multipart([b"", what if isinstance(what, bytes) else what.to_bytes(8, "big")])
     while True:
         empty, *frames = receive(dealer)
@@ -178,8 +189,14 @@ def consume(messages: Iterable[tuple[int, bytes]]) -> Consumer:
 
 @contextmanager
 def publisher(rank: int = 0, first: int = 0, **changes: Any) -> Iterator[ZmqEventPublisher]:
-    """Run a publisher on ports that the system gives, by a clock that says `first`; what is broken shows at the end."""
-    options = {"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0", "heartbeat_interval": None}
+    """Run a publisher on ports that the system gives, by a clock that says `first`; what is broken shows at
+    the end.
+    """
+    options = {
+        "endpoint": "tcp://127.0.0.1:0",
+        "replay_endpoint": "tcp://127.0.0.1:0",
+        "heartbeat_interval": None,
+    }
     with mock.patch("kvtier.events.publish.sender.number_from_clock", return_value=first):
         made = ZmqEventPublisher(rank, config=KVEventsConfig(**options | changes))
     try:

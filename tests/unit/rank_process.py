@@ -1,4 +1,7 @@
-"""A rank in a process of its own: the worker's side of a connector over a pipe. Run by test_connector_worker.py."""
+"""A rank in a process of its own: the worker's side of a connector over a pipe.
+
+Run by test_connector_worker.py.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,12 @@ from typing import Any
 import torch
 
 from kvtier.config import OffloadingConfig
-from kvtier.connector import ConnectorRole, KVConnectorOutput, OffloadingConnector, OffloadingConnectorMetadata
+from kvtier.connector import (
+    ConnectorRole,
+    KVConnectorOutput,
+    OffloadingConnector,
+    OffloadingConnectorMetadata,
+)
 
 
 class Rank:

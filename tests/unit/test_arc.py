@@ -33,7 +33,9 @@ class NaiveARC:
         homes = [self.recall(name) for name in names]
         for slot, home in reversed(list(zip(slots, homes, strict=True))):
             self.held[home is not None].append(slot)
-        target = self.target + homes.count(0) * max(1.0, size2 / size1) - homes.count(1) * max(1.0, size1 / size2)
+        target = (
+            self.target + homes.count(0) * max(1.0, size2 / size1) - homes.count(1) * max(1.0, size1 / size2)
+        )
         self.target = min(max(target, 0.0), float(self.capacity))
 
     def recall(self, name: Key) -> int | None:

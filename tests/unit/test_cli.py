@@ -23,7 +23,9 @@ from kvtier.errors import IntegrityError, PoolError
 from kvtier.memory import MemoryBound
 from kvtier.rendezvous import locked
 
-WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from kvtier.cli import main; sys.exit(main(sys.argv[1:]))"
+WITHOUT_TORCH = (
+    "import sys; sys.modules['torch'] = None; from kvtier.cli import main; sys.exit(main(sys.argv[1:]))"
+)
 
 
 def kvtier_command(
@@ -146,7 +148,10 @@ def test_as_a_process(tmp_path: Path) -> None:
 def test_without_torch_the_demo_says_what_to_install(tmp_path: Path) -> None:
     done = kvtier_command("demo", cwd=tmp_path, program=("-c", WITHOUT_TORCH))
     assert done.returncode == 2
-    assert one_line(done.stderr) == "kvtier: kvtier demo needs torch, which is missing: pip install torch safetensors\n"
+    assert (
+        one_line(done.stderr)
+        == "kvtier: kvtier demo needs torch, which is missing: pip install torch safetensors\n"
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -201,7 +206,9 @@ def test_no_report_writes_none(here: Path, no_demo: None) -> None:
     assert list(here.iterdir()) == []
 
 
-def test_json_on_stdout_is_alone_there(here: Path, no_demo: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_on_stdout_is_alone_there(
+    here: Path, no_demo: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["demo", "--json", "-"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["requests"] == 24
@@ -211,12 +218,15 @@ def test_json_on_stdout_is_alone_there(here: Path, no_demo: None, capsys: pytest
 def test_a_difference_fails(
     here: Path, no_demo: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("kvtier.cli.demo.run_demo", lambda settings, watcher: with_wrong_token(demo_result()))
+    monkeypatch.setattr(
+        "kvtier.cli.demo.run_demo", lambda settings, watcher: with_wrong_token(demo_result())
+    )
     assert main(["demo"]) == 1
     out = capsys.readouterr().out
     assert "DIFFERENT" in out
     assert (
-        "✗ tokens differ, first in conversation 4, turn 1, answer token 2: token 1 without kvtier, 4242 with it" in out
+        "✗ tokens differ, first in conversation 4, turn 1, answer token 2: token 1 without kvtier, 4242 with it"
+        in out
     )
     assert "✗ tokens differ" in (here / "kvtier-report.html").read_text()
 
@@ -269,10 +279,12 @@ def test_no_width_costs_the_live_table_a_column(columns: int) -> None:
         console.print(display._render())
     shown = "".join(capture.get().split())
     assert "…" not in shown
-    assert all(value in shown for value in ("24/24", "4,608", "12,384", "16,992", "700ms", "80.0ms", "40s", "16s"))
+    assert all(
+        value in shown for value in ("24/24", "4,608", "12,384", "16,992", "700ms", "80.0ms", "40s", "16s")
+    )
 
 
-# -- config ----------------------------------------------------------------------------------------------------------------
+# -- config ----------------------------------------------------------------------------------------
 
 
 def test_config_check_prints_what_was_understood(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -291,7 +303,9 @@ def test_config_check_reads_what_vllm_takes_and_writes_what_we_read(
 ) -> None:
     inner = {"cpu_bytes_to_use": 10**9, "offload_prompt_only": True}
     names = {"kv_connector": "KVTierConnector", "kv_connector_module_path": "kvtier.integrations.vllm"}
-    (here / "c.json").write_text(json.dumps(names | {"kv_role": "kv_both", "kv_connector_extra_config": inner}))
+    (here / "c.json").write_text(
+        json.dumps(names | {"kv_role": "kv_both", "kv_connector_extra_config": inner})
+    )
     assert main(["config", "check", "c.json", "--json"]) == 0
     assert KVTierConfig.from_dict(json.loads(capsys.readouterr().out)) == KVTierConfig.from_dict(inner)
 
@@ -353,7 +367,7 @@ def test_a_policy_that_has_no_import_path_is_one_line(
     assert "cpu.policy: expected " in one_line(capsys.readouterr().err)
 
 
-# -- doctor ----------------------------------------------------------------------------------------------------------------
+# -- doctor ----------------------------------------------------------------------------------------
 
 
 def test_doctor_works_without_torch(tmp_path: Path) -> None:
@@ -380,7 +394,9 @@ def test_doctor_fails_if_a_package_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = checks._version_of
-    monkeypatch.setattr(checks, "_version_of", lambda package: None if package == "xxhash" else found(package))
+    monkeypatch.setattr(
+        checks, "_version_of", lambda package: None if package == "xxhash" else found(package)
+    )
     assert main(["doctor", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["usable"] is False
@@ -408,7 +424,9 @@ def test_doctor_finds_pools_that_nobody_holds(tmp_path: Path, monkeypatch: pytes
     with held.open() as party:
         fcntl.flock(party, fcntl.LOCK_SH)
         found = checks._check_leftovers()
-        assert found == checks.Check("shared pools", checks.Status.WARN, f"1 left behind in {tmp_path}", f"rm {left}")
+        assert found == checks.Check(
+            "shared pools", checks.Status.WARN, f"1 left behind in {tmp_path}", f"rm {left}"
+        )
         left.unlink()
         assert checks._check_leftovers().detail == f"1 starting up, none left behind in {tmp_path}"
     assert held.exists()
@@ -439,7 +457,9 @@ def test_doctor_tells_nobody_to_run_what_a_file_is_called(
 
 def test_doctor_says_what_bounds_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same as what a pool goes by: a control group that is nearly full is not hidden by its limit."""
-    monkeypatch.setattr(checks, "free_memory", lambda: MemoryBound(100 << 20, "is left of the 8.0 GiB that ..."))
+    monkeypatch.setattr(
+        checks, "free_memory", lambda: MemoryBound(100 << 20, "is left of the 8.0 GiB that ...")
+    )
     found = checks._check_memory()
     assert (found.status, found.detail) == (checks.Status.WARN, "100.0 MiB is left of the 8.0 GiB that ...")
     monkeypatch.setattr(checks, "free_memory", lambda: None)

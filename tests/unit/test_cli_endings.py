@@ -1,4 +1,6 @@
-"""How commands end when they are interrupted, when nobody reads them, and when nothing can be written: never with a traceback."""
+"""How commands end when they are interrupted, when nobody reads them, and when nothing can be written: never
+with a traceback.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def environment(buffered: bool) -> dict[str, str]:
-    """Return ours, with output that is written when it is flushed, or at once: errors come up at other places."""
+    """Return ours, with output that is written when it is flushed, or at once: errors come up at other
+    places.
+    """
     return {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"} | (
         {} if buffered else {"PYTHONUNBUFFERED": "1"}
     )
@@ -50,7 +54,7 @@ def read_until(stream: IO[str] | None, end: str) -> None:
     pytest.fail(f"no line ends with {end!r}")
 
 
-# -- Ctrl-C ----------------------------------------------------------------------------------------------------------------
+# -- Ctrl-C ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -74,7 +78,8 @@ def test_an_early_interrupt_is_one_line(module: str, arguments: tuple[str, ...],
         read_until(process.stderr, module)
         process.send_signal(signal.SIGINT)
         said = [line for line in process.stderr if not line.startswith("import time:")]
-    # An interrupt that comes when there is nothing left to import may find the command done, or at work and told to end.
+    # An interrupt that comes when there is nothing left to import may find the command done, or at work and
+    # told to end.
     assert (process.returncode, said) in ((130, ["kvtier: interrupted\n"]), (0, []))
     assert process.returncode == 130 or arguments[0] == "events"
     assert {path.name for path in folder.iterdir()} == {"settings.json", "recording"}
@@ -98,13 +103,15 @@ def test_where_interrupts_are_ignored_they_stay_so(folder: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_within_a_process_that_is_not_ours_interrupts_are_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_within_a_process_that_is_not_ours_interrupts_are_left_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     before = signal.getsignal(signal.SIGINT)
     assert main(["--version"]) == 0
     assert signal.getsignal(signal.SIGINT) is before
 
 
-# -- output ----------------------------------------------------------------------------------------------------------------
+# -- output ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("buffered", [True, False])
@@ -119,7 +126,9 @@ def test_a_full_disk_is_one_line(name: str, buffered: bool, folder: Path) -> Non
 
 def test_a_full_disk_ends_the_demo_in_one_line(folder: Path) -> None:
     with open("/dev/full", "w") as full:
-        done = subprocess.run([*KVTIER, "demo", "--quick"], stdout=full, stderr=subprocess.PIPE, text=True, cwd=folder)
+        done = subprocess.run(
+            [*KVTIER, "demo", "--quick"], stdout=full, stderr=subprocess.PIPE, text=True, cwd=folder
+        )
     assert done.stderr == "kvtier: output cannot be written: No space left on device\n"
     assert done.returncode == 1
 
@@ -128,7 +137,9 @@ def test_a_full_disk_ends_the_demo_in_one_line(folder: Path) -> None:
 def test_a_reader_that_goes_away_is_told_nothing(name: str, folder: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    done = subprocess.run([*KVTIER, *COMMANDS[name]], stdout=writing, stderr=subprocess.PIPE, text=True, cwd=folder)
+    done = subprocess.run(
+        [*KVTIER, *COMMANDS[name]], stdout=writing, stderr=subprocess.PIPE, text=True, cwd=folder
+    )
     os.close(writing)
     assert done.stderr == ""
     assert done.returncode == (0 if name == "replay" else 1)  # a stream ends where nobody reads on

@@ -1,4 +1,6 @@
-"""`kvtier events` against real publishers: what it prints, how it ends, and one line for each kind of bad input."""
+"""`kvtier events` against real publishers: what it prints, how it ends, and one line for each kind of bad
+input.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,7 @@ def one_line(text: str) -> str:
     return text
 
 
-# -- lines -----------------------------------------------------------------------------------------------------------------
+# -- lines -----------------------------------------------------------------------------------------
 
 EVERYTHING = DecodedBatch(
     1.5,
@@ -140,7 +142,7 @@ def test_lines_for_programs_have_keys_of_all_types() -> None:
     assert list(found) == ["None", "True", "0078", "[1, '61']", "1.5", "18446744073709551615", "text"]
 
 
-# -- tail ------------------------------------------------------------------------------------------------------------------
+# -- tail ------------------------------------------------------------------------------------------
 
 
 def test_tail_from_the_start(capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,7 +155,10 @@ def test_tail_from_the_start(capsys: pytest.CaptureFixture[str]) -> None:
     announced = AnnouncedBlocks()
     for line in json_lines(output):
         announced.apply(decode_batch(json_to_wire(line)))
-    assert {place[0]: hashes for (_, place), hashes in announced.held.items()} == {"GPU": {1}, "CPU": {11, 12}}
+    assert {place[0]: hashes for (_, place), hashes in announced.held.items()} == {
+        "GPU": {1},
+        "CPU": {11, 12},
+    }
 
 
 def json_to_wire(line: dict[str, Any]) -> bytes:
@@ -163,7 +168,9 @@ def json_to_wire(line: dict[str, Any]) -> bytes:
 @contextmanager
 def running(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     """Run a command until the test ends it."""
-    with subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             yield process
         finally:
@@ -194,7 +201,9 @@ def test_tail_without_replay_shows_the_live_stream() -> None:
 
 @pytest.fixture
 def heeds_ctrl_c() -> Iterator[None]:
-    """Let children heed it, also where the tests run in the background of a shell that had them ignore it."""
+    """Let children heed it, also where the tests run in the background of a shell that had them
+    ignore it.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -220,7 +229,7 @@ def test_a_reader_that_goes_away_ends_tail_quietly() -> None:
         assert process.stderr.read() == ""
 
 
-# -- record and replay -----------------------------------------------------------------------------------------------------
+# -- record and replay -----------------------------------------------------------------------------
 
 
 def test_a_recording_has_what_was_received(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,7 +237,9 @@ def test_a_recording_has_what_was_received(tmp_path: Path, capsys: pytest.Captur
     with publisher() as one:
         one.publish(batch(stored(1)))
         one.publish(batch(BlockRemoved([2], "GPU")))
-        assert main(["events", "record", *addresses(one)[:1], str(file), *addresses(one)[1:], "-n", "4"]) == 0
+        assert (
+            main(["events", "record", *addresses(one)[:1], str(file), *addresses(one)[1:], "-n", "4"]) == 0
+        )
     assert f"{file}: " in capsys.readouterr().err
     assert main(["events", "replay", str(file), "--json"]) == 0
     announced = AnnouncedBlocks()
@@ -261,7 +272,9 @@ def test_a_recording_of_several_ranks_is_forgotten_for_each() -> None:
     payloads = [frame_batch(1.0, [encoder.event(stored(10 * rank))], rank) for rank in (1, 2)]
     records = [RecordedBatch(1.0, seq, payload) for seq, payload in enumerate([*payloads, b"", payloads[1]])]
     batches = list(_paced(records, math.inf))
-    cleared = [batch.data_parallel_rank for batch in batches if isinstance(batch.events[0], AllBlocksCleared)]
+    cleared = [
+        batch.data_parallel_rank for batch in batches if isinstance(batch.events[0], AllBlocksCleared)
+    ]
     assert cleared == [1, 2]
 
 
@@ -270,11 +283,15 @@ def write_recording(file: Path, *batches: KVEventBatch) -> None:
     with RecordingWriter(file) as writer:
         for at, each in enumerate(batches):
             writer.write(
-                RecordedBatch(float(at), at, frame_batch(each.ts, [encoder.event(event) for event in each.events], 0))
+                RecordedBatch(
+                    float(at), at, frame_batch(each.ts, [encoder.event(event) for event in each.events], 0)
+                )
             )
 
 
-def test_replay_prints_a_recording_and_says_if_it_is_torn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_prints_a_recording_and_says_if_it_is_torn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "stream"
     write_recording(file, batch(stored(1)), batch(AllBlocksCleared()), batch(stored(9)))
     os.truncate(file, file.stat().st_size - 1)
@@ -305,7 +322,9 @@ def test_a_published_recording_is_a_stream_like_any_other(tmp_path: Path) -> Non
     write_recording_more = [batch(stored(21, count=3))]
     write_recording(file, *write_recording_more)
     live, replay = (f"tcp://127.0.0.1:{port}" for port in ports)  # the first was connected to, not bound
-    with running("replay", str(file), "--endpoint", live, "--replay", replay, "--speed", "max", "--keep") as process:
+    with running(
+        "replay", str(file), "--endpoint", live, "--replay", replay, "--speed", "max", "--keep"
+    ) as process:
         assert process.stderr is not None
         next(line for line in process.stderr if "4 batches published" in line)
         done = subprocess.run(
@@ -326,7 +345,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-# -- check -----------------------------------------------------------------------------------------------------------------
+# -- check -----------------------------------------------------------------------------------------
 
 
 def test_check_finds_an_honest_publisher_exact(capsys: pytest.CaptureFixture[str]) -> None:
@@ -346,7 +365,9 @@ def test_check_needs_no_heartbeat(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 class HandMade:
-    """A publisher whose every batch is what the test says, repeated for whoever comes; it answers no replay."""
+    """A publisher whose every batch is what the test says, repeated for whoever comes; it
+    answers no replay.
+    """
 
     def __init__(self, payloads: list[bytes]) -> None:
         self._context = zmq.Context()
@@ -409,13 +430,20 @@ def test_check_of_nobody(capsys: pytest.CaptureFixture[str]) -> None:
     assert " in 0.2 s" in capsys.readouterr().out
 
 
-# -- keys ------------------------------------------------------------------------------------------------------------------
+# -- keys ------------------------------------------------------------------------------------------
 
 
-def test_keys_open_a_stream_and_without_them_it_stays_shut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_open_a_stream_and_without_them_it_stays_shut(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["events", "keygen", str(tmp_path), "--name", "publisher"]) == 0
     assert main(["events", "keygen", str(tmp_path / "clients"), "--name", "me"]) == 0
-    keys = ["--curve-key", str(tmp_path / "clients/me.key_secret"), "--curve-server", str(tmp_path / "publisher.key")]
+    keys = [
+        "--curve-key",
+        str(tmp_path / "clients/me.key_secret"),
+        "--curve-server",
+        str(tmp_path / "publisher.key"),
+    ]
     curve = CurveServer(str(tmp_path / "publisher.key_secret"), str(tmp_path / "clients"))
     with publisher(curve=curve) as one:
         one.publish(batch(stored(1)))
@@ -423,7 +451,19 @@ def test_keys_open_a_stream_and_without_them_it_stays_shut(tmp_path: Path, capsy
         assert main(["events", "check", *addresses(one), "--timeout", "0.5"]) == 1
         stranger = make_keys(tmp_path, "stranger")[1]
         assert (
-            main(["events", "check", *addresses(one), "--timeout", "0.5", "--curve-key", str(stranger), *keys[2:]]) == 1
+            main(
+                [
+                    "events",
+                    "check",
+                    *addresses(one),
+                    "--timeout",
+                    "0.5",
+                    "--curve-key",
+                    str(stranger),
+                    *keys[2:],
+                ]
+            )
+            == 1
         )
     assert "nothing received" in capsys.readouterr().out
 
@@ -433,7 +473,7 @@ def test_secret_keys_are_for_their_owner_only(tmp_path: Path) -> None:
     assert (tmp_path / "kvtier.key_secret").stat().st_mode & 0o777 == 0o600
 
 
-# -- bad input -------------------------------------------------------------------------------------------------------------
+# -- bad input -------------------------------------------------------------------------------------
 
 WRONG = {
     "tail localhost:5557": "ENDPOINT: expected an address such as tcp://127.0.0.1:5557",
@@ -477,7 +517,9 @@ def test_bad_input_is_one_line(
 
 def test_help_needs_no_sockets() -> None:
     code = "import sys; sys.modules['zmq'] = None; from kvtier.cli import main; sys.exit(main(['events', 'tail', '--help']))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert "--from-start" in done.stdout
 

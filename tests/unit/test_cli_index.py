@@ -74,7 +74,10 @@ def test_it_answers_who_holds_a_prompt_until_it_is_told_to_end(number: signal.Si
         assert process.stderr is not None
         url = process.stderr.readline().removeprefix("serving on ").strip()
         deadline = time.monotonic() + 20
-        while "worker-7" not in (answer := ask(f"{url}/query", {"model_name": "m", "token_ids": TOKENS}))["instances"]:
+        while (
+            "worker-7"
+            not in (answer := ask(f"{url}/query", {"model_name": "m", "token_ids": TOKENS}))["instances"]
+        ):
             assert time.monotonic() < deadline, answer
         assert answer["instances"]["worker-7"]["gpu"] == 8
         process.send_signal(number)
@@ -107,7 +110,9 @@ def test_bad_input_is_one_line(arguments: str, capsys: pytest.CaptureFixture[str
 
 
 def test_an_empty_host_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """It listened on every address of the machine, as a variable that is not set would have it: `--host "$HOST"`."""
+    """It listened on every address of the machine, as a variable that is not set would have it: `--host
+    "$HOST"`.
+    """
     assert main(["index", "serve", "--port", "0", "--host", ""]) == 2
     assert "host: expected an address such as 127.0.0.1" in capsys.readouterr().err
     with pytest.raises(InputError, match=r"or 0\.0\.0\.0 for all of the machine's, got ''"), IndexServer(""):

@@ -88,7 +88,23 @@ class TestSizes:
 
     @pytest.mark.parametrize(
         "bad",
-        ["", "GiB", "8Q", "8 GiB x", "-1GiB", "1,5GB", "1e400", "nan", "٣GiB", -1, True, None, [], math.nan, math.inf],
+        [
+            "",
+            "GiB",
+            "8Q",
+            "8 GiB x",
+            "-1GiB",
+            "1,5GB",
+            "1e400",
+            "nan",
+            "٣GiB",
+            -1,
+            True,
+            None,
+            [],
+            math.nan,
+            math.inf,
+        ],
     )
     def test_refuses(self, bad: object) -> None:
         with pytest.raises(ConfigError) as caught:
@@ -104,9 +120,13 @@ class TestSizes:
         expected = "expected a whole number of bytes, or a unit as in 8.5GiB"
         assert str(caught.value) == f"cpu.capacity: {expected}, got {half!r}"
 
-    @pytest.mark.parametrize("huge", [2**63, 10**400, 10**5000, 1e300, "9" * 30, "8EiB", "99999999PB"], ids=kind)
+    @pytest.mark.parametrize(
+        "huge", [2**63, 10**400, 10**5000, 1e300, "9" * 30, "8EiB", "99999999PB"], ids=kind
+    )
     def test_what_no_machine_has_is_refused(self, huge: object) -> None:
-        with pytest.raises(ConfigError, match=r"^cpu\.capacity: expected a size below 8\.0 EiB, got ") as caught:
+        with pytest.raises(
+            ConfigError, match=r"^cpu\.capacity: expected a size below 8\.0 EiB, got "
+        ) as caught:
             parse_size(huge, "cpu.capacity")
         assert len(str(caught.value)) < 200
 
@@ -118,7 +138,13 @@ class TestSizes:
 
     @pytest.mark.parametrize(
         ("size", "text"),
-        [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (4 * 1024**2, "4.0 MiB"), (GIB * 3 // 2, "1.5 GiB")],
+        [
+            (0, "0 B"),
+            (1023, "1023 B"),
+            (1024, "1.0 KiB"),
+            (4 * 1024**2, "4.0 MiB"),
+            (GIB * 3 // 2, "1.5 GiB"),
+        ],
     )
     def test_writes(self, size: int, text: str) -> None:
         assert format_size(size) == text
@@ -312,7 +338,10 @@ class TestFromDict:
             ([], "expected a table of settings, got []"),
             ({"cpu": 3}, "cpu: expected a table of settings, got 3"),
             ({"cpu": {}}, "cpu.capacity: expected a value, got none; this setting is required"),
-            ({"eviction_policy": "lru"}, "cpu.capacity: expected a value, got none; this setting is required"),
+            (
+                {"eviction_policy": "lru"},
+                "cpu.capacity: expected a value, got none; this setting is required",
+            ),
             ({"cpu": {"capacity": 1, "policy": 3}}, "cpu.policy: expected a name, got 3"),
             ({"cpu": {"capacity": 1}, "staging": "1MB"}, "staging: expected at least 1.0 MiB, got '1MB'"),
             ({"cpu": {"capacity": 1, "policy": ""}}, "cpu.policy: expected a name, got ''"),
@@ -323,7 +352,10 @@ class TestFromDict:
                 'capacity: no such setting; did you mean cpu.capacity? Write {"cpu": {"capacity": ...}}',
             ),
             ({"cpu_capacity": 1}, "cpu_capacity: no such setting; did you mean cpu.capacity?"),
-            ({"cpu.capacity": 1}, 'cpu.capacity: no such setting; did you mean cpu.capacity? Write {"cpu": '),
+            (
+                {"cpu.capacity": 1},
+                'cpu.capacity: no such setting; did you mean cpu.capacity? Write {"cpu": ',
+            ),
             ({"polcy": "arc"}, "polcy: no such setting; did you mean cpu.policy?"),
             (
                 {"cpu": {"capacity": 1, "load_deadline": 2}},
@@ -344,14 +376,20 @@ class TestFromDict:
                 {"blocks_per_chunk": 10**400},
                 "blocks_per_chunk: expected a whole number of at most 2147483647, got 1000",
             ),
-            ({"store_threshold": -(10**5000)}, "store_threshold: expected a whole number of at least 0, got a value"),
+            (
+                {"store_threshold": -(10**5000)},
+                "store_threshold: expected a whole number of at least 0, got a value",
+            ),
             ({"store_deadline": 10**400}, "store_deadline: expected a year (8760h) at most, got 1000"),
             (
                 {"prompt_only": NESTED},
                 "prompt_only: expected true or false, got a value of type list that cannot be printed",
             ),
             ({"blocks_per_chunk": 0}, "blocks_per_chunk: expected a whole number of at least 1, got 0"),
-            ({"blocks_per_chunk": True}, "blocks_per_chunk: expected a whole number of at least 1, got True"),
+            (
+                {"blocks_per_chunk": True},
+                "blocks_per_chunk: expected a whole number of at least 1, got True",
+            ),
             ({"blocks_per_chunk": "2"}, "blocks_per_chunk: expected a whole number of at least 1, got '2'"),
             ({"blocks_per_chunk": 2.0}, "blocks_per_chunk: expected a whole number of at least 1, got 2.0"),
             ({"block_size": -16}, "chunk_tokens: expected a whole number of at least 1, got -16"),
@@ -363,7 +401,10 @@ class TestFromDict:
             ({"tiers": {}}, "tiers: expected a list of tiers, "),
             ({"tiers": [{"type": "disk"}]}, "tiers[0].type: no such tier; there is disk"),
             ({"tiers": [{"dsik": {}}]}, "tiers[0].dsik: no such tier; did you mean disk?"),
-            ({"tiers": [{"valkey": {}}]}, "tiers[0].valkey.url: expected a value, got none; this setting is required"),
+            (
+                {"tiers": [{"valkey": {}}]},
+                "tiers[0].valkey.url: expected a value, got none; this setting is required",
+            ),
             (
                 {"tiers": [{"valkey": {"url": "http://host"}}]},
                 "tiers[0].valkey.url: expected an address that begins with valkey:// or redis://",
@@ -377,8 +418,14 @@ class TestFromDict:
             ({"tiers": [{"valky": {}}]}, "tiers[0].valky: no such tier; did you mean valkey?"),
             ({"tiers": ["disk"]}, "tiers[0]: expected the kind of one tier and its settings"),
             ({"tiers": [{}]}, "tiers[0]: expected the kind of one tier and its settings"),
-            ({"tiers": [{"disk": {}}]}, "tiers[0].disk.path: expected a value, got none; this setting is required"),
-            ({"tiers": [{"disk": {"path": "/x", "capacity": "much"}}]}, "tiers[0].disk.capacity: expected a size"),
+            (
+                {"tiers": [{"disk": {}}]},
+                "tiers[0].disk.path: expected a value, got none; this setting is required",
+            ),
+            (
+                {"tiers": [{"disk": {"path": "/x", "capacity": "much"}}]},
+                "tiers[0].disk.capacity: expected a size",
+            ),
             ({"tiers": [{"disk": {"path": "", "capacity": 1}}]}, "tiers[0].disk.path: expected a folder"),
             (
                 {"tiers": [{"disk": {"path": "/x", "capacity": 1, "write_limits": 2}}]},
@@ -389,13 +436,26 @@ class TestFromDict:
                 "tiers[0].disk.write: expected 'through' or 'evict', got 'thru'; did you mean 'through'?",
             ),
             ({"tiers": [DISK, DISK]}, "tiers[1]: expected one tier of each kind, got a second disk"),
-            ({"cpu_bytes_to_use": 1}, "cpu_bytes_to_use: clashes with cpu.capacity, which means the same; keep one"),
-            ({"prompt_only": True, "offload_prompt_only": True}, "offload_prompt_only: clashes with prompt_only"),
-            ({"block_size": 64, "blocks_per_chunk": 4}, "chunk_tokens: expected this or blocks_per_chunk, got both"),
+            (
+                {"cpu_bytes_to_use": 1},
+                "cpu_bytes_to_use: clashes with cpu.capacity, which means the same; keep one",
+            ),
+            (
+                {"prompt_only": True, "offload_prompt_only": True},
+                "offload_prompt_only: clashes with prompt_only",
+            ),
+            (
+                {"block_size": 64, "blocks_per_chunk": 4},
+                "chunk_tokens: expected this or blocks_per_chunk, got both",
+            ),
         ],
     )
     def test_refuses(self, bad: Any, message: str) -> None:
-        complete = bad if not bad or "cpu" in bad or "eviction_policy" in bad else {"cpu": {"capacity": "1GiB"}} | bad
+        complete = (
+            bad
+            if not bad or "cpu" in bad or "eviction_policy" in bad
+            else {"cpu": {"capacity": "1GiB"}} | bad
+        )
         with pytest.raises(ConfigError) as caught:
             KVTierConfig.from_dict(complete)
         assert str(caught.value).startswith(message)
@@ -414,30 +474,48 @@ class TestFromFile:
     def test_json_and_toml_say_the_same(self, tmp_path: Path) -> None:
         (tmp_path / "c.json").write_text('{"cpu": {"capacity": "8GiB"}, "load_deadline": "1s"}')
         (tmp_path / "c.toml").write_text('load_deadline = "1s"\n[cpu]\ncapacity = "8GiB"\n')
-        assert KVTierConfig.from_file(tmp_path / "c.json") == KVTierConfig.from_file(str(tmp_path / "c.toml"))
+        assert KVTierConfig.from_file(tmp_path / "c.json") == KVTierConfig.from_file(
+            str(tmp_path / "c.toml")
+        )
 
     @pytest.mark.parametrize(
         ("name", "text", "problem"),
         [
             ("c.json", '{"cpu": {"capacity": "8"GiB}}', "expected JSON: Expecting ',' delimiter"),
             ("c.toml", "cpu = ", "expected TOML: Invalid value"),
-            ("c.toml", "[cpu]\ncapacity = 1\npolice = 'lru'", "cpu.police: no such setting; did you mean cpu.policy?"),
+            (
+                "c.toml",
+                "[cpu]\ncapacity = 1\npolice = 'lru'",
+                "cpu.police: no such setting; did you mean cpu.policy?",
+            ),
             ("c.json", "[]", "expected a table of settings, got []"),
             ("c.json", "cpu:\n  capacity: 8GiB", "expected JSON: Expecting value"),
             ("c.json", '{"cpu": {"capacity": NaN}}', "expected JSON: NaN is no number"),
             ("c.json", '{"cpu": {"capacity": -Infinity}}', "expected JSON: -Infinity is no number"),
             ("c.json", '{"cpu": {"capacity": 1e400}}', "cpu.capacity: expected a size such as 8GiB"),
-            ("c.json", '{"cpu": {"capacity": 1, "capacity": 2}}', "expected JSON: 'capacity' is given 2 times"),
+            (
+                "c.json",
+                '{"cpu": {"capacity": 1, "capacity": 2}}',
+                "expected JSON: 'capacity' is given 2 times",
+            ),
             ("c.json", '{"cpu": {"capacity": %s}}' % ("9" * 5000), "expected JSON: Exceeds the limit"),
             ("c.json", '{"cpu": %s}' % ("[" * 200_000), "expected JSON: "),
-            ("c.json", '{"cpu": {"capacity": 1, "policy": "\\ud800"}}', "cpu.policy: expected a name, got '\\ud800'"),
+            (
+                "c.json",
+                '{"cpu": {"capacity": 1, "policy": "\\ud800"}}',
+                "cpu.policy: expected a name, got '\\ud800'",
+            ),
             ("c.toml", "cpu = %s" % ("[" * 200_000), "expected TOML: "),
             ("c.toml", "[cpu]\ncapacity = 1\ncapacity = 2", "expected TOML: Cannot overwrite a value"),
             ("c.toml", "[cpu]\ncapacity = %s" % ("9" * 5000), "expected TOML: Exceeds the limit"),
             ("c.toml", "[cpu]\ncapacity = inf", "cpu.capacity: expected a size such as 8GiB"),
             ("c.TOML", "[cpu]\ncapacity = 2020-01-01", "cpu.capacity: expected a size such as 8GiB"),
             ("c.json", " " * (1 << 20) + "{}", "expected a file of settings, got more than 1.0 MiB"),
-            ("c.json", '{"kv_connector": "X", "kv_connector_extra_config": {}}', "kv_connector: expected 'KVTierConn"),
+            (
+                "c.json",
+                '{"kv_connector": "X", "kv_connector_extra_config": {}}',
+                "kv_connector: expected 'KVTierConn",
+            ),
             ("c.json", WRAPPED % "null", "expected a table of settings, got None"),
             ("c.json", WRAPPED % '{"capacity": 1}', "capacity: no such setting; did you mean cpu.capacity?"),
         ],
@@ -504,7 +582,9 @@ class TestGeometry:
         assert config.num_slots == 4
 
     @given(st.integers(1, 10**7), st.integers(1, 8), st.integers(1, 9))
-    def test_a_row_holds_every_rank_and_wastes_less_than_a_page(self, size: int, ranks: int, factor: int) -> None:
+    def test_a_row_holds_every_rank_and_wastes_less_than_a_page(
+        self, size: int, ranks: int, factor: int
+    ) -> None:
         config = offloading(
             settings=settings(blocks_per_chunk=factor, cpu={"capacity": "1TiB"}),
             groups=(group(bytes_per_block=size),),
@@ -534,7 +614,10 @@ class TestGeometry:
             ({"rank": -1}, "rank: expected a whole number of at least 0, got -1"),
             ({"engine_id": ""}, "engine_id: expected a name, got ''"),
             ({"engine_id": "\ud800"}, "engine_id: expected a name, got '\\ud800'"),
-            ({"world_size": 2**31}, "world_size: expected a whole number of at most 2147483647, got 2147483648"),
+            (
+                {"world_size": 2**31},
+                "world_size: expected a whole number of at most 2147483647, got 2147483648",
+            ),
             ({"namespace": None}, "namespace: expected a string or a Namespace, got None"),
             ({"settings": {}}, "settings: expected a KVTierConfig, got {}"),
             (
@@ -564,9 +647,15 @@ class TestGeometry:
         ("changes", "message"),
         [
             ({"block_size": 0}, "group.block_size: expected a whole number of at least 1, got 0"),
-            ({"bytes_per_block": None}, "group.bytes_per_block: expected a whole number of at least 1, got None"),
+            (
+                {"bytes_per_block": None},
+                "group.bytes_per_block: expected a whole number of at least 1, got None",
+            ),
             ({"layer_names": ()}, "group.layer_names: expected the names of one layer or more, got ()"),
-            ({"layer_names": "attn"}, "group.layer_names: expected the names of one layer or more, got 'attn'"),
+            (
+                {"layer_names": "attn"},
+                "group.layer_names: expected the names of one layer or more, got 'attn'",
+            ),
             ({"layer_names": ("a", 3)}, "group.layer_names[1]: expected a name, got 3"),
             ({"sliding_window": 0}, "group.sliding_window: expected a whole number of at least 1, got 0"),
         ],
@@ -584,7 +673,9 @@ class TestGeometry:
         assert offloading(settings=settings(cpu={"capacity": 4096})).num_slots == 1
 
 
-@pytest.mark.parametrize("url", ["valkey://user:geheim@host:1/0", "redis://:geheim@host", "valkeys://u:geheim@[::1"])
+@pytest.mark.parametrize(
+    "url", ["valkey://user:geheim@host:1/0", "redis://:geheim@host", "valkeys://u:geheim@[::1"]
+)
 def test_a_password_in_an_address_is_refused_and_not_repeated(url: str) -> None:
     with pytest.raises(ConfigError, match=r"tiers\[0\]\.valkey\.url: expected") as caught:
         KVTierConfig.from_dict({"cpu": {"capacity": 1}, "tiers": [{"valkey": {"url": url}}]})

@@ -157,7 +157,9 @@ def test_bytes_that_would_come_count_too() -> None:
 
 
 def test_a_price_that_has_gone_is_found_out() -> None:
-    """After answers that did not come nobody asks, but for one in a few; when that is answered, others ask."""
+    """After answers that did not come nobody asks, but for one in a few; when that is answered,
+    others ask.
+    """
     host = asking_host()
     host.learn(seconds_per_token=0.001, seconds_per_byte=1e-12)
     host.scheduler.cost.inquiry_price_of("disk").note_lost(1, 2.0)

@@ -1,4 +1,6 @@
-"""Reports that do not come: nobody waits for ever, no slot is used again too early, and loads that were slow are learnt from."""
+"""Reports that do not come: nobody waits for ever, no slot is used again too early, and loads that were slow
+are learnt from.
+"""
 
 from __future__ import annotations
 

@@ -42,7 +42,9 @@ class TieredHost:
     def __post_init__(self) -> None:
         self.tiered = Tiered(self.num_slots, clock=self.clock)
         more = {"load_deadline": 2.0} | self.settings
-        self.host: Host = make_host(windows=self.windows, clock=self.clock, manager=self.tiered.manager, **more)
+        self.host: Host = make_host(
+            windows=self.windows, clock=self.clock, manager=self.tiered.manager, **more
+        )
         self.scheduler = self.host.scheduler
 
     @property
@@ -301,12 +303,18 @@ def test_rows_that_a_restart_brought_are_announced_in_full() -> None:
     second.tier._events.append(TierChange(tuple(keys), "STORAGE", False, descriptions))
     full, *placeholders = second.scheduler.take_events()
     assert isinstance(full, BlockStored)
-    assert (full.medium, full.token_ids, full.block_hashes) == ("STORAGE", PROMPT[:16], hash_blocks(PROMPT, BLOCK)[:4])
+    assert (full.medium, full.token_ids, full.block_hashes) == (
+        "STORAGE",
+        PROMPT[:16],
+        hash_blocks(PROMPT, BLOCK)[:4],
+    )
     assert [event.block_size for event in placeholders if isinstance(event, BlockStored)] == [0, 0]
     second.promote(Request("b", PROMPT))
     (stored, *_) = second.scheduler.take_events()
     assert isinstance(stored, BlockStored)
-    assert (stored.medium, stored.token_ids) == ("CPU", PROMPT[:16]), "what the disk has told describes the pool's row"
+    assert (stored.medium, stored.token_ids) == ("CPU", PROMPT[:16]), (
+        "what the disk has told describes the pool's row"
+    )
 
 
 def test_a_row_is_told_to_be_below_before_it_leaves_the_pool() -> None:

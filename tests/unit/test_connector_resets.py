@@ -1,4 +1,7 @@
-"""What was computed or stored before a reset never comes back: weights may have been swapped at it. Ids that come again."""
+"""What was computed or stored before a reset never comes back: weights may have been swapped at it.
+
+Ids that come again.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,9 @@ def test_a_store_under_way_at_a_reset_does_not_make_a_newer_one_ready() -> None:
     host.scheduler.reset_cache()
     new = host.run_new(asked(host, "new"), host.blocks(7)).store_jobs["new"]
     host.report(old)
-    assert host.scheduler.get_num_new_matched_tokens(Request("b", PROMPT), 0) == (None, False), "still being written"
+    assert host.scheduler.get_num_new_matched_tokens(Request("b", PROMPT), 0) == (None, False), (
+        "still being written"
+    )
     host.report(new)
     assert host.scheduler.get_num_new_matched_tokens(Request("c", PROMPT), 0) == (24, True)
     events = list(host.scheduler.take_events())

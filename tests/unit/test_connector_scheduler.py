@@ -55,7 +55,9 @@ def test_load_spec_names_slots_and_blocks_in_order() -> None:
     host = make_host(blocks_per_chunk=2)
     host.cache(Request("a", PROMPT))
     request = Request("b", PROMPT)
-    tokens, _ = host.scheduler.get_num_new_matched_tokens(request, BLOCK)  # unaligned: half of the first chunk is here
+    tokens, _ = host.scheduler.get_num_new_matched_tokens(
+        request, BLOCK
+    )  # unaligned: half of the first chunk is here
     assert tokens == 20
     host.scheduler.update_state_after_alloc(request, ([7, 8, 9, 10, 11, 12],), tokens)
     source, destination = host.idle().reqs_to_load["b"]
@@ -164,8 +166,12 @@ def test_of_a_chunk_that_came_short_only_the_missing_blocks_count_as_computed() 
     assert explanation.first_missing_token == 12
 
 
-@pytest.mark.parametrize(("recompute", "loaded"), [(Recompute.MISSING, 20), (Recompute.REST, 8), (Recompute.ALL, 0)])
-def test_behind_a_gap_tokens_count_as_loaded_only_if_the_engine_keeps_them(recompute: Recompute, loaded: int) -> None:
+@pytest.mark.parametrize(
+    ("recompute", "loaded"), [(Recompute.MISSING, 20), (Recompute.REST, 8), (Recompute.ALL, 0)]
+)
+def test_behind_a_gap_tokens_count_as_loaded_only_if_the_engine_keeps_them(
+    recompute: Recompute, loaded: int
+) -> None:
     host = make_host(recompute=recompute)
     host.cache(Request("a", PROMPT))
     job, _ = load(host, Request("b", PROMPT))
@@ -199,7 +205,9 @@ def test_nothing_is_kept_of_an_aborted_request_whose_load_failed() -> None:
     job, _ = load(host, request)
     host.scheduler.request_finished(request)
     host.refuse(job)
-    kept = {name: value for name, value in vars(host.scheduler._explainer).items() if isinstance(value, dict)}
+    kept = {
+        name: value for name, value in vars(host.scheduler._explainer).items() if isinstance(value, dict)
+    }
     assert kept.pop("_explained") is not None
     assert not any(kept.values())
     assert host.scheduler._requests == {}
@@ -222,7 +230,9 @@ def test_a_job_is_done_when_every_rank_has_reported() -> None:
     host.scheduler.get_num_new_matched_tokens(request, 0)
     job = host.run_new(request, host.blocks(7)).store_jobs["a"]
     host.report(job, rank=1)
-    assert host.scheduler.get_num_new_matched_tokens(Request("b", PROMPT), 0) == (None, False), "still being written"
+    assert host.scheduler.get_num_new_matched_tokens(Request("b", PROMPT), 0) == (None, False), (
+        "still being written"
+    )
     host.report(job, rank=0, success=False, failed_blocks=(5,))
     assert host.scheduler.get_num_new_matched_tokens(Request("b", PROMPT), 0) == (20, True)
     host.report(job, rank=0)  # a late report of a job that is over changes nothing
@@ -247,7 +257,9 @@ def test_blocks_given_to_a_request_that_was_never_asked_about_are_fenced_too() -
     host.scheduler.get_num_new_matched_tokens(request, 0)
     (ids,) = host.blocks(7)
     job = host.run_new(request, (ids,)).store_jobs["a"]
-    assert host.run_new(Request("unknown", [1, 2]), ([ids[0]],), preempted_req_ids={"a"}).jobs_to_flush == {job}
+    assert host.run_new(Request("unknown", [1, 2]), ([ids[0]],), preempted_req_ids={"a"}).jobs_to_flush == {
+        job
+    }
 
 
 def test_blocks_that_a_finished_request_did_not_keep_are_fenced() -> None:
@@ -375,7 +387,9 @@ def test_a_load_slower_than_computing_is_not_done_unless_told_so() -> None:
 
 
 def test_a_step_scheduled_while_another_runs_is_charged_for_its_own_time_only() -> None:
-    """As under asynchronous scheduling: a prefill of 10 s runs while a decode step of 1 s is scheduled behind it."""
+    """As under asynchronous scheduling: a prefill of 10 s runs while a decode step of 1 s is scheduled
+    behind it.
+    """
     clock = Clock()
     host = make_host(clock=clock)
     schedule, ended = host.scheduler.build_connector_meta, KVConnectorOutput()
@@ -409,7 +423,11 @@ def test_reset_while_jobs_run_frees_everything_in_the_end() -> None:
     held: set[object] = set()
     for event in host.scheduler.take_events():
         assert isinstance(event, BlockStored | BlockRemoved)
-        held = held - set(event.block_hashes) if isinstance(event, BlockRemoved) else held | set(event.block_hashes)
+        held = (
+            held - set(event.block_hashes)
+            if isinstance(event, BlockRemoved)
+            else held | set(event.block_hashes)
+        )
     assert not held, "the stream says that nothing is left"
     host.report(job)
     host.report(store)
@@ -453,10 +471,14 @@ def test_windowed_groups_need_only_the_window() -> None:
 
 
 def test_blocks_that_a_window_will_never_need_are_not_stored() -> None:
-    """A load ends where the large blocks do: of the small ones only those in sight of such an end are of use."""
+    """A load ends where the large blocks do: of the small ones only those in sight of such an end are of
+    use.
+    """
     groups = (
         GroupConfig(block_size=4 * BLOCK, bytes_per_block=64, layer_names=("full",)),
-        GroupConfig(block_size=BLOCK, bytes_per_block=64, layer_names=("windowed",), sliding_window=BLOCK + 1),
+        GroupConfig(
+            block_size=BLOCK, bytes_per_block=64, layer_names=("windowed",), sliding_window=BLOCK + 1
+        ),
     )
     spec = ManagerOnlySpec(replace(make_config(), groups=groups), CPUOffloadingManager(64))
     host = Host(OffloadingConnectorScheduler(spec, Clock(), Request.describe))
@@ -548,13 +570,17 @@ def test_a_load_that_should_be_in_does_not_hold_up_the_next() -> None:
     host.scheduler.cost.note_step(100, 4.0)  # a prompt takes a second to compute, and 0.6 to load
     host.scheduler.cost.note_load(_load_bytes(host, 24), 0.6)
     load(host, Request("b", first))
-    assert host.scheduler.get_num_new_matched_tokens(Request("c", second), 0) == (0, False), "1.2 s with the wait"
+    assert host.scheduler.get_num_new_matched_tokens(Request("c", second), 0) == (0, False), (
+        "1.2 s with the wait"
+    )
     clock.now += 0.6
     assert host.scheduler.get_num_new_matched_tokens(Request("d", second), 0) == (24, True)
 
 
 def test_prompts_that_wait_to_be_computed_speak_for_a_load() -> None:
-    """Of many at once, those that the bus has no time for are computed one after the other, not all at the same time."""
+    """Of many at once, those that the bus has no time for are computed one after the other, not all at the
+    same time.
+    """
     host = make_host(clock=Clock())
     prompts = [list(range(100 * index, 100 * index + 25)) for index in range(8)]
     for index, prompt in enumerate(prompts):
@@ -573,7 +599,10 @@ def test_prompts_that_wait_to_be_computed_speak_for_a_load() -> None:
 
 
 def test_long_steps_do_not_make_a_load_look_slow() -> None:
-    """A load begins when the step before it is over, and is seen at the end of the next. It was given up instead."""
+    """A load begins when the step before it is over, and is seen at the end of the next.
+
+    It was given up instead.
+    """
     clock = Clock()
     host = make_host(clock=clock)
     host.cache(Request("a", PROMPT))

@@ -24,7 +24,13 @@ from kvtier.connector import (
     StepView,
 )
 from kvtier.errors import InputError
-from kvtier.offload import CPULoadStoreSpec, GPULoadStoreSpec, OffloadingHandler, TransferResult, TransferSpec
+from kvtier.offload import (
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
+    OffloadingHandler,
+    TransferResult,
+    TransferSpec,
+)
 
 NUM_BLOCKS = 32
 PROMPT = list(range(26))
@@ -59,7 +65,9 @@ def ranks(request: pytest.FixtureRequest, config: OffloadingConfig) -> Iterator[
     assert process.exitcode == 0
 
 
-def step_all(ranks: Ranks, aggregator: OutputAggregator, metadata: OffloadingConnectorMetadata) -> KVConnectorOutput:
+def step_all(
+    ranks: Ranks, aggregator: OutputAggregator, metadata: OffloadingConnectorMetadata
+) -> KVConnectorOutput:
     return aggregator.aggregate([rank.step(metadata) for rank in ranks])
 
 
@@ -71,7 +79,9 @@ def test_two_ranks_store_and_load_the_bytes_of_their_own(config: OffloadingConfi
     first = Request("a", PROMPT)
     assert scheduler.get_num_new_matched_tokens(first, 0) == (0, False)
     blocks = [3, 9, 4, 8, 5, 7, 6]
-    meta = scheduler.build_connector_meta(StepView(new=[NewRequest("a", (blocks,), 0)], num_scheduled_tokens={"a": 26}))
+    meta = scheduler.build_connector_meta(
+        StepView(new=[NewRequest("a", (blocks,), 0)], num_scheduled_tokens={"a": 26})
+    )
     kept = [owner.blocks(blocks[:6]) for owner in ranks]
     scheduler.update_connector_output(step_all(ranks, aggregator, meta))
     assert scheduler.request_finished(first) == (False, None)
@@ -163,7 +173,9 @@ def test_outputs_are_merged_when_every_rank_has_spoken() -> None:
 
 
 def test_blocks_that_did_not_arrive_are_told_with_their_request_and_not_before() -> None:
-    """An engine takes the blocks of a request as good when it is named, and forgets what it was told of others."""
+    """An engine takes the blocks of a request as good when it is named, and forgets what it was told of
+    others.
+    """
     aggregator = OutputAggregator(2)
     one = aggregator.aggregate([KVConnectorOutput(set(), {"b"}, {3}), KVConnectorOutput()])
     assert (one.finished_recving, one.invalid_block_ids) == (set(), set())
@@ -208,7 +220,9 @@ class Unruly(OffloadingHandler):
 
 
 @pytest.mark.parametrize("direction", ["load", "store"])
-def test_a_handler_that_raises_costs_its_job_and_not_the_step(config: OffloadingConfig, direction: str) -> None:
+def test_a_handler_that_raises_costs_its_job_and_not_the_step(
+    config: OffloadingConfig, direction: str
+) -> None:
     rank = Rank(replace(config, world_size=1), NUM_BLOCKS)
     assert rank.worker.connector_worker is not None
     handlers = rank.worker.connector_worker._handlers
@@ -235,7 +249,9 @@ def test_jobs_of_a_step_that_was_cut_off_are_reported_with_the_next(config: Offl
     )  # fmt: skip
     rank.worker.bind_connector_metadata(cut)
     rank.worker.start_load_kv()
-    outputs = [rank.step(OffloadingConnectorMetadata()) for _ in range(3)]  # the first does not wait for the load
+    outputs = [
+        rank.step(OffloadingConnectorMetadata()) for _ in range(3)
+    ]  # the first does not wait for the load
     reports = [report.result for output in outputs for report in output.reports]
     assert {(result.job_id, result.success) for result in reports} == {(1, True), (2, False)}
     merged = OutputAggregator(1).aggregate(outputs)
@@ -245,7 +261,10 @@ def test_jobs_of_a_step_that_was_cut_off_are_reported_with_the_next(config: Offl
 
 
 def test_what_a_worker_does_not_know_it_reports_as_failed_when_asked(config: OffloadingConfig) -> None:
-    """It never came here. Its request is named once, however often the order stands: some engines count that."""
+    """It never came here.
+
+    Its request is named once, however often the order stands: some engines count that.
+    """
     rank = Rank(replace(config, world_size=1), NUM_BLOCKS)
     orders = {
         7: EndOrder("a", frozenset({0}), (5, 6), void=True),
@@ -253,7 +272,10 @@ def test_what_a_worker_does_not_know_it_reports_as_failed_when_asked(config: Off
         9: EndOrder("c", frozenset({1}), (7,), void=True),
     }
     first = rank.step(OffloadingConnectorMetadata(jobs_to_end=orders))
-    assert [(report.result.job_id, report.result.success) for report in first.reports] == [(7, False), (8, False)]
+    assert [(report.result.job_id, report.result.success) for report in first.reports] == [
+        (7, False),
+        (8, False),
+    ]
     assert (first.finished_recving, first.invalid_block_ids) == ({"a"}, {5, 6})
     again = rank.step(OffloadingConnectorMetadata(jobs_to_end=orders))
     assert (len(again.reports), again.finished_recving, again.invalid_block_ids) == (2, set(), set())
@@ -283,7 +305,9 @@ def test_a_void_load_has_failed_whatever_has_arrived(config: OffloadingConfig) -
     output = rank.step(together)
     assert (output.finished_recving, output.invalid_block_ids) == ({"a"}, {5, 6})
     assert torch.equal(rank.blocks([5, 6]), before), "it was never started"
-    rank.worker.bind_connector_metadata(OffloadingConnectorMetadata(reqs_to_load={"a": spec}, load_jobs={"a": 2}))
+    rank.worker.bind_connector_metadata(
+        OffloadingConnectorMetadata(reqs_to_load={"a": spec}, load_jobs={"a": 2})
+    )
     rank.worker.start_load_kv()
     rank.worker.wait_for_transfers(10.0)
     rank.worker.clear_connector_metadata()
@@ -295,7 +319,9 @@ def test_a_void_load_has_failed_whatever_has_arrived(config: OffloadingConfig) -
 
 @pytest.mark.parametrize("direction", ["load", "store"])
 def test_a_step_that_is_run_again_starts_no_job_twice(config: OffloadingConfig, direction: str) -> None:
-    """A job under way was refused, and so reported as failed while it still copied: its blocks went to somebody else."""
+    """A job under way was refused, and so reported as failed while it still copied: its blocks went to
+    somebody else.
+    """
     rank = Rank(replace(config, world_size=1), NUM_BLOCKS)
     gpu, cpu, released = GPULoadStoreSpec([5]), CPULoadStoreSpec([0]), threading.Event()
     assert rank.worker.connector_worker is not None
@@ -356,6 +382,8 @@ def test_failed_loads_that_nobody_takes_do_not_pile_up(config: OffloadingConfig)
     rank = Rank(replace(config, world_size=1), NUM_BLOCKS)
     for job_id in range(1, 9):
         spec = (CPULoadStoreSpec([10**6]), GPULoadStoreSpec([5]))
-        rank.step(OffloadingConnectorMetadata(reqs_to_load={f"r{job_id}": spec}, load_jobs={f"r{job_id}": job_id}))
+        rank.step(
+            OffloadingConnectorMetadata(reqs_to_load={f"r{job_id}": spec}, load_jobs={f"r{job_id}": job_id})
+        )
     assert rank.worker.take_failed_loads() == {"r8"}
     rank.close()

@@ -63,7 +63,9 @@ def test_a_load_that_was_given_up_is_a_lower_bound_until_one_arrives() -> None:
     cost.note_lost_load(1000, 0.5)
     assert cost.load_seconds(1000) == 2.0, "it says less than what is known"
     cost.note_load(1000, 0.001)
-    assert cost.load_seconds(1000) == 0.001, "the bus moves again, and one pause is not held against it for long"
+    assert cost.load_seconds(1000) == 0.001, (
+        "the bus moves again, and one pause is not held against it for long"
+    )
 
 
 def test_a_bus_that_stood_still_is_tried_again_ever_more_rarely() -> None:

@@ -1,4 +1,6 @@
-"""Compiled commands tell the driver what those in Python tell it, call by call; the driver only writes it down."""
+"""Compiled commands tell the driver what those in Python tell it, call by call; the driver only writes it
+down.
+"""
 
 from __future__ import annotations
 
@@ -90,14 +92,18 @@ def test_ranges_are_copied_alike(
     to_pool: bool,
     has_batches: bool,
 ) -> None:
-    """Blocks and places are drawn from few, so that many are neighbours, at one end or at both, and some across a seam."""
+    """Blocks and places are drawn from few, so that many are neighbours, at one end or at both, and some
+    across a seam.
+    """
     page = data.draw(st.sampled_from([512, 1 << 20]))
     few = st.lists(st.integers(0, 20), min_size=size, max_size=size)
     runs = st.sampled_from([np.arange(size), np.array(data.draw(few))])
     blocks, rows = data.draw(runs), Rows(data.draw(runs), POOL, num_pages * page)
     order = np.arange(num_pages)
     apart = data.draw(st.sampled_from([page, 1 << 30]))
-    pages = Pages(apart * order, np.full(num_pages, num_pages * page), np.full(num_pages, page), page * order)
+    pages = Pages(
+        apart * order, np.full(num_pages, num_pages * page), np.full(num_pages, page), page * order
+    )
     first = data.draw(st.integers(0, size - 1))
     last = data.draw(st.integers(first + 1, size))
     side_done, *events = data.draw(st.lists(maybe, min_size=5, max_size=5))
@@ -132,7 +138,12 @@ def test_a_plain_job_has_all_blocks_and_slots_and_an_engine_that_is_idle(
     fake: FakeDriver, blocks: list[int], slots: list[int], busy: bool
 ) -> None:
     plain, ids = Plain(POOL, 512, num_blocks=12, num_slots=10), (np.array(blocks, int), np.array(slots, int))
-    is_plain = len(blocks) == len(slots) > 0 and not busy and {*blocks} <= {*range(1, 12)} and {*slots} <= {*range(10)}
+    is_plain = (
+        len(blocks) == len(slots) > 0
+        and not busy
+        and {*blocks} <= {*range(1, 12)}
+        and {*slots} <= {*range(10)}
+    )
     fake.failing = {"cuStreamQuery": 600} if busy else {}
     compiled, python = forms()
     assert compiled.is_plain(plain, *ids, 7) == is_plain

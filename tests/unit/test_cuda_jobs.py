@@ -1,4 +1,6 @@
-"""The CUDA handlers' own work (jobs, pieces, deadlines, the thread) over a lane that copies on the host, so without a device."""
+"""The CUDA handlers' own work (jobs, pieces, deadlines, the thread) over a lane that copies on the host, so
+without a device.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ from kvtier.transfer.layout import canonicalize
 
 
 class HostLane:
-    """Does what a lane does: pieces arrive in order, some time after they were enqueued, here when somebody looks."""
+    """Does what a lane does: pieces arrive in order, some time after they were enqueued, here when somebody
+    looks.
+    """
 
     def __init__(self, memory: CudaMemory, *, to_pool: bool) -> None:
         self._memory, self._to_pool = memory, to_pool
@@ -65,7 +69,9 @@ class HostLane:
 
     has_plain_jobs = False
 
-    def enqueue(self, piece: Piece, blocks: Ints, rows: Rows, timer: None, oldest: int | None, *, is_last: bool) -> int:
+    def enqueue(
+        self, piece: Piece, blocks: Ints, rows: Rows, timer: None, oldest: int | None, *, is_last: bool
+    ) -> int:
         if self.broken is not None:
             raise self.broken
         part, first, last, _ = piece
@@ -124,7 +130,12 @@ class TestJobs(HandlerSuite):
     ) -> Handlers:
         pool = Pool.open(config.engine_id, config.num_slots, config.row_bytes)
         memory = CudaMemory(
-            kv_caches, pool, config, staging_bytes=self.staging_bytes, stage_bytes=1, pinning=self.pinning(pool)
+            kv_caches,
+            pool,
+            config,
+            staging_bytes=self.staging_bytes,
+            stage_bytes=1,
+            pinning=self.pinning(pool),
         )
         store = HostStore(memory, config.settings.store_deadline, clock=clock)
         load = HostLoad(memory, config.settings.load_deadline, clock=clock)
@@ -228,7 +239,9 @@ def test_a_job_that_waits_for_the_engine_can_be_ended(rig: Rig) -> None:
     assert rig.run_store(1, GPULoadStoreSpec([1]), CPULoadStoreSpec([4])).success
 
 
-def test_a_piece_that_cannot_be_enqueued_fails_its_job_alone(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_piece_that_cannot_be_enqueued_fails_its_job_alone(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
     lane = lane_of(rig.load)
     lane.broken = TransferError("out of order")
     assert rig.load.transfer_async(0, (CPULoadStoreSpec([0]), GPULoadStoreSpec([1])))
@@ -262,7 +275,9 @@ def test_caches_that_do_not_fit_the_config_are_refused() -> None:
 def test_the_first_layer_of_a_load_can_be_had_before_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(TestJobsByLayer(), "kv_first", page=4096)
     lane = lane_of(rig.load)
-    monkeypatch.setattr(lane, "is_done", lambda number: lane._arrived > number)  # only who waits makes pieces arrive
+    monkeypatch.setattr(
+        lane, "is_done", lambda number: lane._arrived > number
+    )  # only who waits makes pieces arrive
     gpu, cpu = GPULoadStoreSpec(range(1, 9)), CPULoadStoreSpec(range(8))
     assert rig.run_store(0, gpu, cpu).success
     arrived = []
@@ -290,7 +305,9 @@ def test_buffers_take_what_the_settings_say(staging: str) -> None:
     config = make_config(caches)
     config = replace(config, settings=replace(config.settings, staging=staging))
     pool = Pool.open("test", config.num_slots, config.row_bytes)
-    memory = CudaMemory(canonicalize(caches.layers, caches.groups), pool, config, pinning=pretend_to_pin(pool))
+    memory = CudaMemory(
+        canonicalize(caches.layers, caches.groups), pool, config, pinning=pretend_to_pin(pool)
+    )
     assert memory.staging_bytes == 2 * BUFFERS * memory.piece_bytes == parse_size(staging)
     pool.close()
 
@@ -299,6 +316,8 @@ def test_small_blocks_do_not_come_layer_by_layer() -> None:
     caches = make_caches("kv_first", page=4096)
     config = make_config(caches)
     pool = Pool.open("test", config.num_slots, config.row_bytes)
-    memory = CudaMemory(canonicalize(caches.layers, caches.groups), pool, config, pinning=pretend_to_pin(pool))
+    memory = CudaMemory(
+        canonicalize(caches.layers, caches.groups), pool, config, pinning=pretend_to_pin(pool)
+    )
     assert memory.stages == []
     pool.close()

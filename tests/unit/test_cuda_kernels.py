@@ -41,7 +41,9 @@ for page, shape in ((16, SHORT), (32, STAGED), (4096, STAGED), (4096, SHORT), (2
 """
 
 
-@pytest.mark.parametrize("layout", ["blocks_first", "kv_first", "padded", "interleaved", "stacked", "permuted"])
+@pytest.mark.parametrize(
+    "layout", ["blocks_first", "kv_first", "padded", "interleaved", "stacked", "permuted"]
+)
 def test_pages_arrive_and_no_others_change(layout: str) -> None:
     """In a process of its own: Triton reads the variable when kernels are defined."""
     done = subprocess.run(

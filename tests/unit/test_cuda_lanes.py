@@ -1,4 +1,6 @@
-"""Handlers over real lanes, commands in both forms, and a driver that copies on the host: every byte arrives, and alike."""
+"""Handlers over real lanes, commands in both forms, and a driver that copies on the host: every byte
+arrives, and alike.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ from kvtier.config import OffloadingConfig
 from kvtier.pool import Pool
 from kvtier.testing.handler_suite import Handlers, HandlerSuite, Rig, random_job
 from kvtier.transfer.base import CanonicalKVCaches, CPULoadStoreSpec, GPULoadStoreSpec, OffloadingHandler
-from kvtier.transfer.cuda import CudaHandler, CudaLoadHandler, CudaMemory, CudaStoreHandler, commands, handlers, lanes
+from kvtier.transfer.cuda import (
+    CudaHandler,
+    CudaLoadHandler,
+    CudaMemory,
+    CudaStoreHandler,
+    commands,
+    handlers,
+    lanes,
+)
 from kvtier.transfer.cuda.commands import PythonSubmitter
 from kvtier.transfer.cuda.handlers import CudaJob
 from kvtier.transfer.cuda.lanes import Begun, LoadLane, StoreLane
@@ -39,7 +49,9 @@ class TestLanes(HandlerSuite):
     ) -> Handlers:
         pool = Pool.open(config.engine_id, config.num_slots, config.row_bytes)
         pinning = Pinning(pool, lambda: None, pin=lambda address, size: None, unpin=lambda address: None)
-        memory = CudaMemory(kv_caches, pool, config, pinning=pinning, **({"staging_bytes": 1 << 20} | self.options))
+        memory = CudaMemory(
+            kv_caches, pool, config, pinning=pinning, **({"staging_bytes": 1 << 20} | self.options)
+        )
         store = CudaStoreHandler(memory, config.settings.store_deadline, clock=clock)
         load = CudaLoadHandler(memory, config.settings.load_deadline, clock=clock)
         return Handlers(store, load, pool.rows)
@@ -140,7 +152,9 @@ def enqueue_some(rng: random.Random, rig: Rig, handler: CudaHandler) -> None:
 
 
 class CopyEngine:
-    """Reads from the driver's calls what a copy engine finds: copies on streams, and what their streams wait for."""
+    """Reads from the driver's calls what a copy engine finds: copies on streams, and what their streams wait
+    for.
+    """
 
     def __init__(self, calls: list[tuple[Any, ...]]) -> None:
         self.bursts: list[tuple[int, int]] = []
@@ -171,7 +185,12 @@ class CopyEngine:
     ("way", "burst", "changes"), [("store", 1 << 14, True), ("store", 1 << 30, False), ("load", 1, False)]
 )
 def test_stores_give_way_to_the_copies_of_others(
-    way: str, burst: int, changes: bool, options: dict[str, Any], fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+    way: str,
+    burst: int,
+    changes: bool,
+    options: dict[str, Any],
+    fake: FakeDriver,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whoever copies to the host has a turn when a stream ends and the next one begins."""
     cut_small(monkeypatch, 1 << 12)
@@ -200,9 +219,16 @@ def test_stores_give_way_to_the_copies_of_others(
 @pytest.mark.parametrize(("way", "kernels"), [("store", [False, True, True]), ("load", [True, True, True])])
 @pytest.mark.parametrize(("least", "is_large"), [(4096, True), (4097, False)])
 def test_large_pages_need_no_kernel_that_the_bus_would_wait_for(
-    way: str, kernels: list[bool], least: int, is_large: bool, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+    way: str,
+    kernels: list[bool],
+    least: int,
+    is_large: bool,
+    fake: FakeDriver,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A store begins with its pages as they are, and so is a job of one piece; the rest is gathered while the bus is busy."""
+    """A store begins with its pages as they are, and so is a job of one piece; the rest is gathered while
+    the bus is busy.
+    """
     monkeypatch.setattr(lanes, "ALONE_BYTES", least)
     monkeypatch.setattr(TestLanes, "options", {"staging_bytes": 1 << 17})
     rig = Rig(TestLanes(), "blocks_first", page=4096, num_blocks=40, num_slots=40)
@@ -210,7 +236,9 @@ def test_large_pages_need_no_kernel_that_the_bus_would_wait_for(
     assert isinstance(handler, CudaHandler)
     monkeypatch.setattr(handler._lane, "short_bytes", 0)
     (part,) = handler.memory.parts[0]
-    plan = handler.plan((GPULoadStoreSpec([1, 2, 3]), CPULoadStoreSpec([0, 1, 2]))[:: 1 if way == "store" else -1])
+    plan = handler.plan(
+        (GPULoadStoreSpec([1, 2, 3]), CPULoadStoreSpec([0, 1, 2]))[:: 1 if way == "store" else -1]
+    )
     rows = handler.memory.pool_map.rows(plan)
 
     def launches(first: int, *, oldest: int | None, is_last: bool) -> bool:
@@ -242,7 +270,9 @@ def test_what_a_long_store_begins_with_leaves_room_for_the_next_gather(
 
 
 @compiled_only
-def test_a_store_that_finds_the_bus_idle_waits_for_nobody(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_finds_the_bus_idle_waits_for_nobody(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However much was copied before; also if a short piece comes first."""
     monkeypatch.setattr(lanes, "BURST_BYTES", 1 << 13)
     monkeypatch.setattr(StoreLane, "short_bytes", 1 << 13)
@@ -288,7 +318,9 @@ def test_a_plain_job_begins_before_its_books_are_written(
     monkeypatch.setattr(TestLanes, "options", options)
     rig = Rig(TestLanes(), page=4096)
     handler, run = (
-        (rig.store, rig.run_store) if way == "store" else (rig.load, lambda job, *ends: rig.run_load(job, *ends[::-1]))
+        (rig.store, rig.run_store)
+        if way == "store"
+        else (rig.load, lambda job, *ends: rig.run_load(job, *ends[::-1]))
     )
     assert isinstance(handler, CudaHandler)
     begun, cuts = [], []
@@ -319,7 +351,9 @@ def test_sizes_of_jobs_are_remembered_up_to_a_number(monkeypatch: pytest.MonkeyP
     rig = Rig(TestLanes(), page=4096)
     assert isinstance(rig.store, CudaHandler)
     for job, size in enumerate([1, 2, 1, 3, 4, 1]):
-        assert rig.run_store(job, GPULoadStoreSpec(range(1, size + 1)), CPULoadStoreSpec(range(size))).success
+        assert rig.run_store(
+            job, GPULoadStoreSpec(range(1, size + 1)), CPULoadStoreSpec(range(size))
+        ).success
         assert len(rig.store._cuts) <= 2
     rig.check()
     rig.close()

@@ -1,6 +1,8 @@
-"""Whatever order streams run in, as far as events leave it open, every byte is where it should be, and no job is lost.
+"""Whatever order streams run in, as far as events leave it open, every byte is where it should be, and no
+job is lost.
 
-The handlers are the real ones, over lanes and commands in both forms; the driver is a simulation whose streams run later.
+The handlers are the real ones, over lanes and commands in both forms; the driver is a simulation whose
+streams run later.
 """
 
 from __future__ import annotations
@@ -38,7 +40,10 @@ def lane_of(handler: OffloadingHandler) -> Lane:
 
 
 class Soak:
-    """Random jobs both ways at once. Stores have the first blocks and slots, loads the others, and no two share any."""
+    """Random jobs both ways at once.
+
+    Stores have the first blocks and slots, loads the others, and no two share any.
+    """
 
     def __init__(self, seed: int, sim: SimDriver, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rng, self.sim = random.Random(seed), sim
@@ -76,7 +81,11 @@ class Soak:
         gpu, cpu = GPULoadStoreSpec(chosen[0]), CPULoadStoreSpec(chosen[1])
         self.started += 1
         handler = self.ways[way]
-        start = handler.transfer_by_layer if way == "load" and self.rng.random() < 0.5 else handler.transfer_async
+        start = (
+            handler.transfer_by_layer
+            if way == "load" and self.rng.random() < 0.5
+            else handler.transfer_async
+        )
         if not start(self.started, (gpu, cpu) if way == "store" else (cpu, gpu)):
             return False
         self.jobs[self.started] = way, gpu, cpu
@@ -107,7 +116,9 @@ class Soak:
         return failed
 
     def _expect_arrived(self, result: TransferResult, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec) -> None:
-        for place, (block, slot) in enumerate(zip(gpu.block_ids.tolist(), cpu.block_ids.tolist(), strict=True)):
+        for place, (block, slot) in enumerate(
+            zip(gpu.block_ids.tolist(), cpu.block_ids.tolist(), strict=True)
+        ):
             if result.success or place not in (result.failed_blocks or ()):
                 image = b"".join(page.numpy().tobytes() for page in self.rig.caches.pages(0, block))
                 assert self.rig.rows[slot].tobytes() == image, f"block {block} is said to have arrived"
@@ -118,7 +129,9 @@ class Soak:
         for slot in cpu.block_ids.tolist() if way == "store" else ():
             model.rows[slot][:] = self.rig.rows[slot].tobytes()
         for block in gpu.block_ids.tolist() if way == "load" else ():
-            for there, here in zip(model.caches.pages(0, block), self.rig.caches.pages(0, block), strict=True):
+            for there, here in zip(
+                model.caches.pages(0, block), self.rig.caches.pages(0, block), strict=True
+            ):
                 there.copy_(here)
 
     def close(self) -> None:
@@ -181,7 +194,9 @@ def test_whoever_polls_sees_what_has_arrived(sim: SimDriver) -> None:
 
 
 @compiled_only
-def test_a_job_that_was_ended_takes_no_other_jobs_time(sim: SimDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_was_ended_takes_no_other_jobs_time(
+    sim: SimDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is ended while a short piece before it, on another stream, is still under way."""
     cut_small(monkeypatch, 4 * BLOCK)
     rig = Rig(Lanes(), "blocks_first", page=PAGE)
@@ -202,14 +217,18 @@ def test_a_job_that_was_ended_takes_no_other_jobs_time(sim: SimDriver, monkeypat
 
 
 @compiled_only
-def test_a_job_takes_as_long_as_the_last_of_its_pieces(sim: SimDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_takes_as_long_as_the_last_of_its_pieces(
+    sim: SimDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Which may be the first one, if it is short and the engine's kernels keep it from running."""
     cut_small(monkeypatch, BLOCK)
     rig = Rig(Lanes(), "blocks_first", page=PAGE)
     lane = lane_of(rig.store)
     asked: list[int] = []
     seconds = lane.seconds
-    monkeypatch.setattr(lane, "seconds", lambda timer, number: asked.append(number) or seconds(timer, number))
+    monkeypatch.setattr(
+        lane, "seconds", lambda timer, number: asked.append(number) or seconds(timer, number)
+    )
     sim.frozen = {lane._side}
     blocks = range(1, 17)
     assert rig.store.transfer_async(0, (GPULoadStoreSpec(blocks), CPULoadStoreSpec(range(len(blocks)))))

@@ -1,4 +1,6 @@
-"""Pieces of a job, and the ranges that they copy: all bytes once, none across a seam, neighbours together."""
+"""Pieces of a job, and the ranges that they copy: all bytes once, none across a seam, neighbours
+together.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def pages_of(sizes: list[int], stride: int = 1 << 24) -> Pages:
 
 
 def plan_of(blocks: list[int], slots: list[int], per_chunk: int = 1) -> Plan:
-    return pair_blocks(GPULoadStoreSpec(blocks), CPULoadStoreSpec(slots), JobBounds(1, 10_000, 10_000, per_chunk))
+    return pair_blocks(
+        GPULoadStoreSpec(blocks), CPULoadStoreSpec(slots), JobBounds(1, 10_000, 10_000, per_chunk)
+    )
 
 
 def map_of(row_bytes: int, seam: int, per_chunk: int = 1, num_slots: int = 64) -> PoolMap:
@@ -99,7 +103,9 @@ def test_a_store_is_cut_small_at_its_beginning_a_load_at_its_end_and_a_small_job
     parts = [split_pages(pages_of([1 << 20]), 32 << 20, 32 << 20)]
 
     def sizes(blocks: int) -> tuple[list[int], list[int]]:
-        store, load = ([piece.bytes >> 20 for piece in cut([blocks], parts, 32 << 20)] for cut in (cut_store, cut_load))
+        store, load = (
+            [piece.bytes >> 20 for piece in cut([blocks], parts, 32 << 20)] for cut in (cut_store, cut_load)
+        )
         return store, load
 
     assert sizes(1) == ([1], [1])
@@ -131,7 +137,9 @@ def test_places_are_multiples_of_their_alignment(page: int, expected: int) -> No
     config = make_config(caches, world_size=3, rank=1, blocks_per_chunk=2)
     pool = PoolMap(1 << 40, config.row_bytes, 1 << 30, config)
     pages = find_pages(canonicalize(caches.layers, caches.groups, num_blocks=caches.num_blocks), 0)
-    plan = pair_blocks(GPULoadStoreSpec([1, 2, 3, 4]), CPULoadStoreSpec([5, 2]), JobBounds(1, 24, config.num_slots, 2))
+    plan = pair_blocks(
+        GPULoadStoreSpec([1, 2, 3, 4]), CPULoadStoreSpec([5, 2]), JobBounds(1, 24, config.num_slots, 2)
+    )
     for part in split_pages(pages, 2 * page, 1 << 30):
         align = pool.alignment(part, 0)
         assert not ((pool.rows(plan).places(0, len(plan)) + part.offset) % align).any()
@@ -139,7 +147,10 @@ def test_places_are_multiples_of_their_alignment(page: int, expected: int) -> No
 
 
 def test_rows_side_by_side_are_one_range_up_to_a_seam() -> None:
-    pool, buffer = map_of(12288, seam=4 * 12288), Pages(*(np.array([value]) for value in (4096, 12288, 12288, 0)))
+    pool, buffer = (
+        map_of(12288, seam=4 * 12288),
+        Pages(*(np.array([value]) for value in (4096, 12288, 12288, 0))),
+    )
     plan = plan_of([9, 4, 7, 1, 2, 3], [2, 3, 4, 5, 9, 10])
     device, host, size = pool.ranges(buffer, np.arange(6), pool.rows(plan).places(0, 6))
     assert ((host - (1 << 40)) // 12288).tolist() == [2, 4, 9]

@@ -101,7 +101,9 @@ def test_memory_stays_mapped_while_it_is_pinned() -> None:
 
 
 def test_memory_that_nobody_released_is_unpinned_before_it_is_unmapped() -> None:
-    """Else the driver copies to where its addresses once led, and the next pool there reads and writes wrong bytes."""
+    """Else the driver copies to where its addresses once led, and the next pool there reads and writes wrong
+    bytes.
+    """
     pool, driver = open_pool(8), Driver()
     pinned = make(pool, driver)
     pinned.hold()

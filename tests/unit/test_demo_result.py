@@ -21,7 +21,10 @@ def test_equal_tokens_are_identical() -> None:
 def test_the_first_difference_is_named() -> None:
     result = with_wrong_token(with_wrong_token(demo_result(), index=9), index=3)
     assert result.difference == Difference(conversation=4, turn=1, position=2, off=1, on=4242)
-    assert str(result.difference) == "conversation 4, turn 1, answer token 2: token 1 without kvtier, 4242 with it"
+    assert (
+        str(result.difference)
+        == "conversation 4, turn 1, answer token 2: token 1 without kvtier, 4242 with it"
+    )
 
 
 def test_an_answer_that_ends_early_differs() -> None:
@@ -39,7 +42,9 @@ def test_a_lost_request_is_not_overlooked() -> None:
 
 def test_every_prompt_token_has_one_source() -> None:
     for name, found in (("off", demo_result().off), ("on", demo_result().on)):
-        assert found.from_gpu + sum(found.from_tiers.values()) + found.recomputed == found.prompt_tokens, name
+        assert found.from_gpu + sum(found.from_tiers.values()) + found.recomputed == found.prompt_tokens, (
+            name
+        )
 
 
 def test_json_has_what_is_promised() -> None:

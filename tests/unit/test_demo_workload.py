@@ -1,4 +1,6 @@
-"""The workload: all turns, each once, the same on every machine; and the sizes that it announces are the sizes it has."""
+"""The workload: all turns, each once, the same on every machine; and the sizes that it announces are the
+sizes it has.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ SMALL = Workload(conversations=5, turns=3, system=20, opening=40, message=8, ans
 
 def test_every_turn_is_asked_once_and_turns_of_a_conversation_in_order() -> None:
     order = list(SMALL.rounds())
-    assert sorted(order) == [Turn(conversation, turn) for conversation in range(1, 6) for turn in range(1, 4)]
+    assert sorted(order) == [
+        Turn(conversation, turn) for conversation in range(1, 6) for turn in range(1, 4)
+    ]
     assert len(order) == SMALL.requests
     assert [turn.turn for turn in order] == [1] * 5 + [2] * 5 + [3] * 5
 

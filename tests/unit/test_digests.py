@@ -1,4 +1,6 @@
-"""Digests of files: known from a hub's cache, remembered, or computed; and never those of another content."""
+"""Digests of files: known from a hub's cache, remembered, or computed; and never those of
+another content.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,10 @@ def memory(tmp_path: Path) -> Path:
 
 
 def forbid_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make hashing fail, so that a digest that is given was known. Taking a file's permissions away would not stop root."""
+    """Make hashing fail, so that a digest that is given was known.
+
+    Taking a file's permissions away would not stop root.
+    """
 
     def refuse(*_: object) -> str:
         raise AssertionError("the content was read")
@@ -56,7 +61,9 @@ def forbid_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Digests, "_compute", refuse)
 
 
-def hub_file(cache: Path, content: bytes, *, blob: str | None = None, name: str = "model.safetensors") -> Path:
+def hub_file(
+    cache: Path, content: bytes, *, blob: str | None = None, name: str = "model.safetensors"
+) -> Path:
     """Add a file to a cache as the hub's client does."""
     repository = cache / "models--org--name"
     stored = repository / "blobs" / (blob or hashlib.sha256(content).hexdigest())
@@ -84,16 +91,17 @@ class TestComputed:
 
     def test_the_other_process_gives_way(self, file: Path) -> None:
         """It says with which priority it has run."""
-        code = (
-            "import atexit, os, sys; atexit.register(lambda: print(os.nice(0))); from kvtier.file_hasher import main; "
-        )
+        code = "import atexit, os, sys; atexit.register(lambda: print(os.nice(0))); from kvtier.file_hasher import main; "
         with file.open("rb") as stream:
             command = [sys.executable, "-c", f"{code} main({os.getpid()})"]
             done = subprocess.run(command, stdin=stream, capture_output=True, text=True, timeout=60)
         assert done.stdout.split() == [SHA, str(min(os.nice(0) + 10, 19))]
 
     def test_the_other_process_ends_with_this_one(self) -> None:
-        """Even if there is no end to what it reads. Its end is that of the output which it has from its parent."""
+        """Even if there is no end to what it reads.
+
+        Its end is that of the output which it has from its parent.
+        """
         code = f"""
 import os, subprocess, sys
 command = [sys.executable, {module.file_hasher.__file__!r}, str(os.getpid())]
@@ -115,7 +123,9 @@ os._exit(7)
     def test_a_file_that_has_changed_is_refused(self, file: Path) -> None:
         state = FileState.of(file)
         file.write_bytes(b"WEIGHTS!")
-        with pytest.raises(OutsideError, match=r"model\.bin: expected to read what was there .*: it has changed"):
+        with pytest.raises(
+            OutsideError, match=r"model\.bin: expected to read what was there .*: it has changed"
+        ):
             Digests(None).of(file, state)
 
     def test_a_file_that_changes_while_it_is_read_is_refused(
@@ -135,7 +145,9 @@ os._exit(7)
             digest(file, Digests(cache, later))
         assert not cache.exists()
 
-    def test_a_file_that_may_not_be_read_is_refused(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_file_that_may_not_be_read_is_refused(
+        self, file: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Root may read everything, so that no file's mode makes this happen everywhere."""
 
         def refuse(*_: object, **__: object) -> None:
@@ -232,7 +244,9 @@ print(Digests(Path({str(memory)!r})).of(path, FileState.of(path)))
         digest(file, mine)
         assert set(json.loads(memory.read_text())["files"]) == {str(file), str(other)}
 
-    def test_it_does_not_grow_for_ever(self, file: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_it_does_not_grow_for_ever(
+        self, file: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(module, "_MOST_ENTRIES", 2)
         files = [file.with_name(f"{number}.bin") for number in range(3)]
         for path in files:
@@ -258,11 +272,15 @@ print(Digests(Path({str(memory)!r})).of(path, FileState.of(path)))
         memory.parent.mkdir(parents=True)
         memory.write_bytes(content)
         assert digest(file, Digests(memory, later)) == SHA
-        assert {(record.levelno, record.name) for record in caplog.records} == {(logging.WARNING, "kvtier.digests")}
+        assert {(record.levelno, record.name) for record in caplog.records} == {
+            (logging.WARNING, "kvtier.digests")
+        }
         assert "digests.json: expected digests of files" in caplog.text
         assert list(json.loads(memory.read_text())["files"]) == [str(file)]
 
-    def test_a_folder_that_cannot_be_written_is_said(self, file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_folder_that_cannot_be_written_is_said(
+        self, file: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         assert digest(file, Digests(file / "digests.json", later)) == SHA
         assert "digests.json: expected to write digests" in caplog.text
 
@@ -290,7 +308,9 @@ class TestMapped:
 
     @pytest.mark.parametrize("base", [None, "/dev/shm"])
     def test_a_later_change_is_seen(self, base: str | None, tmp_path: Path, memory: Path) -> None:
-        """In memory it moves no times; on a disk, only the first change of a page since it was written back."""
+        """In memory it moves no times; on a disk, only the first change of a page since it was
+        written back.
+        """
         if base is not None and not os.path.isdir(base):
             pytest.skip(f"there is no {base}")
         with tempfile.TemporaryDirectory(dir=base or tmp_path) as folder:
@@ -303,7 +323,9 @@ class TestMapped:
                 mapped[5] = 2
                 assert digest(file, Digests(memory, later)) == hashlib.sha256(mapped).hexdigest()
 
-    @pytest.mark.parametrize(("kind", "kept"), [("tmpfs", False), ("ramfs", False), ("ext4", True), ("nfs4", True)])
+    @pytest.mark.parametrize(
+        ("kind", "kept"), [("tmpfs", False), ("ramfs", False), ("ext4", True), ("nfs4", True)]
+    )
     def test_nothing_in_memory_is_remembered(
         self, kind: str, kept: bool, file: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -354,7 +376,12 @@ class TestHub:
     def test_a_name_alone_is_not_believed(self, tmp_path: Path) -> None:
         """Whatever is not exactly a hub's cache is read."""
         named, lie = "b" * 64, tmp_path / "models--org--lie"
-        for folder in (lie / "blobs", lie / "snapshots" / "c", tmp_path / "blobs", tmp_path / "snapshots" / "c"):
+        for folder in (
+            lie / "blobs",
+            lie / "snapshots" / "c",
+            tmp_path / "blobs",
+            tmp_path / "snapshots" / "c",
+        ):
             folder.mkdir(parents=True)
         for blob in (lie / "blobs" / named, tmp_path / "blobs" / named, tmp_path / named):
             blob.write_bytes(b"weights")
@@ -383,4 +410,6 @@ class TestHub:
         (tmp_path / "blobs" / SHA).write_bytes(b"other")
         (elsewhere / "model.bin").symlink_to(f"../../../blobs/{SHA}")
         (snapshot / "linked").symlink_to(elsewhere)
-        assert digest(snapshot / "linked" / "model.bin", Digests(None)) == hashlib.sha256(b"other").hexdigest()
+        assert (
+            digest(snapshot / "linked" / "model.bin", Digests(None)) == hashlib.sha256(b"other").hexdigest()
+        )

@@ -88,7 +88,9 @@ def test_misuse_is_refused() -> None:
         KVEventAggregator(1).add_events((A,))  # type: ignore[arg-type]
 
 
-batches_of_workers = st.lists(st.lists(st.sampled_from([A, B, C, GONE, CLEAR]), max_size=6), min_size=1, max_size=4)
+batches_of_workers = st.lists(
+    st.lists(st.sampled_from([A, B, C, GONE, CLEAR]), max_size=6), min_size=1, max_size=4
+)
 
 
 @given(batches_of_workers)

@@ -15,7 +15,15 @@ import pytest
 import zmq
 from tests.unit.event_kit import Client, ask, publisher, removed, stored
 
-from kvtier.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, decode_batch, place_of, place_weight
+from kvtier.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    decode_batch,
+    place_of,
+    place_weight,
+)
 
 BATCHES = 4_000
 MEDIA, GROUPS, RANKS = ("GPU", "CPU", "STORAGE"), (None, 0, 1), (0, 1, 5)
@@ -70,7 +78,9 @@ class Engine:
         medium, group = source.choice(MEDIA), source.choice(GROUPS)
         held = [key[1] for key in list(model.counts[rank])[:50]]
         if dice < 0.5 and held:
-            return removed(source.sample(held, min(len(held), source.randint(1, 6))), medium, group_idx=group)
+            return removed(
+                source.sample(held, min(len(held), source.randint(1, 6))), medium, group_idx=group
+            )
         start = source.randrange(len(self.hashes) - 8)
         chain = self.hashes[start : start + source.randint(1, 8)]
         parent = self.hashes[start - 1] if start and source.random() < 0.8 else None
@@ -107,7 +117,12 @@ def test_the_states_are_dicts(seed: int, counting: str, queue: int) -> None:
     """
     source = random.Random(seed)
     engine, model, client = Engine(source), Dicts(counting), Client()
-    settings = {"counting": counting, "max_queue_size": queue, "buffer_steps": 50, "heartbeat_interval": 60.0}
+    settings = {
+        "counting": counting,
+        "max_queue_size": queue,
+        "buffer_steps": 50,
+        "heartbeat_interval": 60.0,
+    }
     with publisher(**settings) as made:
         dealer = client.open(zmq.DEALER, made.replay_endpoint, rcvhwm=0)
         live = client.subscribe(made)

@@ -65,7 +65,9 @@ def test_a_friend_reads_both_sockets(client: Client, keys: Path, listed: bool) -
 def test_strangers_and_plain_clients_do_not_come_in(client: Client, keys: Path) -> None:
     curve = CurveServer(str(keys / "server.key_secret"), str(keys / "clients"))
     stranger = CurveClient(str(keys / "strangers" / "stranger.key_secret"), str(keys / "server.key"))
-    wrong_server = CurveClient(str(keys / "clients" / "friend.key_secret"), str(keys / "clients" / "friend.key"))
+    wrong_server = CurveClient(
+        str(keys / "clients" / "friend.key_secret"), str(keys / "clients" / "friend.key")
+    )
     with publisher(curve=curve) as made:
         made.publish(batch(stored([1])))
         for identity in (stranger, wrong_server, None):
@@ -76,7 +78,9 @@ def test_strangers_and_plain_clients_do_not_come_in(client: Client, keys: Path) 
 
 def test_a_key_can_be_added_while_running(client: Client, keys: Path) -> None:
     curve = CurveServer(str(keys / "server.key_secret"), str(keys / "clients"))
-    late = CurveClient(str(keys / "strangers" / "stranger.key_secret"), (keys / "server.key").read_text().split('"')[1])
+    late = CurveClient(
+        str(keys / "strangers" / "stranger.key_secret"), (keys / "server.key").read_text().split('"')[1]
+    )
     with publisher(curve=curve) as made:
         assert answers(client.open(zmq.DEALER, made.replay_endpoint, friend(keys)), 10_000)
         (keys / "strangers" / "stranger.key").rename(keys / "clients" / "stranger.key")

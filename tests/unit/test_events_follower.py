@@ -29,7 +29,9 @@ from kvtier.events import (
 )
 from kvtier.events.frames import END_SEQ
 
-LIMITS = Limits(reply_timeout=2.0, probe_interval=5.0, catch_up_delay=0.25, tries=3, backoff=0.25, backoff_max=4.0)
+LIMITS = Limits(
+    reply_timeout=2.0, probe_interval=5.0, catch_up_delay=0.25, tries=3, backoff=0.25, backoff_max=4.0
+)
 ENCODER = EventEncoder()
 
 
@@ -55,7 +57,10 @@ class Bench:
         return message
 
     def live(self, *messages: Message | None) -> None:
-        """Let batches arrive. The first after a join is verified; most tests are not about that, so it is answered."""
+        """Let batches arrive.
+
+        The first after a join is verified; most tests are not about that, so it is answered.
+        """
         for message in messages:
             assert message is not None
             was_asking = self.follower.request is not None
@@ -137,7 +142,7 @@ def heartbeat(bench: Bench) -> Message:
     return message
 
 
-# -- joining --------------------------------------------------------------------------------------------------------------
+# -- joining ---------------------------------------------------------------------------------------
 
 
 def test_nothing_is_asked_before_the_stream_is_connected() -> None:
@@ -211,7 +216,10 @@ def test_a_stock_publisher_whose_buffer_lost_its_beginning_is_degraded_until_it_
     for _ in range(30):
         bench.publish()
     bench.join()
-    assert (bench.state, bench.follower.reason) == (State.DEGRADED, "the publisher's buffer begins at batch 20")
+    assert (bench.state, bench.follower.reason) == (
+        State.DEGRADED,
+        "the publisher's buffer begins at batch 20",
+    )
     assert bench.delivered() == list(range(20, 30))
     assert bench.follower.counters.truncated_replays == 1
     bench.live(bench.publish())
@@ -272,7 +280,7 @@ def test_one_batch_larger_than_the_buffer_is_replayed() -> None:
     bench.assert_exact()
 
 
-# -- gaps -----------------------------------------------------------------------------------------------------------------
+# -- gaps ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -472,7 +480,7 @@ def test_a_replay_that_ends_too_early_is_tried_again_and_then_given_up() -> None
     bench.assert_exact()
 
 
-# -- restarts -------------------------------------------------------------------------------------------------------------
+# -- restarts --------------------------------------------------------------------------------------
 
 
 def assert_forgotten(updates: list[object]) -> None:
@@ -543,7 +551,9 @@ def test_a_restart_below_the_snapshot_is_seen_by_its_mark() -> None:
 
 
 def test_a_restart_below_what_was_replayed_is_seen() -> None:
-    """The live stream never showed a number this high, the replay did: only the bytes tell that it is another batch."""
+    """The live stream never showed a number this high, the replay did: only the bytes tell that it is
+    another batch.
+    """
     bench = stock()
     for _ in range(10):
         bench.publish()
@@ -807,7 +817,7 @@ def test_two_publishers_on_one_stream_do_not_make_it_spin() -> None:
     assert asked <= 4
 
 
-# -- silence --------------------------------------------------------------------------------------------------------------
+# -- silence ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [ours, stock])
@@ -834,7 +844,9 @@ def test_a_silent_publisher_that_lost_nothing_stays_exact(make: Callable[[], Ben
         bench.wait(5.1)
         bench.answer_all()
     bench.assert_exact()
-    assert bench.states() == [State.REPAIRING, State.EXACT] * 2  # it joined, and verified the first live batch
+    assert (
+        bench.states() == [State.REPAIRING, State.EXACT] * 2
+    )  # it joined, and verified the first live batch
 
 
 def test_a_heartbeat_shows_a_lost_tail() -> None:
@@ -872,7 +884,7 @@ def test_a_live_stream_is_followed_while_the_publisher_is_asked_who_it_is() -> N
     bench.assert_exact()
 
 
-# -- digests --------------------------------------------------------------------------------------------------------------
+# -- digests ---------------------------------------------------------------------------------------
 
 
 def false_mark(bench: Bench) -> Message:
@@ -967,7 +979,7 @@ def test_a_replayed_state_that_breaks_off_is_not_taken_for_true() -> None:
     bench.assert_exact()
 
 
-# -- trouble with answers -------------------------------------------------------------------------------------------------
+# -- trouble with answers --------------------------------------------------------------------------
 
 
 def test_answers_that_never_come_degrade_the_picture_and_live_batches_go_on() -> None:
@@ -1026,7 +1038,7 @@ def test_answers_to_an_earlier_request_are_ignored() -> None:
     bench.assert_exact()
 
 
-# -- batches that cannot be read ------------------------------------------------------------------------------------------
+# -- batches that cannot be read -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [ours, stock])
@@ -1069,11 +1081,13 @@ def test_events_that_cannot_be_read_cost_a_stock_picture_and_make_ours_ask() -> 
     bench.live(bench.publisher.heartbeat())
     bench.publisher.newest += 1
     bench.live((bench.publisher.newest, frame_batch(0.0, [unknown], 0)))
-    assert bench.answer() is RequestKind.SNAPSHOT, "a mark could not tell: what is unread may cancel with what is read"
+    assert bench.answer() is RequestKind.SNAPSHOT, (
+        "a mark could not tell: what is unread may cancel with what is read"
+    )
     bench.assert_exact()
 
 
-# -- losses that cancel ---------------------------------------------------------------------------------------------------
+# -- losses that cancel ----------------------------------------------------------------------------
 
 
 def lose_so_that_it_cancels(bench: Bench) -> Message:
@@ -1134,7 +1148,9 @@ def test_with_replays_that_fail_losses_that_cancel_are_not_called_exact() -> Non
     bench.assert_exact()
 
 
-def ranked(rank: int, *events: BlockStored | BlockRemoved | AllBlocksCleared, mark: Mark | None = None) -> bytes:
+def ranked(
+    rank: int, *events: BlockStored | BlockRemoved | AllBlocksCleared, mark: Mark | None = None
+) -> bytes:
     parts = [ENCODER.event(event) for event in events]
     return frame_batch(0.0, parts if mark is None else [*parts, ENCODER.mark(mark)], rank)
 
@@ -1161,7 +1177,7 @@ def test_after_a_loss_a_clear_of_one_rank_does_not_make_the_others_exact() -> No
     assert bench.state is State.EXACT
 
 
-# -- no replay endpoint ---------------------------------------------------------------------------------------------------
+# -- no replay endpoint ----------------------------------------------------------------------------
 
 
 def test_without_replay_a_stream_seen_from_its_first_batch_is_exact() -> None:
@@ -1217,7 +1233,7 @@ def test_without_replay_a_reconnected_stock_stream_is_not_trusted() -> None:
     bench.assert_exact()
 
 
-# -- the object itself ----------------------------------------------------------------------------------------------------
+# -- the object itself -----------------------------------------------------------------------------
 
 
 def test_check_finds_a_false_claim() -> None:

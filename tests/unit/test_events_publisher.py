@@ -1,4 +1,6 @@
-"""Publishers over real sockets: what consumers of vLLM's publisher rely on, and what is promised beyond that."""
+"""Publishers over real sockets: what consumers of vLLM's publisher rely on, and what is promised beyond
+that.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,7 @@ def numbers(messages: list[tuple[int, bytes]]) -> list[int]:
     return [seq for seq, _ in messages]
 
 
-# -- as vLLM's -------------------------------------------------------------------------------------------------------------
+# -- as vLLM's -------------------------------------------------------------------------------------
 
 
 def test_batches_come_in_order_from_zero(client: Client) -> None:
@@ -96,7 +98,9 @@ def test_events_of_other_kinds_pass_through(client: Client) -> None:
 
 @pytest.mark.parametrize("rank", [0, 3])
 def test_ranks_have_addresses_and_stamps_of_their_own(client: Client, rank: int, tmp_path: Path) -> None:
-    with publisher(rank, endpoint=f"ipc://{tmp_path}/pub", replay_endpoint=f"ipc://{tmp_path}/replay", **PLAIN) as made:
+    with publisher(
+        rank, endpoint=f"ipc://{tmp_path}/pub", replay_endpoint=f"ipc://{tmp_path}/replay", **PLAIN
+    ) as made:
         assert made.endpoint == f"ipc://{tmp_path}/pub" + (f"_dp{rank}" if rank else "")
         mine, other = batch(stored([1])), EventBatch(1.0, [stored([2])], 7)
         made.publish(mine)
@@ -106,7 +110,9 @@ def test_ranks_have_addresses_and_stamps_of_their_own(client: Client, rank: int,
 
 
 def test_inproc_is_reached_through_the_common_context() -> None:
-    with publisher(endpoint="inproc://kvtier-test", replay_endpoint="inproc://kvtier-test-replay", **PLAIN) as made:
+    with publisher(
+        endpoint="inproc://kvtier-test", replay_endpoint="inproc://kvtier-test-replay", **PLAIN
+    ) as made:
         sub = zmq.Context.instance().socket(zmq.SUB)
         sub.connect(made.endpoint)
         sub.subscribe(b"")
@@ -152,7 +158,7 @@ def test_addresses_that_cannot_be(endpoint: str) -> None:
         ZmqEventPublisher.offset_endpoint_port(endpoint, 1)
 
 
-# -- the factory --------------------------------------------------------------------------------------------------------------
+# -- the factory -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -173,18 +179,27 @@ def test_no_events_no_publisher(config: KVEventsConfig | None) -> None:
 
 
 def test_the_factory_makes_what_the_config_says() -> None:
-    config = KVEventsConfig(True, endpoint="tcp://127.0.0.1:0", topic="t", heartbeat_interval=5, max_queue_size=7)
+    config = KVEventsConfig(
+        True, endpoint="tcp://127.0.0.1:0", topic="t", heartbeat_interval=5, max_queue_size=7
+    )
     made = EventPublisherFactory.create(config, 2)
     try:
         assert isinstance(made, ZmqEventPublisher)
         found = made.get_publisher_config()
-        assert (found.topic, found.heartbeat_interval, found.max_queue_size, found.publisher) == ("t", 5, 7, "zmq")
+        assert (found.topic, found.heartbeat_interval, found.max_queue_size, found.publisher) == (
+            "t",
+            5,
+            7,
+            "zmq",
+        )
         assert not found.endpoint.endswith(":0")
     finally:
         made.shutdown()
 
 
-def test_registered_publishers_are_given_vllms_fields_and_what_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registered_publishers_are_given_vllms_fields_and_what_was_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(EventPublisherFactory, "_registry", dict(EventPublisherFactory._registry))
     given: dict[str, Any] = {}
 
@@ -254,11 +269,13 @@ def test_a_bad_setting_is_named(field: str, value: object) -> None:
 
 
 def test_an_unknown_setting_gets_a_suggestion() -> None:
-    with pytest.raises(ConfigError, match=r"replay_endpiont: unknown field; did you mean 'replay_endpoint'\?"):
+    with pytest.raises(
+        ConfigError, match=r"replay_endpiont: unknown field; did you mean 'replay_endpoint'\?"
+    ):
         KVEventsConfig.from_mapping({"replay_endpiont": "x"})
 
 
-# -- addresses -----------------------------------------------------------------------------------------------------------------
+# -- addresses -------------------------------------------------------------------------------------
 
 
 def test_an_address_in_use_is_named_and_nothing_stays_open() -> None:
@@ -268,7 +285,9 @@ def test_an_address_in_use_is_named_and_nothing_stays_open() -> None:
             {"endpoint": bound(made.endpoint)},
             {"endpoint": "tcp://*:0", "replay_endpoint": bound(made.replay_endpoint)},
         ):
-            with pytest.raises(OutsideError, match=rf"rank 0 cannot bind .*{port(list(taken.values())[-1])}.*in use"):
+            with pytest.raises(
+                OutsideError, match=rf"rank 0 cannot bind .*{port(list(taken.values())[-1])}.*in use"
+            ):
                 ZmqEventPublisher(0, **taken)  # type: ignore[arg-type]
         wait_until(lambda: len(os.listdir("/proc/self/fd")) <= len(before), "sockets to close")
 
@@ -283,7 +302,8 @@ def port(endpoint: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("replay_port", "rank", "collides"), [(5557, 0, True), (5558, 0, False), (5558, 1, True), (5555, 2, True)]
+    ("replay_port", "rank", "collides"),
+    [(5557, 0, True), (5558, 0, False), (5558, 1, True), (5555, 2, True)],
 )
 def test_ports_that_meet_those_of_lower_ranks(replay_port: int, rank: int, collides: bool) -> None:
     if collides:
@@ -303,7 +323,7 @@ def test_a_publisher_can_connect(client: Client) -> None:
         assert (made.endpoint, made.replay_endpoint) == (where, None)
 
 
-# -- beyond ----------------------------------------------------------------------------------------------------------------
+# -- beyond ----------------------------------------------------------------------------------------
 
 
 def test_the_first_batch_clears_and_says_who_speaks(client: Client) -> None:
@@ -323,7 +343,10 @@ def test_a_silent_publisher_is_heard_and_a_busy_one_marks(client: Client) -> Non
         assert (idle.events, idle.mark is not None) == ([], True)
         made.publish(batch(stored([1])))
         consumer = Consumer()
-        wait_until(lambda: (consumer.apply(receive(sub)[2]), consumer.mark and consumer.mark.blocks == 1)[1], "a mark")
+        wait_until(
+            lambda: (consumer.apply(receive(sub)[2]), consumer.mark and consumer.mark.blocks == 1)[1],
+            "a mark",
+        )
         stats = made.stats()
         assert consumer.mark is not None
         assert (consumer.mark.blocks, consumer.mark.digest) == (stats.blocks, stats.digest)
@@ -398,7 +421,9 @@ def test_events_as_arrays(client: Client, version: str) -> None:
         assert consume(replay(made, 0, client)).held == {(("GPU", 0, "", ""), block) for block in (1, 2, 4)}
 
 
-def test_a_batch_that_cannot_be_encoded_takes_no_number(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_batch_that_cannot_be_encoded_takes_no_number(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
     with publisher(hash_format="as_is", **PLAIN) as made:
         made.publish(batch(stored([1])))
         made.publish(batch(stored([2]), stored([3], lora_name=object())))
@@ -421,7 +446,7 @@ def test_the_engines_own_classes_are_as_good_as_ours(client: Client) -> None:
         assert consume(replay(made, 0, client)).held == set()
 
 
-# -- a full queue -------------------------------------------------------------------------------------------------------------
+# -- a full queue ----------------------------------------------------------------------------------
 
 
 class Held:
@@ -462,7 +487,7 @@ def test_a_full_queue_leaves_a_gap_that_replay_fills(client: Client) -> None:
         assert mark.blocks == 9
 
 
-# -- batches that wait --------------------------------------------------------------------------------------------------------
+# -- batches that wait -----------------------------------------------------------------------------
 
 
 def test_up_to_64_batches_that_wait_keep_their_numbers(client: Client) -> None:
@@ -482,7 +507,9 @@ def test_more_batches_that_wait_travel_together(client: Client) -> None:
         sent = replay(made, 0, client)
         batches = [decode_batch(payload) for _, payload in sent]
         assert numbers(sent) == list(range(len(sent)))
-        assert [event for each in batches for event in each.events] == [stored([n + 1], n or None) for n in range(300)]
+        assert [event for each in batches for event in each.events] == [
+            stored([n + 1], n or None) for n in range(300)
+        ]
         sizes = [len(each.events) for each in batches]
         assert (max(sizes), sizes[0], set(sizes[-60:])) == (32, 32, {1})
         assert all(each.ts == float(each.events[-1].block_hashes[0] - 1) for each in batches)
@@ -542,7 +569,7 @@ def test_publishing_never_waits() -> None:
         assert len(made._loop.outbox) <= 12
 
 
-# -- the end ------------------------------------------------------------------------------------------------------------------
+# -- the end ---------------------------------------------------------------------------------------
 
 
 def test_shutdown_sends_what_waits_and_is_final(client: Client) -> None:
@@ -556,7 +583,9 @@ def test_shutdown_sends_what_waits_and_is_final(client: Client) -> None:
         assert time.monotonic() - start < ZmqEventPublisher.SHUTDOWN_TIMEOUT
         found = [receive(sub) for _ in range(made.stats().next_seq)]
         assert [int.from_bytes(seq, "big") for _, seq, _ in found] == list(range(len(found)))
-        assert {block for _, block in consume((0, payload) for *_, payload in found).held} == set(range(1, 2001))
+        assert {block for _, block in consume((0, payload) for *_, payload in found).held} == set(
+            range(1, 2001)
+        )
         with pytest.raises(RuntimeError, match="Publisher is closed"):
             made.publish(batch())
 
@@ -603,7 +632,10 @@ def test_a_failing_turn_is_logged_and_survived(client: Client, caplog: pytest.Lo
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
 
 
@@ -646,7 +678,7 @@ def test_a_collected_publisher_ends() -> None:
     assert not thread.is_alive()
 
 
-# -- ranks --------------------------------------------------------------------------------------------------------------------
+# -- ranks -----------------------------------------------------------------------------------------
 
 
 def test_ranks_have_states_of_their_own(client: Client) -> None:
@@ -706,13 +738,20 @@ def test_a_req_client_is_told_that_ranks_do_not_fit_one_message(client: Client) 
         assert receive(req)[0].startswith(b"error: too much for one message")
 
 
-# -- fields of the wrong type -------------------------------------------------------------------------------------------------
+# -- fields of the wrong type ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("encoding", ["map", "array"])
 @pytest.mark.parametrize(
     "wrong",
-    [{"lora_name": 7}, {"block_size": "2"}, {"medium": 5}, {"extra_keys": 3}, {"token_ids": "x"}, {"group_idx": "0"}],
+    [
+        {"lora_name": 7},
+        {"block_size": "2"},
+        {"medium": 5},
+        {"extra_keys": 3},
+        {"token_ids": "x"},
+        {"group_idx": "0"},
+    ],
 )
 def test_an_ill_typed_event_is_refused_and_snapshots_go_on(
     client: Client, caplog: pytest.LogCaptureFixture, wrong: dict[str, Any], encoding: str
@@ -728,7 +767,9 @@ def test_an_ill_typed_event_is_refused_and_snapshots_go_on(
     assert f"{name}: expected" in caplog.text
 
 
-def test_a_snapshot_leaves_out_what_it_cannot_encode(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_snapshot_leaves_out_what_it_cannot_encode(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
     """Nothing that is let in is such; should it be, one block must not keep all others from who joins."""
     with publisher(**PLAIN) as made:
         made.publish(batch(stored([1, 2, 3]), stored([4, 5])))
@@ -743,7 +784,7 @@ def test_a_snapshot_leaves_out_what_it_cannot_encode(client: Client, caplog: pyt
     assert "left out of a snapshot" in caplog.text
 
 
-# -- where numbers begin --------------------------------------------------------------------------------------------------------
+# -- where numbers begin ---------------------------------------------------------------------------
 
 
 def test_without_a_file_numbers_begin_at_the_clock(client: Client) -> None:

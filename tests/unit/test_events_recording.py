@@ -144,13 +144,17 @@ with RecordingWriter(sys.argv[1]) as writer:
 
 
 def test_a_killed_writer_loses_no_record_but_the_last(path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", WRITE_UNTIL_KILLED, str(path)], stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITE_UNTIL_KILLED, str(path)], stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"going\n"
         process.send_signal(signal.SIGKILL)
     records, _ = read(path)
     assert len(records) > 1000
-    assert records == [RecordedBatch(seq / 8, seq, seq.to_bytes(4, "big") * 50) for seq in range(len(records))]
+    assert records == [
+        RecordedBatch(seq / 8, seq, seq.to_bytes(4, "big") * 50) for seq in range(len(records))
+    ]
 
 
 def test_a_length_that_no_record_has_is_refused_before_it_is_read(path: Path) -> None:

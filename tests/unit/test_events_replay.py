@@ -1,4 +1,6 @@
-"""Replay over real sockets: complete, in order, from the ring or from the state, for slow, old and hostile clients."""
+"""Replay over real sockets: complete, in order, from the ring or from the state, for slow, old and hostile
+clients.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ PLAIN: dict[str, Any] = {"clear_on_start": False, "heartbeat_interval": None}
 
 @pytest.fixture(autouse=True)
 def _one_number_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep batches apart however many wait: what is asked for here is numbers. Joining is tested with the publisher."""
+    """Keep batches apart however many wait: what is asked for here is numbers.
+
+    Joining is tested with the publisher.
+    """
     monkeypatch.setattr("kvtier.events.publish.loop._BEHIND", 10**9)
 
 
@@ -60,10 +65,12 @@ def held(consumer: Consumer) -> set[Any]:
     return {block for _, block in consumer.held}
 
 
-# -- from the ring ----------------------------------------------------------------------------------------------------------
+# -- from the ring ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("start", "expected"), [(0, range(10)), (7, range(7, 10)), (9, [9]), (10, []), (2**60, [])])
+@pytest.mark.parametrize(
+    ("start", "expected"), [(0, range(10)), (7, range(7, 10)), (9, [9]), (10, []), (2**60, [])]
+)
 def test_from_start_to_newest(client: Client, start: int, expected: Any) -> None:
     with publisher(topic="kv", **PLAIN) as made:
         publish(made, 10)
@@ -154,7 +161,7 @@ def test_an_idle_publisher_answers_at_once(client: Client) -> None:
         assert min(took) < 0.01  # a tick of vLLM's is 0.1; the benchmark has the real figure
 
 
-# -- from the state ----------------------------------------------------------------------------------------------------------
+# -- from the state --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("start", [0, 3, 89])
@@ -233,7 +240,9 @@ def test_a_snapshot_is_given_up_after_a_while(client: Client, monkeypatch: pytes
         publish(made, 10)
         replay(made, b"snapshot", client)
         sender = made._loop.sender
-        wait_until(lambda: sender._snapshot is None and not sender._used and not sender._waste, "the snapshot to go")
+        wait_until(
+            lambda: sender._snapshot is None and not sender._used and not sender._waste, "the snapshot to go"
+        )
 
 
 def test_the_status_takes_no_number(client: Client) -> None:
@@ -246,7 +255,7 @@ def test_the_status_takes_no_number(client: Client) -> None:
         assert made.stats().next_seq == 3
 
 
-# -- other clients ------------------------------------------------------------------------------------------------------------
+# -- other clients ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("buffer_steps", [100, 5])
@@ -277,7 +286,9 @@ def test_replies_without_a_topic(client: Client) -> None:
         assert receive(dealer)[:2] == [b"", END]
 
 
-@pytest.mark.parametrize("frames", [[b"x"], [b"", b"123456789"], [b"", b"", b""], [b"x", b"1"], [b""], [b""] * 50])
+@pytest.mark.parametrize(
+    "frames", [[b"x"], [b"", b"123456789"], [b"", b"", b""], [b"x", b"1"], [b""], [b""] * 50]
+)
 def test_a_malformed_request_is_told_so(client: Client, frames: list[bytes]) -> None:
     with publisher(**PLAIN) as made:
         dealer = client.open(zmq.DEALER, made.replay_endpoint)
@@ -349,7 +360,10 @@ def test_random_bytes_do_no_harm(client: Client) -> None:
         publish(made, 2)
         dealer = client.open(zmq.DEALER, made.replay_endpoint)
         for _ in range(300):
-            frames = [source.randbytes(source.choice((0, 0, 1, 7, 8, 9, 40))) for _ in range(source.randrange(1, 5))]
+            frames = [
+                source.randbytes(source.choice((0, 0, 1, 7, 8, 9, 40)))
+                for _ in range(source.randrange(1, 5))
+            ]
             dealer.send_multipart(frames)
             while receive(dealer)[-2] != END:
                 pass
@@ -381,7 +395,7 @@ def test_many_clients_and_a_busy_publisher(client: Client) -> None:
         assert len(consumer.held) == stats.blocks
 
 
-# -- the ring -----------------------------------------------------------------------------------------------------------------
+# -- the ring --------------------------------------------------------------------------------------
 
 
 def test_a_ring_is_bounded_in_batches_and_bytes() -> None:
@@ -418,7 +432,7 @@ def test_a_ring_counts_the_batches_of_a_message() -> None:
         ring.check()
 
 
-# -- bounds -------------------------------------------------------------------------------------------------------------------
+# -- bounds ----------------------------------------------------------------------------------------
 
 
 def test_clients_that_never_read_cost_little(client: Client) -> None:
@@ -428,7 +442,9 @@ def test_clients_that_never_read_cost_little(client: Client) -> None:
             made.publish(batch(stored([1000 * n + k for k in range(1000)])))
         made.check()
         for _ in range(8):
-            client.open(zmq.DEALER, made.replay_endpoint, rcvhwm=1, rcvbuf=4096).send_multipart([b"", b"snapshot"])
+            client.open(zmq.DEALER, made.replay_endpoint, rcvhwm=1, rcvbuf=4096).send_multipart(
+                [b"", b"snapshot"]
+            )
         server = made._loop.replay
         assert server is not None
 
@@ -464,7 +480,9 @@ def test_snapshots_that_are_read_slowly_are_few(client: Client, monkeypatch: pyt
         made.check()
         sender = made._loop.sender
         for number in range(6):
-            client.open(zmq.DEALER, made.replay_endpoint, rcvhwm=1, rcvbuf=4096).send_multipart([b"", b"snapshot"])
+            client.open(zmq.DEALER, made.replay_endpoint, rcvhwm=1, rcvbuf=4096).send_multipart(
+                [b"", b"snapshot"]
+            )
             wait_until(lambda number=number: made.stats().sessions == number + 1, "the session")
             wait_until(lambda: not sender.is_making_snapshot, "a snapshot")
             made.publish(batch(stored([number + 1])))

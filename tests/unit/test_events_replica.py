@@ -214,7 +214,10 @@ def test_another_incarnation_is_believed_only_where_it_begins_with_a_clear_of_al
 def test_a_snapshot_is_believed_whoever_made_it(replica: Replica[object]) -> None:
     replica.forget()
     apply(replica, 8, batch(4, is_cleared=True), is_snapshot=True)
-    assert apply(replica, 8, batch(5, rank=1, mark=weighed(4, 5, epoch=2)), is_snapshot=True) is MarkResult.CONFIRMED
+    assert (
+        apply(replica, 8, batch(5, rank=1, mark=weighed(4, 5, epoch=2)), is_snapshot=True)
+        is MarkResult.CONFIRMED
+    )
     assert (replica.is_exact, replica.epoch, replica.counters.restarts) == (True, 2, 1)
 
 

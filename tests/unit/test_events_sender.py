@@ -31,9 +31,13 @@ class Wire:
                 if isinstance(event, AllBlocksCleared):
                     held.clear()
                 elif isinstance(event, BlockStored):
-                    held |= {(event.medium, event.group_idx or 0, to_u64(block)) for block in event.block_hashes}
+                    held |= {
+                        (event.medium, event.group_idx or 0, to_u64(block)) for block in event.block_hashes
+                    }
                 else:
-                    held -= {(event.medium, event.group_idx or 0, to_u64(block)) for block in event.block_hashes}
+                    held -= {
+                        (event.medium, event.group_idx or 0, to_u64(block)) for block in event.block_hashes
+                    }
         return held
 
 
@@ -67,7 +71,11 @@ def test_places_that_an_encoding_cannot_tell_apart_are_one(field: str) -> None:
     version, medium, fields = PLACES_UNSAID[field]
     sender, wire = make_sender(encoding="array", array_version=version)
     other = "CPU" if field == "medium" else medium
-    for event in (stored([1, 2], medium), stored([1, 2], other, **fields), BlockRemoved([1, 2], other, **fields)):
+    for event in (
+        stored([1, 2], medium),
+        stored([1, 2], other, **fields),
+        BlockRemoved([1, 2], other, **fields),
+    ):
         sender.send(EventBatch(1.0, [event]))
     assert held_by(sender) == {block for *_, block in wire.replica()} == {1, 2}
     assert sender.blocks == 2

@@ -1,4 +1,6 @@
-"""The published state against a naive model: what goes out is set-like, adds up, and comes again as a snapshot."""
+"""The published state against a naive model: what goes out is set-like, adds up, and comes again as a
+snapshot.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +109,9 @@ class Published:
             )
 
     def snapshot(self, number: int = 1) -> Snapshot:
-        return Snapshot({0: self.state}, self.encoder, 3, Mark(9, self.state.blocks, self.state.digest), number)
+        return Snapshot(
+            {0: self.state}, self.encoder, 3, Mark(9, self.state.blocks, self.state.digest), number
+        )
 
 
 def finish(snapshot: Snapshot) -> list[bytes]:
@@ -126,7 +130,9 @@ def finish(snapshot: Snapshot) -> list[bytes]:
 
 
 def snapshot_of(state: PublishedState) -> list[bytes]:
-    return finish(Snapshot({0: state}, state._encoder, 3, Mark(9, state.blocks, state.digest), next(numbers)))
+    return finish(
+        Snapshot({0: state}, state._encoder, 3, Mark(9, state.blocks, state.digest), next(numbers))
+    )
 
 
 numbers = count(2)
@@ -165,15 +171,23 @@ def test_a_snapshot_is_the_state(encoding: str, events: list[Any]) -> None:
     sent = snapshot_of(state)
     consumer = consume(sent)
     assert consumer.held == model.held()
-    assert (consumer.mark.epoch, consumer.mark.blocks, consumer.mark.digest) == (9, state.blocks, state.digest)
+    assert (consumer.mark.epoch, consumer.mark.blocks, consumer.mark.digest) == (
+        9,
+        state.blocks,
+        state.digest,
+    )
     change = change_of(decode_batch(frame_batch(0.0, sent, 0)).events)
     assert change == (True, state.blocks, state.digest)
 
 
 @given(events)
-@example([make_stored(36, 3, "GPU", None), removed([18]), make_stored(18, 1, "GPU", None)])  # each hangs from the other
+@example(
+    [make_stored(36, 3, "GPU", None), removed([18]), make_stored(18, 1, "GPU", None)]
+)  # each hangs from the other
 def test_a_snapshot_brings_parents_first(events: list[Any]) -> None:
-    """Tree-building consumers drop orphans: a block that found its parent in the stream finds it in the snapshot."""
+    """Tree-building consumers drop orphans: a block that found its parent in the stream finds it in the
+    snapshot.
+    """
     state, model, out = run(events)
     linked = consume(snapshot_of(state)).linked
     assert (consume(out).linked & model.held()) - linked == set()
@@ -181,7 +195,9 @@ def test_a_snapshot_brings_parents_first(events: list[Any]) -> None:
 
 @given(wild_events, wild_events, st.integers(0, 10))
 def test_a_snapshot_stays_as_it_was(before: list[Any], after: list[Any], steps: int) -> None:
-    """The state goes on changing while the events of its snapshot are made, some before and some after each change."""
+    """The state goes on changing while the events of its snapshot are made, some before and some after each
+    change.
+    """
     published, model = Published(), Model("count")
     for event in before:
         published.apply(event, [])
@@ -201,7 +217,9 @@ def test_a_snapshot_stays_as_it_was(before: list[Any], after: list[Any], steps: 
 
 @pytest.mark.parametrize("counting", ["count", "set"])
 @given(events, st.lists(events, max_size=4))
-def test_an_overflow_does_what_its_batches_would(counting: str, before: list[Any], batches: list[list[Any]]) -> None:
+def test_an_overflow_does_what_its_batches_would(
+    counting: str, before: list[Any], batches: list[list[Any]]
+) -> None:
     state, model, _ = run(before, counting)
     overflow = Overflow(counting)
     for some in batches:
@@ -288,7 +306,9 @@ def test_ancestors_that_are_gone_come_and_go() -> None:
 
 
 def test_ancestors_leave_with_their_last_child() -> None:
-    state, _, _ = run([stored([1]), stored([2], 1), stored([3], 2), removed([1]), removed([2]), removed([3])])
+    state, _, _ = run(
+        [stored([1]), stored([2], 1), stored([3], 2), removed([1]), removed([2]), removed([3])]
+    )
     assert (state.blocks, state.ghost_count) == (0, 0)
 
 
@@ -300,12 +320,16 @@ def test_a_dead_tail_is_left_out_of_a_snapshot() -> None:
 
 def test_ghosts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier.events.publish.state._LEAST_GHOSTS", 5)
-    state, _, _ = run([event for n in range(1, 50) for event in (stored([n], n - 1 or None), removed([n - 1]))])
+    state, _, _ = run(
+        [event for n in range(1, 50) for event in (stored([n], n - 1 or None), removed([n - 1]))]
+    )
     assert state.ghost_count == 5
 
 
 def test_records_that_ended_are_let_go() -> None:
-    """Those that nothing uses any more are few beside those that are, also after a snapshot during which none goes."""
+    """Those that nothing uses any more are few beside those that are, also after a snapshot during which
+    none goes.
+    """
     state = PublishedState(EventEncoder())
     for n in range(200):
         state.store(stored([n]), b"", [])
@@ -335,7 +359,9 @@ def test_chains_of_any_length_are_freed() -> None:
 def test_what_is_no_hash_changes_nothing(wrong: Any) -> None:
     state, _, _ = run([stored([1, 2])])
     for event in (stored([3]), removed([1])):
-        bad = type(event)(**{f: getattr(event, f) for f in event.__struct_fields__} | {"block_hashes": wrong})
+        bad = type(event)(
+            **{f: getattr(event, f) for f in event.__struct_fields__} | {"block_hashes": wrong}
+        )
         with pytest.raises(TypeError):
             apply_raw(state, bad)
     state.check()

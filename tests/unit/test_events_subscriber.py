@@ -1,4 +1,6 @@
-"""Subscribers over real sockets: joining, many sources, threads, keys, malformed frames, foreign reply forms."""
+"""Subscribers over real sockets: joining, many sources, threads, keys, malformed frames, foreign reply
+forms.
+"""
 
 from __future__ import annotations
 
@@ -83,11 +85,16 @@ _numbers = itertools.count()
 
 
 class StockPublisher(threading.Thread):
-    """Publishes and replays as engines do: PUB and ROUTER, no marks, with or without topics. The real ones: tests/vllm."""
+    """Publishes and replays as engines do: PUB and ROUTER, no marks, with or without topics.
+
+    The real ones: tests/vllm.
+    """
 
     def __init__(self, *, has_topic: bool = True, encoding: str = "map", is_inproc: bool = False) -> None:
         super().__init__(daemon=True)
-        self.number = next(_numbers)  # an id() may be that of a predecessor whose sockets are still being closed
+        self.number = next(
+            _numbers
+        )  # an id() may be that of a predecessor whose sockets are still being closed
         self.topic = [b"kv-events"] if has_topic else []
         self.encoder = EventEncoder(encoding)
         self.ring: list[bytes] = []
@@ -102,7 +109,9 @@ class StockPublisher(threading.Thread):
         self.start()
 
     def publish(self, *hashes: int, is_lost: bool = False) -> None:
-        self.ring.append(frame_batch(time.time(), [self.encoder.event(stored([each])) for each in hashes], None))
+        self.ring.append(
+            frame_batch(time.time(), [self.encoder.event(stored([each])) for each in hashes], None)
+        )
         if not is_lost:
             self.send(len(self.ring) - 1, self.ring[-1])
 
@@ -133,7 +142,7 @@ class StockPublisher(threading.Thread):
         self.pub.close(linger=0)
 
 
-# -- frames ---------------------------------------------------------------------------------------------------------------
+# -- frames ----------------------------------------------------------------------------------------
 
 SEQ = (7).to_bytes(8, "big")
 END = b"\xff" * 8
@@ -173,7 +182,7 @@ def test_reply_frames(frames: list[bytes], expected: NumberedPayload | None) -> 
     assert read_reply(frames) == expected
 
 
-# -- one source -----------------------------------------------------------------------------------------------------------
+# -- one source ------------------------------------------------------------------------------------
 
 
 def test_a_late_joiner_gets_all_and_follows(publisher: ZmqEventPublisher) -> None:
@@ -262,11 +271,19 @@ def test_malformed_messages_are_counted_and_skipped(publisher: ZmqEventPublisher
     context = zmq.Context.instance()
     pub = context.socket(zmq.PUB)
     port = pub.bind_to_random_port("tcp://127.0.0.1")
-    with Subscriber([Source("p", f"tcp://127.0.0.1:{port}", publisher.replay_endpoint)], limits=QUICK) as subscriber:
+    with Subscriber(
+        [Source("p", f"tcp://127.0.0.1:{port}", publisher.replay_endpoint)], limits=QUICK
+    ) as subscriber:
         until(subscriber, is_exact(subscriber, "p"))
         deadline = time.monotonic() + PATIENCE
         while subscriber.status("p").counters.bad_frames < 40:
-            for frames in ([b""], [b"", b"", b""], [b"a", b"b", b"c", b"d"], [b"", SEQ], [b"", b"\0" * 9, b"x"]):
+            for frames in (
+                [b""],
+                [b"", b"", b""],
+                [b"a", b"b", b"c", b"d"],
+                [b"", SEQ],
+                [b"", b"\0" * 9, b"x"],
+            ):
                 pub.send_multipart(frames)
             subscriber.poll(0.01)
             assert time.monotonic() < deadline
@@ -298,7 +315,7 @@ def test_inproc_addresses_work() -> None:
     publisher.shutdown()
 
 
-# -- many sources, several threads ----------------------------------------------------------------------------------------
+# -- many sources, several threads -----------------------------------------------------------------
 
 
 def join(subscriber: Subscriber[Any], stocks: list[StockPublisher]) -> None:
@@ -318,11 +335,14 @@ def join(subscriber: Subscriber[Any], stocks: list[StockPublisher]) -> None:
 def test_many_sources_are_served_fairly() -> None:
     """One that has thousands of messages waiting must not keep the others waiting behind them.
 
-    All messages are there before the first poll, and nothing is asked of the publishers: when a thread of theirs answers is for
-    the machine to say. In every round a source gives 64 messages at most, and nobody is left out.
+    All messages are there before the first poll, and nothing is asked of the publishers: when a thread of
+    theirs answers is for the machine to say. In every round a source gives 64 messages at most, and nobody
+    is left out.
     """
     stocks = [StockPublisher(is_inproc=True) for _ in range(20)]
-    with Subscriber([Source(str(i), stock.endpoint) for i, stock in enumerate(stocks)], max_updates=64) as subscriber:
+    with Subscriber(
+        [Source(str(i), stock.endpoint) for i, stock in enumerate(stocks)], max_updates=64
+    ) as subscriber:
         join(subscriber, stocks)
         for _ in range(3000):
             stocks[0].publish(1)
@@ -330,7 +350,9 @@ def test_many_sources_are_served_fairly() -> None:
             stock.publish(2)
         served: Counter[str] = Counter()
         for _ in range(2):
-            served.update(update.source for update in subscriber.poll(PATIENCE) if isinstance(update, Received))
+            served.update(
+                update.source for update in subscriber.poll(PATIENCE) if isinstance(update, Received)
+            )
         assert len(served) == 20
         assert served["0"] <= 2 * 64
     for stock in stocks:
@@ -384,7 +406,7 @@ def test_what_is_removed_before_it_was_polled_leaves_nothing_behind() -> None:
         assert subscriber.statuses() == {}
 
 
-# -- keys -----------------------------------------------------------------------------------------------------------------
+# -- keys ------------------------------------------------------------------------------------------
 
 
 def test_with_keys_only_those_who_have_them_are_served(tmp_path: Path) -> None:
@@ -406,10 +428,15 @@ def test_with_keys_only_those_who_have_them_are_served(tmp_path: Path) -> None:
     plain = Source("plain", publisher.endpoint, publisher.replay_endpoint)
     with Subscriber([source("friend"), source("stranger"), plain], limits=QUICK) as subscriber:
         until(subscriber, holds(subscriber, "friend", 3))
-        until(subscriber, lambda: all(subscriber.status(x).state is State.DEGRADED for x in ("stranger", "plain")))
+        until(
+            subscriber,
+            lambda: all(subscriber.status(x).state is State.DEGRADED for x in ("stranger", "plain")),
+        )
         assert subscriber.status("friend").blocks == 3
         assert "does not accept our key" in subscriber.status("stranger").reason
-        assert "CURVE" in subscriber.status("plain").reason or "security" in subscriber.status("plain").reason
+        assert (
+            "CURVE" in subscriber.status("plain").reason or "security" in subscriber.status("plain").reason
+        )
         assert subscriber.status("stranger").seq == subscriber.status("plain").seq == -1
     publisher.shutdown()
 

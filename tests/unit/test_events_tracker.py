@@ -1,4 +1,6 @@
-"""The tracker: chunks announced as blocks, removed as the same blocks, and nothing kept of what is not held."""
+"""The tracker: chunks announced as blocks, removed as the same blocks, and nothing kept of what
+is not held.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def make(prompt: Prompt, *chunks: int, group: Group | None = None) -> Offloading
     return tracker
 
 
-def told(tracker: OffloadingEventsTracker, removed: bool, *keys: OffloadKey, medium: str = "CPU") -> list[KVCacheEvent]:
+def told(
+    tracker: OffloadingEventsTracker, removed: bool, *keys: OffloadKey, medium: str = "CPU"
+) -> list[KVCacheEvent]:
     events = tracker.take_events([OffloadingEvent(list(keys), medium, removed)])
     tracker.check()
     return events
@@ -181,7 +185,9 @@ def test_a_chunk_that_moves_within_one_call_stays_described() -> None:
     prompt = Prompt()
     tracker, key = make(prompt, 0), prompt.key(0)
     told(tracker, False, key)
-    moved = tracker.take_events([OffloadingEvent([key], "CPU", True), OffloadingEvent([key], "STORAGE", False)])
+    moved = tracker.take_events(
+        [OffloadingEvent([key], "CPU", True), OffloadingEvent([key], "STORAGE", False)]
+    )
     assert moved[1].token_ids == list(range(8))  # type: ignore[attr-defined]
     tracker.check()
 
@@ -193,7 +199,9 @@ def test_what_another_medium_told_without_a_description_is_removed_without() -> 
     told(tracker, False, key, medium="STORAGE")
     tracker.record_store(prompt, Group(), 0, key)
     told(tracker, False, key)
-    assert told(tracker, True, key, medium="STORAGE") == [BlockRemoved([block(prompt, 1)], "STORAGE", group_idx=0)]
+    assert told(tracker, True, key, medium="STORAGE") == [
+        BlockRemoved([block(prompt, 1)], "STORAGE", group_idx=0)
+    ]
 
 
 def test_what_other_media_hold_outlives_a_new_store() -> None:
@@ -226,10 +234,18 @@ def test_blocks_that_chunks_share_are_stored_with_the_first_and_removed_with_the
     assert below.block_hashes == [block(other, 0), block(other, 1)], "media are apart"  # type: ignore[attr-defined]
     again = [(event.medium, event.block_hashes) for event in tracker.retell()]  # type: ignore[attr-defined]
     both = [block(prompt, 0), block(prompt, 1)]
-    assert again == [("CPU", both), ("CPU", [block(other, 1)]), ("STORAGE", [block(other, 0), block(other, 1)])]
+    assert again == [
+        ("CPU", both),
+        ("CPU", [block(other, 1)]),
+        ("STORAGE", [block(other, 0), block(other, 1)]),
+    ]
     assert told(tracker, True, first) == [BlockRemoved([block(prompt, 1)], "CPU", group_idx=0)]
-    assert told(tracker, True, second) == [BlockRemoved([block(prompt, 0), block(other, 1)], "CPU", group_idx=0)]
-    assert told(tracker, True, second, medium="STORAGE") == [BlockRemoved(below.block_hashes, "STORAGE", group_idx=0)]  # type: ignore[attr-defined]
+    assert told(tracker, True, second) == [
+        BlockRemoved([block(prompt, 0), block(other, 1)], "CPU", group_idx=0)
+    ]
+    assert told(tracker, True, second, medium="STORAGE") == [
+        BlockRemoved(below.block_hashes, "STORAGE", group_idx=0)
+    ]  # type: ignore[attr-defined]
     assert len(tracker) == 0
 
 
@@ -269,11 +285,13 @@ def test_the_check_finds_a_wrong_key() -> None:
         tracker.check()
 
 
-# -- in the scheduler -----------------------------------------------------------------------------------------------------
+# -- in the scheduler ------------------------------------------------------------------------------
 
 
 class Listener:
-    """Keeps what the stream says is held in a plain set; stored blocks must come with their tokens, and once."""
+    """Keeps what the stream says is held in a plain set; stored blocks must come with their tokens, and
+    once.
+    """
 
     def __init__(self) -> None:
         self.held: set[tuple[bytes, int | None]] = set()
@@ -304,7 +322,9 @@ class Listener:
         assert hashes == event.block_hashes
 
 
-def ready_blocks(host: Host, prompts: list[list[int]], per_chunk: int, windows: int) -> set[tuple[bytes, int]]:
+def ready_blocks(
+    host: Host, prompts: list[list[int]], per_chunk: int, windows: int
+) -> set[tuple[bytes, int]]:
     """Return what a listener must hold, from what the pool has ready."""
     manager = host.scheduler.manager
     assert isinstance(manager, CPUOffloadingManager)
@@ -326,7 +346,9 @@ def ready_blocks(host: Host, prompts: list[list[int]], per_chunk: int, windows: 
 @pytest.mark.parametrize("per_chunk", [1, 2, 3])
 @pytest.mark.parametrize("windows", [(None,), (None, 8)])
 def test_the_stream_says_what_the_pool_holds(per_chunk: int, windows: tuple[int | None, ...]) -> None:
-    """Stores that succeed, fail and half fail, shared prefixes that end inside a chunk, evictions and resets."""
+    """Stores that succeed, fail and half fail, shared prefixes that end inside a chunk, evictions and
+    resets.
+    """
     rng, listener, prompts = Random(0), Listener(), list[list[int]]()
     host = make_host(num_slots=24, windows=windows, blocks_per_chunk=per_chunk)
     running: dict[int, Request] = {}
@@ -368,7 +390,8 @@ def test_switched_off_the_stream_has_hashes_alone() -> None:
     host.cache(Request("a", list(range(8))))
     events = list(host.scheduler.take_events())
     assert [(event.block_hashes, event.block_size) for event in events] == [  # type: ignore[attr-defined]
-        ([get_offload_block_hash(make_offload_key(each, 0))], 0) for each in hash_blocks(list(range(8)), BLOCK)
+        ([get_offload_block_hash(make_offload_key(each, 0))], 0)
+        for each in hash_blocks(list(range(8)), BLOCK)
     ]
     assert not host.scheduler._tracker.enabled
 

@@ -48,7 +48,9 @@ def stored(**changes: object) -> BlockStored:
 
 def batch() -> KVEventBatch:
     first = stored(block_hashes=[b"\xaa" * 4], token_ids=[1, 2], medium=MEDIUM_CPU, group_idx=0)
-    return KVEventBatch(ts=1.5, events=[first, BlockRemoved([7], MEDIUM_CPU, group_idx=0), AllBlocksCleared()])
+    return KVEventBatch(
+        ts=1.5, events=[first, BlockRemoved([7], MEDIUM_CPU, group_idx=0), AllBlocksCleared()]
+    )
 
 
 def test_writes_the_bytes_of_vllm() -> None:
@@ -85,7 +87,11 @@ def test_fields_stand_in_the_order_of_vllm() -> None:
         "session_id",
     )
     assert BlockRemoved.__struct_fields__ == ("block_hashes", "medium", "group_idx", "locality", "ownership")
-    assert EventBatch.__struct_fields__ == KVEventBatch.__struct_fields__ == ("ts", "events", "data_parallel_rank")
+    assert (
+        EventBatch.__struct_fields__
+        == KVEventBatch.__struct_fields__
+        == ("ts", "events", "data_parallel_rank")
+    )
     assert (MEDIUM_GPU, MEDIUM_CPU, MEDIUM_STORAGE) == ("GPU", "CPU", "STORAGE")
 
 
@@ -123,7 +129,9 @@ def test_events_count_in_sets() -> None:
 
 def test_decoded_events_hash_like_the_originals() -> None:
     event = stored(**EVERY_FIELD)
-    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(KVEventBatch(0.0, [event])), type=KVEventBatch).events[0]
+    decoded = msgspec.msgpack.decode(
+        msgspec.msgpack.encode(KVEventBatch(0.0, [event])), type=KVEventBatch
+    ).events[0]
     assert decoded == event
     assert hash(decoded) == hash(event)
 
@@ -160,7 +168,11 @@ FOUR = stored(
 def test_blocks_of_an_event(start: int, stop: int, parent: int, tokens: list[int], extra: list[Any]) -> None:
     part = blocks_of(FOUR, start, stop)
     assert part == stored(
-        block_hashes=[1, 2, 3, 4][start:stop], parent_block_hash=parent, token_ids=tokens, extra_keys=extra, group_idx=3
+        block_hashes=[1, 2, 3, 4][start:stop],
+        parent_block_hash=parent,
+        token_ids=tokens,
+        extra_keys=extra,
+        group_idx=3,
     )
 
 

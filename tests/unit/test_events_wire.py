@@ -1,4 +1,6 @@
-"""The bytes of the event stream: vLLM's exactly going out, whatever the field sends coming in, and the digest."""
+"""The bytes of the event stream: vLLM's exactly going out, whatever the field sends coming in, and the
+digest.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +40,14 @@ TS = b"\xcb" + struct.pack(">d", 1.5)
 
 def stored(hashes: list[Any], parent: Any = None, **more: Any) -> BlockStored:
     values: dict[str, Any] = {"token_ids": [5] * 2 * len(hashes), "block_size": 2} | more
-    return BlockStored(hashes, parent, lora_id=None, medium=values.pop("medium", "GPU"), lora_name=None, **values)
+    return BlockStored(
+        hashes, parent, lora_id=None, medium=values.pop("medium", "GPU"), lora_name=None, **values
+    )
 
 
-def frame(events: list[Any], *, encoding: str = "map", mark: Mark | None = None, version: str = "0.32") -> bytes:
+def frame(
+    events: list[Any], *, encoding: str = "map", mark: Mark | None = None, version: str = "0.32"
+) -> bytes:
     encoder = EventEncoder(encoding, version)
     marks = [] if mark is None else [encoder.mark(mark)]
     return frame_batch(1.5, [*map(encoder.event, events), *marks], 0)
@@ -52,7 +58,7 @@ def pack(*events: Any, rank: Any = 0) -> bytes:
     return msgspec.msgpack.encode([1.5, events, rank])
 
 
-# -- out ------------------------------------------------------------------------------------------------------------------
+# -- out -------------------------------------------------------------------------------------------
 
 EVENTS = [
     BlockStored([b"\xaa" * 4], None, [1, 2], 2, lora_id=None, medium="CPU", lora_name=None, group_idx=0),
@@ -110,7 +116,9 @@ FIELDS = [
 def test_arrays_of_an_engines_own_classes_have_those_fields_too() -> None:
     """They had those of a removal, whatever they were."""
     encoder = EventEncoder("array", "0.10.2")
-    own = msgspec.defstruct("BlockStored", [(name, object) for name in BlockStored.__struct_fields__], tag=True)
+    own = msgspec.defstruct(
+        "BlockStored", [(name, object) for name in BlockStored.__struct_fields__], tag=True
+    )
     event = BlockStored([1], None, [2, 3], 2, None, "GPU", None)
     assert encoder.event(own(*msgspec.structs.astuple(event))) == encoder.event(event)
 
@@ -124,7 +132,9 @@ def test_arrays_have_the_fields_of_their_version(version: str, of_stored: int, o
         (BlockRemoved([1], "GPU", ownership="o"), of_removed),
     ):
         name, *values = msgspec.msgpack.decode(encoder.event(event))
-        expected = [list(each) if isinstance(each, tuple) else each for each in msgspec.structs.astuple(event)]
+        expected = [
+            list(each) if isinstance(each, tuple) else each for each in msgspec.structs.astuple(event)
+        ]
         assert (name, values) == (type(event).__name__, expected[:count])
 
 
@@ -141,7 +151,7 @@ def test_what_cannot_be_encoded_raises(encoding: str) -> None:
             EventEncoder(encoding).event(BlockRemoved([bad], "GPU"))  # type: ignore[list-item]
 
 
-# -- in -------------------------------------------------------------------------------------------------------------------
+# -- in --------------------------------------------------------------------------------------------
 
 hashes_of = st.integers(-(1 << 63), U64) | st.binary(min_size=1, max_size=32)
 names = st.none() | st.text(max_size=8)
@@ -154,7 +164,8 @@ stored_events = st.builds(
     lora_id=st.none() | st.integers(0, 9),
     medium=names,
     lora_name=names,
-    extra_keys=st.none() | st.lists(st.none() | st.tuples(st.just("kvtier") | st.text(max_size=3)), max_size=3),
+    extra_keys=st.none()
+    | st.lists(st.none() | st.tuples(st.just("kvtier") | st.text(max_size=3)), max_size=3),
     group_idx=st.none() | st.integers(0, 9),
     kv_cache_spec_kind=names,
     kv_cache_spec_sliding_window=st.none() | st.integers(0, 999),
@@ -191,7 +202,8 @@ def test_what_was_encoded_is_decoded(encoding: Encoding, events: list[Any], mark
 def test_the_publics_batch_is_read() -> None:
     assert decode_batch(AS_MAPS) == DecodedBatch(1.5, EVENTS, None)
     bare = [
-        msgspec.structs.replace(event, group_idx=None) if hasattr(event, "group_idx") else event for event in EVENTS
+        msgspec.structs.replace(event, group_idx=None) if hasattr(event, "group_idx") else event
+        for event in EVENTS
     ]
     assert decode_batch(AS_ARRAYS) == DecodedBatch(1.5, bare, 0)
 
@@ -270,11 +282,18 @@ def test_fewer_fields_than_the_newest_are_understood() -> None:
 @pytest.mark.parametrize("tokens", [True, False])
 @pytest.mark.parametrize("slot", [["full", "swa"], {"salt": "s"}, 5])
 def test_sglang_goes_its_own_way_behind_the_medium(slot: Any, tokens: bool) -> None:
-    batch = decode_batch(pack([*STORED, "CPU_PINNED", slot], ["BlockRemoved", [3], "DISK", slot, "x"]), tokens)
+    batch = decode_batch(
+        pack([*STORED, "CPU_PINNED", slot], ["BlockRemoved", [3], "DISK", slot, "x"]), tokens
+    )
     first, second = batch.events
     assert batch.skipped == 0
     assert isinstance(first, BlockStored)
-    assert (first.block_hashes, first.medium, first.block_size, first.lora_name) == ([1, 2], "CPU_PINNED", 1, None)
+    assert (first.block_hashes, first.medium, first.block_size, first.lora_name) == (
+        [1, 2],
+        "CPU_PINNED",
+        1,
+        None,
+    )
     assert first.token_ids == ([5, 6] if tokens else [])
     assert isinstance(second, BlockRemoved)
     assert (second.block_hashes, second.medium) == ([3], "DISK")
@@ -290,8 +309,14 @@ def test_sglangs_salt_is_an_extra_key_of_a_chains_first_block(
     as_map = dict(zip(names, STORED, strict=True)) | {"medium": "GPU", "cache_salt": "s"}
     begins = [as_map | besides] if besides else [as_map, [*STORED, "GPU", {"cache_salt": "s"}]]
     for first in begins:
-        batch = decode_batch(pack(first, as_map | {"parent_block_hash": 2}, as_map | {"cache_salt": 5}), tokens)
-        assert [each.extra_keys for each in batch.events if isinstance(each, BlockStored)] == [[keys, None], None, None]
+        batch = decode_batch(
+            pack(first, as_map | {"parent_block_hash": 2}, as_map | {"cache_salt": 5}), tokens
+        )
+        assert [each.extra_keys for each in batch.events if isinstance(each, BlockStored)] == [
+            [keys, None],
+            None,
+            None,
+        ]
         assert batch.events[0].token_ids == ([5, 6] if tokens else [])  # type: ignore[union-attr]
         assert batch.skipped == 0
 
@@ -299,7 +324,13 @@ def test_sglangs_salt_is_an_extra_key_of_a_chains_first_block(
 @pytest.mark.parametrize("form", [list, dict])
 def test_pairs_for_tokens_cost_the_tokens_only(form: type) -> None:
     pairs = [[1, 2], [2, 3]]
-    values = {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": 9, "token_ids": pairs, "block_size": 2}
+    values = {
+        "type": "BlockStored",
+        "block_hashes": [1],
+        "parent_block_hash": 9,
+        "token_ids": pairs,
+        "block_size": 2,
+    }
     event = values if form is dict else list(values.values())
     assert decode_batch(pack(event)) == DecodedBatch(1.5, [BlockStored([1], 9, [], 2, None, None, None)], 0)
 
@@ -342,7 +373,11 @@ def test_what_is_no_batch_is_refused(payload: bytes) -> None:
 @pytest.mark.parametrize("tokens", [True, False])
 def test_mutated_bytes_never_crash(encoding: str, tokens: bool) -> None:
     rng = random.Random(0)
-    good = frame([stored([1, U64], 3), *EVENTS, BlockRemoved([b"x" * 32], None)], encoding=encoding, mark=Mark(1, 2, 3))
+    good = frame(
+        [stored([1, U64], 3), *EVENTS, BlockRemoved([b"x" * 32], None)],
+        encoding=encoding,
+        mark=Mark(1, 2, 3),
+    )
     read = 0
     for _ in range(4000):
         raw = bytearray(good)
@@ -358,7 +393,7 @@ def test_mutated_bytes_never_crash(encoding: str, tokens: bool) -> None:
     assert 100 < read < 4000, "most mutations break the frame, some do not"
 
 
-# -- marks ----------------------------------------------------------------------------------------------------------------
+# -- marks -----------------------------------------------------------------------------------------
 
 MARK = Mark(epoch=U64, blocks=12, digest=1 << 63)
 
@@ -380,7 +415,10 @@ def test_the_last_mark_of_a_batch_counts(encoding: str) -> None:
 
 def test_only_an_event_of_no_blocks_carries_a_mark() -> None:
     mark = {"epoch": 1, "blocks": 2, "digest": 3}
-    for carrier in (REMOVED | {"kvtier": mark}, ["BlockRemoved", [1], "CPU", None, None, None, {"kvtier": mark}]):
+    for carrier in (
+        REMOVED | {"kvtier": mark},
+        ["BlockRemoved", [1], "CPU", None, None, None, {"kvtier": mark}],
+    ):
         batch = decode_batch(pack(carrier))
         assert (batch.mark, batch.events) == (None, [BlockRemoved([1], "CPU")])
 
@@ -397,7 +435,7 @@ def test_text_that_looks_like_a_mark_is_text() -> None:
         assert decode_batch(frame(events, encoding=encoding)).events == events
 
 
-# -- digest ---------------------------------------------------------------------------------------------------------------
+# -- digest ----------------------------------------------------------------------------------------
 
 HASH = 0x1234_5678_9ABC_DEF0
 
@@ -422,14 +460,23 @@ def test_a_removal_takes_its_store_back(events: list[Any]) -> None:
 
 
 @settings(max_examples=30)
-@given(st.lists(stored_events | removed_events, max_size=4), st.lists(stored_events | removed_events, max_size=4))
+@given(
+    st.lists(stored_events | removed_events, max_size=4),
+    st.lists(stored_events | removed_events, max_size=4),
+)
 def test_changes_add_up_and_a_clear_starts_over(before: list[Any], after: list[Any]) -> None:
     one, other, both = change_of(before), change_of(after), change_of([*before, *after])
     assert both == (False, one.blocks + other.blocks, (one.digest + other.digest) & U64)
     assert change_of([*before, AllBlocksCleared(), *after]) == other._replace(cleared=True)
 
 
-PLACES: list[dict[str, Any]] = [{}, {"medium": "CPU"}, {"group_idx": 1}, {"ownership": "disk"}, {"locality": "REMOTE"}]
+PLACES: list[dict[str, Any]] = [
+    {},
+    {"medium": "CPU"},
+    {"group_idx": 1},
+    {"ownership": "disk"},
+    {"locality": "REMOTE"},
+]
 
 
 def test_the_same_hash_in_another_place_is_another_block() -> None:

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 PROMISED = {
-    "kvtier.config": {"CPUConfig", "GroupConfig", "KVTierConfig", "OffloadingConfig", "parse_duration", "parse_size"},
+    "kvtier.config": {
+        "CPUConfig",
+        "GroupConfig",
+        "KVTierConfig",
+        "OffloadingConfig",
+        "parse_duration",
+        "parse_size",
+    },
     "kvtier.connector": {
         "ConnectorRole",
         "KVConnectorOutput",

@@ -1,4 +1,6 @@
-"""The fault kit: faults happen as planned, are reported as the contract says, and what did not arrive is poisoned."""
+"""The fault kit: faults happen as planned, are reported as the contract says, and what did not arrive is
+poisoned.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,14 @@ def test_a_failed_store_poisons_its_slots() -> None:
     assert rig.store.transfer_async(0, STORE)
     assert over(rig.store, 0) == (False, (0, 1, 3, 4))
     image = rig.caches.groups[0].bytes_per_block
-    assert [set(row[:image].tolist()) for row in rig.rows[:6]] == [{POISON}, {POISON}, {1}, {POISON}, {POISON}, {1}]
+    assert [set(row[:image].tolist()) for row in rig.rows[:6]] == [
+        {POISON},
+        {POISON},
+        {1},
+        {POISON},
+        {POISON},
+        {1},
+    ]
     rig.close()
 
 
@@ -151,7 +160,9 @@ def test_without_faults_bytes_arrive() -> None:
 def test_faults_follow_from_the_seed_and_the_job() -> None:
     def fates(seed: int) -> list[object]:
         plan = FaultPlan(seed, 0.3)
-        return [plan.choose(way, job_id) for way in (("GPU", "CPU"), ("CPU", "GPU")) for job_id in range(500)]
+        return [
+            plan.choose(way, job_id) for way in (("GPU", "CPU"), ("CPU", "GPU")) for job_id in range(500)
+        ]
 
     assert fates(1) == fates(1)
     assert fates(1) != fates(2)

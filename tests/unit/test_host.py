@@ -1,4 +1,6 @@
-"""What the contract of handlers leaves open and the host handlers promise: pieces, locks, refusals, threads."""
+"""What the contract of handlers leaves open and the host handlers promise: pieces, locks,
+refusals, threads.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +132,14 @@ def test_a_job_that_hangs_halfway_is_ended_by_its_deadline(rig: Rig) -> None:
     rig.load.probe = None
     assert rig.load.transfer_async(2, (CPULoadStoreSpec([6]), GPULoadStoreSpec([10])))
     assert finish(rig.load, 2).success
-    assert [rig.arrived(0, block) for block in (1, 2, 3, 4, 9, 10)] == [True, True, False, False, False, True]
+    assert [rig.arrived(0, block) for block in (1, 2, 3, 4, 9, 10)] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+        True,
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -204,7 +213,9 @@ def test_a_full_handler_refuses_until_a_job_is_over(rig: Rig) -> None:
     assert not rig.store.transfer_async(5, (GPULoadStoreSpec([1]), CPULoadStoreSpec([0])))
 
 
-def test_a_bug_in_the_copy_is_a_failed_job_and_the_thread_lives(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bug_in_the_copy_is_a_failed_job_and_the_thread_lives(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
     def explode(job: HostJob) -> None:
         raise ZeroDivisionError("a bug")
 

@@ -48,7 +48,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": BELOW_ENGINE,
     "integrations": BELOW_ENGINE | {"__version__"},
 }
-"""What each part of kvtier may import from the others, lazily or not. Below are those that may import anything."""
+"""What each part of kvtier may import from the others, lazily or not.
+
+Below are those that may import anything.
+"""
 ON_TOP = {"__main__", "cli", "demo", "planner", "report", "testing"}
 
 NEED_TORCH = (
@@ -102,7 +105,9 @@ def broken_rules(root: Path = PACKAGE) -> list[str]:
 
 
 def run_python(code: str) -> None:
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -136,7 +141,8 @@ def test_the_rule_catches(tmp_path: Path, statement: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "statement", ["from kvtier.keys import OffloadKey", "from .lru import x", "import torch", "from ..errors import y"]
+    "statement",
+    ["from kvtier.keys import OffloadKey", "from .lru import x", "import torch", "from ..errors import y"],
 )
 def test_the_rule_allows(tmp_path: Path, statement: str) -> None:
     (tmp_path / "policies").mkdir()
@@ -166,9 +172,15 @@ def test_all_but_the_engine_imports_without_torch() -> None:
 
 
 def test_a_source_tree_knows_its_version() -> None:
-    """Nothing but the source may be needed: without site-packages there is no metadata, and no dependency either."""
-    code = f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r}); import kvtier; print(kvtier.__version__)"
-    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, timeout=60)
+    """Nothing but the source may be needed: without site-packages there is no metadata, and no dependency
+    either.
+    """
+    code = (
+        f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r}); import kvtier; print(kvtier.__version__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.strip() == kvtier.__version__, done.stderr
 
 

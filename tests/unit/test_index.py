@@ -95,7 +95,10 @@ class Model:
 
 hashes_st = st.lists(st.integers(0, 11) | st.sampled_from([1 << 63, (1 << 64) - 1]), max_size=6)
 places_st = st.fixed_dictionaries(
-    {"medium": st.sampled_from([None, "GPU", "CPU", "STORAGE", "DISK"]), "ownership": st.sampled_from([None, "fs"])}
+    {
+        "medium": st.sampled_from([None, "GPU", "CPU", "STORAGE", "DISK"]),
+        "ownership": st.sampled_from([None, "fs"]),
+    }
 )
 events_st = st.one_of(
     st.builds(lambda hashes, place: stored(hashes, **place), hashes_st, places_st),
@@ -103,7 +106,10 @@ events_st = st.one_of(
     st.just(AllBlocksCleared()),
 )
 steps_st = st.lists(
-    st.tuples(st.sampled_from(["a", "b", "c"]), st.lists(events_st, max_size=3) | st.sampled_from(["clear", "remove"])),
+    st.tuples(
+        st.sampled_from(["a", "b", "c"]),
+        st.lists(events_st, max_size=3) | st.sampled_from(["clear", "remove"]),
+    ),
     max_size=25,
 )
 
@@ -143,19 +149,27 @@ def test_answers_are_those_of_the_model(counting: Any, steps: Any, query: list[i
         encoder, decoder = EventEncoder(), index.decoder()
 
         def decode(events: list[Any], encoder: Any = encoder, decoder: Any = decoder) -> Any:
-            return decoder(frame_batch(1.0, [encoder.event(event) for event in events], 0)) if raw else batch(*events)
+            return (
+                decoder(frame_batch(1.0, [encoder.event(event) for event in events], 0))
+                if raw
+                else batch(*events)
+            )
 
         run(index, model, steps, decode)
         index.check()
         assert_same(index, model, query)
         for name in model.workers:
-            tiers = {(each, tier_of(place[0])) for (place, each), count in model.workers[name].items() if count}
+            tiers = {
+                (each, tier_of(place[0])) for (place, each), count in model.workers[name].items() if count
+            }
             assert held_by(index, name) == tiers
         assert index.stats().dropped == 0
 
 
 def test_many_workers_and_blocks(form: str) -> None:
-    """Over 64 workers, so that holder sets take two words, and enough blocks for segments to split many times."""
+    """Over 64 workers, so that holder sets take two words, and enough blocks for segments to split many
+    times.
+    """
     rng, index, model = random.Random(3), PrefixIndex(form=form, budget=8 * MiB), Model("set")
     keys = [rng.getrandbits(64) for _ in range(6000)]
     for _ in range(150):
@@ -288,7 +302,9 @@ def test_removed_blocks_leave_no_trace(form: str) -> None:
 def test_groups_without_full_attention_are_left_out(form: str) -> None:
     index = PrefixIndex(form=form, budget=MiB)
     window = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window"}
-    index.apply("a", batch(stored([1, 2], **window), stored([1], group_idx=0, kv_cache_spec_kind="full_attention")))
+    index.apply(
+        "a", batch(stored([1, 2], **window), stored([1], group_idx=0, kv_cache_spec_kind="full_attention"))
+    )
     index.apply("a", batch(removed([1], group_idx=1), stored([7], group_idx=2)))
     assert index.match([1, 2]).any.tolist() == [1]
     assert index.stats().ignored == 3
@@ -308,7 +324,8 @@ def test_tokens_are_hashed_as_the_engine_does(form: str) -> None:
     tokens = list(range(14))
     plain = [hash_to_u64(each) for each in hash_blocks(tokens, 4, seed="s")]
     special = [
-        hash_to_u64(each) for each in hash_blocks(tokens, 4, seed="s", extra_keys={0: [LoRAKey("x"), SaltKey("y")]})
+        hash_to_u64(each)
+        for each in hash_blocks(tokens, 4, seed="s", extra_keys={0: [LoRAKey("x"), SaltKey("y")]})
     ]
     index.apply("a", batch(stored(plain)))
     index.apply("b", batch(stored(special[:2])))
@@ -353,7 +370,9 @@ def test_too_many_workers_are_refused(form: str) -> None:
 
 @pytest.mark.parametrize("keys", ["engine", "xxh3"])
 def test_batches_applied_together_are_batches_applied_one_by_one(form: str, keys: Any) -> None:
-    """With a mark among them, which is decoded and not scanned; tokens of later batches must not be taken for earlier ones'."""
+    """With a mark among them, which is decoded and not scanned; tokens of later batches must not be taken
+    for earlier ones'.
+    """
     rng = random.Random(4)
     together, singly = (
         PrefixIndex(form=form, keys=keys, block_size=2, budget=4 * MiB, counting="count") for _ in range(2)

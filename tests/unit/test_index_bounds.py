@@ -1,4 +1,7 @@
-"""What an index cannot take it says: other block sizes, places too many, orphans too many. And what it may not claim."""
+"""What an index cannot take it says: other block sizes, places too many, orphans too many.
+
+And what it may not claim.
+"""
 
 from __future__ import annotations
 
@@ -64,11 +67,15 @@ def test_a_block_counts_if_all_groups_of_full_attention_hold_it(form: str, keys:
     assert {entry[1:] for part in index.dump() for entry in part} == {(1, StorageTier.GPU)}
     assert index.worker_stats("a").blocks[StorageTier.GPU] == 1
     send(index, "a", stored(blocks, medium="CPU", group_idx=0))
-    assert index.match(index.hash_tokens(tokens_of(blocks)) if keys == "xxh3" else blocks).reach.tolist() == [[1, 1, 1]]
+    assert index.match(
+        index.hash_tokens(tokens_of(blocks)) if keys == "xxh3" else blocks
+    ).reach.tolist() == [[1, 1, 1]]
     send(
         index, "a", stored(blocks, medium="CPU", group_idx=1)
     )  # known by now, though the event does not say what it is
-    assert index.match(index.hash_tokens(tokens_of(blocks)) if keys == "xxh3" else blocks).reach.tolist() == [[1, 4, 4]]
+    assert index.match(
+        index.hash_tokens(tokens_of(blocks)) if keys == "xxh3" else blocks
+    ).reach.tolist() == [[1, 4, 4]]
 
 
 @pytest.mark.parametrize("keys", KEYS)
@@ -136,13 +143,17 @@ def test_the_block_size_is_learnt_from_the_first_store(form: str, keys: Any) -> 
 
 
 @pytest.mark.parametrize("keys", KEYS)
-def test_another_block_size_is_refused_loudly(form: str, keys: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_block_size_is_refused_loudly(
+    form: str, keys: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     index = PrefixIndex(form=form, keys=keys, block_size=16, budget=4 * MiB)
     with caplog.at_level(logging.WARNING, "kvtier.index"):
         for n in range(5):
             send(index, "a", stored([n + 1], size=32))
         send(index, "b", stored([1], size=16))
-    assert index.incomplete() == {"a": "events have blocks of 32 tokens, the index has 16: register with block_size 32"}
+    assert index.incomplete() == {
+        "a": "events have blocks of 32 tokens, the index has 16: register with block_size 32"
+    }
     assert len([record for record in caplog.records if "'a'" in record.message]) == 1
     assert (index.stats().refused, index.stats().blocks) == (5, 1)
     send(index, "a", AllBlocksCleared(), stored([1], size=16))
@@ -195,7 +206,10 @@ def test_an_orphan_weighs_no_more_than_is_counted(size: int) -> None:
         for n in range(1500):
             hashes = [(7 << 60) + 8 * n + i for i in range(8)]
             index.apply(
-                "a", DecodedBatch(1.0, [stored(hashes, (3 << 60) + n, size=size, extra_keys=[(("cat", 0),)] * 8)], 0)
+                "a",
+                DecodedBatch(
+                    1.0, [stored(hashes, (3 << 60) + n, size=size, extra_keys=[(("cat", 0),)] * 8)], 0
+                ),
             )
         gc.collect()
         taken = tracemalloc.get_traced_memory()[0] - before
@@ -217,7 +231,7 @@ def test_salted_names_and_duplicates_take_of_the_budget(form: str) -> None:
     index.check()
 
 
-# -- told in parts, and in two forms ---------------------------------------------------------------------------------------------
+# -- told in parts, and in two forms ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("keys", KEYS)
@@ -239,14 +253,18 @@ def test_a_dump_is_told_in_parts_between_which_the_index_may_change(form: str, k
         told += part
         if number < 20:
             store(comes[number * 1000 : (number + 1) * 1000])
-            index.apply("a", DecodedBatch(1.0, [BlockRemoved(goes[number * 1000 : (number + 1) * 1000], "GPU")], 0))
+            index.apply(
+                "a", DecodedBatch(1.0, [BlockRemoved(goes[number * 1000 : (number + 1) * 1000], "GPU")], 0)
+            )
     assert len(told) == len(set(told))
     hashes = {engine_hash for _, engine_hash, _ in told}
     assert set(stays) <= hashes <= {*stays, *goes, *comes}
 
 
 def test_an_index_that_goes_over_answers_and_learns_meanwhile() -> None:
-    """Two threads: one applies and asks, the other moves; nothing is lost, and an ask never waits for more than a slice."""
+    """Two threads: one applies and asks, the other moves; nothing is lost, and an ask never waits for more
+    than a slice.
+    """
     pytest.importorskip("numba")
     index = PrefixIndex(form="auto", keys="xxh3", block_size=4, budget=64 * MiB, counting="count")
     decode, encoder, parent = index.decoder(), EventEncoder(), None
@@ -293,7 +311,9 @@ def test_an_index_stays_plain_where_the_compiled_form_finds_no_room() -> None:
 
 
 def test_a_full_book_of_names_keeps_those_of_the_batch_under_way() -> None:
-    """The book makes room by forgetting what the table does not hold: by then it must hold the batch's first stores."""
+    """The book makes room by forgetting what the table does not hold: by then it must hold the batch's first
+    stores.
+    """
     index = PrefixIndex(form="python", keys="xxh3", block_size=1, budget=1_200_000)  # 3,281 names
     gone, kept, first, second = range(1, 1601), range(2001, 3601), range(4001, 4061), range(5001, 5061)
     send(index, "a", stored(list(gone), size=1))
@@ -319,7 +339,9 @@ def test_a_dump_tells_salted_blocks_in_parts_too(form: str) -> None:
 
 @pytest.mark.parametrize("medium", ["GPU", "CPU"])
 def test_a_block_has_one_name_as_long_as_it_is_held(form: str, medium: str) -> None:
-    """Under a second one, no removal would find the first: what was said twice is refused, and that is said."""
+    """Under a second one, no removal would find the first: what was said twice is refused, and
+    that is said.
+    """
     index = PrefixIndex(form=form, keys="xxh3", block_size=1, budget=4 * MiB)
     other = BlockStored([7], None, [8], 1, None, medium, None)
     send(index, "a", stored([7], size=1))

@@ -1,11 +1,12 @@
-"""The index beside a naive model, over thousands of random histories: it never claims more, and where nothing was refused and
-nothing waits it claims the same.
+"""The index beside a naive model, over thousands of random histories: it never claims more, and where
+nothing was refused and nothing waits it claims the same.
 
-A history has several workers (ranks of an instance among them), each with groups of its own; stores in any order, so that
-parents come late or never; stores without tokens; duplicates; removals of what is held and of what is not; media and owners;
-adapters by name and by number, salts, images and embeddings; clears in the stream, resets and removals of workers; sometimes
-a wrong block size, and a budget that is soon spent. It is applied as objects, as decoded bytes and several batches at once;
-an index of form `auto` goes over to the compiled form in the middle. `KVTIER_HISTORIES` sets how many there are.
+A history has several workers (ranks of an instance among them), each with groups of its own; stores in any
+order, so that parents come late or never; stores without tokens; duplicates; removals of what is held and of
+what is not; media and owners; adapters by name and by number, salts, images and embeddings; clears in the
+stream, resets and removals of workers; sometimes a wrong block size, and a budget that is soon spent. It is
+applied as objects, as decoded bytes and several batches at once; an index of form `auto` goes over to the
+compiled form in the middle. `KVTIER_HISTORIES` sets how many there are.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ SIZE = 4
 IMAGE = "0123456789abcdef" * 4
 
 
-# -- what engines cache ----------------------------------------------------------------------------------------------------------
+# -- what engines cache ----------------------------------------------------------------------------
 
 
 class Block(NamedTuple):
@@ -49,7 +50,9 @@ class Block(NamedTuple):
 
 
 def forest(rng: Random) -> list[Block]:
-    """Make prompts that share prefixes, some of which differ only in their adapter, their salt or their images."""
+    """Make prompts that share prefixes, some of which differ only in their adapter, their salt or their
+    images.
+    """
     blocks: list[Block] = []
     for lora in ((None, None), ("x", 3), (None, 3)):
         for salt in (None, "tenant"):
@@ -57,7 +60,9 @@ def forest(rng: Random) -> list[Block]:
                 mine = [block for block in blocks if (block.lora, block.salt) == (lora, salt)]
                 parent = rng.choice([*mine, None])
                 tokens = tuple(rng.choice(((1, 2, 3, 4), (5, 6, 7, 8))))
-                extra = rng.choice([None, None, (("cat.png", 0),), ((IMAGE, 3),), (b"embeddings",), (("dog.png", 0),)])
+                extra = rng.choice(
+                    [None, None, (("cat.png", 0),), ((IMAGE, 3),), (b"embeddings",), (("dog.png", 0),)]
+                )
                 new = Block(len(blocks) + 1, parent, tokens, lora, salt, extra)
                 if not any((old.parent, old.tokens, old.extra) == (parent, tokens, extra) for old in mine):
                     blocks.append(new)
@@ -110,11 +115,13 @@ KINDS: list[tuple[str | None, ...]] = [
 ]
 
 
-# -- the model -------------------------------------------------------------------------------------------------------------------
+# -- the model -------------------------------------------------------------------------------------
 
 
 class Model:
-    """Per worker, how often it holds each block in each place, and which groups of full attention it has told of."""
+    """Per worker, how often it holds each block in each place, and which groups of full attention it has
+    told of.
+    """
 
     def __init__(self, counting: str) -> None:
         self.counting = counting
@@ -155,7 +162,9 @@ class Model:
         on = [set[StorageTier]() if number is None else self.tiers(worker, number) for number in hashes]
 
         def lead(start: int, *wanted: StorageTier) -> int:
-            return start + len(list(takewhile(lambda tiers: any(tier in tiers for tier in wanted), on[start:])))
+            return start + len(
+                list(takewhile(lambda tiers: any(tier in tiers for tier in wanted), on[start:]))
+            )
 
         reach, at = [], 0
         for tier in StorageTier:
@@ -172,7 +181,7 @@ class Model:
         }
 
 
-# -- a history -------------------------------------------------------------------------------------------------------------------
+# -- a history -------------------------------------------------------------------------------------
 
 
 class History:
@@ -221,7 +230,10 @@ class History:
             self.index.remove_worker(engine.name)
             self.model.forget(engine.name)
         else:
-            batches = [[self._event(engine) for _ in range(rng.randrange(1, 5))] for _ in range(rng.choice([1, 1, 3]))]
+            batches = [
+                [self._event(engine) for _ in range(rng.randrange(1, 5))]
+                for _ in range(rng.choice([1, 1, 3]))
+            ]
             self.index.apply_all(engine.name, [self._sent(events) for events in batches])
             for event in (event for events in batches for event in events):
                 self.model.apply(engine.name, event)
@@ -252,7 +264,7 @@ class History:
         payload = frame_batch(1.0, [self.encoder.event(event) for event in events], 0)
         return decode_batch(payload) if how < 0.3 else self.decode(payload)
 
-    # -- comparing ---------------------------------------------------------------------------------------------------------------
+    # -- comparing ---------------------------------------------------------------------------------
 
     def compare(self) -> None:
         incomplete = self.index.incomplete()
@@ -266,7 +278,9 @@ class History:
         assert self.index.stats().bytes <= self.index.stats().budget
         told, true = {entry for part in self.index.dump() for entry in part}, self.model.entries()
         assert told <= true
-        assert {entry for entry in told if entry[0] in whole} == {entry for entry in true if entry[0] in whole}
+        assert {entry for entry in told if entry[0] in whole} == {
+            entry for entry in true if entry[0] in whole
+        }
         for block in self.rng.sample(self.blocks, 4):
             self._ask(block.path, whole)
 
@@ -295,7 +309,8 @@ class History:
             same = [
                 other
                 for other in self.blocks
-                if (other.lora, other.salt, other.tokens, other.extra) == (block.lora, block.salt, block.tokens, None)
+                if (other.lora, other.salt, other.tokens, other.extra)
+                == (block.lora, block.salt, block.tokens, None)
                 and other.parent == parent
                 and (parent is not None or not found)
             ]

@@ -17,7 +17,15 @@ from hypothesis import strategies as st
 pytest.importorskip("numba")
 
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored, Mark
-from kvtier.events.wire import Change, DecodedBatch, EventEncoder, decode_batch, frame_batch, place_of, to_u64
+from kvtier.events.wire import (
+    Change,
+    DecodedBatch,
+    EventEncoder,
+    decode_batch,
+    frame_batch,
+    place_of,
+    to_u64,
+)
 from kvtier.index.base import Op
 from kvtier.index.compiled.changes import apply
 from kvtier.index.compiled.jit import COMPILED_IN, stamp_of
@@ -26,7 +34,10 @@ from kvtier.index.compiled.scan import ScannedBatch, Scanner
 from kvtier.index.places import PLACES
 
 SCANNERS = {tokens: Scanner(tokens) for tokens in (False, True)}
-ENCODERS = [EventEncoder("map"), *(EventEncoder("array", version) for version in ("0.8", "0.14", "0.23", "0.32"))]
+ENCODERS = [
+    EventEncoder("map"),
+    *(EventEncoder("array", version) for version in ("0.8", "0.14", "0.23", "0.32")),
+]
 
 hash_st = st.integers(-(1 << 63), (1 << 64) - 1) | st.integers(-40, 300)
 token_st = st.integers(0, (1 << 32) - 1) | st.integers(0, 200)
@@ -44,7 +55,9 @@ stored_st = st.builds(
     locality=st.sampled_from([None, None, "LOCAL"]),
     session_id=st.sampled_from([None, "s" * 40]),
 )
-removed_st = st.builds(BlockRemoved, st.lists(hash_st, max_size=5), st.sampled_from([None, "GPU", "CPU", "FS"]))
+removed_st = st.builds(
+    BlockRemoved, st.lists(hash_st, max_size=5), st.sampled_from([None, "GPU", "CPU", "FS"])
+)
 batches_st = st.builds(
     lambda encoder, events, rank: frame_batch(1.5, [encoder.event(each) for each in events], rank),
     st.sampled_from(ENCODERS),
@@ -102,7 +115,9 @@ def test_damaged_payloads_are_read_alike() -> None:
     scanner, seen = SCANNERS[False], SCANNERS[False].scanned
     for _ in range(8000):
         payload = damaged(rng, rng.choice(payloads))
-        assert read_by(scanner, payload) == read_by(lambda data: decode_batch(data, False), payload), payload.hex()
+        assert read_by(scanner, payload) == read_by(lambda data: decode_batch(data, False), payload), (
+            payload.hex()
+        )
     assert scanner.scanned - seen > 500, "the scanner must have read some of them itself"
 
 
@@ -137,7 +152,10 @@ def test_what_publishers_send_is_scanned_not_decoded() -> None:
     for encoder in ENCODERS:
         read = scanner(frame_batch(1.0, [encoder.event(usual), encoder.event(BlockRemoved([4], "CPU"))], 3))
         assert isinstance(read, ScannedBatch)
-        assert read.steps[:, :3].tolist() == [[Op.STORED, 0, 1], [Op.REMOVED, 0 if encoder is ENCODERS[1] else 1, 1]]
+        assert read.steps[:, :3].tolist() == [
+            [Op.STORED, 0, 1],
+            [Op.REMOVED, 0 if encoder is ENCODERS[1] else 1, 1],
+        ]
         assert read.hashes.tolist() == [1 << 63, 4]
         assert read.data_parallel_rank == 3
     assert (scanner.scanned, scanner.decoded) == (len(ENCODERS), 0)
@@ -151,16 +169,25 @@ def test_a_mark_is_left_to_the_decoder() -> None:
 
 
 def test_a_clear_starts_the_change_anew() -> None:
-    events = [BlockStored([1, 2], None, [], 0, None, "CPU", None), AllBlocksCleared(), BlockRemoved([5], "GPU")]
+    events = [
+        BlockStored([1, 2], None, [], 0, None, "CPU", None),
+        AllBlocksCleared(),
+        BlockRemoved([5], "GPU"),
+    ]
     read = Scanner()(frame_batch(1.0, [ENCODERS[0].event(each) for each in events], 0))
     assert isinstance(read, ScannedBatch)
-    assert read.change() == decode_batch(frame_batch(1.0, [ENCODERS[0].event(each) for each in events], 0)).change()
+    assert (
+        read.change()
+        == decode_batch(frame_batch(1.0, [ENCODERS[0].event(each) for each in events], 0)).change()
+    )
     assert read.change()[:2] == Change(True, -1, 0)[:2]
 
 
 def test_big_batches_make_the_arrays_grow() -> None:
     hashes = list(range(1 << 60, (1 << 60) + 20_000))
-    events = [BlockStored(hashes, None, [7] * 200_000, 5, None, "GPU", None)] + [BlockRemoved([1], "GPU")] * 1000
+    events = [BlockStored(hashes, None, [7] * 200_000, 5, None, "GPU", None)] + [
+        BlockRemoved([1], "GPU")
+    ] * 1000
     for tokens in (False, True):
         read = Scanner(tokens)(frame_batch(1.0, [ENCODERS[0].event(each) for each in events], 0))
         assert isinstance(read, ScannedBatch)
@@ -172,7 +199,13 @@ def stores(number: int, tokens: int = 4) -> list[bytes]:
     """Return batches of one store each, and each with other hashes and tokens."""
     return [
         frame_batch(
-            1.0, [ENCODERS[0].event(BlockStored([n, -n], None, list(range(n, n + tokens)), 2, None, "GPU", None))], 0
+            1.0,
+            [
+                ENCODERS[0].event(
+                    BlockStored([n, -n], None, list(range(n, n + tokens)), 2, None, "GPU", None)
+                )
+            ],
+            0,
         )
         for n in range(1, number + 1)
     ]
@@ -180,16 +213,22 @@ def stores(number: int, tokens: int = 4) -> list[bytes]:
 
 @pytest.mark.parametrize("tokens", [False, True])
 def test_neighbours_are_joined_and_say_the_same(tokens: bool) -> None:
-    """Enough batches for several rooms: those of one room become one, in order, and nobody's arrays are written again."""
+    """Enough batches for several rooms: those of one room become one, in order, and nobody's arrays are
+    written again.
+    """
     scanner = Scanner(tokens)
     batches = [scanner(payload) for payload in stores(600)]
-    expected = [read_event for payload in stores(600) for read_event in decode_batch(payload, tokens=tokens).events]
+    expected = [
+        read_event for payload in stores(600) for read_event in decode_batch(payload, tokens=tokens).events
+    ]
     joined = list(batches[0].join(batches))  # type: ignore[union-attr, arg-type]
     assert 1 < len(joined) < 10
     for parts in (batches, joined):
         events = [event for part in parts for event in part.events()]  # type: ignore[union-attr]
         assert [each.token_ids for each in events] == [each.token_ids for each in expected]  # type: ignore[union-attr]
-        assert [each.block_hashes for each in events] == [[to_u64(b) for b in each.block_hashes] for each in expected]  # type: ignore[union-attr]
+        assert [each.block_hashes for each in events] == [
+            [to_u64(b) for b in each.block_hashes] for each in expected
+        ]  # type: ignore[union-attr]
 
 
 def test_a_batch_that_was_left_out_is_not_joined_in() -> None:
@@ -218,7 +257,10 @@ def test_long_lists_of_integers_are_skipped_like_one_by_one() -> None:
         body += rng.randbytes(rng.choice([0, 1, 5, 300]))
         for _ in range(rng.choice([0, 0, 1, 3])):
             body[rng.randrange(len(body))] = rng.choice([0xC1, 0xCC, 0xCD, 0xCE, 0xCF, 0, 0xFF])
-        data, wanted = np.frombuffer(bytes(body[: rng.choice([len(body), rng.randrange(1, len(body))])]), np.uint8), 0
+        data, wanted = (
+            np.frombuffer(bytes(body[: rng.choice([len(body), rng.randrange(1, len(body))])]), np.uint8),
+            0,
+        )
         count += rng.choice([-1, 0, 0, 1])
         for _ in range(count):
             wanted = integer(data, wanted)[1] if wanted >= 0 else -1
@@ -226,7 +268,8 @@ def test_long_lists_of_integers_are_skipped_like_one_by_one() -> None:
 
 
 def test_compiled_code_is_kept_only_while_nothing_that_is_compiled_changes(tmp_path: Path) -> None:
-    """What is kept on disk has what it calls, and the layout of arrays, compiled in; numba looks at one file only.
+    """What is kept on disk has what it calls, and the layout of arrays, compiled in; numba looks at one file
+    only.
 
     A module that takes no part, as the one that serves HTTP, must not cost a minute of compiling.
     """

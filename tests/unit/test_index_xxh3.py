@@ -61,7 +61,12 @@ def test_images_and_salts_among_extra_keys() -> None:
     assert extra_hashes(["dynamo-cache-salt:tenant"], None, "tenant") == []
     others = ["cat.png", ("cat.png", 0), ("cat.png", 1), ["dog.png", 0], b"cat.png", 5, "lora", 5.0, None]
     assert len({*extra_hashes(others, None)}) == len(others)
-    assert [lora_of("x", 3), lora_of(None, 3), lora_of(None, 0), lora_of(None, None)] == ["x", "lora_id=3", None, None]
+    assert [lora_of("x", 3), lora_of(None, 3), lora_of(None, 0), lora_of(None, None)] == [
+        "x",
+        "lora_id=3",
+        None,
+        None,
+    ]
     assert salt_of([["lora", "tenant"]], "lora") == "tenant"
     assert salt_of([["dynamo-cache-salt:tenant"]], None) == "tenant"
     assert salt_of([["lora", IMAGE]], "lora") is None
@@ -89,10 +94,12 @@ def test_compiled_hashes_are_those_of_the_library() -> None:
     assert kernels.chain(found, np.uint64(9), True).tolist() == chain_keys(found, 9).tolist()
 
 
-# -- events ----------------------------------------------------------------------------------------------------------------
+# -- events ----------------------------------------------------------------------------------------
 
 
-def stored(hashes: list[int], parent: int | None, tokens: list[int], medium: str = "GPU", **more: Any) -> BlockStored:
+def stored(
+    hashes: list[int], parent: int | None, tokens: list[int], medium: str = "GPU", **more: Any
+) -> BlockStored:
     fields: dict[str, Any] = {"block_size": 4, "lora_id": None, "lora_name": None} | more
     return BlockStored(hashes, parent, tokens, medium=medium, **fields)
 
@@ -105,7 +112,9 @@ class Feed:
         self._encoder, self._decode = EventEncoder(), self.index.decoder()
 
     def send(self, worker: str, *events: Any) -> None:
-        self.index.apply(worker, self._decode(frame_batch(1.0, [self._encoder.event(each) for each in events], 0)))
+        self.index.apply(
+            worker, self._decode(frame_batch(1.0, [self._encoder.event(each) for each in events], 0))
+        )
         self.index.check()
 
     def reach(self, tokens: list[int], **more: Any) -> dict[str | None, list[int]]:
@@ -165,11 +174,17 @@ def test_stores_without_tokens_take_the_blocks_name(form: str) -> None:
 def test_blocks_of_another_size_are_refused(form: str) -> None:
     feed = Feed(form)
     feed.send(
-        "a", stored([1], None, T[:8], block_size=8), stored([2, 3], None, T[:4]), stored([4], None, [1 << 32] * 4)
+        "a",
+        stored([1], None, T[:8], block_size=8),
+        stored([2, 3], None, T[:4]),
+        stored([4], None, [1 << 32] * 4),
     )
     assert feed.index.stats().blocks == 0
     assert feed.index.stats().refused == 4
-    assert "events have blocks of 8 tokens, the index has 4: register with block_size 8" in feed.index.incomplete()["a"]
+    assert (
+        "events have blocks of 8 tokens, the index has 4: register with block_size 8"
+        in feed.index.incomplete()["a"]
+    )
     assert "3 blocks came with tokens" in feed.index.incomplete()["a"]
 
 
@@ -182,8 +197,18 @@ def test_adapters_salts_and_images_are_kept_apart(form: str) -> None:
     feed.send("image", stored([1, 2], None, T[:8], extra_keys=[None, [(IMAGE, 0)]]))
     nothing = [0, 0, 0]
     assert feed.reach(T[:8]) == {"plain": [2] * 3, "lora": nothing, "salt": nothing, "image": [1] * 3}
-    assert feed.reach(T[:8], lora="x") == {"plain": nothing, "lora": [2] * 3, "salt": nothing, "image": nothing}
-    assert feed.reach(T[:8], salt="y") == {"plain": nothing, "lora": nothing, "salt": [2] * 3, "image": nothing}
+    assert feed.reach(T[:8], lora="x") == {
+        "plain": nothing,
+        "lora": [2] * 3,
+        "salt": nothing,
+        "image": nothing,
+    }
+    assert feed.reach(T[:8], salt="y") == {
+        "plain": nothing,
+        "lora": nothing,
+        "salt": [2] * 3,
+        "image": nothing,
+    }
     feed.send("salt", BlockRemoved([2], "GPU"))
     assert feed.reach(T[:8], salt="y")["salt"] == [1] * 3
 
@@ -212,8 +237,12 @@ def test_names_of_what_is_gone_are_forgotten(form: str) -> None:
     sizes = []
     for turn in range(200):
         hashes = list(range(1000 + 200 * turn, 1200 + 200 * turn))
-        feed.index.apply("a", feed._decode(frame_batch(1.0, [feed._encoder.event(stored(hashes, 2, hashes * 4))], 0)))
-        feed.index.apply("a", feed._decode(frame_batch(1.0, [feed._encoder.event(BlockRemoved(hashes, "GPU"))], 0)))
+        feed.index.apply(
+            "a", feed._decode(frame_batch(1.0, [feed._encoder.event(stored(hashes, 2, hashes * 4))], 0))
+        )
+        feed.index.apply(
+            "a", feed._decode(frame_batch(1.0, [feed._encoder.event(BlockRemoved(hashes, "GPU"))], 0))
+        )
         sizes.append(feed.index.stats().bytes)
     assert feed.index.stats().blocks == 2
     assert feed.index.stats().dropped == 0
@@ -235,7 +264,11 @@ def test_the_budget_holds_for_names_too(form: str) -> None:
 
 chains_st = st.lists(
     st.tuples(
-        st.sampled_from("ab"), st.integers(0, 5), st.integers(0, 3), st.sampled_from(["GPU", "CPU"]), st.integers(0, 3)
+        st.sampled_from("ab"),
+        st.integers(0, 5),
+        st.integers(0, 3),
+        st.sampled_from(["GPU", "CPU"]),
+        st.integers(0, 3),
     ),
     max_size=30,
 )
@@ -244,7 +277,9 @@ chains_st = st.lists(
 @settings(max_examples=100, deadline=None)
 @given(chains_st)
 def test_both_forms_agree_on_random_trees(steps: list[tuple[str, int, int, str, int]]) -> None:
-    """Blocks of a small tree are stored and removed in any order, so that parents come late, twice, or never."""
+    """Blocks of a small tree are stored and removed in any order, so that parents come late, twice, or
+    never.
+    """
     pytest.importorskip("numba")
     feeds = [Feed(form, counting="count") for form in FORMS]
     for worker, node, length, medium, what in steps:

@@ -1,4 +1,6 @@
-"""What integrations share: an engine of another version is refused in one line, and what is saved is told in one."""
+"""What integrations share: an engine of another version is refused in one line, and what is saved is told in
+one.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def test_versions_in_the_range_pass(version: str) -> None:
 
 @pytest.mark.parametrize("version", ["0.31.9", "0.33", "0.33.0.dev1", "0.4", "1.0", "dev", ""])
 def test_others_are_refused_with_the_range(version: str) -> None:
-    with pytest.raises(InputError, match=rf"inside vllm >=0\.32,<0\.33, but vllm {version} is installed; install"):
+    with pytest.raises(
+        InputError, match=rf"inside vllm >=0\.32,<0\.33, but vllm {version} is installed; install"
+    ):
         expect_version("vllm", version, at_least="0.32", below="0.33")
 
 
@@ -32,7 +36,12 @@ def test_the_summary_tells_what_has_changed_and_nothing_else() -> None:
     clock.now += INTERVAL
     summary.tell_changes()
     assert not told, "nothing happened"
-    stats.asked_tokens, stats.loaded_tokens, stats.load_bytes, stats.store_bytes = 2000, 1500, 3 << 20, 1 << 20
+    stats.asked_tokens, stats.loaded_tokens, stats.load_bytes, stats.store_bytes = (
+        2000,
+        1500,
+        3 << 20,
+        1 << 20,
+    )
     stats.loads, stats.loads_failed, stats.stores = 7, 1, 3
     clock.now += INTERVAL
     summary.tell_changes()

@@ -66,7 +66,9 @@ class TestGolden:
 
     def test_root(self) -> None:
         assert root_hash().hex() == "7e49d52c4f4f5fa2965a8299d7b3c4cb81e3ac691a8f4f2f0e79d3381e6e5f91"
-        assert root_hash("tenant").hex() == "4eff4489a803ab0c65bd8aa8e6ad6fd40b33eb33e8c553ac61d9f590c3807988"
+        assert (
+            root_hash("tenant").hex() == "4eff4489a803ab0c65bd8aa8e6ad6fd40b33eb33e8c553ac61d9f590c3807988"
+        )
 
     def test_plain_blocks(self, implementation: str) -> None:
         hashes = [h.hex() for h in hash_blocks(list(range(32)), 16)]
@@ -116,11 +118,15 @@ def test_matches_the_formula(implementation: str, block_size: int) -> None:
 
 @given(st.lists(TOKEN, max_size=200), st.integers(1, 40))
 def test_both_implementations_agree(tokens: list[int], block_size: int) -> None:
-    assert keys._chain(tokens, block_size, root_hash()) == keys._chain_python(tokens, block_size, root_hash())
+    assert keys._chain(tokens, block_size, root_hash()) == keys._chain_python(
+        tokens, block_size, root_hash()
+    )
 
 
 @given(st.lists(TOKEN, max_size=60), st.integers(1, 7), st.integers(0, 60), st.lists(EXTRA, max_size=2))
-def test_extending_equals_hashing_at_once(tokens: list[int], size: int, cut: int, extras: list[ExtraKey]) -> None:
+def test_extending_equals_hashing_at_once(
+    tokens: list[int], size: int, cut: int, extras: list[ExtraKey]
+) -> None:
     whole = hash_blocks(tokens, size, extra_keys={0: extras, 3: extras})
     done = min(cut, len(whole))
     rest = {position - done: extras for position in (0, 3) if position >= done}
@@ -199,10 +205,16 @@ class TestNoCollisions:
         assert (one == other) == (left == right)
 
     @given(st.lists(EXTRA, min_size=1, max_size=3), st.lists(TOKEN, max_size=8))
-    def test_a_block_with_extras_is_never_a_plain_one(self, extras: list[ExtraKey], tokens: list[int]) -> None:
+    def test_a_block_with_extras_is_never_a_plain_one(
+        self, extras: list[ExtraKey], tokens: list[int]
+    ) -> None:
         """Not even where the plain block's tokens spell the bytes of the other's extra keys."""
         payload = keys._encode_extras(extras)
-        spelled = [len(tokens), *tokens, *np.frombuffer(payload + bytes(-len(payload) % 4), dtype="<u4").tolist()]
+        spelled = [
+            len(tokens),
+            *tokens,
+            *np.frombuffer(payload + bytes(-len(payload) % 4), dtype="<u4").tolist(),
+        ]
         plain = hash_blocks(spelled, len(spelled))
         if tokens:
             assert hash_blocks(tokens, len(tokens), extra_keys={0: extras}) != plain
@@ -301,7 +313,9 @@ class TestFingerprint:
         assert fingerprint(**FIELDS | {name: "other"}) != fingerprint(**FIELDS)
 
     def test_more_counts_too(self) -> None:
-        prints = {fingerprint(**FIELDS, **more) for more in ({}, {"isa": "amx"}, {"isa": "vec"}, {"asi": "vec"})}
+        prints = {
+            fingerprint(**FIELDS, **more) for more in ({}, {"isa": "amx"}, {"isa": "vec"}, {"asi": "vec"})
+        }
         assert len(prints) == 4
 
     def test_the_format_version_counts(self, monkeypatch: pytest.MonkeyPatch) -> None:

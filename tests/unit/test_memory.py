@@ -1,4 +1,6 @@
-"""How much memory there is, by the words of the machine and of its control groups; and that a pool heeds it."""
+"""How much memory there is, by the words of the machine and of its control groups; and that a
+pool heeds it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ class Machine:
 
     def __init__(self, root: Path, groups: str = "") -> None:
         self.root = root
-        self.put("proc/meminfo", "MemTotal: 16777216 kB\nMemFree: 1 kB\nMemAvailable: 8388608 kB\nHugePages_Total: 0")
+        self.put(
+            "proc/meminfo",
+            "MemTotal: 16777216 kB\nMemFree: 1 kB\nMemAvailable: 8388608 kB\nHugePages_Total: 0",
+        )
         if groups:
             self.put("proc/self/cgroup", groups)
 
@@ -46,7 +51,9 @@ class Machine:
         folder = f"sys/fs/cgroup/memory/{name}"
         self.put(f"{folder}/memory.limit_in_bytes", limit)
         self.put(f"{folder}/memory.usage_in_bytes", usage)
-        self.put(f"{folder}/memory.stat", f"inactive_file 1\ntotal_inactive_file {inactive}\ntotal_active_file 0")
+        self.put(
+            f"{folder}/memory.stat", f"inactive_file 1\ntotal_inactive_file {inactive}\ntotal_active_file 0"
+        )
 
     @property
     def free(self) -> int | None:
@@ -100,7 +107,9 @@ def test_a_group_above_its_limit_has_nothing_left(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["/", "/../..", "/docker/0123"])
 def test_in_a_container_the_mount_is_the_group(tmp_path: Path, path: str) -> None:
-    """The path may be that of the namespace, of one outside of it, or of the host, where it is not mounted."""
+    """The path may be that of the namespace, of one outside of it, or of the host, where it is
+    not mounted.
+    """
     machine = Machine(tmp_path, f"0::{path}")
     machine.group_2(".", 3 * GIB, GIB)
     assert machine.free == 2 * GIB
@@ -138,7 +147,7 @@ def test_the_message_says_who_sets_the_limit(tmp_path: Path) -> None:
         expect_total_memory(301 * MIB, tmp_path)
 
 
-# -- a real control group --------------------------------------------------------------------------------------------------
+# -- a real control group --------------------------------------------------------------------------
 
 
 def own_group() -> tuple[Path, str] | None:
@@ -198,10 +207,15 @@ def run_inside(group: Path, directory: Path, script: str) -> list[str]:
 
 
 def test_private_memory_beyond_the_limit_is_refused(small_group: Path, tmp_path: Path) -> None:
-    """1 GiB opened under a limit of 300 MiB, and the process was killed as soon as it had filled that much of it."""
+    """1 GiB opened under a limit of 300 MiB, and the process was killed as soon as it had filled that much
+    of it.
+    """
     too_much, enough = run_inside(small_group, tmp_path, "attempt('a', 1024, 1)\nattempt('b', 150, 1)")
     assert too_much.startswith("a refused: pool: needs 1.0 GiB, but only ")
-    assert f"is left of the 300.0 MiB that the control group {small_group} may use; lower cpu.capacity" in too_much
+    assert (
+        f"is left of the 300.0 MiB that the control group {small_group} may use; lower cpu.capacity"
+        in too_much
+    )
     assert enough == "b written"
 
 

@@ -80,7 +80,9 @@ LINE = re.compile(r'[a-z_]+(\{[a-z_]+="(\\["\\n]|[^"\\\n])*"(,[a-z_]+="(\\["\\n]
 
 def test_a_family_has_help_type_and_samples() -> None:
     samples = [({"path": 'a"b\\c\nd', "status": "200"}, 3), ({}, 0.25)]
-    assert format_family("kvtier_", Metric("requests", MetricKind.COUNTER, "Two\nlines \\ and all."), samples) == (
+    assert format_family(
+        "kvtier_", Metric("requests", MetricKind.COUNTER, "Two\nlines \\ and all."), samples
+    ) == (
         "# HELP kvtier_requests_total Two\\nlines \\\\ and all.\n"
         "# TYPE kvtier_requests_total counter\n"
         'kvtier_requests_total{path="a\\"b\\\\c\\nd",status="200"} 3\n'
@@ -127,7 +129,9 @@ def test_what_nobody_takes_is_bounded() -> None:
     assert sum(times.counts) == 5000
 
 
-@pytest.mark.parametrize(("value", "text"), [(math.nan, "NaN"), (math.inf, "+Inf"), (-math.inf, "-Inf"), (1e3, "1000")])
+@pytest.mark.parametrize(
+    ("value", "text"), [(math.nan, "NaN"), (math.inf, "+Inf"), (-math.inf, "-Inf"), (1e3, "1000")]
+)
 def test_numbers_are_written_for_prometheus(value: float, text: str) -> None:
     assert format_family("", Metric("lag", MetricKind.GAUGE, ""), [({}, value)]).endswith(f"lag {text}\n")
 
@@ -163,7 +167,9 @@ def test_names_of_the_index_stay() -> None:
 
 def test_names_of_the_connector_stay() -> None:
     """vLLM shows them as `vllm:kvtier_<name>`."""
-    assert [name for name, metric in METRICS.items() if not is_of_tiers(metric) and name != "unwritten"] == CONNECTOR
+    assert [
+        name for name, metric in METRICS.items() if not is_of_tiers(metric) and name != "unwritten"
+    ] == CONNECTOR
     assert CONNECTOR[:12] == [total.name for total in fields(ConnectorStats)]
     assert all(metric.text.endswith(".") for metric in METRICS.values())
 

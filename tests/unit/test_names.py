@@ -14,7 +14,11 @@ PACKAGE = Path(kvtier.__file__).parent
 def public_classes(file: Path) -> set[str]:
     """Return the names of a module's classes that do not begin with an underscore, at any depth."""
     tree = ast.parse(file.read_text(), str(file))
-    return {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and not node.name.startswith("_")}
+    return {
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    }
 
 
 def names_used_twice(root: Path = PACKAGE) -> dict[str, list[str]]:

@@ -48,7 +48,11 @@ class TestWeightsFiles:
             stream.write(b"\x01" * (9 * MIB - MIB // 2))
         after = manifest(tmp_path)
         assert after != before
-        assert [entry[:2] for entry in after] == [entry[:2] for entry in before] == [["model.safetensors", 600 * MIB]]
+        assert (
+            [entry[:2] for entry in after]
+            == [entry[:2] for entry in before]
+            == [["model.safetensors", 600 * MIB]]
+        )
 
     @pytest.mark.parametrize("where", [0, 5_000_000, 9_999_999])
     def test_one_byte(self, tmp_path: Path, where: int) -> None:
@@ -115,11 +119,15 @@ class TestWeightsFiles:
 
     @pytest.mark.parametrize("files", [(), ("config.json", "tokenizer.json")])
     def test_a_folder_without_weights_is_refused(self, tmp_path: Path, files: tuple[str, ...]) -> None:
-        with pytest.raises(OutsideError, match=r"expected files with weights \(\.bin .* \.tensors\), found none"):
+        with pytest.raises(
+            OutsideError, match=r"expected files with weights \(\.bin .* \.tensors\), found none"
+        ):
             manifest(write(tmp_path, *files))
 
     def test_what_cannot_be_read_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(OutsideError, match="nowhere: expected a file or folder that can be read: No such file"):
+        with pytest.raises(
+            OutsideError, match="nowhere: expected a file or folder that can be read: No such file"
+        ):
             manifest(tmp_path / "nowhere")
         write(tmp_path, "model.bin")
         (tmp_path / "dangling.bin").symlink_to("nowhere")
@@ -137,7 +145,9 @@ class TestWeightsFiles:
         """Which of the two contents was loaded is then unknown."""
         files = WeightsFiles(write(tmp_path, "model.bin"))
         write(tmp_path, change, content=b"other weights")
-        with pytest.raises(OutsideError, match="expected the files of when the engine was made, found others"):
+        with pytest.raises(
+            OutsideError, match="expected the files of when the engine was made, found others"
+        ):
             files.manifest()
 
 

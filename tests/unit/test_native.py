@@ -25,7 +25,9 @@ print(HASHED_BY, SLOTS_BY, COPIED_BY, SlotBook is PythonBook, store is store_pyt
 def run_with(value: str | None, code: str = FORMS) -> subprocess.CompletedProcess[str]:
     environment = {name: text for name, text in os.environ.items() if name != native.VARIABLE}
     environment |= {} if value is None else {native.VARIABLE: value}
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
 
 
 def test_every_c_file_is_a_loop_that_is_built_and_described() -> None:
@@ -38,7 +40,9 @@ def test_every_c_file_is_a_loop_that_is_built_and_described() -> None:
         assert f"_{loop}.c" in (native.__doc__ or "")
 
 
-@pytest.mark.skipif(not all(map(native.is_compiled, native.LOOPS)), reason="not all loops were compiled here")
+@pytest.mark.skipif(
+    not all(map(native.is_compiled, native.LOOPS)), reason="not all loops were compiled here"
+)
 @pytest.mark.parametrize("value", [None, "", "c"])
 def test_compiled_loops_are_used(value: str | None) -> None:
     assert run_with(value).stdout.split() == ["c", "c", "c", "False", "False"]
@@ -50,7 +54,9 @@ def test_one_variable_turns_all_of_them_off() -> None:
 
 def test_the_variable_also_turns_off_what_tells_cuda() -> None:
     pytest.importorskip("torch")
-    code = "from kvtier.transfer.cuda import commands; print(commands.SUBMITTED_BY, commands.CompiledSubmitter)"
+    code = (
+        "from kvtier.transfer.cuda import commands; print(commands.SUBMITTED_BY, commands.CompiledSubmitter)"
+    )
     assert run_with("python", code).stdout.split() == ["python", "None"]
 
 
@@ -74,4 +80,7 @@ def test_the_doctor_says_that_they_are_turned_off(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setenv(native.VARIABLE, "python")
     (found,) = (check for check in examine() if check.name == "compiled parts")
-    assert (found.status, found.detail) == (Status.WARN, "KVTIER_NATIVE=python: Python does their work, slower")
+    assert (found.status, found.detail) == (
+        Status.WARN,
+        "KVTIER_NATIVE=python: Python does their work, slower",
+    )

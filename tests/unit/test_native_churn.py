@@ -1,7 +1,9 @@
-"""Every native table beside a dict, under churn: small and large, full and nearly full, keys that are alike in any bits.
+"""Every native table beside a dict, under churn: small and large, full and nearly full, keys that are alike
+in any bits.
 
-A table that hangs holds the interpreter, and no timeout of the test's own process could end it. So each churn is a process of
-its own with a limit on the CPU time that it may take, which a busy machine does not change. By hand, also under sanitizers:
+A table that hangs holds the interpreter, and no timeout of the test's own process could end it. So each
+churn is a process of its own with a limit on the CPU time that it may take, which a busy machine does not
+change. By hand, also under sanitizers:
 
     python tests/unit/test_native_churn.py book ghosts recency blocks table names
 """
@@ -24,11 +26,13 @@ U64 = (1 << 64) - 1
 SEED = 20_690
 
 
-# -- keys that a table could mistake -------------------------------------------------------------------------------------------
+# -- keys that a table could mistake ---------------------------------------------------------------
 
 
 def numbers(random: Random, count: int) -> Iterator[list[int]]:
-    """Yield lists of different 64-bit numbers: random, sequential, equal in low bits, equal in high bits, multiples."""
+    """Yield lists of different 64-bit numbers: random, sequential, equal in low bits, equal in high bits,
+    multiples.
+    """
     top = count << 8
     yield [random.getrandbits(32) << 32 | n ^ 0x5A5A5A for n in range(count)]
     yield list(range(count))
@@ -38,9 +42,11 @@ def numbers(random: Random, count: int) -> Iterator[list[int]]:
 
 
 def with_home(random: Random, count: int, part: int, home: float) -> list[int]:
-    """Return hashes that the publisher's table puts into one of its 512 parts, and there first tries at one place.
+    """Return hashes that the publisher's table puts into one of its 512 parts, and there first tries at one
+    place.
 
-    It multiplies a hash by an odd number and takes the first 9 bits as the part and the next as the place; this divides.
+    It multiplies a hash by an odd number and takes the first 9 bits as the part and the next as the place;
+    this divides.
     """
     inverse = pow(0x9E3779B97F4A7C15, -1, 1 << 64)
     first = part << 55 | int(home * (1 << 32)) << 23
@@ -82,7 +88,7 @@ class Churn:
         return self.random.random() < (0.8 if fill < self._wish else 0.2)
 
 
-# -- the scheduler's tables ----------------------------------------------------------------------------------------------------
+# -- the scheduler's tables ------------------------------------------------------------------------
 
 
 def new_book(kind: Any, capacity: int) -> tuple[Any, list[Any]]:
@@ -143,7 +149,9 @@ def churn_book(churn: Churn, capacity: int, operations: int) -> None:
 
 
 def churn_ghosts(churn: Churn, capacity: int, operations: int) -> None:
-    """Remember and recall, in C, in Python and in a dict from key to list and number: the last `capacity` of each count."""
+    """Remember and recall, in C, in Python and in a dict from key to list and number: the last `capacity` of
+    each count.
+    """
     from kvtier.native._slots import GhostLists
     from kvtier.policies.slots import PythonGhosts
 
@@ -168,14 +176,18 @@ def churn_ghosts(churn: Churn, capacity: int, operations: int) -> None:
             expected = [recall(key) for key in keys]
             answers = [lists.recall(keys) for lists in (one, other)]  # type: ignore[attr-defined]
             for lists in answers:
-                assert (expected if max(expected) >= 0 else None) == (None if lists is None else lists.tolist())
+                assert (expected if max(expected) >= 0 else None) == (
+                    None if lists is None else lists.tolist()
+                )
         assert one.sizes() == other.sizes()
     known = [which for which, number in model.values() if number > told[which] - capacity]
     assert one.sizes() == (known.count(0), known.count(1))
 
 
 def churn_recency(churn: Churn, capacity: int, operations: int) -> None:
-    """Use, renew, drop and take, in C, in Python and in a dict, which keeps the order in which slots were put in."""
+    """Use, renew, drop and take, in C, in Python and in a dict, which keeps the order in which slots were
+    put in.
+    """
     from kvtier.native._slots import RecencyList
     from kvtier.policies.slots import PythonRecency
 
@@ -231,7 +243,7 @@ def scheduler_tables(run: Callable[[Churn, int, int], None], random: Random) -> 
     return total
 
 
-# -- the index's tables --------------------------------------------------------------------------------------------------------
+# -- the index's tables ----------------------------------------------------------------------------
 
 
 def steps(op: Any, lane: int, count: int) -> Any:
@@ -239,7 +251,9 @@ def steps(op: Any, lane: int, count: int) -> Any:
 
 
 def churn_table(churn: Churn, budget: int, workers: int, operations: int) -> None:
-    """Store, remove and clear, beside a dict from hash, worker and lane; where there is no room, a store says so."""
+    """Store, remove and clear, beside a dict from hash, worker and lane; where there is no room, a store
+    says so.
+    """
     from kvtier.index.base import Op
     from kvtier.index.compiled.table import CompiledTable
 
@@ -257,7 +271,9 @@ def churn_table(churn: Churn, budget: int, workers: int, operations: int) -> Non
         if churn.adds(len(model) / most):
             before = table.stats().dropped
             fresh = table.store(worker, lane, hashes).tolist()
-            assert not any(new and (key, worker, lane) in model for key, new in zip(keys, fresh, strict=True))
+            assert not any(
+                new and (key, worker, lane) in model for key, new in zip(keys, fresh, strict=True)
+            )
             model.update({(key, worker, lane): None for key, new in zip(keys, fresh, strict=True) if new})
             lost = [key for key in keys if (key, worker, lane) not in model]
             assert len(lost) == table.stats().dropped - before
@@ -272,7 +288,10 @@ def churn_table(churn: Churn, budget: int, workers: int, operations: int) -> Non
     table.check()
     for hashes in table.hashes():
         for key, held in zip(hashes.tolist(), table.usable(hashes), strict=True):
-            tiers = {each: sum(1 << lane for lane in range(3) if (key, each, lane) in model) for each in range(workers)}
+            tiers = {
+                each: sum(1 << lane for lane in range(3) if (key, each, lane) in model)
+                for each in range(workers)
+            }
             assert held == {each: bits for each, bits in tiers.items() if bits}
 
 
@@ -311,7 +330,8 @@ def churn_names(churn: Churn, budget: int, operations: int) -> None:
                 assert names.get(worker, key) == model[worker, key]
     names.check()
     parts = [
-        zip(part.workers.tolist(), part.hashes.tolist(), part.keys.tolist(), strict=True) for part in names.parts()
+        zip(part.workers.tolist(), part.hashes.tolist(), part.keys.tolist(), strict=True)
+        for part in names.parts()
     ]
     told = {(worker, key): block for part in parts for worker, key, block in part}
     assert model.items() <= told.items()
@@ -358,8 +378,12 @@ NEEDS = {"table": "numba", "names": "numba"}
 @pytest.mark.parametrize("name", TABLES)
 def test_a_native_table_is_a_dict_under_churn(name: str) -> None:
     pytest.importorskip(NEEDS.get(name, "kvtier.native._slots"), reason="it was not compiled here")
-    done = subprocess.run([sys.executable, __file__, name], capture_output=True, text=True, timeout=570, check=False)
-    assert done.returncode >= 0, f"killed by signal {-done.returncode}: a hang, if that is SIGXCPU\n{done.stderr}"
+    done = subprocess.run(
+        [sys.executable, __file__, name], capture_output=True, text=True, timeout=570, check=False
+    )
+    assert done.returncode >= 0, (
+        f"killed by signal {-done.returncode}: a hang, if that is SIGXCPU\n{done.stderr}"
+    )
     assert done.returncode == 0, done.stderr
     print(done.stdout)
 

@@ -99,10 +99,14 @@ def test_with_a_capacity_of_zero_there_is_no_pool(caplog: pytest.LogCaptureFixtu
 def test_the_device_of_the_caches_chooses_the_handlers(
     monkeypatch: pytest.MonkeyPatch, is_cuda: bool, has_triton: bool
 ) -> None:
-    """What the GPU's handlers do is tested on a GPU; that they are chosen is tested here, with others in their place."""
+    """What the GPU's handlers do is tested on a GPU; that they are chosen is tested here, with others in
+    their place.
+    """
     caches = make_caches("kv_first")
     canonical = canonicalize(caches.layers, caches.groups)
-    standing_in = {name: partial(_StandIn, name) for name in ("CudaMemory", "CudaStoreHandler", "CudaLoadHandler")}
+    standing_in = {
+        name: partial(_StandIn, name) for name in ("CudaMemory", "CudaStoreHandler", "CudaLoadHandler")
+    }
     monkeypatch.setitem(sys.modules, "kvtier.transfer.cuda", SimpleNamespace(**standing_in))
     monkeypatch.setattr("kvtier.offload.cpu.find_spec", lambda name: object() if has_triton else None)
     monkeypatch.setattr(torch.Tensor, "is_cuda", is_cuda)
@@ -171,7 +175,9 @@ def test_a_rank_of_another_launch_is_refused() -> None:
     ours = CPUOffloadingSpec(replace(config, launch_id="1"))
     theirs = CPUOffloadingSpec(replace(config, launch_id="2", rank=1))
     ours.open_pool()
-    with pytest.raises(PoolError, match=f"two engines have the engine_id '{config.engine_id}'; give each its own"):
+    with pytest.raises(
+        PoolError, match=f"two engines have the engine_id '{config.engine_id}'; give each its own"
+    ):
         theirs.open_pool()
     second = CPUOffloadingSpec(replace(config, launch_id="1", rank=1))
     assert second.open_pool().complete
@@ -247,20 +253,26 @@ def test_the_package_offers_what_it_lists() -> None:
     assert kvtier.offload.__all__ == sorted(kvtier.offload.__all__)
     assert all(hasattr(kvtier.offload, name) for name in kvtier.offload.__all__)
     public = {
-        name for name, value in vars(kvtier.offload).items() if name[0] != "_" and not isinstance(value, type(sys))
+        name
+        for name, value in vars(kvtier.offload).items()
+        if name[0] != "_" and not isinstance(value, type(sys))
     }
     assert public - {"annotations"} == set(kvtier.offload.__all__)
 
 
 def test_managing_needs_no_torch() -> None:
-    script = "import sys; import kvtier.offload, kvtier.transfer, kvtier.pool; assert 'torch' not in sys.modules"
+    script = (
+        "import sys; import kvtier.offload, kvtier.transfer, kvtier.pool; assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parent)
 
 
 def test_a_capacity_beyond_the_machine_is_refused_before_books_are_made_for_it() -> None:
     caches = make_caches("kv_first")
     config = make_config(caches)
-    config = replace(config, settings=replace(config.settings, cpu=replace(config.settings.cpu, capacity=1 << 60)))
+    config = replace(
+        config, settings=replace(config.settings, cpu=replace(config.settings.cpu, capacity=1 << 60))
+    )
     with pytest.raises(
         PoolError, match=r"needs 1\.0 EiB, but only .* of memory is in this machine; lower cpu\.capacity"
     ):
@@ -271,7 +283,10 @@ def test_a_capacity_beyond_the_machine_is_refused_before_books_are_made_for_it()
 
 
 def test_scheduler_and_worker_of_one_process_share_one_private_mapping(tmp_path: Path) -> None:
-    """Each side of an engine may have a spec of its own. Another engine, by mistake of the same name, shares nothing."""
+    """Each side of an engine may have a spec of its own.
+
+    Another engine, by mistake of the same name, shares nothing.
+    """
     config = tiered_config(tmp_path)
     scheduler, worker, stranger = (CPUOffloadingSpec(config, make_tier=make_hand_tier) for _ in range(3))
     manager = scheduler.get_manager()

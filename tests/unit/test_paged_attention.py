@@ -1,4 +1,6 @@
-"""Attention over pages, in Triton's interpreter: what torch's own sees, whatever lies beyond what may be seen."""
+"""Attention over pages, in Triton's interpreter: what torch's own sees, whatever lies beyond what may be
+seen.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The copy in C does what the copy in Python does, for every shape, and touches nothing it was not told to."""
+"""The copy in C does what the copy in Python does, for every shape, and touches nothing it was
+not told to.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _pages = pytest.importorskip("kvtier.native._pages", reason="kvtier.native._page
 PAIRS = [(_pages.store, store_python), (_pages.load, load_python)]
 
 
-def bytes_at(rng: np.random.Generator, shape: tuple[int, ...], offset: int, gap: int) -> np.ndarray[Any, Any]:
+def bytes_at(
+    rng: np.random.Generator, shape: tuple[int, ...], offset: int, gap: int
+) -> np.ndarray[Any, Any]:
     """Return random bytes of a shape, misaligned by `offset` and with `gap` bytes after each page."""
     *outer, page = shape
     buffer = rng.integers(-128, 128, offset + int(np.prod(outer)) * (page + gap), dtype=np.int8)

@@ -1,4 +1,6 @@
-"""Pairing the ends of a job: the same pairs as the naive model, in runs that are whole and no longer than allowed."""
+"""Pairing the ends of a job: the same pairs as the naive model, in runs that are whole and no longer than
+allowed.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def test_pieces_are_the_pairs_of_the_model(job: Job, longest: list[int]) -> None
         for place in zip(piece.blocks.tolist(), piece.slots.tolist(), piece.indices.tolist(), strict=True)
     ]
     caches = make_caches("blocks_first", page=16)
-    assert paired == list(ReferenceTransfer(caches, make_config(caches, blocks_per_chunk=per_chunk)).pairs(gpu, cpu))
+    assert paired == list(
+        ReferenceTransfer(caches, make_config(caches, blocks_per_chunk=per_chunk)).pairs(gpu, cpu)
+    )
     assert plan.blocks.tolist() == gpu.block_ids[plan.positions].tolist()
     assert NULL_BLOCK not in plan.blocks
     for group, piece in pieces:

@@ -97,7 +97,10 @@ def start(parties: list[Party], count: int, *wrapper: str) -> list[Party]:
 
 def open_all(num_slots: int, parties: int, directory: Path) -> list[Pool]:
     """Open a pool as every party, in this process."""
-    return [Pool.open("engine", num_slots, ROW, parties, party=party, directory=directory) for party in range(parties)]
+    return [
+        Pool.open("engine", num_slots, ROW, parties, party=party, directory=directory)
+        for party in range(parties)
+    ]
 
 
 def test_one_party_has_private_memory_without_a_name(tmp_path: Path) -> None:
@@ -159,7 +162,9 @@ def test_processes_that_race_to_create_get_one_region(tmp_path: Path, parties: l
 MIB = 1 << 20
 
 
-def test_parties_killed_before_the_last_has_attached_leave_no_memory(tmp_path: Path, parties: list[Party]) -> None:
+def test_parties_killed_before_the_last_has_attached_leave_no_memory(
+    tmp_path: Path, parties: list[Party]
+) -> None:
     """Only a file of some bytes, which the next start removes. It used to be the whole region."""
     for number, party in enumerate(start(parties, 2)):
         assert party.ask("open", "engine", 16, MIB, 3, number, str(tmp_path)) == "opened"
@@ -186,7 +191,9 @@ def processes_that_map(inode: int) -> Iterator[Path]:
 
 
 def test_memory_goes_with_the_last_that_maps_it(tmp_path: Path, parties: list[Party]) -> None:
-    """Also while it is announced: then its creator's death is the end of that region, and the next one begins another."""
+    """Also while it is announced: then its creator's death is the end of that region, and the next one
+    begins another.
+    """
     creator, stays, newcomer = start(parties, 3)
     assert creator.ask("open", "engine", 4, ROW, 3, 0, str(tmp_path)) == "opened"
     (name,) = tmp_path.iterdir()
@@ -237,7 +244,7 @@ def test_a_pool_that_is_forgotten_is_not_announced_for_ever(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-# -- two engines with one id -----------------------------------------------------------------------------------------------
+# -- two engines with one id -----------------------------------------------------------------------
 
 TWO_ENGINES = r"two engines have the engine_id 'engine'; give each its own"
 
@@ -251,7 +258,9 @@ def test_two_launches_with_one_engine_id_do_not_meet(tmp_path: Path, parties: li
     (second,) = start(parties, 1)
     assert second.ask("open", "engine", 4, ROW, 2, "launch 1", 1, str(tmp_path)) == "opened"
     assert ours.ask("complete") is True
-    assert theirs.ask("open", "engine", 4, ROW, 2, "launch 2", 1, str(tmp_path)) == "opened", "the first have met"
+    assert theirs.ask("open", "engine", 4, ROW, 2, "launch 2", 1, str(tmp_path)) == "opened", (
+        "the first have met"
+    )
     assert theirs.ask("complete") is False
     assert ours.ask("write", 0, 7) == "written"
     assert theirs.ask("read", 0) == [0, 0]
@@ -282,14 +291,21 @@ def test_a_thousand_parties(tmp_path: Path) -> None:
 
 
 def test_another_pid_namespace_is_one_clear_line(tmp_path: Path, parties: list[Party]) -> None:
-    """Containers may share a directory without seeing each other's processes. Nobody takes the other one for dead."""
+    """Containers may share a directory without seeing each other's processes.
+
+    Nobody takes the other one for dead.
+    """
     options = ("--pid", "--fork", "--mount-proc")
     expect_unshare(*options)
     ours = Pool.open("engine", 2, ROW, 2, directory=tmp_path)
     (stranger,) = start(parties, 1, "unshare", *options)
     reply = str(stranger.ask("open", "engine", 2, ROW, 2, 1, str(tmp_path)))
-    assert reply.startswith(f"PoolError: pool: cannot open the memory of process {os.getpid()}, to which {tmp_path}")
-    assert reply.endswith("run an engine's processes as one user in one PID namespace, or choose another engine_id")
+    assert reply.startswith(
+        f"PoolError: pool: cannot open the memory of process {os.getpid()}, to which {tmp_path}"
+    )
+    assert reply.endswith(
+        "run an engine's processes as one user in one PID namespace, or choose another engine_id"
+    )
     assert "\n" not in reply
     ours.check()
     other = Pool.open("engine", 2, ROW, 2, party=1, directory=tmp_path)
@@ -305,7 +321,7 @@ def expect_unshare(*options: str) -> None:
         pytest.skip(f"unshare {' '.join(options)}: {tried.stderr.strip()}")
 
 
-# -- memory that is there --------------------------------------------------------------------------------------------------
+# -- memory that is there --------------------------------------------------------------------------
 
 TWO_POOLS = """
 import sys
@@ -321,13 +337,25 @@ print("written")
 
 
 def test_two_pools_in_little_shared_memory(tmp_path: Path) -> None:
-    """Both opened, and SIGBUS ended whoever wrote beyond what there was. In a container /dev/shm has 64 MiB."""
+    """Both opened, and SIGBUS ended whoever wrote beyond what there was.
+
+    In a container /dev/shm has 64 MiB.
+    """
     expect_unshare("--mount")
     mount = f"mount -t tmpfs -o size=100m tmpfs {tmp_path}"
     tried = subprocess.run(["unshare", "--mount", "sh", "-c", mount], capture_output=True, text=True)
     if tried.returncode:
         pytest.skip(f"{mount}: {tried.stderr.strip()}")
-    command = ["unshare", "--mount", "sh", "-c", f'{mount} && exec "$0" "$@"', sys.executable, "-c", TWO_POOLS]
+    command = [
+        "unshare",
+        "--mount",
+        "sh",
+        "-c",
+        f'{mount} && exec "$0" "$@"',
+        sys.executable,
+        "-c",
+        TWO_POOLS,
+    ]
     done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "written\n"), done.stderr
 
@@ -339,7 +367,9 @@ def test_all_memory_is_there_before_anybody_uses_it(tmp_path: Path, monkeypatch:
     def attach_meanwhile(fd: int, start: int, length: int) -> None:
         if not seen:
             seen.append(
-                others.enter_context(closing(Pool.open("engine", 2, ROW, 2, party=1, directory=tmp_path))).complete
+                others.enter_context(
+                    closing(Pool.open("engine", 2, ROW, 2, party=1, directory=tmp_path))
+                ).complete
             )
         real(fd, start, length)
 
@@ -416,7 +446,10 @@ print(json.dumps({"steps": step, "left": left, "status": os.WEXITSTATUS(status)}
 
 def test_a_process_killed_at_any_step_leaves_nothing_after_the_next_start(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", KILLED_AT_EVERY_STEP, str(tmp_path)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", KILLED_AT_EVERY_STEP, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     report = json.loads(done.stdout)
     assert report["left"] == []
@@ -449,16 +482,22 @@ def test_one_party_too_many_is_never_complete(tmp_path: Path) -> None:
 @pytest.mark.parametrize("sizes", [(3, ROW, 2), (2, 2 * ROW, 2), (2, ROW, 3)])
 def test_parties_must_agree(tmp_path: Path, sizes: tuple[int, int, int]) -> None:
     pool = Pool.open("engine", 2, ROW, 2, directory=tmp_path)
-    with pytest.raises(PoolError, match=r"expected .* slots of .* but .* has 2 slots of 4096 bytes for 2 parties"):
+    with pytest.raises(
+        PoolError, match=r"expected .* slots of .* but .* has 2 slots of 4096 bytes for 2 parties"
+    ):
         Pool.open("engine", *sizes, party=1, directory=tmp_path)
     pool.close()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_too_much_memory_is_one_clear_line(tmp_path: Path) -> None:
-    with pytest.raises(PoolError, match=r"needs 4\.0 PiB, but only .* of memory is available; lower cpu\.capacity"):
+    with pytest.raises(
+        PoolError, match=r"needs 4\.0 PiB, but only .* of memory is available; lower cpu\.capacity"
+    ):
         Pool.open("engine", 1 << 40, ROW)
-    with pytest.raises(PoolError, match=r"needs 4\.0 PiB, but only .* of memory is available; lower cpu\.capacity"):
+    with pytest.raises(
+        PoolError, match=r"needs 4\.0 PiB, but only .* of memory is available; lower cpu\.capacity"
+    ):
         Pool.open("engine", 1 << 40, ROW, 2, directory=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -482,7 +521,14 @@ def resident_bytes() -> int:
 
 @pytest.mark.parametrize(
     "sizes",
-    [(-1, ROW, 1, 0), (1, 0, 1, 0), (1, ROW, 0, 0), (1, ROW, 2, 2), (1, ROW, 2, -1), (1, ROW, MAX_PARTIES + 1, 0)],
+    [
+        (-1, ROW, 1, 0),
+        (1, 0, 1, 0),
+        (1, ROW, 0, 0),
+        (1, ROW, 2, 2),
+        (1, ROW, 2, -1),
+        (1, ROW, MAX_PARTIES + 1, 0),
+    ],
 )
 def test_sizes_must_make_sense(sizes: tuple[int, int, int, int]) -> None:
     *rest, party = sizes
@@ -548,7 +594,10 @@ def test_a_region_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_directory_that_stays_locked_is_an_error(tmp_path: Path) -> None:
-    with kvtier.rendezvous.locked(tmp_path), pytest.raises(PoolError, match="locked by another process for 0 s"):
+    with (
+        kvtier.rendezvous.locked(tmp_path),
+        pytest.raises(PoolError, match="locked by another process for 0 s"),
+    ):
         kvtier.rendezvous.locked(tmp_path, patience=0.0).__enter__()
 
 
@@ -581,7 +630,7 @@ def test_check_notices_a_header_that_was_overwritten(tmp_path: Path) -> None:
     pool.close()
 
 
-# -- a directory in which others do as they like ---------------------------------------------------------------------------
+# -- a directory in which others do as they like ---------------------------------------------------
 
 OPEN_ONE = """
 import os, sys
@@ -658,7 +707,9 @@ def test_a_region_shorter_than_it_says_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["engine_id", "launch_id"])
 def test_ids_must_be_text(tmp_path: Path, name: str, parties_: int) -> None:
     ids = {"engine_id": "engine", "launch_id": ""} | {name: "half a pair: \ud800"}
-    with pytest.raises(InputError, match=rf"pool: {name}: expected text that can be encoded, got 'half .*ud800'"):
+    with pytest.raises(
+        InputError, match=rf"pool: {name}: expected text that can be encoded, got 'half .*ud800'"
+    ):
         Pool.open(ids["engine_id"], 1, ROW, parties_, launch_id=ids["launch_id"], directory=tmp_path)
     assert list(tmp_path.iterdir()) == []
 

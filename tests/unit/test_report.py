@@ -95,8 +95,13 @@ def test_the_kill_is_a_fifth_plot() -> None:
     assert heights["fill recomputed"] / heights["fill disk"] == pytest.approx(2.7 / 0.3, rel=0.02)
     assert len(list(plots[4].iter("circle"))) == 9
     text = text_of(page)
-    assert "restarted, disk: 600 rows (75.0 MiB of 512.0 MiB), 141 promoted (17.6 MiB in 0.00 s of I/O)" in text
-    assert "killed (SIGKILL) and started again over the same folder, from disk. It could answer 2.5 s after" in text
+    assert (
+        "restarted, disk: 600 rows (75.0 MiB of 512.0 MiB), 141 promoted (17.6 MiB in 0.00 s of I/O)" in text
+    )
+    assert (
+        "killed (SIGKILL) and started again over the same folder, from disk. It could answer 2.5 s after"
+        in text
+    )
 
 
 def test_a_run_over_a_disk_that_was_left_out_is_not_hidden() -> None:
@@ -154,7 +159,9 @@ def test_every_shape_of_demo_is_drawn_inside_its_frame(conversations: int, turns
 def test_labels_of_an_axis_keep_their_distance() -> None:
     for shape in ((6, 4), (2, 3), (12, 9)):
         for plot in parse(demo_result(*shape)).iter("svg"):
-            below = sorted(float(text.attrib["x"]) for text in plot.iter("text") if text.attrib["class"] == "tick")
+            below = sorted(
+                float(text.attrib["x"]) for text in plot.iter("text") if text.attrib["class"] == "tick"
+            )
             assert all(right - left >= 20 for left, right in pairwise(below)), shape
 
 

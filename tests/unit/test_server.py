@@ -70,7 +70,11 @@ class Client:
         try:
             connection.request(method, path, body, {"Content-Type": "application/json"} | (headers or {}))
             response = connection.getresponse()
-            return response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()
+            return (
+                response.status,
+                {name.lower(): value for name, value in response.getheaders()},
+                response.read(),
+            )
         finally:
             connection.close()
 
@@ -96,7 +100,9 @@ class Client:
     def metrics(self) -> dict[str, float]:
         """Return the samples of /metrics; labels are part of the name."""
         lines = self("GET", "/metrics")[1].splitlines()
-        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+        return {
+            name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")
+        }
 
     def listener(self, rank: int = 0) -> dict[str, Any]:
         """Return what /workers says of the one instance there is."""
@@ -120,7 +126,9 @@ def until(condition: Callable[[], bool]) -> None:
 
 @contextmanager
 def publishing(rank: int = 0, **options: Any) -> Iterator[ZmqEventPublisher]:
-    publisher = ZmqEventPublisher(rank, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", config=KVEventsConfig(**options))
+    publisher = ZmqEventPublisher(
+        rank, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", config=KVEventsConfig(**options)
+    )
     try:
         yield publisher
     finally:
@@ -146,7 +154,7 @@ def client() -> Iterator[Client]:
         yield Client(server.url)
 
 
-# -- following -------------------------------------------------------------------------------------------------------------
+# -- following -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -156,7 +164,10 @@ def test_a_publisher_is_followed_from_before_it_was_registered(form: str) -> Non
     with IndexServer(settings=Settings(budget=4 << 20, form=form)) as server, publishing() as publisher:
         client = Client(server.url)
         publish(
-            publisher, stored([1, 2], None, T[:8]), stored([3], 2, T[8:12], "CPU"), stored([4], 3, T[12:16], "STORAGE")
+            publisher,
+            stored([1, 2], None, T[:8]),
+            stored([3], 2, T[8:12], "CPU"),
+            stored([4], 3, T[12:16], "STORAGE"),
         )
         assert client("POST", "/register", registered(publisher)) == (201, {"status": "ok"})
         until(lambda: client.query(T[:20])["states"] == {"1": {"0": "exact"}})
@@ -188,7 +199,10 @@ def test_two_ranks_of_one_instance(client: Client) -> None:
             {"status": "ok"},
         )
         assert client.query(T)["scores"] == {"1": {"0": 4}}
-        assert client("POST", "/unregister", {"instance_id": 1, "model_name": "m"}) == (200, {"status": "ok"})
+        assert client("POST", "/unregister", {"instance_id": 1, "model_name": "m"}) == (
+            200,
+            {"status": "ok"},
+        )
         assert client("POST", "/query", {"token_ids": T, "model_name": "m"})[0] == 404
 
 
@@ -218,10 +232,16 @@ def test_models_and_groups_are_kept_apart(client: Client) -> None:
         publish(publisher, stored([1], None, T[:4]))
         for more in ({}, {"model_name": "n"}, {"routing_group": "g"}):
             until(lambda more=more: client.query(T, **more)["scores"] == {"1": {"0": 4}})
-        assert client("POST", "/unregister", {"instance_id": 1, "model_name": "m", "routing_group": "g"})[0] == 200
+        assert (
+            client("POST", "/unregister", {"instance_id": 1, "model_name": "m", "routing_group": "g"})[0]
+            == 200
+        )
         assert client.query(T)["scores"] == {"1": {"0": 4}}
         listed = client("GET", "/workers")[1]
-        assert [(each["model_name"], each["routing_group"]) for each in listed] == [("m", "default"), ("n", "default")]
+        assert [(each["model_name"], each["routing_group"]) for each in listed] == [
+            ("m", "default"),
+            ("n", "default"),
+        ]
         assert client("GET", "/workers?model_name=n")[1] == listed[1:]
         assert client("GET", "/workers?routing_group=g") == (200, [])
 
@@ -246,9 +266,23 @@ def test_hashes_instead_of_tokens(client: Client) -> None:
 
 def test_mooncakes_dialect(client: Client) -> None:
     with publishing() as publisher:
-        new = {"type": "vLLM", "modelname": "d", "tenant_id": "t", "instance_id": "node", "block_size": 4, "dp_rank": 0}
-        new |= {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint, "additionalsalt": "w8a8"}
-        assert client("POST", "/register", new) == (200, {"status": "registered successfully", "instance_id": "node"})
+        new = {
+            "type": "vLLM",
+            "modelname": "d",
+            "tenant_id": "t",
+            "instance_id": "node",
+            "block_size": 4,
+            "dp_rank": 0,
+        }
+        new |= {
+            "endpoint": publisher.endpoint,
+            "replay_endpoint": publisher.replay_endpoint,
+            "additionalsalt": "w8a8",
+        }
+        assert client("POST", "/register", new) == (
+            200,
+            {"status": "registered successfully", "instance_id": "node"},
+        )
         publish(publisher, stored([1], None, T[:4]), stored([1, 2], None, T[:8], "CPU"))
         question = {"model": "d", "tenant_id": "t", "block_size": 4, "token_ids": T}
         until(lambda: client("POST", "/query", question)[1]["t"]["node"]["longest_matched"] == 8)
@@ -301,7 +335,9 @@ def test_a_worker_whose_blocks_found_no_room_is_degraded() -> None:
 
 def test_followed_from_the_start() -> None:
     with publishing() as publisher:
-        first = Registration(GroupKey("m"), 7, 0, publisher.endpoint, publisher.replay_endpoint, block_size=4)
+        first = Registration(
+            GroupKey("m"), 7, 0, publisher.endpoint, publisher.replay_endpoint, block_size=4
+        )
         publish(publisher, stored([1], None, T[:4]))
         with IndexServer(settings=SMALL, follow=[first]) as server:
             client = Client(server.url)
@@ -310,12 +346,14 @@ def test_followed_from_the_start() -> None:
             assert (listener["endpoint"], listener["status"]) == (publisher.endpoint, "active")
 
 
-# -- states that are true ---------------------------------------------------------------------------------------------
+# -- states that are true --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_block_size_is_learnt_from_the_first_store(form: str) -> None:
-    """Whoever left it out, or took the README's word for it, indexed nothing and was told that this is exact."""
+    """Whoever left it out, or took the README's word for it, indexed nothing and was told that this is
+    exact.
+    """
     if form == "numba":
         pytest.importorskip("numba")
     with IndexServer(settings=Settings(budget=4 << 20, form=form)) as server, publishing() as publisher:
@@ -381,7 +419,12 @@ def test_blocks_dropped_before_their_parents_came_are_said() -> None:
             publish(publisher, stored(list(range(first, first + 1000)), 77, [first & 0xFFFF] * 4000))
         until(lambda: client.query(T)["states"] == {"1": {"0": "degraded"}})
         assert client.query(T)["reasons"]["1"]["0"]
-        until(lambda: client.metrics()['kvtier_index_orphans_dropped_total{model="m",routing_group="default"}'] >= 1000)
+        until(
+            lambda: (
+                client.metrics()['kvtier_index_orphans_dropped_total{model="m",routing_group="default"}']
+                >= 1000
+            )
+        )
 
 
 def test_ranks_beyond_the_bound_are_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -402,7 +445,9 @@ def test_ranks_beyond_the_bound_are_said(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_an_answer_never_belongs_to_another_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream that becomes exact between the match and the look at its state would vouch for what was before."""
+    """A stream that becomes exact between the match and the look at its state would vouch for what was
+    before.
+    """
     with IndexServer(settings=SMALL) as server, publishing() as publisher:
         client = Client(server.url)
         client("POST", "/register", registered(publisher))
@@ -429,7 +474,7 @@ def test_an_answer_never_belongs_to_another_state(monkeypatch: pytest.MonkeyPatc
         until(lambda: client.query(T)["scores"] == {"1": {"0": 8}})
 
 
-# -- ranks -------------------------------------------------------------------------------------------------------------
+# -- ranks -----------------------------------------------------------------------------------------
 
 
 class StockPublisher:
@@ -460,7 +505,9 @@ class StockPublisher:
 
 
 def test_two_registrations_whose_batches_say_the_same_rank(client: Client) -> None:
-    """Two engines behind one instance that both think they are rank 0 are two workers, and one clear clears one."""
+    """Two engines behind one instance that both think they are rank 0 are two workers, and one clear clears
+    one.
+    """
     with StockPublisher() as zero, StockPublisher() as one:
         client("POST", "/register", zero.registration | {"dp_rank": 0})
         client("POST", "/register", one.registration | {"dp_rank": 1})
@@ -497,7 +544,10 @@ def test_the_only_learnt_rank_is_unregistered_by_its_number(client: Client, rank
         publisher.publish(rank, stored([1], None, T[:4]))
         until(lambda: client.query(T)["scores"] == {"1": {str(rank or 0): 4}})
         assert client("POST", "/unregister", {"instance_id": 1, "model_name": "m", "dp_rank": 7})[0] == 404
-        assert client("POST", "/unregister", {"instance_id": 1, "model_name": "m", "dp_rank": rank or 0})[0] == 200
+        assert (
+            client("POST", "/unregister", {"instance_id": 1, "model_name": "m", "dp_rank": rank or 0})[0]
+            == 200
+        )
         assert client("POST", "/query", {"token_ids": T, "model_name": "m"})[0] == 404
 
 
@@ -528,7 +578,9 @@ def test_a_rank_that_another_registration_names_is_not_taken_over(client: Client
 
 
 def test_a_registration_with_a_rank_speaks_for_no_other(client: Client) -> None:
-    """A second rank in its stream is not merged into the first: that would claim blocks that are elsewhere."""
+    """A second rank in its stream is not merged into the first: that would claim blocks that are
+    elsewhere.
+    """
     with StockPublisher() as publisher:
         client("POST", "/register", publisher.registration | {"dp_rank": 1})
         publisher.publish(0, stored([1], None, T[:4]))
@@ -549,10 +601,12 @@ def test_a_restart_empties_all_ranks_of_a_publisher(client: Client) -> None:
         until(lambda: client.query(T)["scores"] == {"1": {"1": 8}})
 
 
-# -- who may ask ---------------------------------------------------------------------------------------------------------
+# -- who may ask -----------------------------------------------------------------------------------
 
 
-BODY = json.dumps({"instance_id": 1, "model_name": "m", "endpoint": "tcp://127.0.0.1:1", "block_size": 4}).encode()
+BODY = json.dumps(
+    {"instance_id": 1, "model_name": "m", "endpoint": "tcp://127.0.0.1:1", "block_size": 4}
+).encode()
 
 
 @pytest.mark.parametrize(
@@ -565,7 +619,9 @@ def test_changes_are_json(client: Client, kind: str) -> None:
         assert status == 415, data
         assert "application/json" in json.loads(data)["error"]
     assert client("GET", "/workers") == (200, [])
-    assert client.raw("POST", "/query", b'{"token_ids":[1],"model_name":"m"}', {"Content-Type": kind})[0] == 404
+    assert (
+        client.raw("POST", "/query", b'{"token_ids":[1],"model_name":"m"}', {"Content-Type": kind})[0] == 404
+    )
 
 
 @pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=utf-8"])
@@ -590,13 +646,20 @@ def test_json_is_what_routers_send(client: Client, kind: str) -> None:
 )
 def test_pages_of_others_are_refused(client: Client, headers: dict[str, str]) -> None:
     """The second kind is DNS rebinding: the page's own name leads to this server."""
-    for method, path in (("POST", "/register"), ("POST", "/unregister"), ("GET", "/dump"), ("GET", "/workers")):
+    for method, path in (
+        ("POST", "/register"),
+        ("POST", "/unregister"),
+        ("GET", "/dump"),
+        ("GET", "/workers"),
+    ):
         status, _, data = client.raw(method, path, BODY if method == "POST" else None, headers)
         assert (status, headers.keys() >= {json.loads(data)["error"].partition(":")[0]}) == (403, True)
     assert client("GET", "/workers") == (200, [])
 
 
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8090", "localhost.", "127.0.0.1:1", "[::1]:8090", "10.2.3.4"])
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST:8090", "localhost.", "127.0.0.1:1", "[::1]:8090", "10.2.3.4"]
+)
 def test_addresses_and_loopback_names_are_ours(client: Client, host: str) -> None:
     assert client.raw("GET", "/health", None, {"Host": host})[0] == 200
     assert client.raw("GET", "/health", None, {"Host": host, "Origin": f"http://{host}"})[0] == 200
@@ -661,7 +724,7 @@ def test_the_tokens_file_is_its_owners(tmp_path: Path) -> None:
         read_token(tmp_path / "none")
 
 
-# -- requests that are wrong -----------------------------------------------------------------------------------------------
+# -- requests that are wrong -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -688,7 +751,13 @@ def test_the_tokens_file_is_its_owners(tmp_path: Path) -> None:
             "block_size",
         ),
         ("POST", "/register", b'{"instance_id":1,"endpoint":"tcp://h:1","block_size":4}', 422, "model_name"),
-        ("POST", "/register", b'{"instance_id":1,"endpoint":"bogus","model_name":"m","block_size":4}', 400, "tcp://"),
+        (
+            "POST",
+            "/register",
+            b'{"instance_id":1,"endpoint":"bogus","model_name":"m","block_size":4}',
+            400,
+            "tcp://",
+        ),
         (
             "POST",
             "/register",
@@ -696,7 +765,13 @@ def test_the_tokens_file_is_its_owners(tmp_path: Path) -> None:
             400,
             "tcp://",
         ),
-        ("POST", "/register", b'{"instance_id":1,"endpoint":"tcp://a b:x","model_name":"m","block_size":4}', 400, ""),
+        (
+            "POST",
+            "/register",
+            b'{"instance_id":1,"endpoint":"tcp://a b:x","model_name":"m","block_size":4}',
+            400,
+            "",
+        ),
         ("POST", "/unregister", b'{"instance_id":9,"model_name":"m"}', 404, "instance 9"),
         ("POST", "/query", b'{"token_ids":[1],"model_name":"m"}', 404, "model=m routing_group=default"),
         ("POST", "/query", b'{"token_ids":[-1],"model_name":"m"}', 422, "token_ids[0]"),
@@ -740,7 +815,7 @@ def test_the_number_of_registrations_is_bounded() -> None:
         assert client("POST", "/register", registered(publisher, 3))[0] == 409
 
 
-# -- bytes ------------------------------------------------------------------------------------------------------------------
+# -- bytes -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -789,7 +864,9 @@ def test_a_connection_serves_many_requests(client: Client) -> None:
 
 
 def test_expect_continue(client: Client) -> None:
-    head = b"POST /query HTTP/1.1\r\nExpect: 100-continue\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{}"
+    head = (
+        b"POST /query HTTP/1.1\r\nExpect: 100-continue\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{}"
+    )
     answer = client.bytes(head)
     assert answer.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 422 ")
 
@@ -808,7 +885,7 @@ def test_connections_are_bounded_and_slow_ones_end() -> None:
         until(lambda: client.raw("GET", "/health")[0] == 200)
 
 
-# -- long and many -------------------------------------------------------------------------------------------------------
+# -- long and many ---------------------------------------------------------------------------------
 
 
 def head_of(body: int) -> bytes:
@@ -874,7 +951,9 @@ def test_a_dump_is_sent_in_slices_and_others_are_served_between() -> None:
         events = json.loads(data)["m:default"]["events"]
         assert [event["event"]["event_id"] for event in events] == list(range(len(events)))
         assert max(len(event["event"]["data"]["stored"]["blocks"]) for event in events) <= 1024
-        found = {block["block_hash"] for event in events for block in event["event"]["data"]["stored"]["blocks"]}
+        found = {
+            block["block_hash"] for event in events for block in event["event"]["data"]["stored"]["blocks"]
+        }
         assert found == set(range(1, blocks + 1))
 
 
@@ -884,7 +963,9 @@ def test_dumps_that_nobody_reads_are_bounded() -> None:
         client("POST", "/register", registered(publisher))
         blocks = 60_000
         for first in range(0, blocks, 1000):
-            publish(publisher, stored(list(range(first + 1, first + 1001)), first or None, list(range(4000))))
+            publish(
+                publisher, stored(list(range(first + 1, first + 1001)), first or None, list(range(4000)))
+            )
         until(lambda: client.metrics()['kvtier_index_blocks{model="m",routing_group="default"}'] == blocks)
         with ExitStack() as stack:
             for _ in range(4):
@@ -1024,7 +1105,7 @@ def test_questions_while_events_pour_in() -> None:
         assert set(seen) <= {0, 8}
 
 
-# -- life -------------------------------------------------------------------------------------------------------------------
+# -- life ------------------------------------------------------------------------------------------
 
 
 def test_a_taken_port_is_one_clear_line() -> None:
@@ -1043,7 +1124,9 @@ def test_a_signal_ends_it(number: signal.Signals) -> None:
         from kvtier.index.server import Settings, serve
         serve(port=0, settings=Settings(form="python"), on_ready=lambda url: print(url, flush=True))
     """
-    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         client = Client(process.stdout.readline().strip())
         assert client("GET", "/health") == (200, "")

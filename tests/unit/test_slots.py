@@ -1,4 +1,6 @@
-"""The structures in C do what those in Python do, whatever is asked of them, and refuse what would break them."""
+"""The structures in C do what those in Python do, whatever is asked of them, and refuse what would break
+them.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +45,26 @@ def book(kind: Any, num_slots: int = CAPACITY) -> tuple[Any, tuple[Any, ...]]:
     return kind(*arrays), arrays
 
 
-BOOK_CALLS = ("reserve", "reserve", "complete", "complete", "pin", "pin", "unpin", "release", "remove", "free")
+BOOK_CALLS = (
+    "reserve",
+    "reserve",
+    "complete",
+    "complete",
+    "pin",
+    "pin",
+    "unpin",
+    "release",
+    "remove",
+    "free",
+)
 
 
 class TestBook:
     @given(st.lists(st.tuples(st.sampled_from(BOOK_CALLS), keys, any_slots, many_keys), max_size=40))
     @settings(max_examples=200, deadline=None)
-    def test_c_and_python_agree(self, calls: list[tuple[str, list[OffloadKey], list[int], list[OffloadKey]]]) -> None:
+    def test_c_and_python_agree(
+        self, calls: list[tuple[str, list[OffloadKey], list[int], list[OffloadKey]]]
+    ) -> None:
         (one, arrays), (other, others) = book(_slots.SlotBook), book(PythonBook)
         empty: list[int] = []
         for number, (call, named, places, asked) in enumerate(calls):
@@ -63,7 +78,9 @@ class TestBook:
     def arguments(
         self, book: Any, call: str, number: int, named: list[OffloadKey], places: list[int], empty: list[int]
     ) -> tuple[Any, ...]:
-        """Return what a call may be given: `free` only slots that are empty, `reserve` only keys that are new."""
+        """Return what a call may be given: `free` only slots that are empty, `reserve` only keys that are
+        new.
+        """
         match call:
             case "reserve":
                 return number, book.missing(named)[: book.num_free()]
@@ -89,7 +106,11 @@ class TestBook:
     def test_the_life_of_a_slot(self, kind: Any) -> None:
         book_, (readers, evictable, stored_by) = book(kind, 3)
         assert book_.reserve(7, UNIVERSE[:2]).tolist() == [0, 1]
-        assert (readers.tolist(), evictable.any(), stored_by.tolist()) == ([WRITING, WRITING, 0], False, [7, 7, 0])
+        assert (readers.tolist(), evictable.any(), stored_by.tolist()) == (
+            [WRITING, WRITING, 0],
+            False,
+            [7, 7, 0],
+        )
         assert book_.complete([UNIVERSE[1], UNIVERSE[5], UNIVERSE[1]]) == [UNIVERSE[1]]
         assert book_.leading(UNIVERSE[1:3]) == 1
         assert book_.leading(UNIVERSE) == 0, "the first is still being written"
@@ -104,10 +125,14 @@ class TestBook:
         assert book_.free_slots().tolist() == [2, 1]
 
     def test_keys_that_differ_in_one_byte_only_are_told_apart(self) -> None:
-        """Guards the hash: keys that count up in any byte once fell into one place and took a millisecond each."""
+        """Guards the hash: keys that count up in any byte once fell into one place and took a millisecond
+        each.
+        """
         for size in (8, 36, 40):
             for place in range(size):
-                batch = [OffloadKey(bytes(place) + bytes([n]) + bytes(size - place - 1)) for n in range(1, 256)]
+                batch = [
+                    OffloadKey(bytes(place) + bytes([n]) + bytes(size - place - 1)) for n in range(1, 256)
+                ]
                 book_, _ = book(_slots.SlotBook, 255)
                 book_.reserve(0, batch)
                 assert book_.find(batch).tolist() == list(range(255))
@@ -302,7 +327,10 @@ WITHOUT_C = """
 
 def test_everything_works_without_a_compiler() -> None:
     """The contract suites and what the managers' own tests ask, over the Python forms."""
-    suites = [f"tests/{name}.py" for name in ("contract/test_managers", "contract/test_policies", "unit/test_manager")]
+    suites = [
+        f"tests/{name}.py"
+        for name in ("contract/test_managers", "contract/test_policies", "unit/test_manager")
+    ]
     suites += [f"tests/unit/test_{name}.py" for name in ("lru", "arc", "small_offers")]
     command = [sys.executable, "-c", textwrap.dedent(WITHOUT_C), *suites]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

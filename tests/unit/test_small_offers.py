@@ -1,4 +1,6 @@
-"""Calls with a single chunk, as decoding makes them, do what calls with many do, whichever form the structures have."""
+"""Calls with a single chunk, as decoding makes them, do what calls with many do, whichever form the
+structures have.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,10 @@ class Driver:
                 self.store(batch, context, success=what == "store")
             case "load":
                 batch = [key for key in batch if manager.lookup(key, context)]
-                self.split(lambda part: self.seen.append(manager.prepare_load(part, context).block_ids.tolist()), batch)
+                self.split(
+                    lambda part: self.seen.append(manager.prepare_load(part, context).block_ids.tolist()),
+                    batch,
+                )
                 self.read += batch
             case "unload":
                 # One end each: of two, the last frees a doomed chunk, and a batch does not tell them apart.
@@ -145,7 +150,9 @@ def chunks_in_order(manager: CPUOffloadingManager) -> list[int]:
 @given(calls)
 @settings(max_examples=60, deadline=None)
 def test_offers_of_single_chunks_evict_and_rank_as_one_offer_does(script: list[Call]) -> None:
-    """Slots may differ: the last chunk of an offer is the least recent, so it goes first where each is offered alone."""
+    """Slots may differ: the last chunk of an offer is the least recent, so it goes first where each is
+    offered alone.
+    """
     one, other = CPUOffloadingManager(CAPACITY, "lru"), CPUOffloadingManager(CAPACITY, "lru")
     for what, numbers, who in script:
         context = CONTEXTS[who]
@@ -162,7 +169,9 @@ def test_offers_of_single_chunks_evict_and_rank_as_one_offer_does(script: list[C
         one_by_one(other.complete_store, batch)
         assert chunks_in_order(one) == chunks_in_order(other)
         first, second = one.take_events(), other.take_events()
-        assert [(e.removed, k) for e in first for k in e.keys] == [(e.removed, k) for e in second for k in e.keys]
+        assert [(e.removed, k) for e in first for k in e.keys] == [
+            (e.removed, k) for e in second for k in e.keys
+        ]
         assert one.stats() == other.stats()
         other.check()
 

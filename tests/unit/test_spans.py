@@ -1,4 +1,6 @@
-"""Spans: refs that go together are copied together, in batches of bounded size, and every byte belongs to one span."""
+"""Spans: refs that go together are copied together, in batches of bounded size, and every byte belongs to
+one span.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from kvtier.transfer.spans import BATCH_BYTES, Spans
 
 
 def make_spans(caches: Caches, blocks_per_chunk: int = 1, world_size: int = 1, rank: int = 0) -> Spans:
-    config = make_config(caches, blocks_per_chunk=blocks_per_chunk, world_size=world_size, rank=rank, num_slots=4)
+    config = make_config(
+        caches, blocks_per_chunk=blocks_per_chunk, world_size=world_size, rank=rank, num_slots=4
+    )
     pool = Pool.open(config.engine_id, config.num_slots, config.row_bytes)
     canonical = canonicalize(caches.layers, caches.groups, num_blocks=caches.num_blocks)
     return Spans(canonical, pool, config)

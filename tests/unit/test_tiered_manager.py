@@ -1,4 +1,6 @@
-"""The pool and tiers behind one manager, step by step: who waits for what, who gives way, and what comes back."""
+"""The pool and tiers behind one manager, step by step: who waits for what, who gives way, and what comes
+back.
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,13 @@ from kvtier.transfer.base import CPULoadStoreSpec
 FIRST = int(os.environ.get("KVTIER_SEED", "0"))
 NUM_SEEDS = int(os.environ.get("KVTIER_SEEDS", "40"))
 CHUNKS = 24
-OUTCOMES = [Outcome.DONE] * 6 + [Outcome.FAILED_CHECK, Outcome.FAILED, Outcome.LATE, Outcome.SUSPENDED, Outcome.ABSENT]
+OUTCOMES = [Outcome.DONE] * 6 + [
+    Outcome.FAILED_CHECK,
+    Outcome.FAILED,
+    Outcome.LATE,
+    Outcome.SUSPENDED,
+    Outcome.ABSENT,
+]
 
 
 def mark(chunk: OffloadKey, generation: int) -> int:
@@ -54,7 +60,9 @@ class Play:
     def __post_init__(self) -> None:
         self.random = Random(self.seed)
         slots = self.random.choice((2, 5, 12, 32))
-        self.tiered = Tiered(slots, self.random.choice(("through", "evict")), num_tiers=self.random.choice((1, 2)))
+        self.tiered = Tiered(
+            slots, self.random.choice(("through", "evict")), num_tiers=self.random.choice((1, 2))
+        )
         self.generation = 0
         self.stores: list[tuple[list[OffloadKey], CPULoadStoreSpec, int]] = []
         self.loads: list[tuple[list[OffloadKey], CPULoadStoreSpec]] = []
@@ -62,8 +70,25 @@ class Play:
         self.names: set[str] = set()
 
     def run(self, calls: int = 250) -> None:
-        moves = [self.store, self.store, self.end_store, self.wish, self.wish, self.step, self.step, self.end_rows]
-        moves += [self.end_rows, self.end_rows, self.load, self.end_load, self.finish, self.disturb, self.restart]
+        moves = [
+            self.store,
+            self.store,
+            self.end_store,
+            self.wish,
+            self.wish,
+            self.step,
+            self.step,
+            self.end_rows,
+        ]
+        moves += [
+            self.end_rows,
+            self.end_rows,
+            self.load,
+            self.end_load,
+            self.finish,
+            self.disturb,
+            self.restart,
+        ]
         moves += [self.ask] if self.asks else []
         for _ in range(calls):
             self.random.choice(moves)()
@@ -126,7 +151,9 @@ class Play:
         if anywhere and not self.tiered.manager.is_promoting(context(name)):
             self.names.add(name)
             whole = self.random.random() < 0.2
-            self.counts["wishes"] += self.tiered.wish(*chunks[:anywhere], name=name, patience=3.0, whole=whole)
+            self.counts["wishes"] += self.tiered.wish(
+                *chunks[:anywhere], name=name, patience=3.0, whole=whole
+            )
 
     def ask(self) -> None:
         """Have a request ask about chunks of which tiers have forgotten whether they have them."""
@@ -150,7 +177,9 @@ class Play:
     def end_rows(self) -> None:
         """Have a tier end some of its rows, or give memory back."""
         self.lent = [
-            lent for lent in self.lent if lent.is_late or lent.row.key in lent.tier._left.get(lent.job.job_id, ())
+            lent
+            for lent in self.lent
+            if lent.is_late or lent.row.key in lent.tier._left.get(lent.job.job_id, ())
         ]
         for lent in self.random.sample(self.lent, min(len(self.lent), self.random.randint(1, 4))):
             self.end_row(lent)

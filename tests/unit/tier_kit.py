@@ -101,7 +101,9 @@ class HandTier(Tier):
         self._end(job_id, given)
         return given
 
-    def finish(self, job_id: int, *numbers: int, outcome: Outcome = Outcome.DONE, in_use: bool = False) -> None:
+    def finish(
+        self, job_id: int, *numbers: int, outcome: Outcome = Outcome.DONE, in_use: bool = False
+    ) -> None:
         """End some rows of a job, or all that are left."""
         if outcome is Outcome.RETURNED:
             self.finish_rows(job_id, self._late.pop(job_id), outcome)

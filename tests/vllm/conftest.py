@@ -1,4 +1,6 @@
-"""What the tests inside vLLM share: its environment, the models, and one engine without kvtier to compare with."""
+"""What the tests inside vLLM share: its environment, the models, and one engine without kvtier to compare
+with.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ if _has_vllm():
     os.environ |= {
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
-        "TRITON_F32_DEFAULT": "ieee",  # else tf32, whose rounding chooses between tokens that are nearly as likely
+        # else tf32, whose rounding chooses between tokens that are nearly as likely
+        "TRITON_F32_DEFAULT": "ieee",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
@@ -32,8 +35,14 @@ if _has_vllm():
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip without vLLM or a device that a test needs, and let vLLM warn: only our own warnings are errors."""
-    skip = None if _has_vllm() else pytest.mark.skip(reason="vLLM is not installed here; `make test-vllm` installs it")
+    """Skip without vLLM or a device that a test needs, and let vLLM warn: only our own warnings
+    are errors.
+    """
+    skip = (
+        None
+        if _has_vllm()
+        else pytest.mark.skip(reason="vLLM is not installed here; `make test-vllm` installs it")
+    )
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.filterwarnings("ignore"))

@@ -45,5 +45,7 @@ def num_rows(folder: Path) -> int:
     """Count the rows that are on the disk, by their records."""
     records = [file.read_bytes()[HEADER_BYTES:] for file in folder.glob(f"*/*/{RECORDS}")]
     return sum(
-        content[at : at + RECORD_BYTES] != EMPTY for content in records for at in range(0, len(content), RECORD_BYTES)
+        content[at : at + RECORD_BYTES] != EMPTY
+        for content in records
+        for at in range(0, len(content), RECORD_BYTES)
     )

@@ -46,7 +46,9 @@ class Engine:
 
     @property
     def connector(self) -> Any:
-        """The scheduler's half of the connector, if there is one; of a `MultiConnector` that of its first child."""
+        """The scheduler's half of the connector, if there is one; of a `MultiConnector` that of its first
+        child.
+        """
         connector = self.core.scheduler.connector
         return getattr(connector, "sub_connectors", [connector])[0]
 
@@ -63,7 +65,11 @@ class Engine:
         return get_kv_transfer_group()
 
     def generate(
-        self, prompts: Sequence[Prompt], max_tokens: int = 8, salts: Sequence[str | None] = (), **options: Any
+        self,
+        prompts: Sequence[Prompt],
+        max_tokens: int = 8,
+        salts: Sequence[str | None] = (),
+        **options: Any,
     ) -> list[Output]:
         """Run prompts to their end, greedily."""
         salts = [*salts, *[None] * (len(prompts) - len(salts))]
@@ -81,7 +87,9 @@ class Engine:
         """Return greedy sampling that does not stop early."""
         from vllm import SamplingParams
 
-        return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, **more)
+        return SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, **more
+        )
 
     def add(self, request_id: str, prompt: Prompt, max_tokens: int = 8) -> None:
         """Queue a prompt."""
@@ -90,7 +98,9 @@ class Engine:
     def step(self) -> dict[str, list[int]]:
         """Run one step and return the tokens of requests that are over."""
         outputs = self.llm.llm_engine.step()
-        return {output.request_id: list(output.outputs[0].token_ids) for output in outputs if output.finished}
+        return {
+            output.request_id: list(output.outputs[0].token_ids) for output in outputs if output.finished
+        }
 
     def run(self) -> dict[str, list[int]]:
         """Step until all requests are over."""
@@ -115,9 +125,11 @@ class Engine:
         assert self.llm.reset_prefix_cache(reset_connector=tiers_too)
 
     def falsify_pool(self) -> None:
-        """Change all that the pool holds, behind everybody's back: the sign of each number in it, float32 or bfloat16.
+        """Change all that the pool holds, behind everybody's back: the sign of each number in it, float32 or
+        bfloat16.
 
-        What is loaded stays finite. A GPU's process would end at the first token that it samples from no number.
+        What is loaded stays finite. A GPU's process would end at the first token that it samples from no
+        number.
         """
         for row in self.worker._connector.connector_worker.spec.open_pool().rows:
             row[1::2] ^= 0x80
@@ -134,7 +146,9 @@ class Engine:
 
     def count_preemptions(self) -> int:
         """Return the preemptions so far."""
-        return next(metric.value for metric in self.llm.get_metrics() if metric.name == "vllm:num_preemptions")
+        return next(
+            metric.value for metric in self.llm.get_metrics() if metric.name == "vllm:num_preemptions"
+        )
 
 
 def _token_prompt(prompt: Prompt, salt: str | None) -> dict[str, Any]:
@@ -197,7 +211,9 @@ def vllm_engine(
         "disable_log_stats": False,
         "seed": 0,
     }
-    llm = LLM(model=str(model), num_gpu_blocks_override=num_blocks, **(defaults | engine_options() | options))
+    llm = LLM(
+        model=str(model), num_gpu_blocks_override=num_blocks, **(defaults | engine_options() | options)
+    )
     engine = Engine(llm)
     try:
         yield engine

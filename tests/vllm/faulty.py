@@ -22,7 +22,9 @@ class FaultyConnector(KVTierConnector):
 
 
 class FaultyRanks(KVTierConnector):
-    """kvtier with faults that each rank has for itself: one fails a load at once, another late or not at all."""
+    """kvtier with faults that each rank has for itself: one fails a load at once, another late or not at
+    all.
+    """
 
     def make_spec(self, config: OffloadingConfig) -> OffloadingSpec:
         kinds = (Fault.REFUSE, Fault.FAIL, Fault.HANG, Fault.SHORT, Fault.SLOW)

@@ -76,4 +76,6 @@ def _save_tokenizer(folder: Path) -> None:
     words = {"<unk>": 0, "</s>": 1} | {str(number): number + 2 for number in range(VOCAB - 2)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>").save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>").save_pretrained(
+        folder
+    )

@@ -1,7 +1,7 @@
 """A program for `test_processes`: two ranks whose transfers fail independently of each other.
 
-`python ranks.py MODEL` computes prompts, then forgets and loads them again and again, and says in a line of JSON whether all
-tokens were those of the first time, and what was counted.
+`python ranks.py MODEL` computes prompts, then forgets and loads them again and again, and says in a line of
+JSON whether all tokens were those of the first time, and what was counted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The publishers that engines come with, each loaded from the engine itself, and what follows them in the tests.
+"""The publishers that engines come with, each loaded from the engine itself, and what follows them in the
+tests.
 
-vLLM is installed. SGLang lies beside it, one folder per version: 0.5.9 sends arrays and replies without a topic (as all do up
-to 0.5.19 and 0.5.21), 0.5.23 sends maps and replies with one.
+vLLM is installed. SGLang lies beside it, one folder per version: 0.5.9 sends arrays and replies without a
+topic (as all do up to 0.5.19 and 0.5.21), 0.5.23 sends maps and replies with one.
 """
 
 from __future__ import annotations
@@ -44,13 +45,17 @@ def load(name: str) -> ModuleType:
     if name not in _loaded:
         engine, _, version = name.partition("-")
         _loaded[name] = (
-            _load_sglang(version) if engine == "sglang" else importlib.import_module("vllm.distributed.kv_events")
+            _load_sglang(version)
+            if engine == "sglang"
+            else importlib.import_module("vllm.distributed.kv_events")
         )
     return _loaded[name]
 
 
 def _load_sglang(version: str) -> ModuleType:
-    """Import SGLang's module in packages without their `__init__`, which would import all that serving needs."""
+    """Import SGLang's module in packages without their `__init__`, which would import all that serving
+    needs.
+    """
     folder = Path(sys.prefix, "sglang", version)
     if not folder.exists():
         pytest.skip(

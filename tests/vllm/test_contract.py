@@ -67,7 +67,9 @@ def test_parameters_are_those_of_the_base_class() -> None:
         for name in hooks(base) & hooks(KVTierConnector):
             theirs, ours = getattr(base, name), getattr(KVTierConnector, name)
             if callable(theirs):
-                assert list(inspect.signature(ours).parameters) == list(inspect.signature(theirs).parameters), name
+                assert list(inspect.signature(ours).parameters) == list(
+                    inspect.signature(theirs).parameters
+                ), name
 
 
 def test_fields_that_are_read_are_there() -> None:
@@ -109,7 +111,9 @@ def test_another_version_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch,
         ({"cpu": {"capcity": "1GiB"}}, r"cpu\.capcity: no such setting; did you mean cpu\.capacity"),
     ],
 )
-def test_a_bad_setting_stops_the_start_in_one_line(llama: Path, settings: dict[str, object], message: str) -> None:
+def test_a_bad_setting_stops_the_start_in_one_line(
+    llama: Path, settings: dict[str, object], message: str
+) -> None:
     from vllm.distributed import cleanup_dist_env_and_memory
 
     with pytest.raises(InputError, match=message), vllm_engine(llama, settings):
@@ -145,7 +149,9 @@ def test_what_is_said_and_counted(llama: Path, said: list[str]) -> None:
         engine.generate([make_prompt(1, 10)])
         clock.now += INTERVAL
         engine.connector._summary.tell_changes()
-        found = {metric.name: metric.value for metric in engine.llm.get_metrics() if hasattr(metric, "value")}
+        found = {
+            metric.name: metric.value for metric in engine.llm.get_metrics() if hasattr(metric, "value")
+        }
         config = engine.connector._connector.connector_scheduler.spec.config
         engine.generate([make_prompt(2, 20)])
     policy, start, summary, rest = said
@@ -165,7 +171,9 @@ def test_what_is_said_and_counted(llama: Path, said: list[str]) -> None:
     assert len(config.namespace.wait(60)) == 64
 
 
-def test_what_was_done_is_told_although_no_step_follows(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_done_is_told_although_no_step_follows(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM calls a connector in its steps alone, and an engine that has gone idle makes none."""
     from kvtier.integrations.vllm.connector import logger
 
@@ -180,7 +188,9 @@ def test_what_was_done_is_told_although_no_step_follows(llama: Path, monkeypatch
 
 
 def test_every_step_is_ended_once(engine: Engine) -> None:
-    """Else the time of a step would be taken for that of another. vLLM keeps quiet about steps with nothing to tell."""
+    """Else the time of a step would be taken for that of another. vLLM keeps quiet about steps with nothing
+    to tell.
+    """
     prompt = make_prompt(0, 200)
     engine.generate([prompt])
     engine.forget()
@@ -260,7 +270,9 @@ def engine_config(model: Path, **options: Any) -> Any:
         kv_connector_extra_config={"cpu": {"capacity": "1MiB"}},
     )
     defaults = {"dtype": "float32", "block_size": BLOCK, "skip_tokenizer_init": True}
-    return EngineArgs(model=str(model), kv_transfer_config=transfer, **(defaults | options)).create_engine_config()
+    return EngineArgs(
+        model=str(model), kv_transfer_config=transfer, **(defaults | options)
+    ).create_engine_config()
 
 
 @pytest.mark.parametrize(
@@ -270,11 +282,19 @@ def engine_config(model: Path, **options: Any) -> Any:
             "pipeline_parallel_size",
             "kvtier does not follow KV over pipeline stages; use tensor_parallel_size; vLLM's own",
         ),
-        ("decode_context_parallel_size", "kvtier does not follow KV that is spread over ranks by token; vLLM's own"),
-        ("prefill_context_parallel_size", "kvtier does not follow KV that is spread over ranks by token; vLLM's own"),
+        (
+            "decode_context_parallel_size",
+            "kvtier does not follow KV that is spread over ranks by token; vLLM's own",
+        ),
+        (
+            "prefill_context_parallel_size",
+            "kvtier does not follow KV that is spread over ranks by token; vLLM's own",
+        ),
     ],
 )
-def test_ways_to_divide_a_model_that_are_refused(llama: Path, cache_config: Any, name: str, advice: str) -> None:
+def test_ways_to_divide_a_model_that_are_refused(
+    llama: Path, cache_config: Any, name: str, advice: str
+) -> None:
     from kvtier.integrations.vllm import describe_engine
 
     config = engine_config(llama)
@@ -293,9 +313,7 @@ def test_ranks_on_several_machines_are_refused(llama: Path, cache_config: Any) -
     parallel = config.parallel_config
     assert describe_engine(config, cache_config).world_size == 2
     parallel.nnodes = 2
-    refusal = (
-        r"^nnodes: expected 1 for each engine, got 2: .*; keep tensor_parallel_size within a machine and use data_"
-    )
+    refusal = r"^nnodes: expected 1 for each engine, got 2: .*; keep tensor_parallel_size within a machine and use data_"
     with pytest.raises(ConfigError, match=refusal) as caught:
         describe_engine(config, cache_config)
     assert "\n" not in str(caught.value)
@@ -357,7 +375,8 @@ def test_recurrent_models_are_refused(llama: Path, cache_config: Any) -> None:
 
     state = MambaSpec(block_size=BLOCK, shapes=((4, 16),), dtypes=(torch.float32,))
     hybrid = replace(
-        cache_config, kv_cache_groups=[*cache_config.kv_cache_groups, KVCacheGroupSpec(["model.layers.9.mixer"], state)]
+        cache_config,
+        kv_cache_groups=[*cache_config.kv_cache_groups, KVCacheGroupSpec(["model.layers.9.mixer"], state)],
     )
     refusal = r"^KV cache group 1: expected one of FullAttentionSpec, .*, got MambaSpec; vLLM's own OffloadingConnector"
     with pytest.raises(InputError, match=refusal) as caught:

@@ -1,4 +1,6 @@
-"""Event bytes against vLLM's own code: it reads what we write, we read what it writes, and equal events are equal bytes."""
+"""Event bytes against vLLM's own code: it reads what we write, we read what it writes, and equal events are
+equal bytes.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def theirs(event: Any) -> Any:
 
 
 def random_events(rng: Random, count: int) -> list[Any]:
-    return [rng.choice([_stored, _stored, _removed, lambda _: AllBlocksCleared()])(rng) for _ in range(count)]
+    return [
+        rng.choice([_stored, _stored, _removed, lambda _: AllBlocksCleared()])(rng) for _ in range(count)
+    ]
 
 
 def _hash(rng: Random) -> bytes | int:
@@ -51,7 +55,9 @@ def _stored(rng: Random) -> BlockStored:
         lora_id=_maybe(rng, 3),
         medium=_maybe(rng, "CPU"),
         lora_name=_maybe(rng, "adapter"),
-        extra_keys=_maybe(rng, [rng.choice([None, ("salt", ("image", -3)), (b"digest",)]) for _ in range(count)]),
+        extra_keys=_maybe(
+            rng, [rng.choice([None, ("salt", ("image", -3)), (b"digest",)]) for _ in range(count)]
+        ),
         group_idx=_maybe(rng, 0),
         kv_cache_spec_kind=_maybe(rng, "full_attention"),
         kv_cache_spec_sliding_window=_maybe(rng, 64),
@@ -63,7 +69,9 @@ def _stored(rng: Random) -> BlockStored:
 
 def _removed(rng: Random) -> BlockRemoved:
     hashes = [_hash(rng) for _ in range(rng.randrange(4))]
-    return BlockRemoved(hashes, _maybe(rng, "GPU"), _maybe(rng, 1), _maybe(rng, "REMOTE"), _maybe(rng, "disk"))
+    return BlockRemoved(
+        hashes, _maybe(rng, "GPU"), _maybe(rng, 1), _maybe(rng, "REMOTE"), _maybe(rng, "disk")
+    )
 
 
 def as_lists(value: Any) -> Any:
@@ -112,7 +120,9 @@ def test_we_read_the_batches_of_vllm(seed: int, tokens: bool) -> None:
     batch = decode_batch(payload, tokens)
     assert (batch.ts, batch.data_parallel_rank, batch.mark, batch.skipped) == (1.5, 3, None, 0)
     if not tokens:
-        events = [msgspec.structs.replace(e, token_ids=[]) if isinstance(e, BlockStored) else e for e in events]
+        events = [
+            msgspec.structs.replace(e, token_ids=[]) if isinstance(e, BlockStored) else e for e in events
+        ]
     assert [*map(values_of, batch.events)] == [*map(values_of, events)]
 
 

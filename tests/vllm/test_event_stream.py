@@ -1,4 +1,6 @@
-"""The stream of a real engine, followed over its own sockets by our subscriber and read by vLLM's own decoder."""
+"""The stream of a real engine, followed over its own sockets by our subscriber and read by vLLM's own
+decoder.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,12 @@ class Follower:
     """A subscriber with an index, and a plain socket whose messages vLLM's typed decoder must read."""
 
     def __init__(self, endpoint: str, replay: str) -> None:
-        # vLLM announces every copy of a block. In Python: a process that has numba loaded cannot start another vLLM engine,
-        # whose scan of all modules trips over llvmlite.
+        # vLLM announces every copy of a block. In Python: a process that has numba loaded cannot start
+        # another vLLM engine, whose scan of all modules trips over llvmlite.
         self.index = PrefixIndex(counting="count", form="python")
-        self.updates: Subscriber[Any] = Subscriber([Source(WORKER, endpoint, replay)], decode=self.index.decoder())
+        self.updates: Subscriber[Any] = Subscriber(
+            [Source(WORKER, endpoint, replay)], decode=self.index.decoder()
+        )
         self._context = zmq.Context()
         self._plain = self._context.socket(zmq.SUB)
         self._plain.subscribe(b"")

@@ -1,4 +1,6 @@
-"""Events of the CPU tier inside vLLM: they describe their blocks as vLLM's own do, and say exactly what the pool holds."""
+"""Events of the CPU tier inside vLLM: they describe their blocks as vLLM's own do, and say exactly what the
+pool holds.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,10 @@ class Listener:
         from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
         ready = [key for key in self.stored_keys if self._manager.lookup(key, ReqContext())]
-        return {(maybe_convert_block_hash(get_offload_block_hash(key)), get_offload_group_idx(key)) for key in ready}
+        return {
+            (maybe_convert_block_hash(get_offload_block_hash(key)), get_offload_group_idx(key))
+            for key in ready
+        }
 
 
 def events_on() -> dict[str, Any]:
@@ -168,7 +173,9 @@ def test_the_stream_says_what_the_pool_holds(model: Path, per_chunk: int) -> Non
 
 
 def expect_true(listener: Listener, engine: Engine, per_chunk: int) -> None:
-    """Expect that what was announced and not removed is what the pool holds, all blocks of every described chunk."""
+    """Expect that what was announced and not removed is what the pool holds, all blocks of every described
+    chunk.
+    """
     engine.settle()
     engine.step()  # vLLM publishes with a step
     held, chunks = listener.held(), listener.chunks_in_pool()

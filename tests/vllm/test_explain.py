@@ -42,11 +42,17 @@ def test_an_answer_says_where_its_prompt_came_from(llama: Path) -> None:
     }
     assert (hit["from_gpu"], hit["computed"], hit["first_miss"]) == (96, 4, None)
     assert loaded["from_tiers"] == {"cpu": 96}
-    assert (loaded["computed"], loaded["first_miss"], loaded["first_missing_token"]) == (104, "never stored", 96)
+    assert (loaded["computed"], loaded["first_miss"], loaded["first_missing_token"]) == (
+        104,
+        "never stored",
+        96,
+    )
     assert loaded["load_seconds"] > 0
 
 
-def test_what_was_evicted_is_said_so_in_the_answer_and_in_the_log(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_evicted_is_said_so_in_the_answer_and_in_the_log(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from kvtier.integrations.vllm.connector import logger
 
     said: list[str] = []
@@ -64,7 +70,9 @@ def test_what_was_evicted_is_said_so_in_the_answer_and_in_the_log(llama: Path, m
     assert "128 of 128 prompt tokens were computed: what begins at token 0 was evicted" in lines[0]
 
 
-@pytest.mark.parametrize("asked", [{}, {"kvtier": 5}, {"kvtier": {"explain": "no"}}, {"other": {"explain": True}}])
+@pytest.mark.parametrize(
+    "asked", [{}, {"kvtier": 5}, {"kvtier": {"explain": "no"}}, {"other": {"explain": True}}]
+)
 def test_who_does_not_ask_gets_nothing(engine: Engine, asked: Any) -> None:
     assert explained(engine, make_prompt(0, 40), asked) is None
 
@@ -96,7 +104,9 @@ def test_the_log_tells_of_slow_loads_and_of_losses_at_a_bounded_rate() -> None:
         log.note(f"slow {index}", slow)
     assert said == ["kvtier: request slow 0: its load of 96 of 100 prompt tokens took 0.75 s"]
     clock.now += INTERVAL
-    log.note("lost", Explanation(from_gpu=32, recomputed=68, first_miss=MissReason.FAILED, first_missing_token=32))
+    log.note(
+        "lost", Explanation(from_gpu=32, recomputed=68, first_miss=MissReason.FAILED, first_missing_token=32)
+    )
     expected = "68 of 100 prompt tokens were computed: what begins at token 32 was failed its check"
     assert said[1].startswith(f"kvtier: request lost: {expected}")
     assert said[1].endswith("; and 4 requests since the last such line")
@@ -145,6 +155,8 @@ def test_counts_add_up_and_levels_do_not() -> None:
     assert both.data == {"loads": 3, "stores": 1, "load_seconds": [0.25, 0.75], "used_bytes": 4}
     assert both.reduce()["kvtier load_seconds median"] == "0.5000"
     tier = KVTierStats({"tier_demoted:disk": 2, "tier_used_bytes:disk": 4096, "tier_suspended:disk": 1})
-    both = tier.aggregate(KVTierStats({"tier_demoted:disk": 1, "tier_used_bytes:disk": 8192, "tier_suspended:disk": 0}))
+    both = tier.aggregate(
+        KVTierStats({"tier_demoted:disk": 1, "tier_used_bytes:disk": 8192, "tier_suspended:disk": 0})
+    )
     assert both.data == {"tier_demoted:disk": 3, "tier_used_bytes:disk": 8192, "tier_suspended:disk": 0}
     assert both.reduce()["kvtier tier_used_bytes:disk"] == "8.0 KiB"

@@ -35,7 +35,9 @@ class Device:
 @pytest.fixture
 def use_device(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Pretend to run elsewhere."""
-    return lambda *where: monkeypatch.setattr("kvtier.integrations.vllm.layout.current_platform", Device(*where))
+    return lambda *where: monkeypatch.setattr(
+        "kvtier.integrations.vllm.layout.current_platform", Device(*where)
+    )
 
 
 @pytest.mark.parametrize(

@@ -46,22 +46,30 @@ def others(kind: str, folder: Path, connector: tuple[str, str] = KVTIER) -> list
 
 
 @pytest.mark.parametrize("kind", ["alone", "beside_a_store", "beside_another_kvtier"])
-def test_same_tokens_and_what_was_counted(llama: Path, reference: Reference, tmp_path: Path, kind: str) -> None:
+def test_same_tokens_and_what_was_counted(
+    llama: Path, reference: Reference, tmp_path: Path, kind: str
+) -> None:
     with vllm_engine(llama, {}, beside=others(kind, tmp_path)) as engine:
         rounds = []
         for _ in range(3):
             rounds.append(tokens_of(engine.generate(PROMPTS)))
             engine.forget()
         engine.llm.llm_engine.do_log_stats()
-        counted = {metric.name: metric.value for metric in engine.llm.get_metrics() if hasattr(metric, "value")}
+        counted = {
+            metric.name: metric.value for metric in engine.llm.get_metrics() if hasattr(metric, "value")
+        }
         assert engine.stats.loads == 2 * len(PROMPTS)
     assert rounds == [reference(llama, PROMPTS)] * 3
-    assert counted["vllm:kvtier_loads"] == 2 * len(PROMPTS), "the first child is asked first, and has everything"
+    assert counted["vllm:kvtier_loads"] == 2 * len(PROMPTS), (
+        "the first child is asked first, and has everything"
+    )
     assert counted["vllm:external_prefix_cache_hits"] == 2 * (32 + 96 + 128 + 160)
 
 
 @pytest.mark.parametrize("kind", ["alone", "beside_another_kvtier"])
-def test_a_failed_load_does_not_end_its_request(model: Path, reference: Reference, tmp_path: Path, kind: str) -> None:
+def test_a_failed_load_does_not_end_its_request(
+    model: Path, reference: Reference, tmp_path: Path, kind: str
+) -> None:
     from tests.vllm.faulty import HangingLoads
 
     use(HangingLoads(seed=0, rate=1.0))
@@ -85,7 +93,9 @@ def test_right_tokens_although_transfers_fail(model: Path, reference: Reference,
     assert rounds == [reference(model, prompts, 24)] * 2
 
 
-def test_beside_vllms_own_connector(llama: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beside_vllms_own_connector(
+    llama: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each has everything: what one has lost the other gives, and so the first has it again."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     with vllm_engine(llama, {}, beside=[OWN]) as engine:
@@ -123,7 +133,9 @@ def test_failures_beside_vllms_own_connector(
 def test_a_store_does_not_read_what_a_sibling_loads(
     llama: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request ends, another gets its blocks, and the sibling loads into them while our store reads them."""
+    """A request ends, another gets its blocks, and the sibling loads into them while our store
+    reads them.
+    """
     monkeypatch.syspath_prepend(BENCHMARKS)
     ended, later, loaded = make_prompt(0, 128), make_prompt(1, 96), make_prompt(2, 140)
     is_loaded = Event()

@@ -60,8 +60,12 @@ def by_name(model: Path, cache: Path, *, commit: str | None = COMMIT, **load: An
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-def test_changed_weights_have_another_namespace(llama: Path, tmp_path: Path, cache_config: Any, name: str) -> None:
-    """Samples of each file once left out whole matrices, and folders without safetensors counted by their path."""
+def test_changed_weights_have_another_namespace(
+    llama: Path, tmp_path: Path, cache_config: Any, name: str
+) -> None:
+    """Samples of each file once left out whole matrices, and folders without safetensors counted by their
+    path.
+    """
     folder = shutil.copytree(llama, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     (folder / name).write_bytes(bytes(64 * MIB))
     before = known(engine_config(folder), cache_config)
@@ -103,7 +107,9 @@ class TestHub:
         in_hub(tmp_path / "hub", llama)
         names = [describe(by_name(llama, tmp_path / "hub", **options), cache_config) for _ in range(2)]
         assert names[0].get_nowait() != names[1].get_nowait()
-        assert "org/name: expected all weights in a local folder or in a commit of the" in str(names[0].problem)
+        assert "org/name: expected all weights in a local folder or in a commit of the" in str(
+            names[0].problem
+        )
 
     @pytest.mark.parametrize("name", ["s3://bucket/model", "not a name"])
     def test_other_stores(self, llama: Path, cache_config: Any, name: str) -> None:
@@ -111,7 +117,9 @@ class TestHub:
         config.model_config.model = name
         assert str(describe(config, cache_config).problem).startswith(f"{name}: expected all weights in")
 
-    def test_modelscope(self, llama: Path, tmp_path: Path, cache_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_modelscope(
+        self, llama: Path, tmp_path: Path, cache_config: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """It has models of equal name, which need not be equal."""
         in_hub(tmp_path / "hub", llama)
         config = by_name(llama, tmp_path / "hub")

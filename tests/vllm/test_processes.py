@@ -1,4 +1,6 @@
-"""vLLM in its own processes: scheduler and workers apart, one pool between ranks, and nothing left behind by SIGKILL."""
+"""vLLM in its own processes: scheduler and workers apart, one pool between ranks, and nothing left behind by
+SIGKILL.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ EXAMPLE = ROOT / "examples" / "vllm_offline.py"
 @contextmanager
 def running(*command: str) -> Iterator[subprocess.Popen[str]]:
     """Run a program in a session of its own, and in the end kill all its processes without a warning."""
-    paths = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))  # faults are in tests.vllm
+    paths = os.pathsep.join(
+        filter(None, (os.environ.get("PYTHONPATH"), str(ROOT)))
+    )  # faults are in tests.vllm
     env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONPATH": paths}
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen([sys.executable, *command], env=env, start_new_session=True, **options) as process:
@@ -36,7 +40,9 @@ def running(*command: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def mapped_files(group: int) -> set[tuple[str, str]]:
-    """Return inode and name of all files that the processes of a group have mapped; `/memfd:` is memory without a name."""
+    """Return inode and name of all files that the processes of a group have mapped; `/memfd:` is memory
+    without a name.
+    """
     mapped: set[tuple[str, str]] = set()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -58,7 +64,9 @@ CACHED = [32, 96, 128, 160]
 
 
 def run_turns(*arguments: str) -> tuple[dict[str, list[Any]], set[tuple[str, str]]]:
-    """Run `turns.py` until it has told its results and kill it; return these and the files that were mapped."""
+    """Run `turns.py` until it has told its results and kill it; return these and the files that
+    were mapped.
+    """
     with running(str(TURNS), *arguments) as process:
         assert process.stdout is not None
         said: list[str] = []
@@ -72,7 +80,9 @@ def run_turns(*arguments: str) -> tuple[dict[str, list[Any]], set[tuple[str, str
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
 def test_same_tokens_and_nothing_left_behind(llama: Path, tensor_parallel_size: int, tmp_path: Path) -> None:
-    """Two ranks have a disk below their pool: killed, and started again, they have from there what they had."""
+    """Two ranks have a disk below their pool: killed, and started again, they have from there
+    what they had.
+    """
     skip_without_devices(tensor_parallel_size)
     arguments = [str(llama), str(tensor_parallel_size), *[str(tmp_path)] * (tensor_parallel_size > 1)]
     result, mapped = run_turns(*arguments)
@@ -81,8 +91,12 @@ def test_same_tokens_and_nothing_left_behind(llama: Path, tensor_parallel_size: 
     assert [turn[1:] for turn in result["computed"]] == [[0, {}]] * 4, "nothing is in the folder yet"
     assert list(cached) == CACHED
     assert list(sources) == [{"cpu": count} for count in CACHED]
-    pools = [name.removeprefix("/memfd:").split()[0] for _, name in mapped if name.startswith("/memfd:kvtier-")]
-    assert len(pools) == (tensor_parallel_size > 1), "one process with nobody to share needs no shared memory"
+    pools = [
+        name.removeprefix("/memfd:").split()[0] for _, name in mapped if name.startswith("/memfd:kvtier-")
+    ]
+    assert len(pools) == (tensor_parallel_size > 1), (
+        "one process with nobody to share needs no shared memory"
+    )
     assert not any(Path(f"/dev/shm/{name}.pool").exists() for name in pools), "the ranks have met"
     unlink_shared(mapped)
     if tensor_parallel_size > 1:
@@ -95,7 +109,9 @@ def test_same_tokens_and_nothing_left_behind(llama: Path, tensor_parallel_size: 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_right_tokens_although_one_rank_fails_before_another(model: Path) -> None:
-    """vLLM hears of a failed block from one rank at once, and of the end of the load when all have ended theirs."""
+    """vLLM hears of a failed block from one rank at once, and of the end of the load when all have ended
+    theirs.
+    """
     skip_without_devices(2)
     with running(str(RANKS), str(model)) as process:
         assert process.stdout is not None
@@ -111,8 +127,21 @@ def test_right_tokens_although_one_rank_fails_before_another(model: Path) -> Non
 @pytest.mark.timeout(240)
 def test_the_example_runs(llama: Path) -> None:
     env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    options = ["--max-model-len", "512", "--documents", "12", "--lines", "50", "--kv-cache", "2MiB", "--enforce-eager"]
-    options += ["--dtype", "float32"]  # some virtual machines offer AMX and kill whoever uses it, as bfloat16 does
+    options = [
+        "--max-model-len",
+        "512",
+        "--documents",
+        "12",
+        "--lines",
+        "50",
+        "--kv-cache",
+        "2MiB",
+        "--enforce-eager",
+    ]
+    options += [
+        "--dtype",
+        "float32",
+    ]  # some virtual machines offer AMX and kill whoever uses it, as bfloat16 does
     command = [sys.executable, str(EXAMPLE), "--model", str(llama), "--capacity", "64MiB", *options]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=200)
     assert done.returncode == 0, done.stderr

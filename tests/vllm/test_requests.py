@@ -20,7 +20,9 @@ def run(engine: Engine, transfer: dict[str, Any] | None = None, **options: Any) 
     return Output(list(done.outputs[0].token_ids), done.num_cached_tokens)
 
 
-@pytest.mark.parametrize(("limit", "kept"), [(0, 0), (31, 0), (100, 96), (1000, 192), ("all", 192), (-1, 192)])
+@pytest.mark.parametrize(
+    ("limit", "kept"), [(0, 0), (31, 0), (100, 96), (1000, 192), ("all", 192), (-1, 192)]
+)
 def test_only_so_many_tokens_are_stored(llama: Path, limit: Any, kept: int) -> None:
     with vllm_engine(llama, {}) as engine:
         run(engine, {"max_offload_tokens": limit})

@@ -40,7 +40,9 @@ def test_a_reset_while_requests_run(model: Path, reference: Reference) -> None:
 
 @pytest.mark.parametrize("how", ["preempted", "ended_before_the_next_reset", "waited_for"])
 def test_weights_that_change_at_a_reset(model: Path, how: str) -> None:
-    """As in reinforcement learning: no token may come from KV of the old weights, also of requests alive at the reset."""
+    """As in reinforcement learning: no token may come from KV of the old weights, also of requests alive at
+    the reset.
+    """
     running = [make_prompt(seed, 60 + 30 * seed) for seed in range(4)]
     prompts = [prompt + make_prompt(9, 40) for prompt in running]
     with vllm_engine(model, num_blocks=256) as plain:
@@ -67,7 +69,9 @@ def test_weights_that_change_at_a_reset(model: Path, how: str) -> None:
 
 
 def test_what_vllm_could_not_clear_is_not_kept(model: Path) -> None:
-    """While a request runs, a reset clears kvtier's tiers but not vLLM's own cache, from which others then go on."""
+    """While a request runs, a reset clears kvtier's tiers but not vLLM's own cache, from which others then
+    go on.
+    """
     prompts = [make_prompt(seed, 100) for seed in range(3)]
     with vllm_engine(model, num_blocks=256) as plain:
         swap_weights(plain, seed=1)
@@ -81,7 +85,9 @@ def test_what_vllm_could_not_clear_is_not_kept(model: Path) -> None:
         for index, prompt in enumerate(prompts):
             engine.add(str(index), prompt)
         engine.run()
-        hits = next(metric.value for metric in engine.llm.get_metrics() if metric.name == "vllm:prefix_cache_hits")
+        hits = next(
+            metric.value for metric in engine.llm.get_metrics() if metric.name == "vllm:prefix_cache_hits"
+        )
         assert hits == 3 * 96, "vLLM's own cache is as it was"
         engine.forget()
         rounds = []
@@ -93,7 +99,9 @@ def test_what_vllm_could_not_clear_is_not_kept(model: Path) -> None:
 
 
 def reset_with_new_weights(engine: Engine, how: str) -> None:
-    """Swap the weights and reset everything, as a trainer may: with running requests preempted, left alone, or ended."""
+    """Swap the weights and reset everything, as a trainer may: with running requests preempted, left alone,
+    or ended.
+    """
     if how == "waited_for":
         engine.run()
         engine.settle()
@@ -104,7 +112,9 @@ def reset_with_new_weights(engine: Engine, how: str) -> None:
 
 
 def swap_weights(engine: Engine, seed: int) -> None:
-    """Change weights in place: those of the norms, since vLLM's CPU backend keeps the matrices in a form of its own."""
+    """Change weights in place: those of the norms, since vLLM's CPU backend keeps the matrices in a form of
+    its own.
+    """
     engine.llm.apply_model(partial(_add_noise, seed=seed))
 
 

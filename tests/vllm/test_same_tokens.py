@@ -127,7 +127,9 @@ def test_without_vllms_own_prefix_cache(llama: Path, reference: Reference) -> No
 
 
 def test_the_far_end_of_a_window_is_there(hybrid: Path) -> None:
-    """If all of a prompt were loaded, its last token would look at a block that is gone: too little to change a token."""
+    """If all of a prompt were loaded, its last token would look at a block that is gone: too little to
+    change a token.
+    """
     tolerance = 1e-4 if on_gpu() else 2e-6
     with vllm_engine(hybrid, {}) as engine:
         for seed in range(3):

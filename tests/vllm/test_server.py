@@ -52,14 +52,17 @@ def launching(model: Path, settings: dict[str, Any], **more: Any) -> Iterator[Ca
     device = {name: value for name, value in engine_options().items() if value is not False}
     options |= {name.replace("_", "-"): value for name, value in (device | more).items()}
     flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    # What `vllm serve` runs. The command itself looks for a package named vllm, and the CPU build has another name.
+    # What `vllm serve` runs. The command itself looks for a package named vllm, and the CPU build has
+    # another name.
     module = "vllm.entrypoints.openai.api_server"
     with running("-m", module, "--model", str(model), "--enforce-eager", *flags) as process:
 
         def connect() -> Any:
             assert process.stdout is not None
             said = deque(maxlen=20)
-            started = any(said.append(line) or "Application startup complete" in line for line in process.stdout)
+            started = any(
+                said.append(line) or "Application startup complete" in line for line in process.stdout
+            )
             assert started, "the server did not start:\n" + "".join(said)
             while not is_listening(port):  # it says so a moment before
                 assert process.poll() is None, "the server has ended"
@@ -101,7 +104,9 @@ def complete(client: Any, prompt: Prompt) -> list[int]:
 
 def explain(client: Any, prompt: Prompt, asked: dict[str, Any] | None = None) -> dict[str, Any]:
     """Ask where a prompt comes from."""
-    told: dict[str, Any] = ask(client, prompt, asked or {"kvtier": {"explain": True}}).kv_transfer_params["kvtier"]
+    told: dict[str, Any] = ask(client, prompt, asked or {"kvtier": {"explain": True}}).kv_transfer_params[
+        "kvtier"
+    ]
     return told
 
 
@@ -153,14 +158,18 @@ def test_conversations_survive_a_killed_server(llama: Path, reference: Reference
     last_turns = [said[:-ANSWER] for said in before]
     assert [said[-ANSWER:] for said in before] == reference(llama, last_turns, ANSWER)
     assert [told["from_tiers"] for told in from_disk] == [{"disk": 160}] * CHATS
-    assert [(told["from_gpu"], told["computed"], told["first_miss"]) for told in from_disk] == [(0, 22, None)] * CHATS
+    assert [(told["from_gpu"], told["computed"], told["first_miss"]) for told in from_disk] == [
+        (0, 22, None)
+    ] * CHATS
     loads = re.search(r"vllm:kvtier_loads_total\{.*\} ([\d.]+)", metrics)
     assert loads is not None
     assert float(loads[1]) > 0
 
 
 def check_explanations(client: Any, prompts: list[Prompt]) -> None:
-    """Hold what a client is told of six prompts of 182 tokens that nobody knows against what can have been done."""
+    """Hold what a client is told of six prompts of 182 tokens that nobody knows against what can have been
+    done.
+    """
     prompt, *others = prompts
     first, again = explain(client, prompt), explain(client, prompt)
     for other in others:

@@ -1,4 +1,6 @@
-"""Engines of vLLM over one Valkey server: what one has computed the others load, served or in this process."""
+"""Engines of vLLM over one Valkey server: what one has computed the others load, served or in
+this process.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def served(client: Any, prompt: Prompt, **more: Any) -> tuple[list[int], dict[st
 @pytest.mark.slow
 @pytest.mark.timeout(450)
 def test_served_engines_share_what_they_compute(llama: Path, reference: Reference) -> None:
-    """Two servers of vLLM at once, the second with two data-parallel engines: three engines, one namespace."""
+    """Two servers of vLLM at once, the second with two data-parallel engines: three engines, one
+    namespace.
+    """
     prompts = [make_prompt(seed, PROMPT) for seed in range(6)]
     expected = reference(llama, prompts, ANSWER)
     ranks = 1 if on_gpu() else 2
@@ -72,14 +76,18 @@ def test_served_engines_share_what_they_compute(llama: Path, reference: Referenc
             served(engines[0], prompts[5])
             wait_rows(server, 2 * ROWS)
             check_explanations(engines[0], [make_prompt(seed, 182) for seed in range(100, 106)])
-        assert served(engines[-1], prompts[5]) == (expected[5], {"valkey": LOADED}, PROMPT - LOADED), "it was killed"
+        assert served(engines[-1], prompts[5]) == (expected[5], {"valkey": LOADED}, PROMPT - LOADED), (
+            "it was killed"
+        )
 
 
 def by_rank(client: Any, ranks: int) -> list[Any]:
     """Return a client for each data-parallel engine of a server, when its tiers are open."""
     if ranks == 1:
         return [client]
-    clients = [client.with_options(default_headers={"X-data-parallel-rank": str(rank)}) for rank in range(ranks)]
+    clients = [
+        client.with_options(default_headers={"X-data-parallel-rank": str(rank)}) for rank in range(ranks)
+    ]
     for rank in clients:
         wait_ready(rank)
     return clients

@@ -1,8 +1,10 @@
-"""The publishers of vLLM and SGLang, followed by our subscriber through traffic, losses, late joins and restarts.
+"""The publishers of vLLM and SGLang, followed by our subscriber through traffic, losses, late joins and
+restarts.
 
-Their protocol has sequence numbers and a buffer, no marks. So: whenever the subscriber says exact and has the newest batch, its
-picture is the truth. Where the buffer has lost what is missing, it must not say exact until the cache is cleared. What
-stays unseen is a lost tail, until the stream has been silent for the probe interval.
+Their protocol has sequence numbers and a buffer, no marks. So: whenever the subscriber says exact and has
+the newest batch, its picture is the truth. Where the buffer has lost what is missing, it must not say exact
+until the cache is cleared. What stays unseen is a lost tail, until the stream has been silent for the probe
+interval.
 """
 
 from __future__ import annotations
@@ -51,10 +53,14 @@ def follow(stack: ExitStack) -> Follow:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_subscriber_has_the_truth_whenever_the_traffic_pauses(seed: int, start: Start, follow: Follow) -> None:
+def test_a_subscriber_has_the_truth_whenever_the_traffic_pauses(
+    seed: int, start: Start, follow: Follow
+) -> None:
     """A buffer that holds everything, lost messages, a restart, late joins: all ends exact."""
     engine = start(seed)
-    consumers = [follow(endpoint, engine.replay_endpoint) for endpoint in (engine.link.endpoint, engine.endpoint)]
+    consumers = [
+        follow(endpoint, engine.replay_endpoint) for endpoint in (engine.link.endpoint, engine.endpoint)
+    ]
     for turn in range(5):
         engine.link.loss = 0.3
         if turn == 3:
@@ -100,7 +106,9 @@ def test_what_the_buffer_has_lost_is_known_to_be_missing(start: Start, follow: F
 
 
 def test_a_long_history_is_replayed_whole(start: Start, follow: Follow) -> None:
-    """It is longer than what a socket queues, so a publisher that does not wait for its reader may drop a part of it."""
+    """It is longer than what a socket queues, so a publisher that does not wait for its reader may drop a
+    part of it.
+    """
     engine = start(11)
     engine.store(4_000)
     consumer = follow(engine.endpoint, engine.replay_endpoint)
@@ -122,7 +130,9 @@ def test_a_lost_tail_is_found_after_the_probe_interval(start: Start, follow: Fol
     assert consumer.status.counters.replays > before
 
 
-def test_without_a_replay_endpoint_nothing_is_claimed_that_was_not_seen(start: Start, follow: Follow) -> None:
+def test_without_a_replay_endpoint_nothing_is_claimed_that_was_not_seen(
+    start: Start, follow: Follow
+) -> None:
     engine = start(5, buffer_steps=BUFFER)
     engine.store(2)
     witness = follow(engine.endpoint, engine.replay_endpoint)
@@ -145,7 +155,9 @@ def test_the_bytes_are_read_whole(start: Start, follow: Follow) -> None:
     """No event is skipped, and none is changed but for the fields that the engine does not have."""
     engine = start(9)
     events = [
-        BlockStored([1 << 63, -2], 7, [1, 2, 3, 4], 2, None, "GPU", "a", [("salt",), None], 1, "full_attention", 8),
+        BlockStored(
+            [1 << 63, -2], 7, [1, 2, 3, 4], 2, None, "GPU", "a", [("salt",), None], 1, "full_attention", 8
+        ),
         BlockRemoved([b"\1" * 32], "CPU_PINNED"),
         AllBlocksCleared(),
     ]
@@ -160,7 +172,10 @@ def test_the_bytes_are_read_whole(start: Start, follow: Follow) -> None:
 
 
 def test_sglangs_salt_keeps_prompts_apart(stack: ExitStack, follow: Follow) -> None:
-    """It has a field of its own. An index that hashes tokens must not offer such blocks to prompts without the salt."""
+    """It has a field of its own.
+
+    An index that hashes tokens must not offer such blocks to prompts without the salt.
+    """
     engine = stack.enter_context(closing(Engine("sglang-0.5.23", 10)))
     salted = [stored([-1, -2], None, [1, 2, 3, 4]), stored([-3], -2, [5, 6])]
     engine.publish_own([as_engine(engine.module, event, cache_salt="tenant") for event in salted])

@@ -22,7 +22,9 @@ def wait_open(engine: Engine) -> Any:
     return scheduler.manager
 
 
-def test_prompts_come_back_from_disk_after_a_restart(model: Path, reference: Reference, tmp_path: Path) -> None:
+def test_prompts_come_back_from_disk_after_a_restart(
+    model: Path, reference: Reference, tmp_path: Path
+) -> None:
     prompts = [make_prompt(seed, length) for seed, length in enumerate(LENGTHS)]
     settings = {"tiers": [{"disk": {"path": str(tmp_path), "capacity": "64MiB"}}], "load_deadline": "30s"}
     with vllm_engine(model, settings) as engine:

@@ -1,4 +1,5 @@
-"""A program for `test_processes`: it serves prompts in vLLM's own processes, and says what came out as lines of JSON.
+"""A program for `test_processes`: it serves prompts in vLLM's own processes, and says what came out as lines
+of JSON.
 
 `python turns.py MODEL TENSOR_PARALLEL_SIZE [FOLDER]` computes prompts, forgets them, loads them back, and
 then goes on generating until somebody kills it. With a folder there is a disk tier in it, which has all of
@@ -79,11 +80,15 @@ def run(llm: LLM, prompts: list[list[int]], max_tokens: int, asked: dict[str, An
             max_tokens=max_tokens,
             ignore_eos=True,
             detokenize=False,
-            extra_args={"kv_transfer_params": json.loads(json.dumps(asked))},  # the question is taken out of it
+            extra_args={
+                "kv_transfer_params": json.loads(json.dumps(asked))
+            },  # the question is taken out of it
         )
         for _ in prompts
     ]
-    outputs: list[Any] = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    outputs: list[Any] = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
+    )
     return outputs
 
 

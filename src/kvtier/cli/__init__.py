@@ -6,9 +6,10 @@
     2   what was asked for is wrong: one line on stderr says what, and nothing was started or is left behind
   130   interrupted
 
-Errors are one line without a traceback; `--debug` shows it. A reader of our output that goes away (`| head`) is
-told nothing. This module is all that is imported before Ctrl-C has been taken care of, so it imports little;
-commands import what they need when they run, so that `kvtier doctor` and `kvtier --version` work without torch.
+Errors are one line without a traceback; `--debug` shows it. A reader of our output that goes away (`| head`)
+is told nothing. This module is all that is imported before Ctrl-C has been taken care of, so it imports
+little; commands import what they need when they run, so that `kvtier doctor` and `kvtier --version` work
+without torch.
 """
 
 from __future__ import annotations

@@ -36,11 +36,17 @@ _UsageError: Any = typer.BadParameter.__mro__[1]
 def run(arguments: list[str]) -> int:
     """Run a command line up to its last byte of output, and return the exit code."""
     try:
-        code = typer.main.get_command(app)(args=arguments, prog_name="kvtier", standalone_mode=False, obj=arguments)
+        code = typer.main.get_command(app)(
+            args=arguments, prog_name="kvtier", standalone_mode=False, obj=arguments
+        )
         sys.stdout.flush()
     except _UsageError as error:
         words, command = _find_command(arguments)
-        remark(" ".join(f"{words}: {error.format_message()}{_explain(error, command)} (see {words} --help)".split()))
+        remark(
+            " ".join(
+                f"{words}: {error.format_message()}{_explain(error, command)} (see {words} --help)".split()
+            )
+        )
         return 2
     except typer.Abort:
         raise KeyboardInterrupt from None
@@ -87,7 +93,10 @@ for _group in (config_app, disk_app, events_app, index_app, tiers_app):
 def _root(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
 ) -> None:

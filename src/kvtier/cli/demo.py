@@ -1,7 +1,7 @@
 """`kvtier demo`: the demonstration on a terminal. Everything is checked before the first token is computed.
 
-With `--json -` the JSON alone goes to stdout and everything for people to stderr. Files are written at the end, whole or not
-at all.
+With `--json -` the JSON alone goes to stdout and everything for people to stderr. Files are written at the
+end, whole or not at all.
 """
 
 from __future__ import annotations
@@ -32,7 +32,14 @@ from kvtier.report import render_report
 __all__ = ["demo_command"]
 
 _FAMILIES = "Llama, Qwen2, Qwen3, Mistral or Ministral"
-_QUICK: dict[str, int] = {"conversations": 8, "turns": 3, "system": 64, "opening": 384, "message": 16, "answer": 6}
+_QUICK: dict[str, int] = {
+    "conversations": 8,
+    "turns": 3,
+    "system": 64,
+    "opening": 384,
+    "message": 16,
+    "answer": 6,
+}
 
 _OPTIONS = {
     "cpu.capacity": "--cpu-capacity",
@@ -63,7 +70,9 @@ _Model = Annotated[
 ]
 _Device = Annotated[str, Option(help="cpu or cuda.")]
 _Dtype = Annotated[str, Option(help="Of weights and KV: float32, float16 or bfloat16.")]
-_Compute = Annotated[str, Option(help="Of activations. With float64, rounding does not depend on the batch.")]
+_Compute = Annotated[
+    str, Option(help="Of activations. With float64, rounding does not depend on the batch.")
+]
 _Capacity = Annotated[str, Option(metavar="SIZE", help="Host memory for KV.")]
 _Policy = Annotated[str, Option(help="Who leaves a full tier: lru, arc or package.module:Class.")]
 _Chunk = Annotated[int, Option(metavar="N", help="Blocks that are stored and loaded as one.")]
@@ -75,7 +84,9 @@ _People = Annotated[int | None, Option(metavar="N", help="How many people talk."
 _Turns = Annotated[int | None, Option(metavar="N", help="How often each of them asks.", show_default="4")]
 _AtOnce = Annotated[int, Option(metavar="N", help="How many of them wait for an answer at once.")]
 _Seed = Annotated[int, Option(help="Of the tokens, the order of asking and the built-in weights.")]
-_Json = Annotated[str | None, Option("--json", metavar="FILE|-", help="Also write the result as JSON; - is stdout.")]
+_Json = Annotated[
+    str | None, Option("--json", metavar="FILE|-", help="Also write the result as JSON; - is stdout.")
+]
 _Report = Annotated[Path, Option(metavar="FILE", help="Where the HTML report goes.")]
 _DiskFolder = Annotated[
     Path | None,
@@ -120,7 +131,9 @@ def demo_command(
     """
     try:
         asked = {"conversations": conversations, "turns": turns}
-        shape = (_QUICK if quick else {}) | {name: value for name, value in asked.items() if value is not None}
+        shape = (_QUICK if quick else {}) | {
+            name: value for name, value in asked.items() if value is not None
+        }
         settings = DemoSettings(
             kvtier=KVTierConfig.from_dict(
                 {"cpu": {"capacity": cpu_capacity, "policy": policy}, "blocks_per_chunk": chunk_blocks}
@@ -168,18 +181,24 @@ def _expect_folder(path: Path) -> Path:
 
 
 def _expect_writable(option: str, path: Path | None) -> None:
-    """Refuse a file that cannot be written, before the work that would be lost: by writing beside it, as will be done."""
+    """Refuse a file that cannot be written, before the work that would be lost: by writing beside it, as
+    will be done.
+    """
     if path is None:
         return
     try:
         _probe(path.resolve())
     except IsADirectoryError:
-        raise InputError(f"{option}: expected a file, got the folder {str(path)!r}; name a file in it") from None
+        raise InputError(
+            f"{option}: expected a file, got the folder {str(path)!r}; name a file in it"
+        ) from None
     except NotADirectoryError:
         raise InputError(f"{option}: expected a file in a folder that exists, got {str(path)!r}") from None
     except (OSError, RuntimeError) as error:  # the latter for a loop of links
         reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{option}: expected a file that can be written, got {str(path)!r} ({reason})") from None
+        raise InputError(
+            f"{option}: expected a file that can be written, got {str(path)!r} ({reason})"
+        ) from None
 
 
 def _probe(target: Path) -> None:
@@ -198,8 +217,8 @@ def _probe(target: Path) -> None:
 
 def _prepare_engine(policy: str) -> None:
     """Import the engine, or say what to install."""
-    # The threads of a parallel loop else spin while they wait for one another. Where other processes want the cores too, that
-    # makes every small step several times slower.
+    # The threads of a parallel loop else spin while they wait for one another. Where other processes want
+    # the cores too, that makes every small step several times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if ":" in policy:
         sys.path.insert(0, os.getcwd())  # a policy that lies in this folder can be named
@@ -208,7 +227,9 @@ def _prepare_engine(policy: str) -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "safetensors"):
             raise
-        raise InputError(f"kvtier demo needs {error.name}, which is missing: pip install torch safetensors") from None
+        raise InputError(
+            f"kvtier demo needs {error.name}, which is missing: pip install torch safetensors"
+        ) from None
 
 
 def _name_option(error: ConfigError) -> None:
@@ -227,7 +248,10 @@ def _write_json(file: str, result: DemoResult) -> None:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """Write a file such that nobody ever sees half of it. What is no file, a pipe for one, is written to as it is."""
+    """Write a file such that nobody ever sees half of it.
+
+    What is no file, a pipe for one, is written to as it is.
+    """
     target = path.resolve()
     partial = _partial(target)
     try:

@@ -25,8 +25,12 @@ disk_app = typer.Typer(help="Look after the folder of a disk tier.")
 
 _Folder = Annotated[Path, Argument(metavar="PATH", help="The folder that the tier's `path` names.")]
 _Json = Annotated[bool, Option("--json", help="Print JSON.")]
-_Places = Annotated[list[str] | None, Argument(metavar="[PLACE]...", help="Names of places, as `ls` shows them.")]
-_Age = Annotated[str | None, Option(metavar="TIME", help="Places that were last used longer ago, such as 48h.")]
+_Places = Annotated[
+    list[str] | None, Argument(metavar="[PLACE]...", help="Names of places, as `ls` shows them.")
+]
+_Age = Annotated[
+    str | None, Option(metavar="TIME", help="Places that were last used longer ago, such as 48h.")
+]
 
 
 @disk_app.command("ls")
@@ -58,7 +62,10 @@ def check_command(
     drop: Annotated[bool, Option("--drop", help="Drop rows and records that are bad.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """Read every row and check its seal. Exits with 1 if some rows or records are bad and were not dropped."""
+    """Read every row and check its seal.
+
+    Exits with 1 if some rows or records are bad and were not dropped.
+    """
     from kvtier.tiers.disk.inspect import check_place
 
     chosen = _choose(path, places)
@@ -89,7 +96,10 @@ def gc_command(
     everything: Annotated[bool, Option("--all", help="All places that no process owns.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """Remove places with all their rows: those named, those not used for long, or all. Exits with 1 if some cannot be."""
+    """Remove places with all their rows: those named, those not used for long, or all.
+
+    Exits with 1 if some cannot be.
+    """
     found = _find(path)
     if places:
         chosen = _choose(path, places)
@@ -127,7 +137,9 @@ def _find(path: Path) -> list[DiskPlace]:
     try:
         places = list(find_places(path))
         if not places and any(path.iterdir()) and not any(find_ranks(path)):
-            raise InputError(f"{path}: expected the folder that a disk tier's `path` names, found no rank-N in it")
+            raise InputError(
+                f"{path}: expected the folder that a disk tier's `path` names, found no rank-N in it"
+            )
     except OSError as error:
         raise InputError(f"{path}: expected the folder of a disk tier: {error.strerror}") from None
     return places

@@ -86,7 +86,9 @@ def _check_file_system(mount: Mount | None) -> Check:
     if mount.read_only:
         return Check(name, Status.FAIL, detail, "mount it for writing, or choose another disk.path")
     if mount.kind == "overlay":
-        return Check(name, Status.WARN, f"{detail}: a container's layer, which ends with it", "mount a volume")
+        return Check(
+            name, Status.WARN, f"{detail}: a container's layer, which ends with it", "mount a volume"
+        )
     if mount.kind.partition(".")[0] in _REMOTE:
         hint = "use a local disk: it belongs to one engine, and locks over a network may not hold"
         return Check(name, Status.WARN, f"{detail}: not a local disk", hint)
@@ -153,7 +155,9 @@ def _check_seed() -> Check:
     name, seed = "disk hash seed", os.environ.get("PYTHONHASHSEED")
     if seed is not None:
         return Check(name, Status.OK, f"PYTHONHASHSEED={seed}; a start with the same finds what was written")
-    detail = "PYTHONHASHSEED is not set: a restarted vLLM finds all with sha256, its default, nothing with xxhash"
+    detail = (
+        "PYTHONHASHSEED is not set: a restarted vLLM finds all with sha256, its default, nothing with xxhash"
+    )
     return Check(name, Status.OK, detail, "for --prefix-caching-hash-algo xxhash: export PYTHONHASHSEED=0")
 
 

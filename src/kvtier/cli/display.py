@@ -1,7 +1,7 @@
 """What `kvtier demo` shows: the runs as they go, and the tables at the end.
 
-On a terminal a live table, elsewhere a line for each quarter of a run. Where a table is too wide for the terminal,
-its rows become lines that wrap: nothing is cut off. One thread.
+On a terminal a live table, elsewhere a line for each quarter of a run. Where a table is too wide for the
+terminal, its rows become lines that wrap: nothing is cut off. One thread.
 """
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ class ProgressDisplay:
         self._console = console
         self._runs: dict[str, _Run] = {}
         self._live = Live(
-            console=console, get_renderable=self._render, refresh_per_second=_REFRESHES_PER_SECOND, transient=True
+            console=console,
+            get_renderable=self._render,
+            refresh_per_second=_REFRESHES_PER_SECOND,
+            transient=True,
         )
 
     def __enter__(self) -> Self:
@@ -107,7 +110,11 @@ class ProgressDisplay:
         if not self._runs:
             return Text("loading the model …", style="dim")
         table = self._table()
-        return table if _fits(self._console, table) else Group(*(Text(_sentence(line)) for line in self._runs.values()))
+        return (
+            table
+            if _fits(self._console, table)
+            else Group(*(Text(_sentence(line)) for line in self._runs.values()))
+        )
 
     def _table(self) -> Table:
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
@@ -160,7 +167,8 @@ def print_result(console: Console, result: DemoResult) -> None:
     console.print(Text(f"✗ tokens differ, first in {result.difference}", style="bold red"), soft_wrap=True)
     if (compute := result.config.get("engine", {}).get("compute_dtype")) != "float64":
         console.print(
-            f"In {compute}, rounding depends on the batch; --compute-dtype float64 rules that out.", soft_wrap=True
+            f"In {compute}, rounding depends on the batch; --compute-dtype float64 rules that out.",
+            soft_wrap=True,
         )
 
 

@@ -68,7 +68,10 @@ class AnnouncedBlocks:
     @property
     def digest(self) -> int:
         """Return their digest."""
-        return sum(place_weight(place) * sum(hashes) for (_, place), hashes in self.held.items()) & (1 << 64) - 1
+        return (
+            sum(place_weight(place) * sum(hashes) for (_, place), hashes in self.held.items())
+            & (1 << 64) - 1
+        )
 
     def compare(self, mark: Mark) -> list[str]:
         """Return what the publisher says differently, in words; nothing if both hold the same."""
@@ -120,15 +123,22 @@ def _report_state(
 ) -> StreamReport:
     """Say what can be known where no mark proved anything."""
     reason = f" ({status.reason})" if status.reason else ""
-    hint = [] if source.replay_endpoint else ["with --replay ENDPOINT it could be asked for what it said before"]
+    hint = (
+        []
+        if source.replay_endpoint
+        else ["with --replay ENDPOINT it could be asked for what it said before"]
+    )
     if status.seq < 0 and status.connected and not source.replay_endpoint:
         idle = f"connected to {status.name}, which said nothing in {timeout:g} s"
-        return StreamReport(True, [f"{idle}: an idle vLLM or SGLang does not, so there is nothing to compare", *hint])
+        return StreamReport(
+            True, [f"{idle}: an idle vLLM or SGLang does not, so there is nothing to compare", *hint]
+        )
     if status.seq < 0 and status.state is not State.EXACT:
         return StreamReport(False, [f"nothing received from {status.name} in {timeout:g} s{reason}"])
     state = f"{status.state} at {status.seq}{reason}"
     if latest is not None:
-        # no mark since it became exact (its heart beats seldom, or not at all): the one before counts, if it does
+        # no mark since it became exact (its heart beats seldom, or not at all): the one before counts, if it
+        # does
         is_good = latest.is_good and status.state is State.EXACT
         return StreamReport(is_good, latest.lines if is_good else [state, *latest.lines, *hint])
     lines = [

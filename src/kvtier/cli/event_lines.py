@@ -1,7 +1,7 @@
 """What happens on an event stream, as lines: for people, or one JSON object each.
 
-JSON lines have a `kind`: `batch` (with `seq`, `ts`, `rank`, `events` as on the wire, `mark`), `state` or `forgotten`. What
-travels as bytes is hex.
+JSON lines have a `kind`: `batch` (with `seq`, `ts`, `rank`, `events` as on the wire, `mark`), `state` or
+`forgotten`. What travels as bytes is hex.
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ def _describe(event: BlockStored | BlockRemoved | AllBlocksCleared) -> str:
     blocks = f"{where}  {_count(len(event.block_hashes), 'block')} {_span(event.block_hashes)}"
     if isinstance(event, BlockRemoved):
         return f"removed  {blocks}"
-    parent = "from the start" if event.parent_block_hash is None else f"after {_short(event.parent_block_hash)}"
+    parent = (
+        "from the start" if event.parent_block_hash is None else f"after {_short(event.parent_block_hash)}"
+    )
     adapter = f"  lora {event.lora_name}" if event.lora_name else ""
     return f"stored   {blocks}  {parent}  {_count(len(event.token_ids), 'token')}{adapter}"
 

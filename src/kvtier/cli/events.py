@@ -1,7 +1,7 @@
 """`kvtier events`: look at a KV event stream, record it, play it again, and check that it is exact.
 
-Output goes to stdout line by line, remarks for people to stderr. Commands that would go on for ever end with Ctrl-C, quietly and
-with exit code 0, and also when whoever reads their output goes away (`| head`).
+Output goes to stdout line by line, remarks for people to stderr. Commands that would go on for ever end with
+Ctrl-C, quietly and with exit code 0, and also when whoever reads their output goes away (`| head`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,14 @@ if TYPE_CHECKING:
     from kvtier.events.updates import Update
     from kvtier.events.wire import DecodedBatch
 
-__all__ = ["check_command", "events_app", "keygen_command", "record_command", "replay_command", "tail_command"]
+__all__ = [
+    "check_command",
+    "events_app",
+    "keygen_command",
+    "record_command",
+    "replay_command",
+    "tail_command",
+]
 
 events_app = typer.Typer(help="Look at a KV event stream, record it, play it again, check it.")
 
@@ -47,7 +54,9 @@ _Endpoint = Annotated[
         help="Where the publisher sends: tcp://HOST:PORT (tcp://*:PORT if it connects to us) or ipc://PATH.",
     ),
 ]
-_Replay = Annotated[str | None, Option("--replay", metavar="ENDPOINT", help="Where it answers: repairs and snapshots.")]
+_Replay = Annotated[
+    str | None, Option("--replay", metavar="ENDPOINT", help="Where it answers: repairs and snapshots.")
+]
 _Topic = Annotated[str, Option(help="Take only topics that begin like this.")]
 _Json = Annotated[bool, Option("--json", help="Print JSON lines.")]
 _Count = Annotated[int | None, Option("--count", "-n", metavar="N", min=1, help="End after N batches.")]
@@ -60,14 +69,18 @@ def tail_command(
     replay: _Replay = None,
     topic: _Topic = "",
     as_json: _Json = False,
-    from_start: Annotated[bool, Option("--from-start", help="Begin with what the publisher already holds.")] = False,
+    from_start: Annotated[
+        bool, Option("--from-start", help="Begin with what the publisher already holds.")
+    ] = False,
     count: _Count = None,
     curve_key: Key = None,
     curve_server: ServerKey = None,
 ) -> None:
     """Print what a publisher says, as it says it, and how far it can be trusted."""
     if from_start and replay is None:
-        raise InputError("--from-start: expected --replay ENDPOINT too; what was said before can only be asked for")
+        raise InputError(
+            "--from-start: expected --replay ENDPOINT too; what was said before can only be asked for"
+        )
     source = _source(endpoint, replay, topic, curve_key, curve_server)
     with ending_quietly(), _following(source) as updates:
         _tail(updates, _lines(as_json), from_start or replay is None, count)
@@ -102,7 +115,10 @@ def record_command(
     curve_key: Key = None,
     curve_server: ServerKey = None,
 ) -> None:
-    """Append what a publisher says to a file. With --replay it begins with what the publisher holds, and has no holes."""
+    """Append what a publisher says to a file.
+
+    With --replay it begins with what the publisher holds, and has no holes.
+    """
     from kvtier.events.recording import RecordingWriter
 
     source = _source(endpoint, replay, topic, curve_key, curve_server)
@@ -143,17 +159,25 @@ def replay_command(
     endpoint: Annotated[
         str | None, Option(metavar="ENDPOINT", help="Publish here (tcp://*:5557) instead of printing.")
     ] = None,
-    replay: Annotated[str | None, Option("--replay", metavar="ENDPOINT", help="Answer replay requests here.")] = None,
+    replay: Annotated[
+        str | None, Option("--replay", metavar="ENDPOINT", help="Answer replay requests here.")
+    ] = None,
     topic: Annotated[str, Option(help="Publish under this topic.")] = "",
-    speed: Annotated[str, Option(metavar="X|max", help="How many times as fast as it was recorded.")] = "1.0",
-    keep: Annotated[bool, Option("--keep", help="Stay there after the end, for whoever comes late.")] = False,
+    speed: Annotated[
+        str, Option(metavar="X|max", help="How many times as fast as it was recorded.")
+    ] = "1.0",
+    keep: Annotated[
+        bool, Option("--keep", help="Stay there after the end, for whoever comes late.")
+    ] = False,
     as_json: _Json = False,
     curve_key: Key = None,
     curve_clients: Annotated[
         str | None, Option(metavar="DIR", help="Only clients whose public keys are here may come.")
     ] = None,
 ) -> None:
-    """Print a recording, or publish it again as a live stream with its own sequence numbers, replay and snapshots."""
+    """Print a recording, or publish it again as a live stream with its own sequence numbers, replay and
+    snapshots.
+    """
     from kvtier.events.recording import RecordingReader
 
     factor = _speed(speed)
@@ -165,7 +189,9 @@ def replay_command(
         if endpoint is None:
             _print_recording(reader, _lines(as_json))
         else:
-            _publish_recording(reader, factor, keep, endpoint, replay, topic, _curve_server(curve_key, curve_clients))
+            _publish_recording(
+                reader, factor, keep, endpoint, replay, topic, _curve_server(curve_key, curve_clients)
+            )
         if reader.torn:
             remark(f"{file}: ends with {reader.torn} bytes of a record that was never finished")
 
@@ -203,7 +229,10 @@ def _publish_recording(
         0, endpoint, replay, topic=topic, config=KVEventsConfig(counting="set", curve=curve, bind=True)
     )
     try:
-        remark(f"publishing on {publisher.endpoint}" + (f", replay on {publisher.replay_endpoint}" if replay else ""))
+        remark(
+            f"publishing on {publisher.endpoint}"
+            + (f", replay on {publisher.replay_endpoint}" if replay else "")
+        )
         published = 0
         for batch in _paced(records, speed):
             publisher.publish(batch)
@@ -224,7 +253,9 @@ def _wait_sent(publisher: ZmqEventPublisher) -> None:
 
 
 def _paced(records: Iterable[RecordedBatch], speed: float) -> Iterator[KVEventBatch]:
-    """Yield the recorded batches when they are due; what was forgotten is a batch for each rank, which clears it."""
+    """Yield the recorded batches when they are due; what was forgotten is a batch for each rank, which
+    clears it.
+    """
     from kvtier.events.types import AllBlocksCleared, KVEventBatch
 
     begun, first = time.monotonic(), None
@@ -253,7 +284,8 @@ def check_command(
 ) -> None:
     """Join a publisher and compare its digest with that of what it announced.
 
-    Exits with 1 if they differ, or if what it announced is not all. A publisher that is there and idle is not at fault.
+    Exits with 1 if they differ, or if what it announced is not all. A publisher that is there and idle is
+    not at fault.
     """
     from kvtier.cli.event_check import examine_stream
 
@@ -274,7 +306,7 @@ def keygen_command(
     say([f"{public}  public: give it to the other side", f"{secret}  secret: keep it here"])
 
 
-# -- what they share -------------------------------------------------------------------------------------------------------
+# -- what they share -------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -49,7 +49,9 @@ _Follow = Annotated[
     Option(metavar="ID[:RANK]=ENDPOINT[,REPLAY]", help="Follow this publisher from the start; repeatable."),
 ]
 _Model = Annotated[str, Option(help="The model of those publishers.")]
-_Block = Annotated[int | None, Option(metavar="TOKENS", min=1, help="Their block size; the stream says it too.")]
+_Block = Annotated[
+    int | None, Option(metavar="TOKENS", min=1, help="Their block size; the stream says it too.")
+]
 _AllowHost = Annotated[
     list[str] | None,
     Option(metavar="NAME", help="Clients may call the server by this name ('*': any); repeatable."),

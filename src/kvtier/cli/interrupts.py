@@ -1,8 +1,8 @@
 """What Ctrl-C does to the `kvtier` command, and when.
 
-A command mostly imports, for seconds, and has nothing to put in order. Ctrl-C then ends the process at once: an
-exception that falls into an import may be swallowed, or come out as a traceback. What must be put in order runs
-inside `interruptible`, where Ctrl-C raises `KeyboardInterrupt` as usual. For the main thread.
+A command mostly imports, for seconds, and has nothing to put in order. Ctrl-C then ends the process at once:
+an exception that falls into an import may be swallowed, or come out as a traceback. What must be put in
+order runs inside `interruptible`, where Ctrl-C raises `KeyboardInterrupt` as usual. For the main thread.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ INTERRUPTED = 130
 
 
 def end_at_once() -> None:
-    """From here on Ctrl-C ends the process. Where it is ignored, as in the background of a script, it stays so."""
+    """From here on Ctrl-C ends the process.
+
+    Where it is ignored, as in the background of a script, it stays so.
+    """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
 

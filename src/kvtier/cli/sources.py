@@ -1,4 +1,7 @@
-"""Publishers as command lines name them: addresses and keys. Pure functions; what is wrong is an `InputError` of one line."""
+"""Publishers as command lines name them: addresses and keys.
+
+Pure functions; what is wrong is an `InputError` of one line.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ if TYPE_CHECKING:
 __all__ = ["Key", "ServerKey", "curve_client", "expect_address"]
 
 Key = Annotated[str | None, Option("--curve-key", metavar="FILE", help="Our secret key (NAME.key_secret).")]
-ServerKey = Annotated[str | None, Option("--curve-server", metavar="FILE|KEY", help="The publisher's public key.")]
+ServerKey = Annotated[
+    str | None, Option("--curve-server", metavar="FILE|KEY", help="The publisher's public key.")
+]
 
 _ADDRESS = re.compile(r"tcp://(?:[^:/\s]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})|ipc://.+")
 
@@ -24,7 +29,9 @@ def expect_address(option: str, text: str) -> None:
     """Refuse what is no address of a publisher."""
     match = _ADDRESS.fullmatch(text)
     if match is None or not 0 < int(match[1] or 1) < 1 << 16:
-        raise InputError(f"{option}: expected an address such as tcp://127.0.0.1:5557 or ipc://PATH, got {text!r}")
+        raise InputError(
+            f"{option}: expected an address such as tcp://127.0.0.1:5557 or ipc://PATH, got {text!r}"
+        )
 
 
 def curve_client(key: str | None, server: str | None) -> CurveClient | None:

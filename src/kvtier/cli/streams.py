@@ -1,4 +1,5 @@
-"""Output of commands: lines that are printed at once, and what becomes of them when nobody reads or nothing can be written.
+"""Output of commands: lines that are printed at once, and what becomes of them when nobody reads or nothing
+can be written.
 
 For the thread of the command alone.
 """
@@ -14,11 +15,21 @@ from io import TextIOWrapper
 
 from kvtier.cli.interrupts import interruptible
 
-__all__ = ["discard_output", "ending_quietly", "expect_reader", "flush_output", "open_streams", "remark", "say"]
+__all__ = [
+    "discard_output",
+    "ending_quietly",
+    "expect_reader",
+    "flush_output",
+    "open_streams",
+    "remark",
+    "say",
+]
 
 
 def open_streams() -> None:
-    """Give the process an output and an error stream that take every character, also where it was started without."""
+    """Give the process an output and an error stream that take every character, also where it was started
+    without.
+    """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 (it lives as long as the process)
@@ -42,7 +53,9 @@ def remark(text: str) -> None:
 
 
 def expect_reader() -> None:
-    """Raise `BrokenPipeError` if nobody reads our output any more; writing would tell that only with the next line."""
+    """Raise `BrokenPipeError` if nobody reads our output any more; writing would tell that only with the
+    next line.
+    """
     try:
         descriptor = sys.stdout.fileno()
     except (OSError, ValueError):  # not a real file, as in a test

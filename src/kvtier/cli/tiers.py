@@ -64,7 +64,11 @@ class TierCheck(NamedTuple):
 
     def sentence(self) -> str:
         """Say it in a line."""
-        if self.open_seconds is None or self.put_bytes_per_second is None or self.get_bytes_per_second is None:
+        if (
+            self.open_seconds is None
+            or self.put_bytes_per_second is None
+            or self.get_bytes_per_second is None
+        ):
             return f"{self.tier}: {self.problem}"
         text = f"{self.tier}: opens in {self.open_seconds * 1e3:.1f} ms, "
         text += f"puts {format_size(int(self.put_bytes_per_second))}/s, gets {format_size(int(self.get_bytes_per_second))}/s"
@@ -74,12 +78,17 @@ class TierCheck(NamedTuple):
 
 @tiers_app.command("check")
 def check_command(
-    file: Annotated[Path, Argument(metavar="FILE", help="JSON or TOML (*.toml), as `kvtier config check` takes.")],
+    file: Annotated[
+        Path, Argument(metavar="FILE", help="JSON or TOML (*.toml), as `kvtier config check` takes.")
+    ],
     rows: Annotated[int, Option(min=1, max=1024, help="Rows to put and get.")] = 16,
     row_size: Annotated[str, Option(metavar="SIZE", help="Bytes of a row.")] = "1MiB",
     as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Open every configured tier, put, look up, get and remove a few rows. Exits with 1 if a tier does not work."""
+    """Open every configured tier, put, look up, get and remove a few rows.
+
+    Exits with 1 if a tier does not work.
+    """
     config = KVTierConfig.from_file(file)
     size = max(_PAGE, parse_size(row_size, "--row-size") // _PAGE * _PAGE)
     if not config.tiers:
@@ -126,7 +135,9 @@ def _scratch(tier: TierConfig, num_rows: int, row_bytes: int) -> Iterator[tuple[
         problem = f"{path}: a process owns it; another engine would run without this tier"
     with tempfile.TemporaryDirectory(prefix=".kvtier-check-", dir=path) as folder:
         yield (
-            replace(tier, path=folder, capacity=(num_rows + 8) * (row_bytes + _PAGE) + (1 << 20), required=False),
+            replace(
+                tier, path=folder, capacity=(num_rows + 8) * (row_bytes + _PAGE) + (1 << 20), required=False
+            ),
             problem,
         )
 
@@ -227,7 +238,9 @@ def _remove(tier: IOTier, names: list[OffloadKey]) -> str | None:
     if not isinstance(tier, SharedTier):
         return None
     why = tier.undeleted or (f"it took more than {_SECONDS:g} s" if tier.has_open_calls() else None)
-    return why and f"{tier.where}: rows that were put could not be removed, and some may be there still: {why}"
+    return (
+        why and f"{tier.where}: rows that were put could not be removed, and some may be there still: {why}"
+    )
 
 
 def _one_line(kind: str, problem: str) -> str:

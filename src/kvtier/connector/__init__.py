@@ -1,4 +1,7 @@
-"""The connector: how an engine stores and loads KV through kvtier. Needs no engine and, until caches are registered, no torch."""
+"""The connector: how an engine stores and loads KV through kvtier.
+
+Needs no engine and, until caches are registered, no torch.
+"""
 
 from kvtier.connector.connector import OffloadingConnector
 from kvtier.connector.explain import Explanation

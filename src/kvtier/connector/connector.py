@@ -1,8 +1,9 @@
 """`OffloadingConnector`: what an engine talks to. Two halves behind one set of names, chosen by role.
 
-An engine makes one with `ConnectorRole.SCHEDULER` beside its scheduler and one with `ConnectorRole.WORKER` in every worker, from
-the same config; they meet in the shared pool and otherwise exchange only what the engine carries between them. The order of
-calls in a step is drawn in docs/architecture.md and followed by `kvtier.engine`.
+An engine makes one with `ConnectorRole.SCHEDULER` beside its scheduler and one with `ConnectorRole.WORKER`
+in every worker, from the same config; they meet in the shared pool and otherwise exchange only what the
+engine carries between them. The order of calls in a step is drawn in docs/architecture.md and followed by
+`kvtier.engine`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ class OffloadingConnector:
         spec: OffloadingSpec | None = None,
         describe: Describe | None = None,
     ) -> None:
-        """Make one half. `describe` reads the engine's requests for the event stream (`kvtier.events.tracker`)."""
+        """Make one half.
+
+        `describe` reads the engine's requests for the event stream (`kvtier.events.tracker`).
+        """
         self.role = role
         self.connector_scheduler: OffloadingConnectorScheduler | None = None
         self.connector_worker: OffloadingConnectorWorker | None = None
@@ -78,10 +82,14 @@ class OffloadingConnector:
     def get_num_new_matched_tokens(
         self, request: RequestView, num_computed_tokens: int, max_num_new_tokens: int | None = None
     ) -> tuple[int | None, bool]:
-        """Return how many tokens beyond the computed ones can be loaded, and whether that takes place asynchronously."""
+        """Return how many tokens beyond the computed ones can be loaded, and whether that takes place
+        asynchronously.
+        """
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens, max_num_new_tokens)
 
-    def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: RequestView, blocks: BlockIds, num_external_tokens: int
+    ) -> None:
         """Tell which blocks a request got; with external tokens, plan their load."""
         self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
@@ -90,7 +98,9 @@ class OffloadingConnector:
         return self._scheduler.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take in what all workers reported after a step, and let the output say whose transfers are over."""
+        """Take in what all workers reported after a step, and let the output say whose transfers
+        are over.
+        """
         self._scheduler.update_connector_output(connector_output)
 
     def request_finished(
@@ -128,7 +138,9 @@ class OffloadingConnector:
 
     # The worker's side.
 
-    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor], *, blocks_first: bool = False) -> None:
+    def register_kv_caches(
+        self, kv_caches: Mapping[str, torch.Tensor], *, blocks_first: bool = False
+    ) -> None:
         """Tell where the engine keeps its KV, by layer name. Comes before the first step.
 
         `blocks_first`: all tensors count blocks in their first dimension, also where that has two.
@@ -136,7 +148,10 @@ class OffloadingConnector:
         self._worker.register_kv_caches(kv_caches, blocks_first=blocks_first)
 
     def bind_connector_metadata(self, connector_metadata: OffloadingConnectorMetadata) -> None:
-        """Set the orders of the step that begins. Those of a step that was never ended are reported as failed."""
+        """Set the orders of the step that begins.
+
+        Those of a step that was never ended are reported as failed.
+        """
         if self._metadata is not None and self.connector_worker is not None:
             self.connector_worker.refuse_unstarted(self._metadata)
         self._metadata = connector_metadata
@@ -146,17 +161,24 @@ class OffloadingConnector:
         self._metadata = None
 
     def handle_preemptions(self, metadata: OffloadingConnectorMetadata) -> None:
-        """Make sure that no running store reads a block which this step overwrites. Comes first in a step."""
+        """Make sure that no running store reads a block which this step overwrites.
+
+        Comes first in a step.
+        """
         self._worker.handle_preemptions(metadata)
 
     def start_load_kv(self, forward_context: Any = None, *, by_layer: bool = False, **kwargs: Any) -> None:
-        """Start this step's loads; `by_layer`: the first layers first, for an engine that will `await_layer`."""
+        """Start this step's loads; `by_layer`: the first layers first, for an engine that will
+        `await_layer`.
+        """
         self._worker.start_load_kv(self._bound(), by_layer=by_layer)
 
     def await_layer(self, req_id: ReqId, layer_name: str, timeout: float) -> bool:
-        """Let what the caller does next find a layer of a request's load in place; say whether that could be done.
+        """Let what the caller does next find a layer of a request's load in place; say whether that could be
+        done.
 
-        For an engine that computes ahead of what it has been told: the result is good only if the load succeeds.
+        For an engine that computes ahead of what it has been told: the result is good only if the load
+        succeeds.
         """
         return self._worker.await_layer(req_id, layer_name, timeout)
 
@@ -167,7 +189,9 @@ class OffloadingConnector:
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: a request is not scheduled before its load is over."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         """Do nothing: stores take whole chunks after the pass."""
 
     def wait_for_save(self) -> None:
@@ -175,7 +199,10 @@ class OffloadingConnector:
         self._worker.start_store_kv(self._bound())
 
     def take_output(self, finished_req_ids: set[ReqId]) -> KVConnectorOutput:
-        """Take all that this worker has to tell after a step. The three calls below it give the same in parts."""
+        """Take all that this worker has to tell after a step.
+
+        The three calls below it give the same in parts.
+        """
         sending, recving = self._worker.get_finished(finished_req_ids)
         invalid = self._worker.get_block_ids_with_load_errors()
         return KVConnectorOutput(sending, recving, invalid, self._worker.take_reports())
@@ -189,7 +216,10 @@ class OffloadingConnector:
         return self._worker.get_block_ids_with_load_errors()
 
     def take_failed_loads(self) -> set[ReqId]:
-        """Take the requests whose load failed, for engines that cannot make use of block ids. Follows `get_finished`."""
+        """Take the requests whose load failed, for engines that cannot make use of block ids.
+
+        Follows `get_finished`.
+        """
         return self._worker.take_failed_loads()
 
     def take_reports(self) -> list[TransferReport]:
@@ -197,7 +227,9 @@ class OffloadingConnector:
         return self._worker.take_reports()
 
     def wait_for_transfers(self, timeout: float) -> bool:
-        """Block until a transfer is over or `timeout` seconds have passed. For an engine with nothing else to do.
+        """Block until a transfer is over or `timeout` seconds have passed.
+
+        For an engine with nothing else to do.
 
         `False`: there is none to wait for.
         """

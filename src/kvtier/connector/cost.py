@@ -22,7 +22,9 @@ from kvtier.offload.promotions import TierCost
 __all__ = ["CostModel", "PrefillQueue", "Price", "StepTimer"]
 
 _WEIGHT = 0.2
-_MIN_STEP_TOKENS = 32  # a decode step is bound by latency and says nothing about the price of a prefill token
+_MIN_STEP_TOKENS = (
+    32  # a decode step is bound by latency and says nothing about the price of a prefill token
+)
 _RETRY_AFTER = 64
 _FIRST_RETRY_AFTER = 4  # doubled each time that it is in vain
 _MAX_IN_FLIGHT = 16
@@ -74,7 +76,9 @@ class Price:
         """Learn from a transfer that was given up after so long: it would have taken longer."""
         if num_bytes > 0 and seconds > 0:
             self.seconds_per_byte = max(self.seconds_per_byte or 0.0, seconds / num_bytes)
-            self._retry_after = min(_RETRY_AFTER, 2 * self._retry_after if self._has_lost else _FIRST_RETRY_AFTER)
+            self._retry_after = min(
+                _RETRY_AFTER, 2 * self._retry_after if self._has_lost else _FIRST_RETRY_AFTER
+            )
             self._has_lost, self._refusals = True, 0
 
     def recall(self, seconds_per_byte: float | None) -> None:
@@ -153,7 +157,9 @@ class CostModel:
         return None if self._seconds_per_token is None else num_tokens * self._seconds_per_token
 
     def worth_loading(self, num_bytes: int, num_tokens: int, wait: float = 0.0) -> bool:
-        """Say whether loading bytes after a wait of so many seconds is expected to beat computing so many tokens."""
+        """Say whether loading bytes after a wait of so many seconds is expected to beat computing so many
+        tokens.
+        """
         load, compute = self.load_seconds(num_bytes), self.compute_seconds(num_tokens)
         return load is None or compute is None or wait + load <= compute or self._bus.is_due()
 
@@ -179,8 +185,8 @@ def _blend(average: float | None, sample: float) -> float:
 class PrefillQueue:
     """Prompt tokens that requests have still to compute, in the order in which the engine asked about them.
 
-    Computing a prompt instead of loading it takes its turn behind these. An entry begins with the answer to a
-    question and ends when the engine has scheduled its last prompt token, or with its request.
+    Computing a prompt instead of loading it takes its turn behind these. An entry begins with the answer to
+    a question and ends when the engine has scheduled its last prompt token, or with its request.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Where each request's prompt came from, and why it did not all come from a cache.
 
-An explanation is fixed when a request first runs; those of finished requests are kept until `_REMEMBERED` newer ones came.
-Scheduler thread only.
+An explanation is fixed when a request first runs; those of finished requests are kept until `_REMEMBERED`
+newer ones came. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ _POOL = "cpu"
 class Explanation:
     """The sources of one prompt, in tokens.
 
-    `first_miss` is the reason of the first chunk that had to be computed although its tokens fill a chunk, and
-    `first_missing_token` where that chunk begins; both are `None` if only the unfinished tail of the prompt was computed.
-    `misses` has the reasons of all tiers that have known that chunk; the last is the one that decided.
+    `first_miss` is the reason of the first chunk that had to be computed although its tokens fill a chunk,
+    and `first_missing_token` where that chunk begins; both are `None` if only the unfinished tail of the
+    prompt was computed. `misses` has the reasons of all tiers that have known that chunk; the last is the
+    one that decided.
     """
 
     from_gpu: int = 0
@@ -56,7 +57,9 @@ class Explainer:
         elif match.missing is not None:
             state.miss = self._manager.explain_tiers(match.missing, state.context), end
 
-    def note_load(self, state: RequestState, job: LoadJob, recompute: Recompute, seconds: float) -> Explanation | None:
+    def note_load(
+        self, state: RequestState, job: LoadJob, recompute: Recompute, seconds: float
+    ) -> Explanation | None:
         """Explain a request whose load is over after so many seconds, unless that was done before."""
         if job.failed:
             state.miss = {_POOL: MissReason.FAILED}, job.first_failed_token()

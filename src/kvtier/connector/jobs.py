@@ -1,8 +1,8 @@
 """Jobs: one transfer each, planned here from a request's state, and followed until every rank has reported.
 
-A job knows its chunks (`keys`, in the order of the slots) and can tell for each block of its GPU end which chunk it belongs to,
-so that a report of failed blocks becomes a set of failed chunks. What only a failure asks for is worked out when one comes, and
-planning costs a few slices. Scheduler thread only.
+A job knows its chunks (`keys`, in the order of the slots) and can tell for each block of its GPU end which
+chunk it belongs to, so that a report of failed blocks becomes a set of failed chunks. What only a failure
+asks for is worked out when one comes, and planning costs a few slices. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ class PlannedJob:
         return self.request.view.request_id
 
     def take_report(self, report: TransferReport) -> None:
-        """Note what one rank reports. What is said of an expired job changes nothing but that the rank is done with it."""
+        """Note what one rank reports.
+
+        What is said of an expired job changes nothing but that the rank is done with it.
+        """
         self.missing_ranks.discard(report.rank)
         if not report.result.success and not self.expired:
             self._fail(report.result.failed_blocks, report.result.corrupt)
@@ -88,7 +91,9 @@ class PlannedJob:
         return EndOrder(self.req_id, frozenset(self.missing_ranks), (), void=self.expired)
 
     def tier_part(self, indices: Iterable[int]) -> LoadStoreSpec | None:
-        """Return the tier's end of some of the chunks, by index into `keys`; `None` where places have no numbers."""
+        """Return the tier's end of some of the chunks, by index into `keys`; `None` where places have no
+        numbers.
+        """
         spec = self.tier_end
         return type(spec)(spec.block_ids[list(indices)]) if isinstance(spec, BlockIDsLoadStoreSpec) else None
 
@@ -98,10 +103,17 @@ class PlannedJob:
 
     def arrived_keys(self) -> list[OffloadKey]:
         """Return the chunks that arrived whole on every rank that has reported."""
-        return [key for index, key in enumerate(self.keys) if index not in self.failed] if self.failed else self.keys
+        return (
+            [key for index, key in enumerate(self.keys) if index not in self.failed]
+            if self.failed
+            else self.keys
+        )
 
     def _keys_of_blocks(self) -> list[int]:
-        """For each block of the GPU end, return the index of its chunk in `keys`. Every group begins a new chunk."""
+        """For each block of the GPU end, return the index of its chunk in `keys`.
+
+        Every group begins a new chunk.
+        """
         indices: list[int] = []
         first_key, per_chunk = 0, self.blocks_per_chunk
         for size, position in zip(self.gpu_end.group_sizes, self.gpu_end.block_indices or (), strict=True):
@@ -179,7 +191,9 @@ class _GPUEnd:
         return GPULoadStoreSpec(self._block_ids, self._sizes, self._indices)
 
     def num_bytes(self, config: OffloadingConfig) -> int:
-        blocks = sum(size * group.bytes_per_block for size, group in zip(self._sizes, config.groups, strict=True))
+        blocks = sum(
+            size * group.bytes_per_block for size, group in zip(self._sizes, config.groups, strict=True)
+        )
         return blocks * config.world_size
 
 
@@ -210,7 +224,9 @@ def plan_load(config: OffloadingConfig, state: RequestState, end: int, patience:
 
 
 def _blocks_to_load(group: GroupState, local: int, end: int) -> tuple[int, int]:
-    """Return the range of block positions to load; leading positions without a block are not needed by the engine."""
+    """Return the range of block positions to load; leading positions without a block are not needed by the
+    engine.
+    """
     size = group.geometry.block_size
     if local % size:
         raise InputError(f"num_computed_tokens: expected a multiple of the block size ({size}), got {local}")
@@ -220,7 +236,9 @@ def _blocks_to_load(group: GroupState, local: int, end: int) -> tuple[int, int]:
     return first, last
 
 
-def plan_store(config: OffloadingConfig, state: RequestState, chunks: list[dict[OffloadKey, int]]) -> StoreJob:
+def plan_store(
+    config: OffloadingConfig, state: RequestState, chunks: list[dict[OffloadKey, int]]
+) -> StoreJob:
     """Plan the store of whole chunks, given by group: the key of each and its position."""
     gpu_end = _GPUEnd(len(state.groups))
     per_chunk = config.settings.blocks_per_chunk
@@ -240,10 +258,14 @@ def plan_store(config: OffloadingConfig, state: RequestState, chunks: list[dict[
 
 
 def reordered(spec: LoadStoreSpec, keys: list[OffloadKey], order: list[OffloadKey]) -> LoadStoreSpec:
-    """Return the other end of a store, whose places are those of `keys`, with its places in another order of the keys."""
+    """Return the other end of a store, whose places are those of `keys`, with its places in another order of
+    the keys.
+    """
     if keys == order:
         return spec
     if not isinstance(spec, BlockIDsLoadStoreSpec):
-        raise InputError(f"{type(spec).__name__}: expected a BlockIDsLoadStoreSpec where there are several groups")
+        raise InputError(
+            f"{type(spec).__name__}: expected a BlockIDsLoadStoreSpec where there are several groups"
+        )
     place = {key: index for index, key in enumerate(keys)}
     return type(spec)(spec.block_ids[[place[key] for key in order]])

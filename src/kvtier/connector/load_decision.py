@@ -1,6 +1,7 @@
 """Load, wait or compute: what is best for a request that could be loaded.
 
-A request waits only for what is on its way, and for no longer than computing it would take. Scheduler thread only.
+A request waits only for what is on its way, and for no longer than computing it would take. Scheduler thread
+only.
 """
 
 from __future__ import annotations
@@ -85,7 +86,10 @@ class LoadDecision:
         return self._cost.worth_loading(num_bytes, tokens, self._bus_wait())
 
     def _bus_wait(self) -> float:
-        """Estimate how long loads keep the bus busy. One that should be in by now is only not reported yet."""
+        """Estimate how long loads keep the bus busy.
+
+        One that should be in by now is only not reported yet.
+        """
         free_at = 0.0
         for job in self._running.loads():
             free_at = max(free_at, job.started) + (self._cost.load_seconds(job.num_bytes) or 0.0)

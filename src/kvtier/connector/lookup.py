@@ -1,7 +1,7 @@
 """How far a request's prefix can be loaded: the longest end that every group can serve.
 
-A full-attention group serves an end if all chunks up to it are ready; a windowed group if those in the window before it are.
-Looking up pins nothing and changes nothing. Scheduler thread only.
+A full-attention group serves an end if all chunks up to it are ready; a windowed group if those in the
+window before it are. Looking up pins nothing and changes nothing. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ class PrefixMatch(NamedTuple):
     """The key of the first chunk that stands in the way, if tokens are left that fill one."""
 
 
-def match_prefix(geometry: ChunkGeometry, places: ChunkLookup, state: RequestState, num_tokens: int) -> PrefixMatch:
+def match_prefix(
+    geometry: ChunkGeometry, places: ChunkLookup, state: RequestState, num_tokens: int
+) -> PrefixMatch:
     """Find the longest end beyond `state.local` that all groups can serve with what `places` have."""
     end = num_tokens // geometry.alignment * geometry.alignment
     pending, missing = False, None
@@ -41,14 +43,19 @@ def match_prefix(geometry: ChunkGeometry, places: ChunkLookup, state: RequestSta
         best = _last_served(found, state.local, end, geometry.alignment, optimistic=False)
         pending |= _last_served(found, state.local, end, geometry.alignment, optimistic=True) > best
         if best < end:
-            end, missing = best, next((gap for gap in (w.last_gap() for w in found) if gap is not None), missing)
+            end, missing = (
+                best,
+                next((gap for gap in (w.last_gap() for w in found) if gap is not None), missing),
+            )
     return PrefixMatch(max(end, state.local), pending, missing)
 
 
 def _reach(
     places: ChunkLookup, state: RequestState, group: GroupState, end: int
 ) -> tuple[int, bool, OffloadKey | None]:
-    """Return how far a full-attention group reaches, whether it may reach further soon, and the key that stopped it."""
+    """Return how far a full-attention group reaches, whether it may reach further soon, and the key that
+    stopped it.
+    """
     size = group.geometry.chunk_size
     start, stop = state.local // size, min(end // size, len(group.keys))
     keys = group.keys[start:stop]
@@ -60,7 +67,9 @@ def _reach(
 
 
 class _Window:
-    """The chunks of a windowed group between the local hit and `end`, and the runs of ready ones among them."""
+    """The chunks of a windowed group between the local hit and `end`, and the runs of ready ones
+    among them.
+    """
 
     def __init__(self, places: ChunkLookup, state: RequestState, group: GroupGeometry, end: int) -> None:
         self._group = group
@@ -72,7 +81,9 @@ class _Window:
         self._possible = _run_lengths([hit is not False for hit in found])
 
     def serves(self, end: int, optimistic: bool) -> bool:
-        """Say whether the chunks that computing at `end` needs are there, or with `optimistic` may soon be."""
+        """Say whether the chunks that computing at `end` needs are there, or with `optimistic`
+        may soon be.
+        """
         size = self._group.chunk_size
         last = end // size - self._start
         needed = end // size - self._group.first_needed(self._local, end) // size

@@ -1,8 +1,9 @@
-"""What passes between an engine and the connector: small views of requests and steps, and the messages between its two sides.
+"""What passes between an engine and the connector: small views of requests and steps, and the messages
+between its two sides.
 
-The connector sees no engine's classes. An engine offers objects that fit `RequestView`, fills one `StepView` a step, carries
-`OffloadingConnectorMetadata` from the scheduler's side to every worker and one `KVConnectorOutput` back. Everything that
-crosses a process boundary is plain and picklable.
+The connector sees no engine's classes. An engine offers objects that fit `RequestView`, fills one `StepView`
+a step, carries `OffloadingConnectorMetadata` from the scheduler's side to every worker and one
+`KVConnectorOutput` back. Everything that crosses a process boundary is plain and picklable.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ class ConnectorRole(Enum):
 
 
 class RequestView(Protocol):
-    """What the scheduler's side reads of a request. It keeps the object from the first call to `request_finished`."""
+    """What the scheduler's side reads of a request.
+
+    It keeps the object from the first call to `request_finished`.
+    """
 
     @property
     def request_id(self) -> ReqId: ...
@@ -73,7 +77,10 @@ class NewRequest(NamedTuple):
 
 
 class CachedRequest(NamedTuple):
-    """A request that ran before. `resumed`: it was preempted, and `new_block_ids` are all blocks it holds now."""
+    """A request that ran before.
+
+    `resumed`: it was preempted, and `new_block_ids` are all blocks it holds now.
+    """
 
     req_id: ReqId
     new_block_ids: BlockIds | None
@@ -92,7 +99,9 @@ class StepView:
     finished_req_ids: set[ReqId] = field(default_factory=set)
     """Requests for which `request_finished` was called since the last step."""
     ended: list[CachedRequest] = field(default_factory=list)
-    """Requests that have ended and are still to be stored from, with no new blocks: theirs may be given to others."""
+    """Requests that have ended and are still to be stored from, with no new blocks: theirs may be given to
+    others.
+    """
     speculative_blocks: set[int] = field(default_factory=set)
     """Blocks that were allocated since the last step for requests which may never run with them."""
     speculated: bool = False
@@ -100,7 +109,9 @@ class StepView:
 
 
 def yield_req_data(step: StepView) -> Iterator[tuple[ReqId, BlockIds, bool]]:
-    """Yield `(req_id, new_block_id_groups, preempted)` for each request of a step: `preempted` ones start over."""
+    """Yield `(req_id, new_block_id_groups, preempted)` for each request of a step: `preempted` ones start
+    over.
+    """
     for new in step.new:
         yield new.req_id, new.block_ids, False
     for cached in step.cached:
@@ -110,8 +121,9 @@ def yield_req_data(step: StepView) -> Iterator[tuple[ReqId, BlockIds, bool]]:
 class EndOrder(NamedTuple):
     """An order to end a job and to report it, for those ranks whose report has not come.
 
-    A rank that does not know the job (any more) reports it as failed: either it was never started there, or its report was
-    lost. `block_ids` are those that a load was to fill. Nothing of a `void` load may be used, even if it has arrived.
+    A rank that does not know the job (any more) reports it as failed: either it was never started there, or
+    its report was lost. `block_ids` are those that a load was to fill. Nothing of a `void` load may be used,
+    even if it has arrived.
     """
 
     req_id: ReqId
@@ -124,10 +136,11 @@ class EndOrder(NamedTuple):
 class OffloadingConnectorMetadata:
     """One step's orders to every worker.
 
-    A request has at most one load and one store in a step; `load_jobs` and `store_jobs` give their job ids. Jobs of
-    `jobs_to_flush` read blocks that someone else will write in this step: they must be over before it runs. Jobs of
-    `jobs_to_end` have taken too long, or nobody wants them any more; an order stands in every step until it is obeyed.
-    Requests of `reqs_to_hold` have finished and keep their blocks until `get_finished` names them.
+    A request has at most one load and one store in a step; `load_jobs` and `store_jobs` give their job ids.
+    Jobs of `jobs_to_flush` read blocks that someone else will write in this step: they must be over before
+    it runs. Jobs of `jobs_to_end` have taken too long, or nobody wants them any more; an order stands in
+    every step until it is obeyed. Requests of `reqs_to_hold` have finished and keep their blocks until
+    `get_finished` names them.
     """
 
     reqs_to_load: dict[ReqId, TransferSpec] = field(default_factory=dict)
@@ -150,8 +163,9 @@ class TransferReport(NamedTuple):
 class KVConnectorOutput:
     """What workers tell the scheduler's side after a step.
 
-    `finished_sending`: finished requests whose stores are over, so that their blocks may be freed. `finished_recving`:
-    requests whose load is over, well or not. `invalid_block_ids`: blocks of those whose bytes did not arrive.
+    `finished_sending`: finished requests whose stores are over, so that their blocks may be freed.
+    `finished_recving`: requests whose load is over, well or not. `invalid_block_ids`: blocks of those whose
+    bytes did not arrive.
     """
 
     finished_sending: set[ReqId] = field(default_factory=set)
@@ -161,10 +175,12 @@ class KVConnectorOutput:
 
 
 class OutputAggregator:
-    """Merges the outputs of all ranks of a step: a request is finished when every rank has said so, however often.
+    """Merges the outputs of all ranks of a step: a request is finished when every rank has said so, however
+    often.
 
-    A block is invalid if any rank says so. That is passed on together with the request that it belongs to, however many steps
-    after the rank has said it: an engine takes the other blocks of a named request as good.
+    A block is invalid if any rank says so. That is passed on together with the request that it belongs to,
+    however many steps after the rank has said it: an engine takes the other blocks of a named request as
+    good.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -172,7 +188,9 @@ class OutputAggregator:
         self._sending: dict[ReqId, set[int]] = {}
         self._recving: dict[ReqId, set[int]] = {}
         self._invalid: list[tuple[set[ReqId], set[int]]] = []
-        """Blocks that did not arrive, and the requests named beside them: those of them that not all ranks have named."""
+        """Blocks that did not arrive, and the requests named beside them: those of them that not all ranks
+        have named.
+        """
 
     def aggregate(self, outputs: Iterable[KVConnectorOutput]) -> KVConnectorOutput:
         """Fold one step's outputs, one per rank and in the order of the ranks, into one."""

@@ -150,7 +150,7 @@ class PromotionDecision:
         counts = Counter(sources[key] for key in keys if key in sources)
         return {tier: (end - state.local) * count // len(keys) for tier, count in counts.items()}
 
-    # -- one step ----------------------------------------------------------------------------------------------------------
+    # -- one step ----------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         """Start what was wished while this step was scheduled."""

@@ -1,7 +1,9 @@
-"""The jobs that run: which of them brings which chunk, which still reads which block, and which are given up.
+"""The jobs that run: which of them brings which chunk, which still reads which block, and which are given
+up.
 
-A job is here from its start until every rank has reported. One whose reports do not come expires: from then on it does not
-run, it is only waited for, so that its slots are not used again while a rank may still touch them. Scheduler thread only.
+A job is here from its start until every rank has reported. One whose reports do not come expires: from then
+on it does not run, it is only waited for, so that its slots are not used again while a rank may still touch
+them. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -19,8 +21,11 @@ __all__ = ["LoadFailures", "RunningJobs"]
 _FAILURES_TO_BLAME = 2  # loads of one chunk that fail in a row: the chunk itself is blamed
 _MAX_COUNTED = 4096
 
-_MARGIN = 1.5  # times its deadline; a worker's clock starts when the job reaches it, and its report travels with a step
-_GRACE_OUTPUTS = 2  # a step may last longer than any deadline, so a job is late only if workers have answered since
+# times its deadline; a worker's clock starts when the job reaches it, and its report travels with a step
+_MARGIN = 1.5
+_GRACE_OUTPUTS = (
+    2  # a step may last longer than any deadline, so a job is late only if workers have answered since
+)
 
 
 class RunningJobs:
@@ -53,7 +58,8 @@ class RunningJobs:
         return self._loading if isinstance(job, LoadJob) else self._storing
 
     def take_report(self, report: TransferReport) -> LoadJob | StoreJob | None:
-        """Note what a rank reports of a job, and return the job; one that all have reported is no longer here.
+        """Note what a rank reports of a job, and return the job; one that all have reported is no longer
+        here.
 
         `None`: the rank has reported it before, or all have.
         """
@@ -68,7 +74,10 @@ class RunningJobs:
         return job
 
     def expire(self, now: float) -> list[LoadJob | StoreJob]:
-        """Return the jobs whose reports should have come long ago. They run no more. Comes once for every output."""
+        """Return the jobs whose reports should have come long ago.
+
+        They run no more. Comes once for every output.
+        """
         expired = [job for job in self._jobs.values() if self._is_late(job, now)]
         for job in expired:
             job.expire()
@@ -97,7 +106,9 @@ class RunningJobs:
             job.void = True
 
     def end_orders(self, now: float) -> dict[int, EndOrder]:
-        """Return what the workers are to end: expired jobs, and loads that are void or take longer than they are worth."""
+        """Return what the workers are to end: expired jobs, and loads that are void or take longer than they
+        are worth.
+        """
         loads = [job for job in self.loads() if job.void or now > job.started + job.patience]
         return {job.job_id: job.end_order() for job in (*loads, *self._expired.values())}
 
@@ -125,7 +136,9 @@ class RunningJobs:
         return {job.job_id for job in self.stores() if not job.block_ids.isdisjoint(blocks)}
 
     def check(self) -> None:
-        """Raise `IntegrityError` where a chunk is noted as being loaded by nobody, or a job is here for no reason."""
+        """Raise `IntegrityError` where a chunk is noted as being loaded by nobody, or a job is here for no
+        reason.
+        """
         if not set(self._loading.values()) <= {job.job_id for job in self.loads()}:
             raise IntegrityError("a chunk is noted as being loaded by a load that does not exist")
         if not set(self._storing.values()) <= {job.job_id for job in self.stores()}:
@@ -135,7 +148,8 @@ class RunningJobs:
 
 
 class LoadFailures:
-    """Which chunks are to blame for loads that failed: those whose bytes are wrong, or that fail again and again.
+    """Which chunks are to blame for loads that failed: those whose bytes are wrong, or that fail again and
+    again.
 
     Bounded: it forgets all rather than grow.
     """
@@ -148,7 +162,11 @@ class LoadFailures:
         if self._counts:
             for index in job.arrived():
                 self._counts.pop(job.keys[index], None)
-        guilty = [job.keys[index] for index in job.failed if self._is_to_blame(job.keys[index], index in job.corrupt)]
+        guilty = [
+            job.keys[index]
+            for index in job.failed
+            if self._is_to_blame(job.keys[index], index in job.corrupt)
+        ]
         if len(self._counts) > _MAX_COUNTED:
             self._counts.clear()
         return guilty

@@ -1,18 +1,20 @@
 """The scheduler's side: decides what is loaded and stored, and keeps account of it.
 
-It follows a chunk through its life (docs/architecture.md): look up, pin and plan a load, plan a store as soon as a chunk's last
-token is computed, complete jobs when every rank has reported. It guarantees that
+It follows a chunk through its life (docs/architecture.md): look up, pin and plan a load, plan a store as
+soon as a chunk's last token is computed, complete jobs when every rank has reported. It guarantees that
 
-- asking (`get_num_new_matched_tokens`) pins nothing and may be repeated; `None` is answered for a bounded time only;
+- asking (`get_num_new_matched_tokens`) pins nothing and may be repeated; `None` is answered for a bounded
+  time only;
 - a request whose load failed is never offered another: what failed is computed;
-- a block that a running store still reads is fenced: whoever gets it, the store is ended first (`jobs_to_flush`);
+- a block that a running store still reads is fenced: whoever gets it, the store is ended first
+  (`jobs_to_flush`);
 - nothing that was computed or stored before a reset is stored or loaded after it;
-- a report that does not come is waited for only so long. The job then counts as failed, and its slots stay out of use until
-  every rank has said that it is done with them (`jobs_to_end`);
+- a report that does not come is waited for only so long. The job then counts as failed, and its slots stay
+  out of use until every rank has said that it is done with them (`jobs_to_end`);
 - every place in the pool is freed or ready once its job is over, whatever became of the request.
 
-A job knows its request, not the request's id, which may be somebody else's by the time the job is over. Everything runs on the
-scheduler thread; nothing waits and there are no locks.
+A job knows its request, not the request's id, which may be somebody else's by the time the job is over.
+Everything runs on the scheduler thread; nothing waits and there are no locks.
 """
 
 from __future__ import annotations
@@ -63,9 +65,15 @@ class OffloadingConnectorScheduler:
     """The one place that knows which job moves which chunk for whom."""
 
     def __init__(
-        self, spec: OffloadingSpec, clock: Callable[[], float] = time.monotonic, describe: Describe | None = None
+        self,
+        spec: OffloadingSpec,
+        clock: Callable[[], float] = time.monotonic,
+        describe: Describe | None = None,
     ) -> None:
-        """Plan for `spec`. `describe` reads requests for the event stream; without it events carry hashes alone."""
+        """Plan for `spec`.
+
+        `describe` reads requests for the event stream; without it events carry hashes alone.
+        """
         self.spec = spec
         self.manager = spec.get_manager()
         self.stats = ConnectorStats()
@@ -78,7 +86,9 @@ class OffloadingConnectorScheduler:
         self._requests: dict[ReqId, RequestState] = {}
         self._jobs = RunningJobs()
         self._prefill = PrefillQueue()
-        self._load_decision = LoadDecision(self._settings, self._geometry, self.cost, self._jobs, self._prefill, clock)
+        self._load_decision = LoadDecision(
+            self._settings, self._geometry, self.cost, self._jobs, self._prefill, clock
+        )
         self._load_failures = LoadFailures()
         self._promotion: PromotionDecision | None = None
         self._step = 0
@@ -98,21 +108,25 @@ class OffloadingConnectorScheduler:
         self._recompute = Recompute.ALL if self._geometry.windowed else spec.config.recompute
 
     def _use_tiers(self, manager: TieredOffloadingManager) -> None:
-        self._promotion = PromotionDecision(self._settings, self._geometry, self.cost, self._prefill, manager)
+        self._promotion = PromotionDecision(
+            self._settings, self._geometry, self.cost, self._prefill, manager
+        )
         if self._tracker.enabled:
             manager.describe_with(self._tracker.encode)
         if self._describe is None:
-            logger.warning("tiers: nothing is written: without `describe` no chunk is known to be of no adapter")
+            logger.warning(
+                "tiers: nothing is written: without `describe` no chunk is known to be of no adapter"
+            )
 
-    # -- asking ------------------------------------------------------------------------------------------------------------
+    # -- asking ------------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(
         self, request: RequestView, num_computed_tokens: int, max_num_new_tokens: int | None = None
     ) -> tuple[int | None, bool]:
         """Return how many tokens beyond the computed ones can be loaded, and that loads are asynchronous.
 
-        `(None, False)`: ask again later. It pins nothing and may be called many times. `max_num_new_tokens` is for an
-        engine that could not use more.
+        `(None, False)`: ask again later. It pins nothing and may be called many times. `max_num_new_tokens`
+        is for an engine that could not use more.
         """
         state = self._track(request)
         state.extend_keys()
@@ -141,13 +155,18 @@ class OffloadingConnectorScheduler:
         self.stats.not_worth += not is_worth
         end = match.end if is_worth else state.local
         self._explainer.note_match(state, match, end)
-        self._prefill.put(request.request_id, max(1, request.num_tokens - end))  # the last token is always computed
+        self._prefill.put(
+            request.request_id, max(1, request.num_tokens - end)
+        )  # the last token is always computed
         return end - state.local, end > state.local
 
-    # -- loading -----------------------------------------------------------------------------------------------------------
+    # -- loading -----------------------------------------------------------------------------------
 
-    def update_state_after_alloc(self, request: RequestView, blocks: BlockIds, num_external_tokens: int) -> None:
-        """Take note of all blocks the request holds; with external tokens, pin their chunks and plan one load.
+    def update_state_after_alloc(
+        self, request: RequestView, blocks: BlockIds, num_external_tokens: int
+    ) -> None:
+        """Take note of all blocks the request holds; with external tokens, pin their chunks and plan one
+        load.
 
         Blocks that are new to it are fenced at once: another connector may load into them before it runs.
         """
@@ -180,7 +199,7 @@ class OffloadingConnectorScheduler:
         job.epoch = self._epoch
         self._jobs.start(job, self._clock())
 
-    # -- one step ----------------------------------------------------------------------------------------------------------
+    # -- one step ----------------------------------------------------------------------------------
 
     def build_connector_meta(self, step: StepView) -> OffloadingConnectorMetadata:
         """Give the workers this step's loads and stores, and what must be over before it runs."""
@@ -235,10 +254,13 @@ class OffloadingConnectorScheduler:
         for group in state.groups:
             group.take_all()
 
-    # -- storing -----------------------------------------------------------------------------------------------------------
+    # -- storing -----------------------------------------------------------------------------------
 
     def _get_reqs_to_store(self, step: StepView) -> Iterator[tuple[StoreJob, TransferSpec]]:
-        """Plan a store for each request whose chunks this step completes. Most requests of most steps complete none."""
+        """Plan a store for each request whose chunks this step completes.
+
+        Most requests of most steps complete none.
+        """
         ended = [request for request in step.ended if self._still_has_blocks(request.req_id)]
         requests: list[NewRequest | CachedRequest] = [*step.new, *step.cached, *ended]
         for request in requests:
@@ -259,10 +281,14 @@ class OffloadingConnectorScheduler:
     def _still_has_blocks(self, req_id: ReqId) -> bool:
         """Say whether none of the blocks of a request was given to another in this step."""
         state = self._requests.get(req_id)
-        return state is not None and all(self._allocated.isdisjoint(group.block_ids) for group in state.groups)
+        return state is not None and all(
+            self._allocated.isdisjoint(group.block_ids) for group in state.groups
+        )
 
     def _chunks_to_store(self, state: RequestState, limit: int) -> list[dict[OffloadKey, int]]:
-        """Return for each group the chunks complete within `limit` tokens that were not offered before: key and position."""
+        """Return for each group the chunks complete within `limit` tokens that were not offered before: key
+        and position.
+        """
         if self._settings.prompt_only:
             limit = min(limit, state.view.num_prompt_tokens)
         if state.store_limit is not None:
@@ -275,7 +301,8 @@ class OffloadingConnectorScheduler:
                 chunks = {
                     key: at
                     for key, at in chunks.items()
-                    if self._geometry.may_need(group.geometry, at) and group.still_has(at, self._allocated_at)
+                    if self._geometry.may_need(group.geometry, at)
+                    and group.still_has(at, self._allocated_at)
                 }
             wanted.append(chunks)
         return wanted
@@ -307,14 +334,15 @@ class OffloadingConnectorScheduler:
                 for key, position in places.items():
                     self._tracker.record_store(state.view, group.geometry, position, key)
 
-    # -- completing --------------------------------------------------------------------------------------------------------
+    # -- completing --------------------------------------------------------------------------------
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take in what the workers report; complete the jobs that every rank has reported, and give up those that are late.
+        """Take in what the workers report; complete the jobs that every rank has reported, and give up those
+        that are late.
 
-        Comes once for every step, in the order of the steps. The next step may have been scheduled by then. What the output
-        says of requests and blocks is replaced by what the jobs say: a worker's word may be late, repeated or lost, and
-        whoever reads the output after this call need not mind.
+        Comes once for every step, in the order of the steps. The next step may have been scheduled by then.
+        What the output says of requests and blocks is replaced by what the jobs say: a worker's word may be
+        late, repeated or lost, and whoever reads the output after this call need not mind.
         """
         if (timed := self._timer.end(self._clock())) is not None:
             self.cost.note_step(*timed)
@@ -366,7 +394,10 @@ class OffloadingConnectorScheduler:
             self._end_store(job)
 
     def _give_up(self, job: LoadJob | StoreJob) -> None:
-        """Take a job as failed whose reports do not come. Its slots stay as they are until every rank is done with them."""
+        """Take a job as failed whose reports do not come.
+
+        Its slots stay as they are until every rank is done with them.
+        """
         self.stats.expired += 1
         logger.warning(
             "job %d of request %s: no report from rank(s) %s after %.3g s; its %d slots are set aside until there is one",
@@ -376,7 +407,9 @@ class OffloadingConnectorScheduler:
             self.cost.note_lost_load(job.num_bytes, self._clock() - job.started)
             self._end_load(job)
             return
-        own = [key for key in job.keys if not self._jobs.is_storing(key)]  # the others are stored anew already
+        own = [
+            key for key in job.keys if not self._jobs.is_storing(key)
+        ]  # the others are stored anew already
         if job.epoch == self._epoch:
             self.manager.discard(own, MissReason.FAILED)
             self._tracker.drop(own)
@@ -397,7 +430,9 @@ class OffloadingConnectorScheduler:
         self._over.finished_recving.add(job.req_id)
         self._over.invalid_block_ids |= job.invalid_block_ids()
         was_ended = job.void or job.started + job.patience < min(now, job.started + job.deadline)
-        if not was_ended and (guilty := self._load_failures.blame(job)):  # else the bus was slow, or nobody wanted it
+        if not was_ended and (
+            guilty := self._load_failures.blame(job)
+        ):  # else the bus was slow, or nobody wanted it
             self.manager.discard(guilty, MissReason.FAILED)
         state = job.request
         state.load_job = None
@@ -422,7 +457,10 @@ class OffloadingConnectorScheduler:
             self._tracker.drop(key for key in job.keys if not self._jobs.is_storing(key))
 
     def _end_store(self, job: StoreJob) -> None:
-        """Tell of a store that is over. A request that has finished needs its blocks only as long as one of its stores runs."""
+        """Tell of a store that is over.
+
+        A request that has finished needs its blocks only as long as one of its stores runs.
+        """
         self.stats.count_store(job)
         self.times.note(job, self._clock())
         state = job.request
@@ -435,12 +473,14 @@ class OffloadingConnectorScheduler:
         """Say whether another request has the id of one that has finished."""
         return req_id in self._requests or any(load.req_id == req_id for load in self._jobs.loads())
 
-    # -- ending ------------------------------------------------------------------------------------------------------------
+    # -- ending ------------------------------------------------------------------------------------
 
     def request_finished(
         self, request: RequestView, block_ids: BlockIds | None = None
     ) -> tuple[bool, dict[str, Any] | None]:
-        """End a request, in whatever state it is. `True`: its blocks must stay until `get_finished` names it.
+        """End a request, in whatever state it is.
+
+        `True`: its blocks must stay until `get_finished` names it.
 
         One that is being loaded is named as received, any other as sent.
         """
@@ -457,9 +497,12 @@ class OffloadingConnectorScheduler:
         return state.load_job is not None or bool(state.store_jobs), None
 
     def reset_cache(self) -> bool:
-        """Empty every tier and tell the event stream. Running jobs end by themselves and leave nothing behind.
+        """Empty every tier and tell the event stream.
 
-        Weights may have been swapped: requests that hold blocks now store nothing more, and running loads count as failed.
+        Running jobs end by themselves and leave nothing behind.
+
+        Weights may have been swapped: requests that hold blocks now store nothing more, and running loads
+        count as failed.
         """
         self._epoch += 1
         for job in self._jobs.stores():
@@ -469,7 +512,7 @@ class OffloadingConnectorScheduler:
         self._load_failures.clear()
         return True
 
-    # -- telling -----------------------------------------------------------------------------------------------------------
+    # -- telling -----------------------------------------------------------------------------------
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Take the changes of the tiers since the last call."""
@@ -480,7 +523,8 @@ class OffloadingConnectorScheduler:
     def retell_events(self) -> Iterable[KVCacheEvent]:
         """Take, instead of the changes since the last call, events that announce afresh what the tiers hold.
 
-        For an engine whose own clear of everything was not meant for the tiers. It takes `self_describing_kv_events`.
+        For an engine whose own clear of everything was not meant for the tiers. It takes
+        `self_describing_kv_events`.
         """
         changes = self.take_events()
         return self._tracker.retell() if self._tracker.enabled else changes
@@ -513,10 +557,15 @@ class OffloadingConnectorScheduler:
                     f"request {state.view.request_id} waits for load {state.load_job}, which does not exist"
                 )
             if not all(job_id in self._jobs for job_id in state.store_jobs):
-                raise IntegrityError(f"request {state.view.request_id} holds blocks for stores that do not exist")
+                raise IntegrityError(
+                    f"request {state.view.request_id} holds blocks for stores that do not exist"
+                )
 
     def wait_for_tiers(self, timeout: float) -> bool:
-        """Block until a promotion may have come, for an engine with nothing else to do. `False`: none comes."""
+        """Block until a promotion may have come, for an engine with nothing else to do.
+
+        `False`: none comes.
+        """
         return isinstance(self.manager, TieredOffloadingManager) and self.manager.wait_any(timeout)
 
     def shutdown(self) -> None:

@@ -75,7 +75,9 @@ class ChunkGeometry:
         return min((num_tokens // group.chunk_size + 1) * group.chunk_size for group in self.groups)
 
     def may_need(self, group: GroupGeometry, chunk: int) -> bool:
-        """Say whether a load may ever need a chunk: with a window only those in sight of an end that all groups share."""
+        """Say whether a load may ever need a chunk: with a window only those in sight of an end that all
+        groups share.
+        """
         end = -(-(chunk + 1) * group.chunk_size // self.alignment) * self.alignment
         return group.first_needed(0, end) // group.chunk_size <= chunk
 
@@ -97,12 +99,16 @@ class GroupState:
     block_ids: list[int] = field(default_factory=list)
     """The blocks that it was given, by position; `NULL_BLOCK` where there is none."""
     given_at: list[int] = field(default_factory=list)
-    """Of a windowed group, the step in which each block was given: the window may have left it to another owner since."""
+    """Of a windowed group, the step in which each block was given: the window may have left it to another
+    owner since.
+    """
     next_store: int = 0
     """The first chunk that has not been offered for storing."""
 
     def extend_keys(self, hashes: Sequence[bytes]) -> None:
-        """Add the keys of chunks that the hashes have completed: a chunk is named by the hash of its last block."""
+        """Add the keys of chunks that the hashes have completed: a chunk is named by the hash of its last
+        block.
+        """
         step = self.geometry.hashes_per_chunk
         last = (len(self.keys) + 1) * step - 1
         if last < len(hashes):
@@ -119,7 +125,9 @@ class GroupState:
         self.block_ids, self.given_at = [], []
 
     def num_complete(self, num_tokens: int) -> int:
-        """Count the leading chunks whose tokens are among the first `num_tokens`, and which have a key and blocks."""
+        """Count the leading chunks whose tokens are among the first `num_tokens`, and which have a key and
+        blocks.
+        """
         blocks = len(self.block_ids) // self.geometry.blocks_per_chunk
         return min(num_tokens // self.geometry.chunk_size, len(self.keys), blocks)
 
@@ -135,7 +143,9 @@ class GroupState:
         return [block_id for chunk in chunks for block_id in self.chunk_blocks(chunk)]
 
     def still_has(self, chunk: int, allocated_at: Mapping[int, int]) -> bool:
-        """Say whether no block of a windowed group's chunk is null or was allocated anew after it was given."""
+        """Say whether no block of a windowed group's chunk is null or was allocated anew after
+        it was given.
+        """
         start = chunk * self.geometry.blocks_per_chunk
         stop = start + self.geometry.blocks_per_chunk
         blocks = zip(self.block_ids[start:stop], self.given_at[start:stop], strict=True)
@@ -150,7 +160,9 @@ class RequestState:
     context: ReqContext
     groups: tuple[GroupState, ...]
     epoch: int = 0
-    """The resets of the tiers before the engine last asked: what its blocks hold is no older than the last of them."""
+    """The resets of the tiers before the engine last asked: what its blocks hold is no older than the last
+    of them.
+    """
     local: int = 0
     """Tokens on the GPU when the engine last asked."""
     load_job: int | None = None
@@ -191,10 +203,14 @@ class RequestState:
         """Return the keys of all groups from the head of the prefix to its tail."""
         if len(self.groups) == 1:
             return self.groups[0].keys
-        return self.head_to_tail([dict(zip(group.keys, range(len(group.keys)), strict=True)) for group in self.groups])
+        return self.head_to_tail(
+            [dict(zip(group.keys, range(len(group.keys)), strict=True)) for group in self.groups]
+        )
 
     def head_to_tail(self, chunks: list[dict[OffloadKey, int]]) -> list[OffloadKey]:
-        """Return the keys of chunks, given by group with their positions, from the head of the prefix to its tail."""
+        """Return the keys of chunks, given by group with their positions, from the head of the prefix to its
+        tail.
+        """
         if len(chunks) == 1:
             return list(chunks[0])
         placed = [
@@ -211,6 +227,8 @@ def read_token_limit(params: Mapping[str, Any] | None, name: str) -> int | None:
     if limit is None or (type(limit) is int and limit >= 0):
         return limit
     logger.warning(
-        "kv_transfer_params.%s: expected a number of tokens, got %r; the request has no such limit", name, limit
+        "kv_transfer_params.%s: expected a number of tokens, got %r; the request has no such limit",
+        name,
+        limit,
     )
     return None

@@ -144,7 +144,9 @@ class ConnectorStats:
             self.loaded_tokens += loaded
 
 
-def make_registry(stats: ConnectorStats, times: TransferTimes, manager: OffloadingManager, row_bytes: int) -> Registry:
+def make_registry(
+    stats: ConnectorStats, times: TransferTimes, manager: OffloadingManager, row_bytes: int
+) -> Registry:
     """Return the metrics of a connector, named `kvtier_...`. Reading those of the pool counts its slots."""
     registry = Registry("kvtier_")
 
@@ -164,7 +166,9 @@ def _named(*groups: Iterable[str], prefix: str = "") -> list[Metric]:
     return [METRICS[prefix + name] for names in groups for name in names]
 
 
-def _add_pool(registry: Registry, manager: CPUOffloadingManager | TieredOffloadingManager, row_bytes: int) -> None:
+def _add_pool(
+    registry: Registry, manager: CPUOffloadingManager | TieredOffloadingManager, row_bytes: int
+) -> None:
     def read() -> dict[str, list[Sample]]:
         pool = manager.stats()
         return {

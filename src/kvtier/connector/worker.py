@@ -1,10 +1,11 @@
 """The worker's side: gives transfers to handlers and reports their results.
 
-It decides nothing. Each step it first ends the jobs that read blocks which this step overwrites, then those that nobody wants any
-more, then starts the step's loads, and after the forward pass the step's stores, which read what the pass has written. Every job
-that the scheduler's side planned is reported once, also one that no handler would take and one of a step that was never finished;
-again only when the scheduler's side asks for it. Called by the worker's thread only; nothing waits except
-`handle_preemptions`, which is bounded, and `wait_for_transfers`.
+It decides nothing. Each step it first ends the jobs that read blocks which this step overwrites, then those
+that nobody wants any more, then starts the step's loads, and after the forward pass the step's stores, which
+read what the pass has written. Every job that the scheduler's side planned is reported once, also one that
+no handler would take and one of a step that was never finished; again only when the scheduler's side asks
+for it. Called by the worker's thread only; nothing waits except `handle_preemptions`, which is bounded, and
+`wait_for_transfers`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvtier.connector.metadata import EndOrder, OffloadingConnectorMetadata, ReqId, TransferReport
 from kvtier.errors import InputError, KVTierError
 from kvtier.offload.base import OffloadingSpec
-from kvtier.transfer.base import GPULoadStoreSpec, OffloadingHandler, TransferResult, TransferSpec, TransferType
+from kvtier.transfer.base import (
+    GPULoadStoreSpec,
+    OffloadingHandler,
+    TransferResult,
+    TransferSpec,
+    TransferType,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +33,9 @@ __all__ = ["OffloadingConnectorWorker"]
 logger = logging.getLogger(__name__)
 
 _MAX_NAMED = 4096  # more loads than are under way anywhere
-_FLUSH_SECONDS = 0.1  # a store that has not read its blocks by then is given up: a later miss, not a stalled step
+_FLUSH_SECONDS = (
+    0.1  # a store that has not read its blocks by then is given up: a later miss, not a stalled step
+)
 
 
 class _Running(NamedTuple):
@@ -59,7 +68,9 @@ class OffloadingConnectorWorker:
         self._invalid_block_ids: set[int] = set()
         self._failed_loads: set[ReqId] = set()
 
-    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor], *, blocks_first: bool = False) -> None:
+    def register_kv_caches(
+        self, kv_caches: Mapping[str, torch.Tensor], *, blocks_first: bool = False
+    ) -> None:
         """Learn where the engine keeps its KV, by layer name, and make the handlers.
 
         `blocks_first`: all tensors count blocks in their first dimension, also where that has two.
@@ -77,7 +88,9 @@ class OffloadingConnectorWorker:
             return
         for handler in set(self._handlers.values()):
             jobs = {
-                job for job in metadata.jobs_to_flush if job in self._stores and self._stores[job].handler is handler
+                job
+                for job in metadata.jobs_to_flush
+                if job in self._stores and self._stores[job].handler is handler
             }
             if jobs and not handler.wait(jobs, _FLUSH_SECONDS):
                 handler.cancel(jobs)
@@ -91,7 +104,9 @@ class OffloadingConnectorWorker:
 
     def _end_jobs(self, metadata: OffloadingConnectorMetadata) -> None:
         """Obey the orders that are for this rank."""
-        orders = {i: order for i, order in metadata.jobs_to_end.items() if self.spec.config.rank in order.ranks}
+        orders = {
+            i: order for i, order in metadata.jobs_to_end.items() if self.spec.config.rank in order.ranks
+        }
         for job_id, order in orders.items():
             running = self._loads.get(job_id) or self._stores.get(job_id)
             if running is None and job_id not in metadata.load_jobs.values():
@@ -103,7 +118,10 @@ class OffloadingConnectorWorker:
                 self._end(job_id, running.handler)
 
     def _end(self, job_id: int, handler: OffloadingHandler) -> None:
-        """End a job. If its handler was told so before and has nothing more to do with it, its result was lost."""
+        """End a job.
+
+        If its handler was told so before and has nothing more to do with it, its result was lost.
+        """
         if job_id in self._cancelled and handler.wait({job_id}, 0.0):
             self._refused.append(TransferResult(job_id, success=False))
         self._cancelled.add(job_id)
@@ -134,9 +152,11 @@ class OffloadingConnectorWorker:
         self._pending |= metadata.reqs_to_hold
 
     def await_layer(self, req_id: ReqId, layer: str, timeout: float) -> bool:
-        """Let what the caller does next find a layer of a request's load in place; say whether that could be done.
+        """Let what the caller does next find a layer of a request's load in place; say whether that could be
+        done.
 
-        It is good for what is used only if the load succeeds. On a device the caller's stream waits, not the caller.
+        It is good for what is used only if the load succeeds. On a device the caller's stream waits, not the
+        caller.
         """
         for job_id, load in self._loads.items():
             if load.req_id == req_id:
@@ -145,7 +165,10 @@ class OffloadingConnectorWorker:
 
     def is_storing(self, block_ids: set[int]) -> bool:
         """Say whether a running store reads one of these blocks."""
-        return any(not block_ids.isdisjoint(_gpu_end(store.spec).block_ids.tolist()) for store in self._stores.values())
+        return any(
+            not block_ids.isdisjoint(_gpu_end(store.spec).block_ids.tolist())
+            for store in self._stores.values()
+        )
 
     def start_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
         """Start this step's stores. The forward pass has been given to the device by now."""
@@ -156,7 +179,8 @@ class OffloadingConnectorWorker:
     def get_finished(self, finished_req_ids: set[ReqId]) -> tuple[set[ReqId], set[ReqId]]:
         """Return requests whose stores are over after they finished, and requests whose load is over.
 
-        Which finished requests hold their blocks is told by the metadata, so `finished_req_ids` adds nothing here.
+        Which finished requests hold their blocks is told by the metadata, so `finished_req_ids` adds nothing
+        here.
         """
         recving, self._unstarted = self._unstarted, set()
         self._failed_loads &= recving  # not every engine takes them
@@ -174,7 +198,10 @@ class OffloadingConnectorWorker:
         return sending, recving
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Take the blocks whose bytes did not arrive. Their requests are named by `get_finished` just before."""
+        """Take the blocks whose bytes did not arrive.
+
+        Their requests are named by `get_finished` just before.
+        """
         taken, self._invalid_block_ids = self._invalid_block_ids, set()
         return taken
 
@@ -189,7 +216,8 @@ class OffloadingConnectorWorker:
         return taken
 
     def wait_for_transfers(self, timeout: float) -> bool:
-        """Block until the oldest load, or with none the oldest store, is over, or `timeout` seconds have passed.
+        """Block until the oldest load, or with none the oldest store, is over, or `timeout` seconds have
+        passed.
 
         `False`: there is none.
         """
@@ -207,7 +235,13 @@ class OffloadingConnectorWorker:
         self.spec.shutdown()
 
     def _start(
-        self, jobs: dict[int, _Running], job_id: int, req_id: ReqId, spec: TransferSpec, *, by_layer: bool = False
+        self,
+        jobs: dict[int, _Running],
+        job_id: int,
+        req_id: ReqId,
+        spec: TransferSpec,
+        *,
+        by_layer: bool = False,
     ) -> None:
         self._started.add(job_id)
         if job_id in jobs:
@@ -222,9 +256,13 @@ class OffloadingConnectorWorker:
         """Give a job to a handler and say whether it took it."""
         try:
             return (handler.transfer_by_layer if by_layer else handler.transfer_async)(job_id, spec)
-        except Exception as error:  # a handler may be anybody's, and a step must not end because of a transfer
+        except (
+            Exception
+        ) as error:  # a handler may be anybody's, and a step must not end because of a transfer
             is_known = isinstance(error, KVTierError)
-            logger.error("job %d could not be started: %s", job_id, error, exc_info=None if is_known else error)
+            logger.error(
+                "job %d could not be started: %s", job_id, error, exc_info=None if is_known else error
+            )
             handler.cancel({job_id})  # who knows how far it came
         return False
 
@@ -236,11 +274,16 @@ class OffloadingConnectorWorker:
     def _handler_of(self, spec: TransferSpec) -> OffloadingHandler:
         source, target = (end.medium() for end in spec)
         if (source, target) not in self._handlers:
-            raise InputError(f"no handler moves {source} to {target}: call register_kv_caches before the first step")
+            raise InputError(
+                f"no handler moves {source} to {target}: call register_kv_caches before the first step"
+            )
         return self._handlers[source, target]
 
     def _take_results(self) -> Iterator[TransferResult]:
-        """Take one result for each job that is over. One that was begun by mistake, and refused here, has no other."""
+        """Take one result for each job that is over.
+
+        One that was begun by mistake, and refused here, has no other.
+        """
         if not self._loads and not self._stores:
             return  # as in most steps: every job is noted here until its result is taken
         results, self._refused = self._refused, []
@@ -262,7 +305,9 @@ class OffloadingConnectorWorker:
             return
         self._failed_loads.add(load.req_id)
         ids = _gpu_end(load.spec).block_ids.tolist()
-        missing = ids if result.failed_blocks is None else [ids[position] for position in result.failed_blocks]
+        missing = (
+            ids if result.failed_blocks is None else [ids[position] for position in result.failed_blocks]
+        )
         self._invalid_block_ids.update(missing)
 
 

@@ -1,6 +1,7 @@
 """The built-in demo models: Llama configs for seeded random weights, so that nothing is downloaded.
 
-Random weights answer nonsense, but they compute exactly as trained ones do: a wrong byte of KV changes the tokens.
+Random weights answer nonsense, but they compute exactly as trained ones do: a wrong byte of KV changes the
+tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ DEMO_MODEL: Final[dict[str, Any]] = {
     "max_position_embeddings": 8192,
     "rms_norm_eps": 1e-5,
 }
-"""10 million parameters, 6 KiB of float32 KV a token: a prompt of a thousand tokens takes half a second on two slow cores."""
+"""10 million parameters, 6 KiB of float32 KV a token: a prompt of a thousand tokens takes half a second on
+two slow cores.
+"""
 
 QUICK_MODEL: Final[dict[str, Any]] = DEMO_MODEL | {
     "vocab_size": 512,

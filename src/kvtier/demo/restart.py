@@ -51,7 +51,9 @@ def run_restart(settings: DemoSettings, result: DemoResult, watcher: Watcher) ->
         raise OutsideError(f"{parent} is memory ({mount.kind}); name a folder on a disk with --disk-folder")
     prompts, rows = _choose_prompts(settings, result)
     try:
-        with tempfile.TemporaryDirectory(prefix="kvtier-demo-", dir=parent, ignore_cleanup_errors=True) as folder:
+        with tempfile.TemporaryDirectory(
+            prefix="kvtier-demo-", dir=parent, ignore_cleanup_errors=True
+        ) as folder:
             return _run(_order(settings, result, prompts, rows, folder), result, watcher)
     except OSError as error:
         raise OutsideError(f"{parent}: {error.strerror or error}") from error
@@ -71,7 +73,13 @@ def _run(orders: Orders, result: DemoResult, watcher: Watcher) -> RestartResult:
         disk = second.watch("disk", len(orders.prompts), watcher)
         after = second.expect(TierStats)
     return RestartResult(
-        computed, pool, disk, exit_code=exit_code, restart_seconds=seconds, rows_found=found, tiers=(before, after)
+        computed,
+        pool,
+        disk,
+        exit_code=exit_code,
+        restart_seconds=seconds,
+        rows_found=found,
+        tiers=(before, after),
     )
 
 

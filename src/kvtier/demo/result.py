@@ -61,7 +61,10 @@ class PoolUse(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """One pass through the workload, up to the last token. On a busy machine `cpu_seconds` say more than `wall_seconds`."""
+    """One pass through the workload, up to the last token.
+
+    On a busy machine `cpu_seconds` say more than `wall_seconds`.
+    """
 
     requests: tuple[RequestResult, ...]
     wall_seconds: float
@@ -224,8 +227,12 @@ class DemoResult:
 
     @property
     def why_missing(self) -> dict[str, int]:
-        """For how many requests each reason kept the first missing chunk from being loaded, most frequent first."""
-        reasons = Counter(request.first_miss for request in self.on.requests if request.first_miss is not None)
+        """For how many requests each reason kept the first missing chunk from being loaded, most frequent
+        first.
+        """
+        reasons = Counter(
+            request.first_miss for request in self.on.requests if request.first_miss is not None
+        )
         return dict(reasons.most_common())
 
     def to_dict(self) -> dict[str, Any]:
@@ -270,7 +277,9 @@ class DemoResult:
                 yield from _differences(name, off, run.requests)
 
 
-def _differences(run: str, off: Sequence[RequestResult], on: Sequence[RequestResult]) -> Iterator[Difference]:
+def _differences(
+    run: str, off: Sequence[RequestResult], on: Sequence[RequestResult]
+) -> Iterator[Difference]:
     for expected, got in zip(off, on, strict=True):
         for position, tokens in enumerate(zip_longest(expected.token_ids, got.token_ids), 1):
             if tokens[0] != tokens[1]:

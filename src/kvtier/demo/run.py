@@ -70,7 +70,9 @@ def _run(name: str, engine: Engine, settings: DemoSettings, watcher: Watcher) ->
 
 
 class _People:
-    """Those who talk to an engine: `concurrency` at a time, in a fixed order, each with all that was said before."""
+    """Those who talk to an engine: `concurrency` at a time, in a fixed order, each with all that was said
+    before.
+    """
 
     def __init__(self, engine: Engine, settings: DemoSettings) -> None:
         from kvtier.engine import SamplingParams
@@ -89,7 +91,10 @@ class _People:
         return bool(self._waiting or self._asking)
 
     def ask(self) -> None:
-        """Send the next prompts, if fewer than `concurrency` wait for an answer. Nobody asks before their last answer."""
+        """Send the next prompts, if fewer than `concurrency` wait for an answer.
+
+        Nobody asks before their last answer.
+        """
         busy = {turn.conversation for turn in self._asking.values()}
         while self._waiting and len(busy) < self._concurrency and self._waiting[0].conversation not in busy:
             turn = self._waiting.popleft()

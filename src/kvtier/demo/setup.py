@@ -74,7 +74,9 @@ def _make_engines(settings: DemoSettings, config: EngineConfig, stack: ExitStack
 
     on = stack.enter_context(make_engine(settings, settings.kvtier))
     if on.max_model_len < (longest := settings.workload.longest()):
-        problem = f"expected room for the longest conversation ({longest} tokens), got {config.num_blocks} blocks"
+        problem = (
+            f"expected room for the longest conversation ({longest} tokens), got {config.num_blocks} blocks"
+        )
         raise ConfigError("num_blocks", f"{problem} of {config.block_size}")
     return on, stack.enter_context(Engine(on.model, config))
 
@@ -105,7 +107,9 @@ def _engine_config(settings: DemoSettings) -> EngineConfig:
 
 
 def _refuse_misfits(settings: DemoSettings) -> None:
-    """Compare the sizes of the model, its cache, a chunk and the conversations before anything is allocated."""
+    """Compare the sizes of the model, its cache, a chunk and the conversations before anything
+    is allocated.
+    """
     import torch
 
     from kvtier.engine.model_config import ModelConfig
@@ -117,9 +121,13 @@ def _refuse_misfits(settings: DemoSettings) -> None:
         problem = f"expected conversations within the model's {model.max_position_embeddings} positions"
         raise ConfigError("turns", f"{problem}, got up to {longest} tokens")
     if (chunk := settings.kvtier.blocks_per_chunk * settings.block_size) > longest:
-        problem = f"expected chunks no longer than the longest conversation ({longest} tokens), got {chunk} tokens"
+        problem = (
+            f"expected chunks no longer than the longest conversation ({longest} tokens), got {chunk} tokens"
+        )
         raise ConfigError("blocks_per_chunk", problem)
-    token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * getattr(torch, settings.dtype).itemsize
+    token = (
+        2 * model.num_layers * model.num_kv_heads * model.head_dim * getattr(torch, settings.dtype).itemsize
+    )
     cache, memory = settings.num_blocks * settings.block_size * token, _physical_memory()
     if settings.device == "cpu" and 2 * cache > memory:
         problem = f"expected two caches that fit into {format_size(memory)} of memory, got {format_size(cache)} each"
@@ -145,7 +153,9 @@ def describe(settings: DemoSettings, engine: Engine) -> dict[str, Any]:
     model = engine.model.config
     return {
         "model": {
-            "source": str(settings.model) if isinstance(settings.model, Path) else "built-in, seeded random weights",
+            "source": str(settings.model)
+            if isinstance(settings.model, Path)
+            else "built-in, seeded random weights",
             "name": settings.model.resolve().name if isinstance(settings.model, Path) else "built-in model",
             "random_weights": not isinstance(settings.model, Path),
             "family": model.family,

@@ -1,11 +1,12 @@
-"""Who asks what, and in which order: conversations that share a system prompt and come back after the cache forgot them.
+"""Who asks what, and in which order: conversations that share a system prompt and come back after the cache
+forgot them.
 
     turn 1   system | opening message                                       -> answer 1
     turn 2   system | opening message | answer 1 | message 2                -> answer 2
     ...      (each prompt is all that was said before, so that all but its last message has been computed once already)
 
-Every round takes all conversations in a new order, as people come back when they like. Tokens are drawn from a seed, the same on
-every platform; answers are the engine's own. Immutable; any thread.
+Every round takes all conversations in a new order, as people come back when they like. Tokens are drawn from
+a seed, the same on every platform; answers are the engine's own. Immutable; any thread.
 """
 
 from __future__ import annotations
@@ -86,7 +87,9 @@ class Workload:
     def total(self) -> int:
         """Return the tokens of all conversations when they end, the system prompt counted once."""
         conversations = range(1, self.conversations + 1)
-        return self.system + sum(self._total_of(conversation) - self.system for conversation in conversations)
+        return self.system + sum(
+            self._total_of(conversation) - self.system for conversation in conversations
+        )
 
     def _total_of(self, conversation: int) -> int:
         turns = [Turn(conversation, turn) for turn in range(1, self.turns + 1)]

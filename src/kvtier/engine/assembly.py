@@ -1,4 +1,5 @@
-"""What an engine is put together from: a decoder, KV tensors, the description of them that kvtier wants, and batches.
+"""What an engine is put together from: a decoder, KV tensors, the description of them that kvtier wants, and
+batches.
 
 Functions of configs; nothing is kept. Any thread.
 """
@@ -31,26 +32,42 @@ __all__ = ["allocate_kv", "describe_cache", "make_batch", "make_decoder"]
 def make_decoder(model: ModelConfig, weights: Mapping[str, Tensor], config: EngineConfig) -> Decoder:
     """Put a model's weights on the engine's device."""
     if config.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError("device", f"expected a device that torch can use here, got {config.device!r}; try 'cpu'")
+        raise ConfigError(
+            "device", f"expected a device that torch can use here, got {config.device!r}; try 'cpu'"
+        )
     compute = None if config.compute_dtype is None else getattr(torch, config.compute_dtype)
-    return Decoder(model, weights, device=config.device, dtype=getattr(torch, config.dtype), compute_dtype=compute)
+    return Decoder(
+        model, weights, device=config.device, dtype=getattr(torch, config.dtype), compute_dtype=compute
+    )
 
 
 def allocate_kv(model: ModelConfig, config: EngineConfig, groups: Sequence[CacheGroup]) -> dict[str, Tensor]:
-    """Return each layer's cache. The j-th layers of all groups share a tensor: a block belongs to one group at a time."""
+    """Return each layer's cache.
+
+    The j-th layers of all groups share a tensor: a block belongs to one group at a time.
+    """
     page = (config.block_size, model.num_kv_heads, model.head_dim)
     lead = (config.num_blocks, 2) if config.kv_layout == "blocks_first" else (2, config.num_blocks)
     tensors = [
         torch.zeros(*lead, *page, dtype=getattr(torch, config.dtype), device=config.device)
         for _ in range(max(len(group.layer_names) for group in groups))
     ]
-    return {name: tensor for group in groups for name, tensor in zip(group.layer_names, tensors, strict=False)}
+    return {
+        name: tensor for group in groups for name, tensor in zip(group.layer_names, tensors, strict=False)
+    }
 
 
 def describe_cache(
-    model: ModelConfig, config: EngineConfig, groups: Sequence[CacheGroup], settings: KVTierConfig, weights_id: Any
+    model: ModelConfig,
+    config: EngineConfig,
+    groups: Sequence[CacheGroup],
+    settings: KVTierConfig,
+    weights_id: Any,
 ) -> OffloadingConfig:
-    """Describe the engine's cache to kvtier. Weights without an id are taken to be like no others; files are hashed later."""
+    """Describe the engine's cache to kvtier.
+
+    Weights without an id are taken to be like no others; files are hashed later.
+    """
     token_bytes = 2 * model.num_kv_heads * model.head_dim * getattr(torch, config.dtype).itemsize
     described = tuple(
         GroupConfig(
@@ -85,7 +102,9 @@ def _namespace(name: Callable[..., str], weights_id: Any) -> str | Namespace:
     return name(weights=uuid4().hex if weights_id is None else weights_id)
 
 
-def make_batch(slices: Sequence[RequestSlice], num_groups: int, block_size: int, device: str) -> ForwardBatch:
+def make_batch(
+    slices: Sequence[RequestSlice], num_groups: int, block_size: int, device: str
+) -> ForwardBatch:
     """Flatten slices to rows, and say for each row which token of each group's cache it writes."""
     tokens = [token for request, start, end in slices for token in request.tokens[start:end]]
     positions = [position for _, start, end in slices for position in range(start, end)]

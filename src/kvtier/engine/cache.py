@@ -1,12 +1,15 @@
-"""The paged KV cache's books: which block is whose, which blocks can serve a prefix again, and who leaves first.
+"""The paged KV cache's books: which block is whose, which blocks can serve a prefix again, and who leaves
+first.
 
-Block ids come from one range and name a place in every tensor, so a block belongs to one group at a time. Block 0 is the null
-block: it stands where a sliding window has left no block, is never handed out and never written. Guarantees:
+Block ids come from one range and name a place in every tensor, so a block belongs to one group at a time.
+Block 0 is the null block: it stands where a sliding window has left no block, is never handed out and never
+written. Guarantees:
 
 - a block is free, or held by the requests whose tables name it (`ref_count`), never both;
-- free blocks with content stay findable until they are handed out, least recently freed first; of a freed sequence the tail
-  is handed out before the head, so that what is left is still a prefix;
-- events, replayed, give exactly the findable blocks; without windows a parent is announced before its children.
+- free blocks with content stay findable until they are handed out, least recently freed first; of a freed
+  sequence the tail is handed out before the head, so that what is left is still a prefix;
+- events, replayed, give exactly the findable blocks; without windows a parent is announced before its
+  children.
 
 Positions count blocks from the head of a sequence. No tensors here. Called by the scheduler's thread only.
 """
@@ -46,7 +49,9 @@ class CacheGroup:
         return 0 if self.sliding_window is None else max(0, num_computed - self.sliding_window + 1)
 
 
-def group_layers(layer_names: Sequence[str], sliding_windows: Sequence[int | None]) -> tuple[CacheGroup, ...]:
+def group_layers(
+    layer_names: Sequence[str], sliding_windows: Sequence[int | None]
+) -> tuple[CacheGroup, ...]:
     """Put layers with the same window into one group, in order of first appearance."""
     names: dict[int | None, list[str]] = {}
     for name, window in zip(layer_names, sliding_windows, strict=True):
@@ -70,7 +75,10 @@ class Block:
 
 @dataclass(slots=True)
 class BlockTable:
-    """The blocks of one request: for each group a row of ids, in which leading positions may be null. Empty: it has none."""
+    """The blocks of one request: for each group a row of ids, in which leading positions may be null.
+
+    Empty: it has none.
+    """
 
     rows: BlockIds = ()
     num_null: list[int] = field(default_factory=list)
@@ -113,7 +121,7 @@ class KVCache:
         """How often the cache was reset."""
         self._events: list[KVCacheEvent] | None = [] if events else None
 
-    # -- room --------------------------------------------------------------------------------------------------------------
+    # -- room --------------------------------------------------------------------------------------
 
     @property
     def num_free(self) -> int:
@@ -121,11 +129,15 @@ class KVCache:
         return len(self._free)
 
     def most_blocks(self, num_computed: int, num_tokens: int) -> int:
-        """Return the most blocks that a request holds at once while tokens `[num_computed, num_tokens)` are computed."""
+        """Return the most blocks that a request holds at once while tokens `[num_computed, num_tokens)` are
+        computed.
+        """
         total = 0
         for group in self.groups:
             blocks = self._blocks_of(num_tokens)
-            if group.sliding_window is not None:  # a window and a slice behind it, wherever in a block they begin
+            if (
+                group.sliding_window is not None
+            ):  # a window and a slice behind it, wherever in a block they begin
                 span = group.sliding_window - 1 + min(self._max_slice, num_tokens - num_computed)
                 blocks = min(blocks, self._blocks_of(span - 1) + 1)
             total += blocks
@@ -142,17 +154,21 @@ class KVCache:
         return blocks * self.block_size
 
     def blocks_to_take(self, request: Request, local: int, end: int) -> int:
-        """Return the most free blocks that a request's tokens and one more can cost after `open(request, local, end)`."""
+        """Return the most free blocks that a request's tokens and one more can cost after `open(request,
+        local, end)`.
+        """
         shared = sum(block.ref_count > 0 for row in self._prefix_rows(request, local, end) for block in row)
         return self.most_blocks(min(end, request.num_tokens - 1), request.num_tokens + 1) - shared
 
     def _blocks_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    # -- finding -----------------------------------------------------------------------------------------------------------
+    # -- finding -----------------------------------------------------------------------------------
 
     def find_prefix(self, request: Request) -> int:
-        """Return how many leading tokens can be had from the cache: whole blocks, and never the last token."""
+        """Return how many leading tokens can be had from the cache: whole blocks, and never the
+        last token.
+        """
         if not self._prefix_caching:
             return 0
         hashes = request.block_hashes
@@ -164,7 +180,9 @@ class KVCache:
         return length * self.block_size
 
     def _longest(self, index: int, hashes: Sequence[BlockHash], limit: int) -> int:
-        """Return the longest prefix, in blocks up to `limit`, for which a group has what its window needs."""
+        """Return the longest prefix, in blocks up to `limit`, for which a group has what its
+        window needs.
+        """
         if self.groups[index].sliding_window is None:
             return next((i for i in range(limit) if (hashes[i], index) not in self._found_by), limit)
         end = limit  # positions [position, end) are there
@@ -176,8 +194,14 @@ class KVCache:
         return end
 
     def _prefix_rows(self, request: Request, local: int, end: int) -> list[list[Block]]:
-        """Return by group the cached blocks of a prefix of `local` tokens that are needed when computing begins at `end`."""
-        hashes, stop, computed = request.block_hashes, local // self.block_size, min(end, request.num_tokens - 1)
+        """Return by group the cached blocks of a prefix of `local` tokens that are needed when computing
+        begins at `end`.
+        """
+        hashes, stop, computed = (
+            request.block_hashes,
+            local // self.block_size,
+            min(end, request.num_tokens - 1),
+        )
         return [
             [self._found_by[hashes[i], index] for i in range(self._first_position(index, computed), stop)]
             for index in range(len(self.groups))
@@ -186,12 +210,14 @@ class KVCache:
     def _first_position(self, index: int, num_computed: int) -> int:
         return self.groups[index].first_needed(num_computed) // self.block_size
 
-    # -- holding -----------------------------------------------------------------------------------------------------------
+    # -- holding -----------------------------------------------------------------------------------
 
     def open(self, request: Request, local: int, end: int) -> BlockTable:
-        """Give a request its cached prefix of `local` tokens, and new blocks for tokens `[local, end)` that will be loaded.
+        """Give a request its cached prefix of `local` tokens, and new blocks for tokens `[local, end)` that
+        will be loaded.
 
-        Positions that computing from `end` on never looks at are null. The caller has made sure that there is room.
+        Positions that computing from `end` on never looks at are null. The caller has made sure that there
+        is room.
         """
         computed = min(end, request.num_tokens - 1)  # the last token is computed even if it was loaded
         prefix = self._prefix_rows(request, local, end)
@@ -216,14 +242,19 @@ class KVCache:
         return self._fill(table, num_tokens) if missing <= self.num_free else None
 
     def release(self, table: BlockTable) -> None:
-        """Take back all blocks of a request, the tail of its sequence first. The table is empty afterwards."""
+        """Take back all blocks of a request, the tail of its sequence first.
+
+        The table is empty afterwards.
+        """
         for block_ids in zip(*map(reversed, table.rows), strict=True):
             for block_id in block_ids:
                 self._let_go(block_id)
         table.rows, table.num_null, table.num_entered = (), [], 0
 
     def _fill(self, table: BlockTable, num_tokens: int) -> BlockIds:
-        new = tuple([self._take() for _ in range(len(row), self._blocks_of(num_tokens))] for row in table.rows)
+        new = tuple(
+            [self._take() for _ in range(len(row), self._blocks_of(num_tokens))] for row in table.rows
+        )
         for row, block_ids in zip(table.rows, new, strict=True):
             row.extend(block_ids)
         return new
@@ -259,7 +290,7 @@ class KVCache:
             if block.key is None:  # nothing is lost with it, so it goes before all that have content
                 self._free.move_to_end(block_id, last=False)
 
-    # -- content -----------------------------------------------------------------------------------------------------------
+    # -- content -----------------------------------------------------------------------------------
 
     def enter(self, request: Request) -> None:
         """Make the request's full, computed blocks findable, and announce them."""
@@ -281,9 +312,12 @@ class KVCache:
         return True
 
     def reset(self, *, tiers_too: bool = True) -> None:
-        """Make nothing findable. Blocks in use stay in use, but what is computed on top of them is not entered any more.
+        """Make nothing findable.
 
-        `AllBlocksCleared` names no medium, so it is told only if the tiers are emptied too; else every block is named.
+        Blocks in use stay in use, but what is computed on top of them is not entered any more.
+
+        `AllBlocksCleared` names no medium, so it is told only if the tiers are emptied too; else every block
+        is named.
         """
         for event in (AllBlocksCleared(),) if tiers_too else map(_removed, self._found_by):
             self._tell(event)
@@ -292,7 +326,7 @@ class KVCache:
         self._found_by.clear()
         self.epoch += 1
 
-    # -- events ------------------------------------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------
 
     def take_events(self) -> list[KVCacheEvent]:
         """Drain the changes since the last call, in order."""
@@ -329,17 +363,21 @@ class KVCache:
             kv_cache_spec_sliding_window=window,
         )
 
-    # -- integrity ---------------------------------------------------------------------------------------------------------
+    # -- integrity ---------------------------------------------------------------------------------
 
     def check(self, tables: Iterable[BlockTable]) -> None:
-        """Raise `IntegrityError` unless the books agree with these tables, which must be all that have blocks."""
+        """Raise `IntegrityError` unless the books agree with these tables, which must be all that have
+        blocks.
+        """
         refs = Counter(block_id for table in tables for row in table.rows for block_id in row)
         null, *blocks = self._blocks
         for block in blocks:
             if block.ref_count != refs[block.block_id]:
                 raise IntegrityError(f"{block} is in {refs[block.block_id]} tables")
             if (block.ref_count == 0) != (block.block_id in self._free):
-                raise IntegrityError(f"{block} is {'' if block.block_id in self._free else 'not '}in the free queue")
+                raise IntegrityError(
+                    f"{block} is {'' if block.block_id in self._free else 'not '}in the free queue"
+                )
             if block.key is not None and self._found_by.get(block.key) is not block:
                 raise IntegrityError(f"{block} has content that does not find it")
         if any(block.key != key for key, block in self._found_by.items()):

@@ -1,6 +1,7 @@
 """What a user may set about the engine: validated once, with the name of the bad field in the error.
 
-Sizes are counts of blocks and tokens; where KV goes beyond them is `KVTierConfig`'s business. Pure; any thread.
+Sizes are counts of blocks and tokens; where KV goes beyond them is `KVTierConfig`'s business. Pure; any
+thread.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ class EngineConfig:
     seed: int = 0
     """Of sampling, for requests that bring none."""
     kv_events: bool | None = None
-    """Whether to tell of what is cached. `None`: if the engine is given a publisher. `True` without one: `take_events`."""
+    """Whether to tell of what is cached.
+
+    `None`: if the engine is given a publisher. `True` without one: `take_events`.
+    """
 
     def __post_init__(self) -> None:
         self._at_least("num_blocks", 3, "the null block and two to use")
@@ -55,7 +59,11 @@ class EngineConfig:
         self._one_of("dtype", self.dtype, _DTYPES)
         self._one_of("compute_dtype", self.compute_dtype, (None, *_COMPUTE_DTYPES))
         self._one_of("kv_layout", self.kv_layout, _KV_LAYOUTS)
-        self._one_of("device", self.device.partition(":")[0] if isinstance(self.device, str) else self.device, _DEVICES)
+        self._one_of(
+            "device",
+            self.device.partition(":")[0] if isinstance(self.device, str) else self.device,
+            _DEVICES,
+        )
         self._one_of("enable_prefix_caching", self.enable_prefix_caching, (True, False))
         self._one_of("kv_events", self.kv_events, (None, True, False))
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**64:
@@ -65,11 +73,15 @@ class EngineConfig:
         value = getattr(self, field)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             reason = f" ({why})" if why else ""
-            raise ConfigError(field, f"expected a whole number of at least {least}{reason}, got {show_value(value)}")
+            raise ConfigError(
+                field, f"expected a whole number of at least {least}{reason}, got {show_value(value)}"
+            )
         if value > _MOST:
             raise ConfigError(field, f"expected a whole number of at most {_MOST}, got {show_value(value)}")
 
     @staticmethod
     def _one_of(field: str, value: object, choices: tuple[object, ...]) -> None:
         if not any(type(value) is type(choice) and value == choice for choice in choices):
-            raise ConfigError(field, f"expected one of {', '.join(map(repr, choices))}, got {show_value(value)}")
+            raise ConfigError(
+                field, f"expected one of {', '.join(map(repr, choices))}, got {show_value(value)}"
+            )

@@ -1,8 +1,9 @@
-"""The door: reads what a caller gives about a request, and refuses with `InputError` what a step could not run.
+"""The door: reads what a caller gives about a request, and refuses with `InputError` what a step could not
+run.
 
-A step computes many requests together, so a value that fails inside of one would stop them all. Whatever comes through here
-is plain: lists of ints, and text that can be encoded. Nothing is changed on the way, and a caller's own classes may raise
-what they like. Pure; any thread.
+A step computes many requests together, so a value that fails inside of one would stop them all. Whatever
+comes through here is plain: lists of ints, and text that can be encoded. Nothing is changed on the way, and
+a caller's own classes may raise what they like. Pure; any thread.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ def count_items(where: str, values: Any, expected: str) -> int:
 
 
 def read_items(where: str, values: Any, count: int) -> Iterator[Any]:
-    """Yield the `count` items of a list, tuple, array or tensor. One that has fewer or more after all is refused."""
+    """Yield the `count` items of a list, tuple, array or tensor.
+
+    One that has fewer or more after all is refused.
+    """
     with _refusing(where, f"{count} items", values):
         items = values.tolist() if isinstance(values, np.ndarray | Tensor) else values
         number = 0
@@ -46,7 +50,10 @@ def read_items(where: str, values: Any, count: int) -> Iterator[Any]:
 
 
 def read_tokens(where: str, prompt: Any, count: int, vocabulary: int) -> list[int]:
-    """Return the `count` tokens of a prompt, 1 or more. Whatever has an `__index__`, as numpy's ints, becomes an int."""
+    """Return the `count` tokens of a prompt, 1 or more.
+
+    Whatever has an `__index__`, as numpy's ints, becomes an int.
+    """
     values = list(read_items(where, prompt, count))
     tokens = values if set(map(type, values)) == {int} else [_read_token(where, value) for value in values]
     if not 0 <= min(tokens) <= max(tokens) < vocabulary:

@@ -1,7 +1,8 @@
 """The engine: requests in, tokens out, and the place where a connector is wired to an engine.
 
-A step schedules, computes and samples. The connector's calls stand around the forward pass, in `_begin_transfers` and
-`_end_transfers`; the scheduler makes those for single requests. With S and W its two sides, a step is:
+A step schedules, computes and samples. The connector's calls stand around the forward pass, in
+`_begin_transfers` and `_end_transfers`; the scheduler makes those for single requests. With S and W its two
+sides, a step is:
 
     schedule    S.get_num_new_matched_tokens, S.update_state_after_alloc, for each request that comes in
     begin       S.build_connector_meta -> W.bind_connector_metadata, W.handle_preemptions, W.start_load_kv
@@ -10,8 +11,9 @@ A step schedules, computes and samples. The connector's calls stand around the f
     end         W.take_output, W.clear_connector_metadata -> S.update_connector_output
     append      S.request_finished, for each request that ends
 
-An engine of several processes carries the metadata to every worker and merges what they return with `OutputAggregator`; here
-both sides live in one process. Without kvtier there is no connector, and nothing else changes. One thread calls an engine.
+An engine of several processes carries the metadata to every worker and merges what they return with
+`OutputAggregator`; here both sides live in one process. Without kvtier there is no connector, and nothing
+else changes. One thread calls an engine.
 """
 
 from __future__ import annotations
@@ -61,7 +63,11 @@ class Model(Protocol):
     @property
     def config(self) -> ModelConfig: ...
     def forward(
-        self, batch: ForwardBatch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
+        self,
+        batch: ForwardBatch,
+        kv_caches: Mapping[str, Tensor],
+        group_of_layer: Sequence[int],
+        block_size: int,
     ) -> Tensor: ...
 
 
@@ -70,7 +76,11 @@ class LayeredModel(Model, Protocol):
     """A model that can wait for the KV of each layer, so that it computes while a load is on its way."""
 
     def forward_by_layer(
-        self, batch: ForwardBatch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
+        self,
+        batch: ForwardBatch,
+        kv_caches: Mapping[str, Tensor],
+        group_of_layer: Sequence[int],
+        block_size: int,
     ) -> Generator[str, None, Tensor]: ...
 
 
@@ -93,10 +103,13 @@ class Engine:
         spec_factory: Callable[[OffloadingConfig], OffloadingSpec] = OffloadingSpecFactory.create_spec,
         publisher: Publisher | None = None,
     ) -> None:
-        """Allocate the cache. `weights_id`: a JSON value that is equal only for equal weights; default: equal to no other.
+        """Allocate the cache.
 
-        Of weights in files it is `WeightsFiles`, made before they were loaded: a thread hashes their content.
-        `publisher` is given each step's events, and nothing is left for `take_events`; closing it is its owner's business.
+        `weights_id`: a JSON value that is equal only for equal weights; default: equal to no other.
+
+        Of weights in files it is `WeightsFiles`, made before they were loaded: a thread hashes their
+        content. `publisher` is given each step's events, and nothing is left for `take_events`; closing it
+        is its owner's business.
         """
         if config.kv_events is None:
             config = replace(config, kv_events=publisher is not None)
@@ -117,7 +130,9 @@ class Engine:
         self.connector: OffloadingConnector | None = None
         self.worker: OffloadingConnector | None = None
         if kvtier is not None:
-            self._connect(describe_cache(model.config, config, self.groups, kvtier, weights_id), spec_factory)
+            self._connect(
+                describe_cache(model.config, config, self.groups, kvtier, weights_id), spec_factory
+            )
         self._scheduler = Scheduler(config, self._cache, self.connector)
         self.speculation = Speculation()
         self._requests: dict[str, Request] = {}
@@ -127,7 +142,9 @@ class Engine:
         self._publisher = publisher
         self._events = EventBuffer()
 
-    def _connect(self, config: OffloadingConfig, spec_factory: Callable[[OffloadingConfig], OffloadingSpec]) -> None:
+    def _connect(
+        self, config: OffloadingConfig, spec_factory: Callable[[OffloadingConfig], OffloadingSpec]
+    ) -> None:
         """Make both sides of a connector over one spec, or leave nothing behind."""
         with ExitStack() as undo:
             spec = spec_factory(config)
@@ -163,7 +180,7 @@ class Engine:
         model = make_decoder(parsed, random_weights(parsed, seed), config)
         return cls(model, config, kvtier, weights_id={"random": seed, "config": asdict(parsed)}, **more)
 
-    # -- requests ----------------------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     def add_request(
         self,
@@ -176,7 +193,8 @@ class Engine:
     ) -> str:
         """Queue a prompt and return the request's id.
 
-        What could never run is refused with `InputError`, and then nothing has changed. Tokens are ints or numpy's ints.
+        What could never run is refused with `InputError`, and then nothing has changed. Tokens are ints or
+        numpy's ints.
         """
         return self._queue(
             self._read_prompt("prompt", prompt_token_ids),
@@ -214,7 +232,10 @@ class Engine:
         return request_id
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request now, whatever it is doing, and return what it has. `None`: there is no such request any more."""
+        """End a request now, whatever it is doing, and return what it has.
+
+        `None`: there is no such request any more.
+        """
         request = self._requests.get(read_text("request_id", request_id))
         if request is None:
             return None
@@ -222,9 +243,14 @@ class Engine:
         return self._output(request)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams | None] | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams | None] | None = None,
     ) -> list[RequestOutput]:
-        """Run prompts to their end and return their outputs in order. One that is bad, or bad params, refuse them all."""
+        """Run prompts to their end and return their outputs in order.
+
+        One that is bad, or bad params, refuse them all.
+        """
         listed = read_items("prompts", prompts, count_items("prompts", prompts, "a list of prompts"))
         tokens = [self._read_prompt(f"prompts[{index}]", prompt) for index, prompt in enumerate(listed)]
         chosen = _read_params_of_each(params, len(tokens))
@@ -237,7 +263,10 @@ class Engine:
             raise
 
     def _run_to_end(self, ids: list[str]) -> list[RequestOutput]:
-        """Step until these requests are over. One that somebody has aborted meanwhile is told as it was last seen."""
+        """Step until these requests are over.
+
+        One that somebody has aborted meanwhile is told as it was last seen.
+        """
         outputs = {request_id: RequestOutput(request_id, [], finished=True) for request_id in ids}
         while not self._requests.keys().isdisjoint(ids) or self._outputs:
             outputs |= {output.request_id: output for output in self.step()}
@@ -252,12 +281,15 @@ class Engine:
         """Blocks that no request and no transfer holds."""
         return self._cache.num_free
 
-    # -- one step ----------------------------------------------------------------------------------------------------------
+    # -- one step ----------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Compute one batch and return an output for each request that got a token. Without a batch, wait for transfers.
+        """Compute one batch and return an output for each request that got a token.
 
-        If it raises, whoever ran starts over in the next step, and no token and no output is lost. Ctrl-C comes after it.
+        Without a batch, wait for transfers.
+
+        If it raises, whoever ran starts over in the next step, and no token and no output is lost. Ctrl-C
+        comes after it.
         """
         self._refuse_closed()
         with uninterrupted():
@@ -286,7 +318,9 @@ class Engine:
         self._publish()
 
     def _begin_transfers(self, step: Step) -> None:
-        """Tell the connector what is scheduled; loads start, and stores that read what is about to be overwritten end."""
+        """Tell the connector what is scheduled; loads start, and stores that read what is about to be
+        overwritten end.
+        """
         if self.connector is None or self.worker is None:
             return
         step.view.speculated = self.speculation.has(step.slices)
@@ -300,7 +334,9 @@ class Engine:
             self.worker.wait_for_save()
 
     def _idle(self) -> None:
-        """Compute ahead of a load, if there is one only, and wait for a transfer to end, but not for long."""
+        """Compute ahead of a load, if there is one only, and wait for a transfer to end, but not
+        for long.
+        """
         if self.worker is not None:
             until = time.monotonic() + _IDLE_SECONDS
             self._speculate(self.worker, until)
@@ -323,7 +359,9 @@ class Engine:
             return worker.await_layer(request_slice.request.request_id, layer, patience)
 
         batch = make_batch([request_slice], len(self.groups), self.config.block_size, self.config.device)
-        layers = self.model.forward_by_layer(batch, self.kv_caches, self._group_of_layer, self.config.block_size)
+        layers = self.model.forward_by_layer(
+            batch, self.kv_caches, self._group_of_layer, self.config.block_size
+        )
         self.speculation.run(request_slice, layers, arrives)
 
     def _end_transfers(self, step: Step) -> None:
@@ -343,7 +381,10 @@ class Engine:
         return self.model.forward(batch, self.kv_caches, self._group_of_layer, self.config.block_size)
 
     def _sample(self, slices: list[RequestSlice], logits: Tensor) -> list[int]:
-        """Return a token for each slice that ended with its request's last. On a device, the step is over then."""
+        """Return a token for each slice that ended with its request's last.
+
+        On a device, the step is over then.
+        """
         rows = [row for row, request_slice in enumerate(slices) if request_slice.is_last]
         if not rows:
             return []
@@ -371,7 +412,9 @@ class Engine:
 
     def _finish_reason(self, request: Request) -> FinishReason | None:
         params, token = request.params, request.tokens[-1]
-        if token in params.stop_token_ids or (token in self.model.config.eos_token_ids and not params.ignore_eos):
+        if token in params.stop_token_ids or (
+            token in self.model.config.eos_token_ids and not params.ignore_eos
+        ):
             return FinishReason.STOP
         full = request.num_tokens >= self.max_model_len
         return FinishReason.LENGTH if full or len(request.output_token_ids) >= params.max_tokens else None
@@ -380,7 +423,7 @@ class Engine:
         del self._requests[request.request_id]
         self._scheduler.finish(request, reason)
 
-    # -- telling -----------------------------------------------------------------------------------------------------------
+    # -- telling -----------------------------------------------------------------------------------
 
     def _output(self, request: Request) -> RequestOutput:
         reason, first = request.finish_reason, request.first_token_at
@@ -399,17 +442,23 @@ class Engine:
         if explanation is None:
             return TokenSources(request.from_gpu, {}, request.num_prompt_tokens - request.from_gpu)
         return TokenSources(
-            explanation.from_gpu, dict(explanation.from_tiers), explanation.recomputed, explanation.first_miss
+            explanation.from_gpu,
+            dict(explanation.from_tiers),
+            explanation.recomputed,
+            explanation.first_miss,
         )
 
     def explain(self, request_id: str) -> Explanation | None:
-        """Say where a prompt came from and why not all of it from a cache; `None` without kvtier or if not known."""
+        """Say where a prompt came from and why not all of it from a cache; `None` without kvtier or if not
+        known.
+        """
         return None if self.connector is None else self.connector.explain(request_id)
 
     def take_events(self) -> list[KVCacheEvent]:
         """Drain the KV events since the last call: of each step the engine's own, then the tiers'.
 
-        They are there if `kv_events` is true and there is no publisher. What waits is bounded, see `event_buffer`.
+        They are there if `kv_events` is true and there is no publisher. What waits is bounded, see
+        `event_buffer`.
         """
         self._keep_events()
         return self._events.take()
@@ -421,19 +470,23 @@ class Engine:
             self._events.add([*self._cache.take_events(), *tiers])
 
     def reset_prefix_cache(self, reset_connector: bool = False) -> None:
-        """Make nothing findable that was computed so far, in the engine's cache and, if asked, in the tiers."""
+        """Make nothing findable that was computed so far, in the engine's cache and, if asked,
+        in the tiers.
+        """
         self._cache.reset(tiers_too=reset_connector or self.connector is None)
         if reset_connector and self.connector is not None:
             self.connector.reset_cache()
         self._publish()  # an idle engine takes no step that would
 
     def _publish(self) -> None:
-        """Give the publisher what has happened since the last call; without one, keep it for `take_events`."""
+        """Give the publisher what has happened since the last call; without one, keep it for
+        `take_events`.
+        """
         self._keep_events()
         if self._publisher is not None and (events := self._events.take()):
             self._publisher.publish(KVEventBatch(time.time(), events))  # type: ignore[arg-type]
 
-    # -- ending ------------------------------------------------------------------------------------------------------------
+    # -- ending ------------------------------------------------------------------------------------
 
     def drain(self) -> None:
         """Step until all requests and all transfers are over."""
@@ -451,7 +504,10 @@ class Engine:
             self.connector.connector_scheduler.check()
 
     def close(self) -> None:
-        """End all transfers and release what the connector holds. Idempotent. Requests that are not over stay so."""
+        """End all transfers and release what the connector holds.
+
+        Idempotent. Requests that are not over stay so.
+        """
         self._is_closed = True
         for side in (self.worker, self.connector):
             if side is not None:
@@ -465,14 +521,16 @@ class Engine:
     ) -> None:
         self.close()
 
-    # -- refusing ----------------------------------------------------------------------------------------------------------
+    # -- refusing ----------------------------------------------------------------------------------
 
     def _refuse_closed(self) -> None:
         if self._is_closed:
             raise InputError("expected an open engine, got one that was closed; make another")
 
     def _read_prompt(self, where: str, prompt: Sequence[int]) -> list[int]:
-        length = count_items(where, prompt, "a list of token ids")  # before it is read: a range can have any length
+        length = count_items(
+            where, prompt, "a list of token ids"
+        )  # before it is read: a range can have any length
         if not 0 < length < self.max_model_len:
             limit = f"{self.max_model_len - 1}, what {self.config.num_blocks} blocks and max_model_len leave room for"
             raise InputError(f"{where}: expected 1 to {limit}, got {length} tokens")
@@ -494,10 +552,14 @@ class Engine:
     def _find_max_model_len(self) -> int:
         asked, positions = self.config.max_model_len, self.model.config.max_position_embeddings
         if asked is not None and asked > positions:
-            raise ConfigError("max_model_len", f"expected at most the model's {positions} positions, got {asked}")
+            raise ConfigError(
+                "max_model_len", f"expected at most the model's {positions} positions, got {asked}"
+            )
         longest = self._cache.longest_request(positions if asked is None else asked)
         if longest < 2:
-            needed = f"expected at least one block of two tokens or more for each of {len(self.groups)} groups"
+            needed = (
+                f"expected at least one block of two tokens or more for each of {len(self.groups)} groups"
+            )
             raise ConfigError("num_blocks", f"{needed}, got {self.config.num_blocks} with the null block")
         return longest
 

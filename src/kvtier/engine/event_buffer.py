@@ -1,8 +1,8 @@
 """Events that wait to be taken, up to a bound: nobody may ever come for them.
 
-When more wait than the bound allows, all that waited is dropped, and what is taken next begins with `AllBlocksCleared`: a
-consumer then believes in too few blocks, never in too many. Whoever takes after every step loses nothing, however much a step
-tells. One thread.
+When more wait than the bound allows, all that waited is dropped, and what is taken next begins with
+`AllBlocksCleared`: a consumer then believes in too few blocks, never in too many. Whoever takes after every
+step loses nothing, however much a step tells. One thread.
 """
 
 from __future__ import annotations

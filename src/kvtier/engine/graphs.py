@@ -1,15 +1,16 @@
 """Small steps of a decoder as CUDA graphs: captured when they are first needed, replayed from then on.
 
-A step of a few rows is a thousand small kernels, and launching them one by one takes several times as long as they run. A
-graph launches them all at once. It knows addresses, not values: tokens, positions, places and block tables are copied into
-buffers of its own before each replay. Two kinds of steps have graphs, in half precision, where a fused kernel is used anyway:
+A step of a few rows is a thousand small kernels, and launching them one by one takes several times as long
+as they run. A graph launches them all at once. It knows addresses, not values: tokens, positions, places and
+block tables are copied into buffers of its own before each replay. Two kinds of steps have graphs, in half
+precision, where a fused kernel is used anyway:
 
     up to 16 sequences of one row      decoding; padded to the next power of two
     one sequence of up to 16 rows      the end of a prompt whose beginning came from a cache; padded to 16
 
-A step is a few graphs, one after the other, each of some layers: so it can begin while the KV of the last layers is not there.
-Rows that pad write to the null block, which nobody reads. Logits are good until the next replay. One thread; other threads may
-use the device meanwhile, also while a graph is captured.
+A step is a few graphs, one after the other, each of some layers: so it can begin while the KV of the last
+layers is not there. Rows that pad write to the null block, which nobody reads. Logits are good until the
+next replay. One thread; other threads may use the device meanwhile, also while a graph is captured.
 """
 
 from __future__ import annotations
@@ -46,7 +47,11 @@ class StepGraphs:
         return decoder.device.type == "cuda" and half and fits and find_spec("triton") is not None
 
     def find(
-        self, batch: ForwardBatch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
+        self,
+        batch: ForwardBatch,
+        kv_caches: Mapping[str, Tensor],
+        group_of_layer: Sequence[int],
+        block_size: int,
     ) -> StepGraph | None:
         """Return what computes a batch, or `None` for a step that has no graph."""
         shape = _find_shape(batch)
@@ -70,7 +75,10 @@ def _find_shape(batch: ForwardBatch) -> tuple[int, int] | None:
 
 
 class StepGraph:
-    """One shape of step. Its inputs are `[sequences * rows]`, its block tables `[sequences, blocks]`, for each group."""
+    """One shape of step.
+
+    Its inputs are `[sequences * rows]`, its block tables `[sequences, blocks]`, for each group.
+    """
 
     def __init__(
         self,
@@ -100,16 +108,23 @@ class StepGraph:
 
         def run() -> Generator[str, None, Tensor]:
             tokens, positions, *places = self._inputs
-            layers = decoder.run_layers(tokens, positions, places, kv_caches, group_of_layer, block_size, attention)
+            layers = decoder.run_layers(
+                tokens, positions, places, kv_caches, group_of_layer, block_size, attention
+            )
             hidden = yield from layers
             return decoder.logits(hidden[self._last])
 
         self._layers = [config.layer_names[first:last] for first, last in _stages(config.num_layers)]
         warm_up, layers = run(), run()
-        self._graphs, self._logits = _capture(warm_up, layers, [len(names) for names in self._layers], device)
+        self._graphs, self._logits = _capture(
+            warm_up, layers, [len(names) for names in self._layers], device
+        )
 
     def replay(self, batch: ForwardBatch) -> Generator[str, None, Tensor]:
-        """Compute a batch of at most this shape. Yields the layers that come next, and returns the logits."""
+        """Compute a batch of at most this shape.
+
+        Yields the layers that come next, and returns the logits.
+        """
         count = len(batch.tokens)
         self._inputs.zero_()
         torch.stack((batch.tokens, batch.positions, *batch.places), out=self._inputs[:, :count])
@@ -130,9 +145,14 @@ def _stages(num_layers: int) -> list[tuple[int, int]]:
 
 
 def _capture(
-    warm_up: Generator[str, None, Tensor], layers: Generator[str, None, Tensor], sizes: list[int], device: torch.device
+    warm_up: Generator[str, None, Tensor],
+    layers: Generator[str, None, Tensor],
+    sizes: list[int],
+    device: torch.device,
 ) -> tuple[list[torch.cuda.CUDAGraph], Tensor]:
-    """Capture a forward pass in graphs of some layers each; return them, and its result after each replay of all."""
+    """Capture a forward pass in graphs of some layers each; return them, and its result after each replay of
+    all.
+    """
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
     graphs: list[torch.cuda.CUDAGraph] = []

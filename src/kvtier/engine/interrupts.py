@@ -1,7 +1,8 @@
-"""Ctrl-C comes between two steps of an engine, not inside of one: books that are half written cannot be read again.
+"""Ctrl-C comes between two steps of an engine, not inside of one: books that are half written cannot be read
+again.
 
-A second Ctrl-C is not held back: a step may hang. Only Python's own handler is replaced, and only on the main thread, where
-signals arrive; whoever has a handler of their own keeps it.
+A second Ctrl-C is not held back: a step may hang. Only Python's own handler is replaced, and only on the
+main thread, where signals arrive; whoever has a handler of their own keeps it.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
 """A Llama-family decoder over a paged KV cache: embed, attend, multiply, score.
 
-One forward pass takes any mix of prefill chunks and decode steps (`ForwardBatch`), flattened to rows that go through the
-linear layers together. A layer first writes the K and V of its rows into the cache and then attends over what the cache
-holds: what was computed in this step and what was loaded from a tier are read the same way.
+One forward pass takes any mix of prefill chunks and decode steps (`ForwardBatch`), flattened to rows that go
+through the linear layers together. A layer first writes the K and V of its rows into the cache and then
+attends over what the cache holds: what was computed in this step and what was loaded from a tier are read
+the same way.
 
-Guarantees: a sequence reads only tokens of its own that some row of it may see. The null block, the unwritten end of a
-last block and other sequences' pages are never read, so garbage there, NaN included, reaches no result. All arithmetic is
-in `compute_dtype`; values are rounded to the cache's dtype only where K and V are stored. With float32 caches and float64
-arithmetic the tokens do not depend on how sequences were chunked or batched.
+Guarantees: a sequence reads only tokens of its own that some row of it may see. The null block, the
+unwritten end of a last block and other sequences' pages are never read, so garbage there, NaN included,
+reaches no result. All arithmetic is in `compute_dtype`; values are rounded to the cache's dtype only where K
+and V are stored. With float32 caches and float64 arithmetic the tokens do not depend on how sequences were
+chunked or batched.
 
 Threads: one at a time; the weights are never written.
 """
@@ -44,9 +46,11 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class SequenceSlice:
-    """One sequence's part of a batch: rows `[start, end)`, the last of which is its token at `context_len - 1`.
+    """One sequence's part of a batch: rows `[start, end)`, the last of which is its token at `context_len -
+    1`.
 
-    `block_tables[g]` are its block ids in group g; where the group's window has left a block, the null block may stand.
+    `block_tables[g]` are its block ids in group g; where the group's window has left a block, the null block
+    may stand.
     """
 
     start: int
@@ -63,7 +67,8 @@ class SequenceSlice:
 class ForwardBatch:
     """One forward pass over several sequences, flattened to T rows: `tokens` [T] at `positions` [T].
 
-    `places[g]` [T] is where each row's K and V go in the caches of group g: `block_id * block_size + offset`.
+    `places[g]` [T] is where each row's K and V go in the caches of group g: `block_id * block_size +
+    offset`.
     """
 
     tokens: Tensor
@@ -75,7 +80,8 @@ class ForwardBatch:
 def split_kv(cache: Tensor) -> tuple[Tensor, Tensor]:
     """Return K and V of a layer as `(num_blocks, block_size, heads, dim)` views of its cache.
 
-    The cache is `(num_blocks, 2, …)` or `(2, num_blocks, …)`. Two blocks would be both at once and are refused.
+    The cache is `(num_blocks, 2, …)` or `(2, num_blocks, …)`. Two blocks would be both at once and are
+    refused.
     """
     if cache.ndim != 5 or list(cache.shape[:2]).count(2) != 1:
         raise InputError(
@@ -89,9 +95,9 @@ def split_kv(cache: Tensor) -> tuple[Tensor, Tensor]:
 class _Span(NamedTuple):
     """Sequences that attend in one call: N of them with R rows each, over L keys, padded to the longest.
 
-    `rows` [N, R] are rows of the batch, `keys` [N * L] rows of `LayerPages`, `mask` [N, 1, R, L] is what each row
-    may see: on a GPU in half precision only a description of it for one sequence without a window, so that a fused
-    kernel can be used.
+    `rows` [N, R] are rows of the batch, `keys` [N * L] rows of `LayerPages`, `mask` [N, 1, R, L] is what
+    each row may see: on a GPU in half precision only a description of it for one sequence without a window,
+    so that a fused kernel can be used.
     """
 
     rows: Tensor
@@ -102,7 +108,9 @@ class _Span(NamedTuple):
 def _plan(
     batch: ForwardBatch, group: int, window: int | None, block_size: int, stride: int, dtype: torch.dtype
 ) -> list[_Span]:
-    """Gather sequences into spans: of as many rows, and of key counts within a factor of two, which bounds padding."""
+    """Gather sequences into spans: of as many rows, and of key counts within a factor of two, which bounds
+    padding.
+    """
 
     def shape(sequence: SequenceSlice) -> tuple[int, int]:
         length = sequence.context_len - sequence.first_key(window)
@@ -113,7 +121,12 @@ def _plan(
 
 
 def _span(
-    sequences: list[SequenceSlice], group: int, window: int | None, block_size: int, stride: int, dtype: torch.dtype
+    sequences: list[SequenceSlice],
+    group: int,
+    window: int | None,
+    block_size: int,
+    stride: int,
+    dtype: torch.dtype,
 ) -> _Span:
     #  0 ........ first .............. end - R ..... end        keys in [first, first + L), queries in [end - R, end)
     device = sequences[0].block_tables[group].device
@@ -134,23 +147,32 @@ def _span(
             mask &= (keys[:, None] > queries[:, :, None] - window)[:, None]
     # Padding repeats the sequence's own last token: masked, and as finite as the rest of it.
     keys = keys.minimum(end - 1)
-    blocks = torch.stack([s.block_tables[group][row] for s, row in zip(sequences, keys // block_size, strict=True)])
+    blocks = torch.stack(
+        [s.block_tables[group][row] for s, row in zip(sequences, keys // block_size, strict=True)]
+    )
     return _Span(start + each_row, (blocks * stride + keys % block_size).flatten(), mask)
 
 
 class LayerPages:
-    """One layer's K or V as rows of tokens, in either layout: token `o` of block `b` is row `b * stride + o`."""
+    """One layer's K or V as rows of tokens, in either layout: token `o` of block `b` is row `b * stride +
+    o`.
+    """
 
     def __init__(self, pages: Tensor) -> None:
         num_blocks, block_size, heads, dim = pages.shape
         self.stride = pages.stride(0) // pages.stride(1)
-        self.rows = pages.as_strided(((num_blocks - 1) * self.stride + block_size, heads, dim), pages.stride()[1:])
+        self.rows = pages.as_strided(
+            ((num_blocks - 1) * self.stride + block_size, heads, dim), pages.stride()[1:]
+        )
 
     def write(self, rows: Tensor, values: Tensor) -> None:
         self.rows.index_copy_(0, rows, values.to(self.rows.dtype))
 
     def read(self, rows: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-        """Return `(count, heads, keys, dim)`. Selecting rows is several times faster than indexing block and offset."""
+        """Return `(count, heads, keys, dim)`.
+
+        Selecting rows is several times faster than indexing block and offset.
+        """
         tokens = self.rows.index_select(0, rows).to(dtype)
         return tokens.view(count, -1, *tokens.shape[1:]).transpose(1, 2)
 
@@ -160,7 +182,9 @@ class _Linear:
 
     def __init__(self, weights: Mapping[str, Tensor], *names: str) -> None:
         self.weight = torch.cat([weights[f"{name}.weight"] for name in names])
-        self.bias = torch.cat([weights[f"{name}.bias"] for name in names]) if f"{names[0]}.bias" in weights else None
+        self.bias = (
+            torch.cat([weights[f"{name}.bias"] for name in names]) if f"{names[0]}.bias" in weights else None
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
@@ -183,7 +207,9 @@ class _Norm:
 
 
 Attention = Callable[[Tensor, LayerPages, LayerPages], Tensor]
-"""Takes queries `[rows, heads, dim]` and the K and V of a layer, and returns what the queries see, in their shape."""
+"""Takes queries `[rows, heads, dim]` and the K and V of a layer, and returns what the queries see, in their
+shape.
+"""
 
 
 def _attend_spans(spans: list[_Span], q: Tensor, k: LayerPages, v: LayerPages) -> Tensor:
@@ -258,7 +284,10 @@ def run_to_end(layers: Generator[object, None, T]) -> T:
 
 
 class Decoder:
-    """A model's weights on a device, ready to run. `dtype` is that of the KV caches, `compute_dtype` of the rest."""
+    """A model's weights on a device, ready to run.
+
+    `dtype` is that of the KV caches, `compute_dtype` of the rest.
+    """
 
     def __init__(
         self,
@@ -286,25 +315,39 @@ class Decoder:
         self._norm = _Norm(take("model.norm.")["weight"], config.rms_norm_eps)
         self._head = self._embedding if config.tie_word_embeddings else take("lm_head.")["weight"]
         # In float64 whatever the compute dtype: float32 angles are off by a hundredth at position 100,000.
-        self._frequencies = torch.tensor(config.rope.frequencies(config.head_dim), dtype=torch.float64, device=device)
+        self._frequencies = torch.tensor(
+            config.rope.frequencies(config.head_dim), dtype=torch.float64, device=device
+        )
         from kvtier.engine.graphs import StepGraphs
 
         self.graphs = StepGraphs(self) if StepGraphs.suit(self) else None
         """Replays small steps; `None`: all steps are computed op by op."""
 
     def forward(
-        self, batch: ForwardBatch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
+        self,
+        batch: ForwardBatch,
+        kv_caches: Mapping[str, Tensor],
+        group_of_layer: Sequence[int],
+        block_size: int,
     ) -> Tensor:
-        """Write the batch's K and V into the caches and return the logits `[num_sequences, vocab]` after each last row.
+        """Write the batch's K and V into the caches and return the logits `[num_sequences, vocab]` after
+        each last row.
 
-        Logits are float32, or `compute_dtype` where that is wider. `kv_caches` are keyed by `config.layer_names`.
+        Logits are float32, or `compute_dtype` where that is wider. `kv_caches` are keyed by
+        `config.layer_names`.
         """
         return run_to_end(self.forward_by_layer(batch, kv_caches, group_of_layer, block_size))
 
     def forward_by_layer(
-        self, batch: ForwardBatch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
+        self,
+        batch: ForwardBatch,
+        kv_caches: Mapping[str, Tensor],
+        group_of_layer: Sequence[int],
+        block_size: int,
     ) -> Generator[str, None, Tensor]:
-        """Do what `forward` does, stopping before each layer: its name is yielded when its cache is about to be read."""
+        """Do what `forward` does, stopping before each layer: its name is yielded when its cache is about to
+        be read.
+        """
         if self.graphs is not None:
             graph = self.graphs.find(batch, kv_caches, group_of_layer, block_size)
             if graph is not None:
@@ -314,16 +357,26 @@ class Decoder:
         return self.logits(hidden[last])
 
     def hidden(
-        self, batch: ForwardBatch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
+        self,
+        batch: ForwardBatch,
+        kv_caches: Mapping[str, Tensor],
+        group_of_layer: Sequence[int],
+        block_size: int,
     ) -> Tensor:
         """Do what `forward` does up to the last layer, and return the hidden state of every row."""
         return run_to_end(self._hidden_by_layer(batch, kv_caches, group_of_layer, block_size))
 
     def _hidden_by_layer(
-        self, batch: ForwardBatch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
+        self,
+        batch: ForwardBatch,
+        kv_caches: Mapping[str, Tensor],
+        group_of_layer: Sequence[int],
+        block_size: int,
     ) -> Generator[str, None, Tensor]:
         def attention(group: int, window: int | None, stride: int) -> Attention:
-            return partial(_attend_spans, _plan(batch, group, window, block_size, stride, self.compute_dtype))
+            return partial(
+                _attend_spans, _plan(batch, group, window, block_size, stride, self.compute_dtype)
+            )
 
         return self.run_layers(
             batch.tokens, batch.positions, batch.places, kv_caches, group_of_layer, block_size, attention
@@ -349,7 +402,9 @@ class Decoder:
         sin = torch.cat((-angles, angles), dim=-1).sin().to(self.compute_dtype)
         inputs: dict[tuple[int, int | None, int], _LayerInputs] = {}
         x = self._embedding[tokens]
-        layers = zip(self._layers, self.config.layer_names, self.config.sliding_windows, group_of_layer, strict=True)
+        layers = zip(
+            self._layers, self.config.layer_names, self.config.sliding_windows, group_of_layer, strict=True
+        )
         for layer, name, window, group in layers:
             yield name
             k, v = (LayerPages(pages) for pages in split_kv(kv_caches[name]))

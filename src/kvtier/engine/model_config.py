@@ -1,9 +1,9 @@
 """What a Hugging Face `config.json` says about a decoder, read and checked once.
 
 `ModelConfig.from_dict` accepts Llama, Qwen2, Qwen3, Mistral and Ministral, in the spelling of transformers 5
-(`rope_parameters`) and of older releases (`rope_theta`, `rope_scaling`). What it cannot honour it refuses with one line
-that opens with the name of the field: a model that loads computes what `transformers` computes. Nothing here needs torch;
-values are frozen, any thread may read them.
+(`rope_parameters`) and of older releases (`rope_theta`, `rope_scaling`). What it cannot honour it refuses
+with one line that opens with the name of the field: a model that loads computes what `transformers`
+computes. Nothing here needs torch; values are frozen, any thread may read them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ _MOST = 1 << 53
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding: `kind` is `default`, `linear` or `llama3`; the rest is read as the kind needs it."""
+    """Rotary position embedding: `kind` is `default`, `linear` or `llama3`; the rest is read as the kind
+    needs it.
+    """
 
     theta: float = 10_000.0
     kind: str = "default"
@@ -68,7 +70,9 @@ class RopeConfig:
         return [frequency / self.factor for frequency in base] if self.kind == "linear" else base
 
     def _stretch(self, frequency: float) -> float:
-        """Divide by `factor` what turns less than `low_freq_factor` times in the original context, with a soft edge."""
+        """Divide by `factor` what turns less than `low_freq_factor` times in the original context, with a
+        soft edge.
+        """
         turns = self.original_max_position_embeddings * frequency / (2 * math.pi)
         keep = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         keep = min(max(keep, 0.0), 1.0)
@@ -77,7 +81,10 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Everything the decoder needs to know. `sliding_windows` has one entry per layer; `None` is full attention."""
+    """Everything the decoder needs to know.
+
+    `sliding_windows` has one entry per layer; `None` is full attention.
+    """
 
     family: str
     vocab_size: int
@@ -100,7 +107,9 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
-        """Read a Hugging Face `config.json`, or raise `ModelError` naming the field that the engine cannot honour."""
+        """Read a Hugging Face `config.json`, or raise `ModelError` naming the field that the engine cannot
+        honour.
+        """
         family = config.get("model_type")
         if family not in FAMILIES:
             raise ModelError(f"model_type: expected one of {', '.join(FAMILIES)}, got {show_value(family)}")
@@ -135,7 +144,9 @@ class ModelConfig:
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the name, as in a Hugging Face checkpoint, and the shape of every tensor of the model, in order."""
+    """Return the name, as in a Hugging Face checkpoint, and the shape of every tensor of the model, in
+    order.
+    """
     hidden, mlp, dim = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_heads * dim, config.num_kv_heads * dim
     linears = {
@@ -168,7 +179,10 @@ def parse_token_ids(value: object) -> tuple[int, ...]:
 
 
 def _read(config: Mapping[str, Any], name: str, kind: type[T], default: T | None = None) -> T:
-    """Return a field that must be a bool or a positive number. Null and absent are `default`; without one, an error."""
+    """Return a field that must be a bool or a positive number.
+
+    Null and absent are `default`; without one, an error.
+    """
     value = config.get(name)
     if value is None and default is not None:
         return default
@@ -178,7 +192,9 @@ def _read(config: Mapping[str, Any], name: str, kind: type[T], default: T | None
         value = float(value)
     if type(value) is not kind or (kind is not bool and not value > 0):
         expected = "true or false" if kind is bool else f"a positive {kind.__name__}"
-        raise ModelError(f"{name}: expected {expected}, got {'nothing' if value is None else show_value(value)}")
+        raise ModelError(
+            f"{name}: expected {expected}, got {'nothing' if value is None else show_value(value)}"
+        )
     return value
 
 
@@ -188,14 +204,19 @@ def _heads(config: Mapping[str, Any]) -> dict[str, int]:
     kv_heads = _read(config, "num_key_value_heads", int, heads)
     head_dim = _read(config, "head_dim", int, max(1, hidden // heads))
     if heads % kv_heads:
-        raise ModelError(f"num_key_value_heads: expected a divisor of num_attention_heads ({heads}), got {kv_heads}")
+        raise ModelError(
+            f"num_key_value_heads: expected a divisor of num_attention_heads ({heads}), got {kv_heads}"
+        )
     if head_dim % 2:
         raise ModelError(f"head_dim: expected an even number, got {head_dim}")
     return {"hidden_size": hidden, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
 
 
 def _sliding_windows(config: Mapping[str, Any], family: str, num_layers: int) -> tuple[int | None, ...]:
-    """Return each layer's window. An absent `sliding_window` means 4096 to these families, a null one means none."""
+    """Return each layer's window.
+
+    An absent `sliding_window` means 4096 to these families, a null one means none.
+    """
     if family == "llama":
         return (None,) * num_layers
     qwen = family in ("qwen2", "qwen3")
@@ -209,16 +230,24 @@ def _sliding_windows(config: Mapping[str, Any], family: str, num_layers: int) ->
             raise ModelError(f"max_window_layers: expected a whole number, got {show_value(first)}")
         return tuple(window if i >= first else None for i in range(num_layers))
     if family == "mistral":
-        raise ModelError("layer_types: expected none for model_type mistral, use ministral for layers that differ")
+        raise ModelError(
+            "layer_types: expected none for model_type mistral, use ministral for layers that differ"
+        )
     return _typed_windows(types, window, num_layers)
 
 
 def _typed_windows(types: Sequence[str], window: int | None, num_layers: int) -> tuple[int | None, ...]:
     if not isinstance(types, list) or len(types) != num_layers:
-        raise ModelError(f"layer_types: expected a list of one per layer ({num_layers}), got {show_value(types)}")
+        raise ModelError(
+            f"layer_types: expected a list of one per layer ({num_layers}), got {show_value(types)}"
+        )
     for kind in types:
         if kind not in ("full_attention", "sliding_attention"):
-            raise ModelError(f"layer_types: expected full_attention or sliding_attention, got {show_value(kind)}")
+            raise ModelError(
+                f"layer_types: expected full_attention or sliding_attention, got {show_value(kind)}"
+            )
     if window is None and "sliding_attention" in types:
-        raise ModelError("sliding_window: expected a positive int for the sliding_attention layers, got nothing")
+        raise ModelError(
+            "sliding_window: expected a positive int for the sliding_attention layers, got nothing"
+        )
     return tuple(window if kind == "sliding_attention" else None for kind in types)

@@ -1,11 +1,12 @@
 """Attention of few rows over many keys, read where they lie in the pages of a cache: two Triton kernels.
 
-The keys of a sequence are cut into `splits` shares, so that one sequence alone keeps the whole device busy. A program attends
-from all rows of a sequence, and all query heads of one KV head, over one share; a second kernel puts the shares together. What
-a row may see follows from its position, which is read on the device: shapes and addresses are the same in every step, so a
-step can be captured once and replayed.
+The keys of a sequence are cut into `splits` shares, so that one sequence alone keeps the whole device busy.
+A program attends from all rows of a sequence, and all query heads of one KV head, over one share; a second
+kernel puts the shares together. What a row may see follows from its position, which is read on the device:
+shapes and addresses are the same in every step, so a step can be captured once and replayed.
 
-A key that no row of its sequence may see is not read. Needs Triton, on a CUDA device or in its interpreter. Any thread.
+A key that no row of its sequence may see is not read. Needs Triton, on a CUDA device or in its interpreter.
+Any thread.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ from torch import Tensor
 
 __all__ = ["PagedAttention"]
 
-_FEW_QUERIES = (
-    32  # keys of one turn of the loop, and turns that overlap, are what was fastest on an H200 up to it and beyond
-)
+# keys of one turn of the loop, and turns that overlap, are what was fastest on an H200 up to it and beyond
+_FEW_QUERIES = 32
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -94,7 +94,13 @@ class PagedAttention:
     """Attention for `sequences` of `rows` rows each, with the memory that it needs in between."""
 
     def __init__(
-        self, sequences: int, rows: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
+        self,
+        sequences: int,
+        rows: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        device: torch.device,
     ) -> None:
         self._sequences, self._rows = sequences, rows
         self._group, self._kv_heads, self._dim = num_heads // num_kv_heads, num_kv_heads, head_dim
@@ -118,8 +124,9 @@ class PagedAttention:
     ) -> Tensor:
         """Return what each row of `q` `[sequences * rows, heads, dim]` sees, in the same shape.
 
-        `k` and `v` `[tokens, kv heads, dim]` hold token o of block b at `b * block_tokens + o`; `table` `[sequences, blocks]` are
-        each sequence's blocks. The row of a position sees the keys up to it, in `window`.
+        `k` and `v` `[tokens, kv heads, dim]` hold token o of block b at `b * block_tokens + o`; `table`
+        `[sequences, blocks]` are each sequence's blocks. The row of a position sees the keys up to it, in
+        `window`.
         """
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         between = (self._shares, self._maxima, self._sums)

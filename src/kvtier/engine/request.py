@@ -104,7 +104,9 @@ class Request:
         return self._hashes
 
     def describe(self, start: int, stop: int, block_size: int) -> Description:
-        """Tell what the blocks of tokens `[start, stop)` hold: a LoRA and a salt are extra keys of the very first block."""
+        """Tell what the blocks of tokens `[start, stop)` hold: a LoRA and a salt are extra keys of the very
+        first block.
+        """
         marks = tuple(mark for mark in (self.lora_name, self.cache_salt) if mark is not None)
         extra = [marks, *[None] * ((stop - start) // block_size - 1)] if marks and start == 0 else None
         return Description(self.tokens[start:stop], lora_name=self.lora_name, extra_keys=extra)
@@ -115,7 +117,10 @@ class Request:
         return self.islands[0][0] if self.islands else self.num_tokens
 
     def advance(self, num_tokens: int) -> None:
-        """Count tokens as computed, and jump over an island that begins there. The last token is never jumped over."""
+        """Count tokens as computed, and jump over an island that begins there.
+
+        The last token is never jumped over.
+        """
         self.num_computed_tokens += num_tokens
         if self.islands and self.num_computed_tokens == self.islands[0][0]:
             self.num_computed_tokens = min(self.islands.pop(0)[1], self.num_tokens - 1)
@@ -136,7 +141,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenSources:
-    """Where the KV of a prompt came from. The counts sum to the prompt's tokens once the first token is there."""
+    """Where the KV of a prompt came from.
+
+    The counts sum to the prompt's tokens once the first token is there.
+    """
 
     gpu: int = 0
     tiers: dict[str, int] = field(default_factory=dict)

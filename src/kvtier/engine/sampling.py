@@ -1,7 +1,7 @@
 """How the next token is chosen from logits: greedily, or drawn.
 
-A draw depends only on the logits, the parameters and `(seed, number of tokens generated so far)`. There is no generator
-whose state a neighbour in the batch, a preemption or a restart could move. Pure; any thread.
+A draw depends only on the logits, the parameters and `(seed, number of tokens generated so far)`. There is
+no generator whose state a neighbour in the batch, a preemption or a restart could move. Pure; any thread.
 """
 
 from __future__ import annotations
@@ -39,11 +39,20 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _require(_is_int(self.max_tokens, 1), "max_tokens", "an int, 1 or more", self.max_tokens)
         _require(_is_number(self.temperature), "temperature", "a finite number, 0 or more", self.temperature)
-        _require(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", "a number above 0, at most 1", self.top_p)
+        _require(
+            _is_number(self.top_p) and 0 < self.top_p <= 1,
+            "top_p",
+            "a number above 0, at most 1",
+            self.top_p,
+        )
         _require(_is_int(self.top_k, 0), "top_k", "an int, 0 or more", self.top_k)
-        _require(self.seed is None or _is_seed(self.seed), "seed", "an int of at most 128 bits or None", self.seed)
+        _require(
+            self.seed is None or _is_seed(self.seed), "seed", "an int of at most 128 bits or None", self.seed
+        )
         ids = self.stop_token_ids
-        _require(type(ids) is tuple and all(map(_is_int, ids)), "stop_token_ids", "a tuple of token ids", ids)
+        _require(
+            type(ids) is tuple and all(map(_is_int, ids)), "stop_token_ids", "a tuple of token ids", ids
+        )
         _require(type(self.ignore_eos) is bool, "ignore_eos", "True or False", self.ignore_eos)
 
 
@@ -57,7 +66,9 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], num_generated: Sequ
 
 
 def _draw(logits: Tensor, param: SamplingParams, uniform: float) -> int:
-    """Invert the cumulative distribution at `uniform`, in order of token ids: near-ties need no order of their own."""
+    """Invert the cumulative distribution at `uniform`, in order of token ids: near-ties need no order of
+    their own.
+    """
     scaled = _scale(logits, float(param.temperature))
     if 0 < param.top_k < len(scaled):
         scaled[scaled < scaled.topk(param.top_k).values[-1]] = -torch.inf
@@ -71,7 +82,8 @@ def _draw(logits: Tensor, param: SamplingParams, uniform: float) -> int:
 
 
 def _scale(logits: Tensor, temperature: float) -> Tensor:
-    """Return logits over temperature, less the best: that is finite for the best at any temperature, and -inf at worst.
+    """Return logits over temperature, less the best: that is finite for the best at any temperature, and
+    -inf at worst.
 
     Tokens as good as the best are 0 even where that is infinite. NaN is as impossible as -inf.
     """
@@ -81,7 +93,10 @@ def _scale(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _uniform(seed: int | None, count: int) -> float:
-    """Return a number in [0, 1). It has 52 bits, one less than a float, so that it times a sum stays below the sum."""
+    """Return a number in [0, 1).
+
+    It has 52 bits, one less than a float, so that it times a sum stays below the sum.
+    """
     if seed is None:
         return secrets.randbits(52) / 2**52
     digest = hashlib.blake2b(f"{seed}/{count}".encode(), digest_size=8).digest()
@@ -99,7 +114,9 @@ def _is_seed(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     """Say whether it is a number from 0 on that is finite as a float."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
+    )
 
 
 def _require(holds: bool, field: str, expected: str, value: object) -> None:

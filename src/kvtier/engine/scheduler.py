@@ -1,16 +1,18 @@
-"""Decides which tokens are computed in a step: continuous batching with chunked prefill, oldest request first.
+"""Decides which tokens are computed in a step: continuous batching with chunked prefill, oldest request
+first.
 
     waiting --admit--> running --finish--> gone            Every queue is ordered by arrival.
        |  ^--preempt----'   ^        '---> held --> gone   held: finished, but a transfer still uses its blocks
        '--admit--> loading -'
 
-It never deadlocks. A request is admitted only if blocks for all of its tokens can be had beside what those before it still
-need. When blocks run out anyway, the youngest running request gives its own back and is computed again later; if that is
-the request which asks, it waits. So the oldest running request lacks blocks only while transfers hold them, and transfers
-have deadlines. A request that even an empty cache could not hold is refused before it comes here.
+It never deadlocks. A request is admitted only if blocks for all of its tokens can be had beside what those
+before it still need. When blocks run out anyway, the youngest running request gives its own back and is
+computed again later; if that is the request which asks, it waits. So the oldest running request lacks blocks
+only while transfers hold them, and transfers have deadlines. A request that even an empty cache could not
+hold is refused before it comes here.
 
-This is also the scheduler's half of a connector's host: `_ask`, `_open`, `take_transfers` and `finish` hold all of its calls
-but those that frame a step, which the engine makes. One thread.
+This is also the scheduler's half of a connector's host: `_ask`, `_open`, `take_transfers` and `finish` hold
+all of its calls but those that frame a step, which the engine makes. One thread.
 """
 
 from __future__ import annotations
@@ -58,7 +60,10 @@ class Step:
     view: StepView = field(default_factory=StepView)
 
     def add(self, request: Request, end: int, new_blocks: BlockIds) -> None:
-        """Add a request's next tokens, up to `end`. The connector is told all blocks of who has not run with them yet."""
+        """Add a request's next tokens, up to `end`.
+
+        The connector is told all blocks of who has not run with them yet.
+        """
         req_id, start = request.request_id, request.num_computed_tokens
         self.slices.append(RequestSlice(request, start, end))
         self.budget -= end - start
@@ -75,7 +80,9 @@ class Step:
 class Scheduler:
     """Owns every request that is not over."""
 
-    def __init__(self, config: EngineConfig, cache: KVCache, connector: OffloadingConnector | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, cache: KVCache, connector: OffloadingConnector | None = None
+    ) -> None:
         self._config = config
         self._cache = cache
         self._connector = connector
@@ -89,7 +96,7 @@ class Scheduler:
         self._preempted: set[str] = set()
         self._speculative_blocks: set[int] = set()
 
-    # -- one step ----------------------------------------------------------------------------------------------------------
+    # -- one step ----------------------------------------------------------------------------------
 
     def schedule(self) -> Step:
         """Fill a step: who runs goes on and, if nobody lacked blocks for that, who waits comes in."""
@@ -128,7 +135,10 @@ class Scheduler:
         return len(self._preempted) == preempted
 
     def _continue(self, step: Step, request: Request, end: int) -> bool:
-        """Compute a request up to `end`, preempting younger ones for blocks. `False`: there is none younger, so it waits."""
+        """Compute a request up to `end`, preempting younger ones for blocks.
+
+        `False`: there is none younger, so it waits.
+        """
         while (new_blocks := self._cache.extend(request.table, request.num_computed_tokens, end)) is None:
             if self._release_held():
                 continue
@@ -149,7 +159,9 @@ class Scheduler:
         insort(self.waiting, request, key=_by_arrival)
 
     def _admit_waiting(self, step: Step) -> None:
-        """Let requests in, oldest first, up to the first that finds no room; one that must ask again is passed over."""
+        """Let requests in, oldest first, up to the first that finds no room; one that must ask again is
+        passed over.
+        """
         for request in list(self.waiting):
             if len(self.running) + len(self.loading) == self._config.max_num_seqs:
                 break
@@ -168,8 +180,12 @@ class Scheduler:
                 self._continue(step, request, min(request.num_tokens, local + step.budget))
 
     def _make_room(self, request: Request, local: int, end: int) -> bool:
-        """Say whether there is room for a request, if need be in blocks that only stores of finished requests still read."""
-        return self._has_room(request, local, end) or (self._release_held() and self._has_room(request, local, end))
+        """Say whether there is room for a request, if need be in blocks that only stores of finished
+        requests still read.
+        """
+        return self._has_room(request, local, end) or (
+            self._release_held() and self._has_room(request, local, end)
+        )
 
     def _release_held(self) -> bool:
         """Free the blocks that finished requests keep for their stores; say whether there were any.
@@ -182,9 +198,15 @@ class Scheduler:
         return bool(stored)
 
     def _has_room(self, request: Request, local: int, end: int) -> bool:
-        """Say whether a request can compute all of its tokens and one more beside those admitted before it."""
+        """Say whether a request can compute all of its tokens and one more beside those admitted
+        before it.
+        """
         promised = sum(
-            max(0, self._cache.most_blocks(other.num_computed_tokens, other.num_tokens + 1) - other.table.num_held)
+            max(
+                0,
+                self._cache.most_blocks(other.num_computed_tokens, other.num_tokens + 1)
+                - other.table.num_held,
+            )
             for other in (*self.running, *self.loading)
         )
         return promised + self._cache.blocks_to_take(request, local, end) <= self._cache.num_free
@@ -198,7 +220,7 @@ class Scheduler:
         request_slice.request.advance(request_slice.end - request_slice.start)
         self._cache.enter(request_slice.request)
 
-    # -- with a connector --------------------------------------------------------------------------------------------------
+    # -- with a connector --------------------------------------------------------------------------
 
     def _ask(self, request: Request, local: int) -> int | None:
         """Ask how many tokens beyond the local ones can be loaded; `None`: ask again in the next step."""
@@ -225,7 +247,10 @@ class Scheduler:
             insort(self.loading, request, key=_by_arrival)
 
     def _take_back(self, request: Request, connector: OffloadingConnector) -> None:
-        """Take a request's blocks, of which a connector may know. If it has planned a load all the same, that keeps them."""
+        """Take a request's blocks, of which a connector may know.
+
+        If it has planned a load all the same, that keeps them.
+        """
         former = copy(request)
         request.table = BlockTable()
         request.start_over()
@@ -251,8 +276,12 @@ class Scheduler:
         return RequestSlice(request, start, end)
 
     def take_transfers(self, output: KVConnectorOutput) -> None:
-        """Take in which transfers are over: loaded requests run, and blocks that were held for a transfer are free."""
-        for request in [request for request in self.loading if request.request_id in output.finished_recving]:
+        """Take in which transfers are over: loaded requests run, and blocks that were held for a transfer
+        are free.
+        """
+        for request in [
+            request for request in self.loading if request.request_id in output.finished_recving
+        ]:
             self.loading.remove(request)
             self._end_load(request, output.invalid_block_ids)
         for req_id in (output.finished_sending | output.finished_recving) & self.held.keys():
@@ -262,9 +291,9 @@ class Scheduler:
     def _end_load(self, request: Request, invalid: set[int]) -> None:
         """Let a loaded request run. What did not arrive is computed, and nothing else.
 
-        With a sliding window even one missing block needs all that came before it, and those were not loaded: the request
-        starts over. So does one whose load failed because of a reset: what it had on the GPU before is as old as the load.
-        The connector will not offer it a load again.
+        With a sliding window even one missing block needs all that came before it, and those were not
+        loaded: the request starts over. So does one whose load failed because of a reset: what it had on the
+        GPU before is as old as the load. The connector will not offer it a load again.
         """
         size, rows = self._cache.block_size, request.table.rows
         start, stop = request.num_computed_tokens // size, request.load_end // size
@@ -304,12 +333,14 @@ class Scheduler:
         if is_loading:
             self._held_for_loads.add(request.request_id)
 
-    # -- integrity ---------------------------------------------------------------------------------------------------------
+    # -- integrity ---------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise `IntegrityError` if requests and blocks do not agree."""
         for status, queue in zip(RequestStatus, (self.waiting, self.loading, self.running), strict=False):
-            if queue != sorted(queue, key=_by_arrival) or any(request.status is not status for request in queue):
+            if queue != sorted(queue, key=_by_arrival) or any(
+                request.status is not status for request in queue
+            ):
                 raise IntegrityError(
                     f"the {status.value} requests are not in order of arrival, or not all {status.value}"
                 )
@@ -318,7 +349,9 @@ class Scheduler:
                 raise IntegrityError(f"request {request.request_id} waits and has blocks")
         for request in self.running:
             if request.num_computed_tokens >= request.num_tokens:
-                raise IntegrityError(f"request {request.request_id} has computed tokens that it does not have yet")
+                raise IntegrityError(
+                    f"request {request.request_id} has computed tokens that it does not have yet"
+                )
         self._cache.check(request.table for request in (*self.loading, *self.running, *self.held.values()))
 
 

@@ -1,16 +1,18 @@
 """Speculation: a request computes the tokens behind its load while the load is still on its way.
 
-An engine that has nothing else to do begins the forward pass of the one request that it waits for. Each layer waits for its own
-KV only (`await_layer`), on a GPU on the device, so that when the last layer has arrived there is little left to compute. What
-comes of it is kept aside, and the next step uses it if that step computes the same tokens in the same blocks. It does so only
-if the load has succeeded: a load that failed leaves more to compute, and then nothing was lost but time that nobody wanted.
-Requests that load together are not computed ahead: one pass for all of them is worth more.
+An engine that has nothing else to do begins the forward pass of the one request that it waits for. Each
+layer waits for its own KV only (`await_layer`), on a GPU on the device, so that when the last layer has
+arrived there is little left to compute. What comes of it is kept aside, and the next step uses it if that
+step computes the same tokens in the same blocks. It does so only if the load has succeeded: a load that
+failed leaves more to compute, and then nothing was lost but time that nobody wanted. Requests that load
+together are not computed ahead: one pass for all of them is worth more.
 
     step n      load layers  0 ... 8 ... 16 ... 24 ... 31         no other request can run
                 compute           0-7 | 8-15 | 16-23 | 24-31
     step n+1    the load is over: its tokens are scheduled, and their logits are there
 
-Until then the pass may have written the KV of the request's own next tokens, in blocks that nothing else reads. One thread.
+Until then the pass may have written the KV of the request's own next tokens, in blocks that nothing else
+reads. One thread.
 """
 
 from __future__ import annotations
@@ -38,10 +40,20 @@ class Speculation:
         self._logits: Tensor | None = None
 
     def run(
-        self, request_slice: RequestSlice, layers: Generator[str, None, Tensor], arrives: Callable[[str], bool]
+        self,
+        request_slice: RequestSlice,
+        layers: Generator[str, None, Tensor],
+        arrives: Callable[[str], bool],
     ) -> None:
-        """Compute a slice as far as its layers arrive, and keep its logits if all do. Forgets the one before."""
-        self._slice, self._blocks, self._logits = request_slice, request_slice.request.table.block_ids(), None
+        """Compute a slice as far as its layers arrive, and keep its logits if all do.
+
+        Forgets the one before.
+        """
+        self._slice, self._blocks, self._logits = (
+            request_slice,
+            request_slice.request.table.block_ids(),
+            None,
+        )
         try:
             while arrives(next(layers)):
                 pass
@@ -56,7 +68,10 @@ class Speculation:
         return there and slices[0].request.table.rows == self._blocks
 
     def take(self, slices: list[RequestSlice]) -> Tensor | None:
-        """Return the logits of a step, `None` if it must be computed. Whatever was computed ahead is forgotten."""
+        """Return the logits of a step, `None` if it must be computed.
+
+        Whatever was computed ahead is forgotten.
+        """
         logits = self._logits if self.has(slices) else None
         self.used += logits is not None
         self._slice, self._blocks, self._logits = None, (), None

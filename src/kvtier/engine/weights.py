@@ -1,8 +1,9 @@
-"""Weights by the names of a Hugging Face checkpoint: from a local folder, or seeded random ones from a config alone.
+"""Weights by the names of a Hugging Face checkpoint: from a local folder, or seeded random ones from a
+config alone.
 
-A model folder holds `config.json` and `*.safetensors`, with `model.safetensors.index.json` if there are several. All of
-it is checked against the config before it is used; what is wrong is one `ModelError` line that opens with the file.
-Nothing is ever fetched. No state; any thread.
+A model folder holds `config.json` and `*.safetensors`, with `model.safetensors.index.json` if there are
+several. All of it is checked against the config before it is used; what is wrong is one `ModelError` line
+that opens with the file. Nothing is ever fetched. No state; any thread.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ def load_config(folder: str | Path) -> ModelConfig:
 
 
 def load_weights(folder: str | Path, config: ModelConfig) -> dict[str, Tensor]:
-    """Load every tensor that the config calls for, on the CPU, in the dtype of the file. Others are left alone."""
+    """Load every tensor that the config calls for, on the CPU, in the dtype of the file.
+
+    Others are left alone.
+    """
     missing = weight_shapes(config)
     weights: dict[str, Tensor] = {}
     files = _files(Path(folder))
@@ -56,12 +60,14 @@ def load_weights(folder: str | Path, config: ModelConfig) -> dict[str, Tensor]:
     return weights
 
 
-def random_weights(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def random_weights(
+    config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
     """Make weights from a seed, the same on every platform, with which outputs depend on all of the context.
 
-    Uniform numbers come bit for bit from the generator's integers; normal ones would hang on a platform's logarithm.
-    Queries, keys and the vocabulary are scaled up: else attention is a plain average that one token hardly moves, and
-    the logits are nearly flat.
+    Uniform numbers come bit for bit from the generator's integers; normal ones would hang on a platform's
+    logarithm. Queries, keys and the vocabulary are scaled up: else attention is a plain average that one
+    token hardly moves, and the logits are nearly flat.
     """
     generator = torch.Generator().manual_seed(seed)
     weights = {}
@@ -98,7 +104,10 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"{path}: expected a file that can be read ({error})") from None
-    except (ValueError, RecursionError) as error:  # the parser has no own error for long numbers and deep nesting
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # the parser has no own error for long numbers and deep nesting
         raise ModelError(f"{path}: expected JSON, got something else ({error})") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path}: expected a JSON object, got a {type(value).__name__}")
@@ -123,13 +132,21 @@ def _files(folder: Path) -> list[Path]:
     index = folder / _INDEX
     if index.is_file():
         names = _read_json(index).get("weight_map")
-        if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
-            raise ModelError(f"{index}: expected weight_map to name the file of each tensor, got {show_value(names)}")
+        if (
+            not isinstance(names, dict)
+            or not names
+            or not all(isinstance(name, str) for name in names.values())
+        ):
+            raise ModelError(
+                f"{index}: expected weight_map to name the file of each tensor, got {show_value(names)}"
+            )
         files = [folder / name for name in sorted(set(names.values()))]
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ModelError(f"{folder}: expected *.safetensors files, there are none; {_how_to_get_one('model')}")
+        raise ModelError(
+            f"{folder}: expected *.safetensors files, there are none; {_how_to_get_one('model')}"
+        )
     for path in files:
         if not path.is_file():
             raise ModelError(f"{path}: expected a file, {_INDEX} names it and there is none")
@@ -146,12 +163,20 @@ def _load_file(path: Path, missing: dict[str, tuple[int, ...]]) -> dict[str, Ten
                 _check_tensor(path, name, tuple(part.get_shape()), part.get_dtype(), missing.pop(name))
                 weights[name] = file.get_tensor(name)
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path}: expected a safetensors file, got one that cannot be read ({error})") from None
+        raise ModelError(
+            f"{path}: expected a safetensors file, got one that cannot be read ({error})"
+        ) from None
     return weights
 
 
-def _check_tensor(path: Path, name: str, shape: tuple[int, ...], dtype: str, expected: tuple[int, ...]) -> None:
+def _check_tensor(
+    path: Path, name: str, shape: tuple[int, ...], dtype: str, expected: tuple[int, ...]
+) -> None:
     if shape != expected:
-        raise ModelError(f"{path}: {name}: expected shape {expected}, got {shape}; does config.json belong to it?")
+        raise ModelError(
+            f"{path}: {name}: expected shape {expected}, got {shape}; does config.json belong to it?"
+        )
     if dtype not in _DTYPES:
-        raise ModelError(f"{path}: {name}: expected one of {', '.join(_DTYPES)}, got {dtype}; is it quantised?")
+        raise ModelError(
+            f"{path}: {name}: expected one of {', '.join(_DTYPES)}, got {dtype}; is it quantised?"
+        )

@@ -31,7 +31,17 @@ from kvtier.events.types import (
     Mark,
     blocks_of,
 )
-from kvtier.events.updates import Counters, Kind, Limits, Received, Reset, SourceStatus, State, StateChanged, Update
+from kvtier.events.updates import (
+    Counters,
+    Kind,
+    Limits,
+    Received,
+    Reset,
+    SourceStatus,
+    State,
+    StateChanged,
+    Update,
+)
 from kvtier.events.wire import (
     Batch,
     Change,

@@ -1,9 +1,11 @@
-"""`KVEventAggregator`: what all workers say is true, for connectors whose workers each tell of their own part of the KV.
+"""`KVEventAggregator`: what all workers say is true, for connectors whose workers each tell of their own
+part of the KV.
 
-A block is cached once every worker has its part. Workers' batches are added one by one; an event is common when at least as
-many batches hold it as there are workers. Occurrences count one by one: the second `BlockStored` of a batch is common when
-enough batches hold a second one, so that stored, removed and stored again comes out as such, in that order. One call of
-`add_events` is one worker's batch. Not for several threads at once.
+A block is cached once every worker has its part. Workers' batches are added one by one; an event is common
+when at least as many batches hold it as there are workers. Occurrences count one by one: the second
+`BlockStored` of a batch is common when enough batches hold a second one, so that stored, removed and stored
+again comes out as such, in that order. One call of `add_events` is one worker's batch. Not for several
+threads at once.
 """
 
 from __future__ import annotations
@@ -40,7 +42,10 @@ class KVEventAggregator:
         return [event for (event, _), count in self._seen.items() if count >= self._num_workers]
 
     def get_all_events(self) -> list[KVCacheEvent]:
-        """Return every event as often as it came, equal ones of several workers together. The order of one worker stays."""
+        """Return every event as often as it came, equal ones of several workers together.
+
+        The order of one worker stays.
+        """
         return [event for (event, _), count in self._seen.items() for _ in range(count)]
 
     def clear_events(self) -> None:

@@ -109,11 +109,17 @@ class KVEventsConfig:
         _check_one_of("hash_format", self.hash_format, HASH_FORMATS)
         _check_one_of("counting", self.counting, COUNTINGS)
         beat, most = self.heartbeat_interval, self.max_blocks_per_event
-        good = beat is None or (isinstance(beat, (int, float)) and not isinstance(beat, bool) and 0 < beat <= _DAY)
-        _check("heartbeat_interval", beat, good, f"seconds greater than 0 and up to a day ({_DAY}), or nothing")
+        good = beat is None or (
+            isinstance(beat, (int, float)) and not isinstance(beat, bool) and 0 < beat <= _DAY
+        )
+        _check(
+            "heartbeat_interval", beat, good, f"seconds greater than 0 and up to a day ({_DAY}), or nothing"
+        )
         if most is not None:
             _check_count("max_blocks_per_event", most, 1, _MOST, ", or nothing")
-        _check("curve", self.curve, self.curve is None or isinstance(self.curve, CurveServer), "a CurveServer")
+        _check(
+            "curve", self.curve, self.curve is None or isinstance(self.curve, CurveServer), "a CurveServer"
+        )
         try:
             array_fields(self.array_version)
         except ValueError as error:
@@ -125,7 +131,11 @@ class KVEventsConfig:
         known = [field.name for field in fields(cls)]
         for name in settings:
             if name not in known:
-                shown = name if isinstance(name, str) and name.isprintable() and len(name) < 80 else show_value(name)
+                shown = (
+                    name
+                    if isinstance(name, str) and name.isprintable() and len(name) < 80
+                    else show_value(name)
+                )
                 near = get_close_matches(shown, known, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else f" (known: {', '.join(known)})"
                 raise ConfigError(shown, f"unknown field{hint}")

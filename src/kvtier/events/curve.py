@@ -76,7 +76,9 @@ class CurveServer:
         names = [field.name for field in fields(cls)]
         wrong = [name for name in settings if name not in names]
         if wrong or "secret_key_file" not in settings:
-            raise ConfigError("curve", f"expected secret_key_file and perhaps clients_dir, got {sorted(settings)}")
+            raise ConfigError(
+                "curve", f"expected secret_key_file and perhaps clients_dir, got {sorted(settings)}"
+            )
         return cls(**settings)
 
     def apply(self, sock: zmq.Socket[bytes]) -> None:
@@ -132,7 +134,9 @@ class Gate:
         """Answer every question that waits. Never blocks."""
         while self.socket.get(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator,arg-type]
             frames = self.socket.recv_multipart()
-            good = len(frames) == 7 and frames[0] == b"1.0" and frames[5] == b"CURVE" and self._knows(frames[6])
+            good = (
+                len(frames) == 7 and frames[0] == b"1.0" and frames[5] == b"CURVE" and self._knows(frames[6])
+            )
             self.denied += not good
             status = (b"200", b"OK", b"client") if good else (b"400", b"unknown key", b"")
             self.socket.send_multipart((b"1.0", frames[1] if len(frames) > 1 else b"", *status, b""))

@@ -24,7 +24,13 @@ from kvtier.events.publish.loop import PublisherLoop
 from kvtier.events.publish.replay import END_SEQ
 from kvtier.events.types import EventBatch
 
-__all__ = ["EventPublisher", "EventPublisherFactory", "NullEventPublisher", "PublisherStats", "ZmqEventPublisher"]
+__all__ = [
+    "EventPublisher",
+    "EventPublisherFactory",
+    "NullEventPublisher",
+    "PublisherStats",
+    "ZmqEventPublisher",
+]
 
 
 class EventPublisher(ABC):
@@ -125,7 +131,9 @@ class ZmqEventPublisher(EventPublisher):
         self._loop = loop = PublisherLoop(config, data_parallel_rank)
         self._config = replace(config, endpoint=loop.endpoint, replay_endpoint=loop.replay_endpoint)
         self.endpoint = client_endpoint(loop.endpoint)
-        self.replay_endpoint = None if loop.replay_endpoint is None else client_endpoint(loop.replay_endpoint)
+        self.replay_endpoint = (
+            None if loop.replay_endpoint is None else client_endpoint(loop.replay_endpoint)
+        )
         self._put = loop.outbox.put
         self._end = weakref.finalize(self, loop.stop, self.SHUTDOWN_TIMEOUT)
         loop.start()
@@ -182,7 +190,11 @@ class ZmqEventPublisher(EventPublisher):
         return offset_endpoint(endpoint, data_parallel_rank)
 
 
-_OURS = {field.name for field in fields(KVEventsConfig)} - {"enable_kv_cache_events", "publisher", *VLLM_FIELDS}
+_OURS = {field.name for field in fields(KVEventsConfig)} - {
+    "enable_kv_cache_events",
+    "publisher",
+    *VLLM_FIELDS,
+}
 
 
 class EventPublisherFactory:
@@ -216,6 +228,8 @@ class EventPublisherFactory:
             )
         given = {name: getattr(config, name) for name in VLLM_FIELDS}
         defaults = KVEventsConfig()
-        if isinstance(config, KVEventsConfig) and any(getattr(config, n) != getattr(defaults, n) for n in _OURS):
+        if isinstance(config, KVEventsConfig) and any(
+            getattr(config, n) != getattr(defaults, n) for n in _OURS
+        ):
             given["config"] = config
         return ctor(data_parallel_rank=data_parallel_rank, **given)

@@ -94,7 +94,9 @@ class RecordingReader:
         self._size = os.fstat(self._file.fileno()).st_size
         if (magic := self._file.read(len(MAGIC))) != MAGIC:
             self._file.close()
-            raise InputError(f"{self.path}: not a recording of events: expected {MAGIC!r} at its start, got {magic!r}")
+            raise InputError(
+                f"{self.path}: not a recording of events: expected {MAGIC!r} at its start, got {magic!r}"
+            )
 
     @property
     def end(self) -> int:
@@ -205,7 +207,9 @@ class RecordingWriter:
             raise OutsideError(f"{self.path}: cannot be written: {error.strerror}") from error
         if done != len(data):
             os.ftruncate(self._file.fileno(), start)
-            raise OutsideError(f"{self.path}: only {done} of {len(data)} bytes could be written: the disk is full")
+            raise OutsideError(
+                f"{self.path}: only {done} of {len(data)} bytes could be written: the disk is full"
+            )
 
     def close(self) -> None:
         """Close the file and let others write to it."""

@@ -1,9 +1,11 @@
-"""The structs that events are read as before they are public ones: one per encoding, with and without tokens.
+"""The structs that events are read as before they are public ones: one per encoding, with and without
+tokens.
 
-The public events have the fields of the newest vLLM and demand them. Older versions and other engines send fewer, arrays
-besides maps, and SGLang's arrays (up to 0.5.19) differ behind the medium; the structs here read all of that and become
-public events. Marks and SGLang's salts, which are no field of an event, are read by structs of their own.
-Nothing here keeps state: any thread may use it. `kvtier.events.wire` is what to call.
+The public events have the fields of the newest vLLM and demand them. Older versions and other engines send
+fewer, arrays besides maps, and SGLang's arrays (up to 0.5.19) differ behind the medium; the structs here
+read all of that and become public events. Marks and SGLang's salts, which are no field of an event, are read
+by structs of their own. Nothing here keeps state: any thread may use it. `kvtier.events.wire` is what to
+call.
 """
 
 from __future__ import annotations
@@ -36,8 +38,15 @@ SALT_KEY = "cache_salt"
 
 _T = TypeVar("_T")
 _MAP_HEADS = frozenset((*range(0x80, 0x90), 0xDE, 0xDF))
-_LACKING = {"token_ids": [], "block_size": 0}  # what a field is when the sender has none; the others are None
-_TO_MEDIUM = {BlockStored: 6, BlockRemoved: 2, AllBlocksCleared: 0}  # fields that all publishers of arrays agree on
+_LACKING = {
+    "token_ids": [],
+    "block_size": 0,
+}  # what a field is when the sender has none; the others are None
+_TO_MEDIUM = {
+    BlockStored: 6,
+    BlockRemoved: 2,
+    AllBlocksCleared: 0,
+}  # fields that all publishers of arrays agree on
 
 
 class Encoding(StrEnum):
@@ -149,7 +158,9 @@ class _MapCarrier(msgspec.Struct, tag="BlockRemoved", gc=False):
 
 
 class _ArrayCarrier(msgspec.Struct, tag="BlockRemoved", array_like=True, gc=False):
-    """The event that a mark rides in, as an array: the mark is behind every field that a removal ever had."""
+    """The event that a mark rides in, as an array: the mark is behind every field that a removal
+    ever had.
+    """
 
     block_hashes: list[Any]
     medium: Any
@@ -193,7 +204,10 @@ OUTER = msgspec.msgpack.Decoder(Outer[msgspec.Raw])
 
 WHOLE = {
     True: (Reader(BlockStored, BlockRemoved, AllBlocksCleared), _ARRAY[True], _MAP[True]),
-    False: (Reader(_shape(BlockStored, Encoding.MAP, _Tokenless), BlockRemoved, AllBlocksCleared), _ARRAY[False]),
+    False: (
+        Reader(_shape(BlockStored, Encoding.MAP, _Tokenless), BlockRemoved, AllBlocksCleared),
+        _ARRAY[False],
+    ),
 }
 """What reads a whole batch at once, with or without tokens, to be tried in turn."""
 
@@ -203,7 +217,10 @@ EACH = {
     (Encoding.ARRAY, True): (_ARRAY[True], _CORE[True], _CORE[False]),
     (Encoding.ARRAY, False): (_ARRAY[False], _CORE[False]),
 }
-"""What reads one event of an encoding, with or without tokens, to be tried in turn. Tokens that are no numbers are left out."""
+"""What reads one event of an encoding, with or without tokens, to be tried in turn.
+
+Tokens that are no numbers are left out.
+"""
 
 CARRIERS: dict[Encoding, msgspec.msgpack.Decoder[Any]] = {
     Encoding.MAP: msgspec.msgpack.Decoder(_MapCarrier),

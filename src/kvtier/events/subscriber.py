@@ -127,7 +127,9 @@ class Subscriber(Generic[B]):
             if self._is_closed:
                 raise InputError("the subscriber is closed")
             if source.name in self._links:
-                raise InputError(f"source {source.name!r} is followed already: remove it first, or choose another name")
+                raise InputError(
+                    f"source {source.name!r} is followed already: remove it first, or choose another name"
+                )
             link = Link(source, follower, self._context_of(source), self._sockets, now)
             self._links[source.name] = link
             self._changes.append((True, link))
@@ -273,7 +275,9 @@ class Subscriber(Generic[B]):
 
     def _context_of(self, source: Source) -> zmq.Context[Any]:
         """Return the context that was given, or our own, or the shared one for `inproc`."""
-        return self._context or (zmq.Context.instance() if source.endpoint.startswith("inproc:") else self._own_context)
+        return self._context or (
+            zmq.Context.instance() if source.endpoint.startswith("inproc:") else self._own_context
+        )
 
     def _link(self, name: str) -> Link[B]:
         try:

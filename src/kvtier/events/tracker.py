@@ -1,17 +1,18 @@
 """`OffloadingEventsTracker`: makes what the tiers announce describe itself.
 
-A tier knows a chunk by its key alone. Who routes requests needs its blocks: their hashes, tokens, parent and extra keys. The
-tracker notes these when a store is planned, while the request is there to be asked, and keeps them, packed, as long as some
-medium holds the chunk. Then
+A tier knows a chunk by its key alone. Who routes requests needs its blocks: their hashes, tokens, parent and
+extra keys. The tracker notes these when a store is planned, while the request is there to be asked, and
+keeps them, packed, as long as some medium holds the chunk. Then
 
 - a stored chunk is announced with its blocks; consecutive chunks of one change travel in one event;
 - a removed chunk is announced with the same hashes;
-- blocks that two chunks have in common (their prompts part inside a chunk) are stored with the first in a medium and removed
-  with the last, so that a consumer needs a set and no counts;
-- a chunk that is not described (of a sliding window, or not recorded) is a placeholder: its key's hash, no tokens, block size 0.
+- blocks that two chunks have in common (their prompts part inside a chunk) are stored with the first in a
+  medium and removed with the last, so that a consumer needs a set and no counts;
+- a chunk that is not described (of a sliding window, or not recorded) is a placeholder: its key's hash, no
+  tokens, block size 0.
 
-What is kept is bounded by what is being stored or is held: a store that came to nothing is dropped (`drop`), and what no medium
-holds is forgotten. Hashes leave as the engine has them. Scheduler thread only.
+What is kept is bounded by what is being stored or is held: a store that came to nothing is dropped (`drop`),
+and what no medium holds is forgotten. Hashes leave as the engine has them. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ _TOKEN_TYPE = "i"
 
 
 class Description(NamedTuple):
-    """What a request says of some of its consecutive blocks; `extra_keys` has an entry for each, or is `None`."""
+    """What a request says of some of its consecutive blocks; `extra_keys` has an entry for each, or is
+    `None`.
+    """
 
     token_ids: Sequence[int]
     lora_id: int | None = None
@@ -119,42 +122,51 @@ class OffloadingEventsTracker:
     """Knows the blocks of every chunk that is being stored or is held."""
 
     def __init__(self, describe: Describe | None = None) -> None:
-        """Ask requests through `describe`; without it the tracker keeps nothing and all events are placeholders."""
+        """Ask requests through `describe`; without it the tracker keeps nothing and all events are
+        placeholders.
+        """
         self.enabled = describe is not None
         self._describe = describe
         self._planned: dict[OffloadKey, _Chunk] = {}
         self._held: dict[OffloadKey, _Chunk] = {}
-        # By medium and group: how many held chunks have a block. The last block is in no other chunk: it is the key.
+        # By medium and group: how many held chunks have a block. The last block is in no other chunk: it is
+        # the key.
         self._shared: dict[tuple[str, int], dict[bytes, int]] = {}
 
     def __len__(self) -> int:
         """Return how many chunks are described."""
         return len(self._planned) + len(self._held)
 
-    # -- noting ------------------------------------------------------------------------------------------------------------
+    # -- noting ------------------------------------------------------------------------------------
 
     def record_store(
         self, req: _Request, group_config: ChunkGroup, offload_block_idx: int, offload_key: OffloadKey
     ) -> None:
-        """Note what a chunk holds whose store is planned: the request's `offload_block_idx`-th chunk in its group."""
+        """Note what a chunk holds whose store is planned: the request's `offload_block_idx`-th chunk in its
+        group.
+        """
         if self._describe is not None and group_config.window is None:
             self._planned[offload_key] = _chunk_of(self._describe, req, group_config, offload_block_idx)
 
     def drop(self, keys: Iterable[OffloadKey]) -> None:
-        """Forget those of these chunks whose store came to nothing: it is over, and they have not been announced."""
+        """Forget those of these chunks whose store came to nothing: it is over, and they have not been
+        announced.
+        """
         for key in keys:
             self._planned.pop(key, None)
 
     def reset(self) -> None:
-        """Forget everything: what the tiers announce from here on was recorded after this call, or is a placeholder.
+        """Forget everything: what the tiers announce from here on was recorded after this call, or is a
+        placeholder.
 
-        For tiers that forget without a word. Removals that are still to be translated would lose their blocks.
+        For tiers that forget without a word. Removals that are still to be translated would lose their
+        blocks.
         """
         self._planned.clear()
         self._held.clear()
         self._shared.clear()
 
-    # -- translating -------------------------------------------------------------------------------------------------------
+    # -- translating -------------------------------------------------------------------------------
 
     def take_events(self, events: Iterable[TierEvent]) -> list[KVCacheEvent]:
         """Translate what the tiers announce, in order."""
@@ -175,7 +187,10 @@ class OffloadingEventsTracker:
         return told
 
     def retell(self) -> list[KVCacheEvent]:
-        """Announce afresh every chunk that is held, parents first. For when listeners were told to forget too much."""
+        """Announce afresh every chunk that is held, parents first.
+
+        For when listeners were told to forget too much.
+        """
         told: list[KVCacheEvent] = []
         for medium in sorted({medium for chunk in self._held.values() for medium in chunk.media}):
             held = (chunk for chunk in self._held.values() if medium in chunk.media)
@@ -201,7 +216,10 @@ class OffloadingEventsTracker:
                     self._planned[key] = chunk
 
     def _settle(self, key: OffloadKey, medium: str) -> _Chunk:
-        """Keep what is known of a chunk that `medium` holds now. Return it, without blocks that were there before."""
+        """Keep what is known of a chunk that `medium` holds now.
+
+        Return it, without blocks that were there before.
+        """
         planned, chunk = self._planned.pop(key, None), self._held.get(key)
         if chunk is None or chunk.block_size == 0:  # a description that another medium relies on stays
             chunk = planned or chunk or _undescribed(key)
@@ -243,7 +261,9 @@ class OffloadingEventsTracker:
             yield BlockRemoved(hashes, event.medium, group_idx=group)
 
     def check(self) -> None:
-        """Raise `IntegrityError` if something is kept that no medium holds, or is named by another chunk's key."""
+        """Raise `IntegrityError` if something is kept that no medium holds, or is named by another chunk's
+        key.
+        """
         if not self.enabled and len(self):
             raise IntegrityError(f"events tracker: it is off and yet keeps {len(self)} chunks")
         for key, chunk in (*self._planned.items(), *self._held.items()):
@@ -292,12 +312,21 @@ def _decode(description: bytes) -> _Chunk | None:
     num_tokens = len(kept.tokens) // array(_TOKEN_TYPE).itemsize
     is_whole = kept.hashes and kept.block_size > 0 and num_tokens == kept.block_size * len(kept.hashes)
     extra = (
-        None if kept.extra_keys is None else tuple(None if keys is None else tuple(keys) for keys in kept.extra_keys)
+        None
+        if kept.extra_keys is None
+        else tuple(None if keys is None else tuple(keys) for keys in kept.extra_keys)
     )
     if not is_whole or (extra is not None and len(extra) != len(kept.hashes)):
         return None
     return _Chunk(
-        kept.hashes, kept.parent, kept.tokens, kept.block_size, kept.group, kept.lora_id, kept.lora_name, extra
+        kept.hashes,
+        kept.parent,
+        kept.tokens,
+        kept.block_size,
+        kept.group,
+        kept.lora_id,
+        kept.lora_name,
+        extra,
     )
 
 

@@ -1,8 +1,9 @@
 """KV events as they travel: what became cached, what ceased to be, and the batch that carries them.
 
-Fields, their order and their encoding are those of vLLM 0.32, so that consumers of one read the other: a batch is an
-array `[ts, events, data_parallel_rank]`, an event a map whose first entry `type` names its class; fields with a default
-are left out when they have it. Events are immutable, compare by value and hash over every field. Any thread may use them.
+Fields, their order and their encoding are those of vLLM 0.32, so that consumers of one read the other: a
+batch is an array `[ts, events, data_parallel_rank]`, an event a map whose first entry `type` names its
+class; fields with a default are left out when they have it. Events are immutable, compare by value and hash
+over every field. Any thread may use them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class KVCacheEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True, froze
 
 
 def _freeze(value: Any) -> Any:
-    """Return a value as one that can be hashed, all the way down: extra keys may hold anything that msgpack can."""
+    """Return a value as one that can be hashed, all the way down: extra keys may hold anything that msgpack
+    can.
+    """
     if isinstance(value, dict):
         return frozenset((key, _freeze(item)) for key, item in value.items())
     if isinstance(value, msgspec.msgpack.Ext):
@@ -51,11 +54,12 @@ def _freeze(value: Any) -> Any:
 
 
 class BlockStored(KVCacheEvent, frozen=True):
-    """Consecutive blocks became readable in `medium`; `parent_block_hash` precedes the first (`None`: nothing does).
+    """Consecutive blocks became readable in `medium`; `parent_block_hash` precedes the first (`None`:
+    nothing does).
 
-    `extra_keys` has one entry per block. `locality` is LOCAL or REMOTE as seen from the publisher. `ownership` names the
-    tier below the pool that speaks. `session_id` names the request context that stored or reused the blocks. `lora_id`
-    is deprecated; `lora_name` counts.
+    `extra_keys` has one entry per block. `locality` is LOCAL or REMOTE as seen from the publisher.
+    `ownership` names the tier below the pool that speaks. `session_id` names the request context that stored
+    or reused the blocks. `lora_id` is deprecated; `lora_name` counts.
     """
 
     block_hashes: list[ExternalBlockHash]
@@ -91,7 +95,8 @@ class AllBlocksCleared(KVCacheEvent, frozen=True):
 class Mark(msgspec.Struct, frozen=True, gc=False):
     """What a publisher says of itself at a batch: who it is, and what is held once that batch is applied.
 
-    `epoch` is drawn at every start. `blocks` counts what is held, `digest` sums it up (see `kvtier.events.wire`).
+    `epoch` is drawn at every start. `blocks` counts what is held, `digest` sums it up (see
+    `kvtier.events.wire`).
     """
 
     epoch: int
@@ -114,9 +119,11 @@ class KVEventBatch(EventBatch):
 
 
 def blocks_of(event: BlockStored, start: int, stop: int) -> BlockStored:
-    """Return the part of `event` that speaks of its blocks `[start, stop)`, with the parent and the tokens that they have.
+    """Return the part of `event` that speaks of its blocks `[start, stop)`, with the parent and the tokens
+    that they have.
 
-    Tokens that do not divide into the event's blocks belong to no block: the part then has none, and a block size of 0.
+    Tokens that do not divide into the event's blocks belong to no block: the part then has none, and a block
+    size of 0.
     """
     hashes, size = event.block_hashes, event.block_size
     described = len(event.token_ids) == len(hashes) * size

@@ -1,13 +1,15 @@
 """Bytes of the event stream: batches out, batches in, and the digest that both ends compare.
 
-A batch is the msgpack array `[ts, events, data_parallel_rank]`. An event travels as a map (vLLM 0.24 and later) or as an
-array with the fields of a chosen earlier version. Encoding gives vLLM's bytes exactly. Decoding is per event: an event
-that cannot be read is counted and skipped, the rest of the batch lives; unknown fields are ignored.
+A batch is the msgpack array `[ts, events, data_parallel_rank]`. An event travels as a map (vLLM 0.24 and
+later) or as an array with the fields of a chosen earlier version. Encoding gives vLLM's bytes exactly.
+Decoding is per event: an event that cannot be read is counted and skipped, the rest of the batch lives;
+unknown fields are ignored.
 
-A mark rides in an event that no consumer minds: a `BlockRemoved` of no blocks of the CPU (Dynamo logs one of an empty GPU),
-with one more field, `kvtier`. The digest of a set of blocks is the sum modulo 2^64, over all of them, of the hash's low 64
-bits times an odd weight of its place (medium, group, ownership, locality). Hashes are uniform already, so a plain sum tells
-sets apart as well as any mix, needs no memory of the set, and takes a removal back. Any thread may call any function here.
+A mark rides in an event that no consumer minds: a `BlockRemoved` of no blocks of the CPU (Dynamo logs one of
+an empty GPU), with one more field, `kvtier`. The digest of a set of blocks is the sum modulo 2^64, over all
+of them, of the hash's low 64 bits times an odd weight of its place (medium, group, ownership, locality).
+Hashes are uniform already, so a plain sum tells sets apart as well as any mix, needs no memory of the set,
+and takes a removal back. Any thread may call any function here.
 """
 
 from __future__ import annotations
@@ -81,14 +83,18 @@ _STORED_FIELDS = (
 _REMOVED_FIELDS = (("0.8", 1), ("0.10.2", 2), ("0.20", 3), ("0.26", 4), ("0.32", 5))
 
 
-# -- what a batch changes ------------------------------------------------------------------------------------------------
+# -- what a batch changes --------------------------------------------------------------------------
 
 Place = tuple[str, int, str, str]
-"""Where a block is held: medium, group, ownership, locality; what an event leaves out has its default here."""
+"""Where a block is held: medium, group, ownership, locality; what an event leaves out has its
+default here.
+"""
 
 
 class Change(NamedTuple):
-    """What a batch does to the set of held blocks: whether it empties it, then how it moves its size and its digest."""
+    """What a batch does to the set of held blocks: whether it empties it, then how it moves its size and its
+    digest.
+    """
 
     cleared: bool
     blocks: int
@@ -121,7 +127,9 @@ def to_u64(block_hash: ExternalBlockHash) -> int:
 
 
 def hash_sum(hashes: Sequence[ExternalBlockHash]) -> int:
-    """Return the sum of the hashes' low 64 bits, not yet reduced: right modulo 2^64, negative forms included."""
+    """Return the sum of the hashes' low 64 bits, not yet reduced: right modulo 2^64, negative forms
+    included.
+    """
     try:
         return sum(hashes)  # type: ignore[arg-type]
     except TypeError:
@@ -141,18 +149,25 @@ def change_of(events: Iterable[KVCacheEvent]) -> Change:
         elif isinstance(event, AllBlocksCleared):
             cleared, blocks = True, 0
             sums.clear()
-    return Change(cleared, blocks, sum(total * place_weight(_place(*where)) for where, total in sums.items()) & U64)
+    return Change(
+        cleared, blocks, sum(total * place_weight(_place(*where)) for where, total in sums.items()) & U64
+    )
 
 
-# -- out ------------------------------------------------------------------------------------------------------------------
+# -- out -------------------------------------------------------------------------------------------
 
 
 def array_fields(version: str) -> tuple[int, int]:
-    """Return how many fields `BlockStored` and `BlockRemoved` have in that vLLM version, the tag not counted."""
+    """Return how many fields `BlockStored` and `BlockRemoved` have in that vLLM version, the tag not
+    counted.
+    """
     wanted = _version(version)
     if wanted < _version(_STORED_FIELDS[0][0]):
         raise ValueError(f"vLLM {version} has no KV events: expected {_STORED_FIELDS[0][0]} or later")
-    counts = [[n for since, n in table if _version(since) <= wanted][-1] for table in (_STORED_FIELDS, _REMOVED_FIELDS)]
+    counts = [
+        [n for since, n in table if _version(since) <= wanted][-1]
+        for table in (_STORED_FIELDS, _REMOVED_FIELDS)
+    ]
     return counts[0], counts[1]
 
 
@@ -160,7 +175,9 @@ def _version(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split("."))
     except ValueError:
-        raise ValueError(f"not a vLLM version: {text!r} (expected numbers and dots, like 0.23 or 0.10.2)") from None
+        raise ValueError(
+            f"not a vLLM version: {text!r} (expected numbers and dots, like 0.23 or 0.10.2)"
+        ) from None
 
 
 class EventEncoder:
@@ -177,14 +194,21 @@ class EventEncoder:
         self._encode = msgspec.msgpack.Encoder().encode
 
     def reduced(self, event: KVCacheEvent) -> KVCacheEvent:
-        """Return an event of blocks without what of its place this encoding cannot say, or says of stores alone."""
-        if self.encoding is Encoding.MAP or not any(getattr(event, name, None) is not None for name in self._unsaid):
+        """Return an event of blocks without what of its place this encoding cannot say, or says of stores
+        alone.
+        """
+        if self.encoding is Encoding.MAP or not any(
+            getattr(event, name, None) is not None for name in self._unsaid
+        ):
             return event
         kept = {name: None for name in self._unsaid if name in event.__struct_fields__}
         return msgspec.structs.replace(event, **kept)
 
     def event(self, event: KVCacheEvent) -> bytes:
-        """Return one event's bytes. An event that cannot be encoded raises `TypeError`, `ValueError` or `OverflowError`."""
+        """Return one event's bytes.
+
+        An event that cannot be encoded raises `TypeError`, `ValueError` or `OverflowError`.
+        """
         if self.encoding is Encoding.MAP:
             return self._encode(event)
         kind = type(event).__name__  # not the class: an engine's own events are as good as ours
@@ -193,7 +217,9 @@ class EventEncoder:
     def mark(self, mark: Mark) -> bytes:
         """Return the bytes of the event that carries a mark."""
         if self.encoding is Encoding.MAP:
-            return self._encode({"type": "BlockRemoved", "block_hashes": [], "medium": MEDIUM_CPU, MARK_KEY: mark})
+            return self._encode(
+                {"type": "BlockRemoved", "block_hashes": [], "medium": MEDIUM_CPU, MARK_KEY: mark}
+            )
         return self._encode(("BlockRemoved", [], MEDIUM_CPU, None, None, None, {MARK_KEY: mark}))
 
 
@@ -219,7 +245,7 @@ def _rank_bytes(rank: int | None) -> bytes:
     return msgspec.msgpack.encode(rank)
 
 
-# -- in -------------------------------------------------------------------------------------------------------------------
+# -- in --------------------------------------------------------------------------------------------
 
 
 class Batch(Protocol):
@@ -258,7 +284,9 @@ class DecodedBatch(msgspec.Struct, gc=False):
 
 
 def decode_batch(payload: bytes, tokens: bool = True) -> DecodedBatch:
-    """Read a batch in either encoding. Without `tokens` every `token_ids` comes out empty: long events read twice as fast.
+    """Read a batch in either encoding.
+
+    Without `tokens` every `token_ids` comes out empty: long events read twice as fast.
 
     Raises `ValueError` where the payload is not a batch at all.
     """
@@ -292,7 +320,9 @@ def _decode_each(payload: bytes, tokens: bool) -> DecodedBatch:
 
 
 def _decode_event(raw: bytes, tokens: bool) -> Event | None:
-    """Read one event, or at least which blocks it is about and where they are; return `None` where even that fails."""
+    """Read one event, or at least which blocks it is about and where they are; return `None` where even that
+    fails.
+    """
     for reader in EACH[encoding_of(raw), tokens]:
         try:
             event = reader.event(raw)
@@ -303,7 +333,9 @@ def _decode_event(raw: bytes, tokens: bool) -> Event | None:
 
 
 def _salted(event: BlockStored, raw: bytes) -> BlockStored:
-    """Return an event of SGLang with its salt where vLLM has it: among the extra keys of the block that begins a chain."""
+    """Return an event of SGLang with its salt where vLLM has it: among the extra keys of the block that
+    begins a chain.
+    """
     try:
         salt = SALTS[encoding_of(raw)].decode(raw).salt
     except (ValueError, RecursionError):

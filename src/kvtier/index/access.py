@@ -51,7 +51,9 @@ class Access:
             raise HttpError(403, f"Origin: expected no request from another site, got {origin[:200]!r}")
         site = headers.get("sec-fetch-site", "none")  # browsers say it where they send no Origin
         if site.lower() not in ("none", "same-origin"):
-            raise HttpError(403, f"Sec-Fetch-Site: expected no request from another site, got {site[:200]!r}")
+            raise HttpError(
+                403, f"Sec-Fetch-Site: expected no request from another site, got {site[:200]!r}"
+            )
 
     def expect_change(self, headers: Mapping[str, str]) -> None:
         """Refuse a change that is not allowed, or not JSON."""

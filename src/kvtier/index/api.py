@@ -177,7 +177,7 @@ class Api:
             raise HttpError(400, str(error)) from None
         return result if isinstance(result, Response) else Response.json(result)
 
-    # -- registrations ---------------------------------------------------------------------------------
+    # -- registrations -----------------------------------------------------------------------------
 
     def _register(self, request: HttpRequest) -> Response:
         wanted = _read(request, _Register)
@@ -207,7 +207,7 @@ class Api:
         removed = [f"{old.instance_id}|{old.group.routing_group}|{old.rank or 0}" for old in gone]
         return {"status": "unregistered successfully", "removed_instances": removed}
 
-    # -- questions -------------------------------------------------------------------------------------
+    # -- questions ---------------------------------------------------------------------------------
 
     def _query(self, request: HttpRequest) -> Any:
         wanted = _read(request, _Query)
@@ -245,7 +245,7 @@ class Api:
             return {wanted.group.routing_group: _mooncake(tokens, trusts, wanted.instance_id)}
         return _dynamo(tokens, trusts)
 
-    # -- views -----------------------------------------------------------------------------------------
+    # -- views -------------------------------------------------------------------------------------
 
     def _workers(self, request: HttpRequest) -> Any:
         """List instances, each with its ranks."""

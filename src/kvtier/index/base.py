@@ -1,10 +1,10 @@
 """What an index is made of: tiers, steps, matches, and the contract that both table forms fulfil.
 
-A table maps a block's hash (64 bits) to its *holders*: which workers hold it in which lane. A lane is a place in which a
-worker can hold blocks (GPU, CPU, STORAGE, and rarer ones made on demand); every lane belongs to one of three tiers and
-to one KV cache group. A worker holds a block *on a tier* if each group that it needs holds the block there.
-Blocks with equal holders share one *holder set*, so a block costs its hash and a number, and clearing a worker touches
-the sets, not the blocks.
+A table maps a block's hash (64 bits) to its *holders*: which workers hold it in which lane. A lane is a
+place in which a worker can hold blocks (GPU, CPU, STORAGE, and rarer ones made on demand); every lane
+belongs to one of three tiers and to one KV cache group. A worker holds a block *on a tier* if each group
+that it needs holds the block there. Blocks with equal holders share one *holder set*, so a block costs its
+hash and a number, and clearing a worker touches the sets, not the blocks.
 
 A table is used by one thread at a time; `kvtier.index.prefix.PrefixIndex` sees to that.
 """
@@ -38,7 +38,9 @@ __all__ = [
 
 Hashes = npt.NDArray[np.uint64]
 Steps = npt.NDArray[np.int64]
-"""One row per event, `(op, lane, number of hashes)` and perhaps more; the hashes of all events lie one behind the other."""
+"""One row per event, `(op, lane, number of hashes)` and perhaps more; the hashes of all events lie one
+behind the other.
+"""
 Columns = npt.NDArray[np.int32]
 """Per worker seven depths: held anywhere; on each tier alone; and the walk down the tiers."""
 
@@ -67,7 +69,9 @@ class Op(IntEnum):
 
 
 class IndexLane(NamedTuple):
-    """A place in which workers hold blocks: its tier, and the number of its group (the first group's is 0)."""
+    """A place in which workers hold blocks: its tier, and the number of its group (the first
+    group's is 0).
+    """
 
     tier: StorageTier
     group: int
@@ -76,9 +80,10 @@ class IndexLane(NamedTuple):
 class Match(NamedTuple):
     """How many leading blocks of a prefix each worker holds. Row `i` of every array speaks of `workers[i]`.
 
-    `any` counts leading blocks held on whatever tier. `alone[:, tier]` counts those held on that tier. `reach[:, tier]` is
-    the walk down: leading blocks on the GPU, then on with those on the CPU, then on with those in storage; so
-    `reach[:, 2]` is the longest walk. A batch query puts one more dimension, the query, in front.
+    `any` counts leading blocks held on whatever tier. `alone[:, tier]` counts those held on that tier.
+    `reach[:, tier]` is the walk down: leading blocks on the GPU, then on with those on the CPU, then on with
+    those in storage; so `reach[:, 2]` is the longest walk. A batch query puts one more dimension, the query,
+    in front.
     """
 
     workers: tuple[str | None, ...]
@@ -88,8 +93,8 @@ class Match(NamedTuple):
 
 
 class TableStats(NamedTuple):
-    """A table's size: blocks held by anyone, holder sets, bytes now and at most, blocks refused for want of room, removals
-    of blocks that were not held."""
+    """A table's size: blocks held by anyone, holder sets, bytes now and at most, blocks refused for want of
+    room, removals of blocks that were not held."""
 
     blocks: int
     sets: int
@@ -100,7 +105,10 @@ class TableStats(NamedTuple):
 
 
 class Table(Protocol):
-    """Who holds which block. Workers and lanes are small numbers; a worker's number may be used again once it is cleared."""
+    """Who holds which block.
+
+    Workers and lanes are small numbers; a worker's number may be used again once it is cleared.
+    """
 
     form: str
 
@@ -113,11 +121,13 @@ class Table(Protocol):
     def require(self, worker: int, groups: int) -> None:
         """Say in which groups (a bit for each) a worker must hold a block, so that it counts as held."""
 
-    def apply(self, worker: int, steps: Steps, hashes: Hashes, unique: bool = False) -> tuple[int, int] | None:
+    def apply(
+        self, worker: int, steps: Steps, hashes: Hashes, unique: bool = False
+    ) -> tuple[int, int] | None:
         """Apply events in their order. What finds no room is dropped and counted.
 
-        If `unique`, stop at a store of a block that the worker holds in that lane already, and return the step and how many of
-        its hashes are done; otherwise such a store changes nothing.
+        If `unique`, stop at a store of a block that the worker holds in that lane already, and return the
+        step and how many of its hashes are done; otherwise such a store changes nothing.
         """
 
     def store(self, worker: int, lane: int, hashes: Hashes) -> npt.NDArray[np.bool_]:
@@ -127,7 +137,9 @@ class Table(Protocol):
         """Count blocks that the caller could not even give."""
 
     def clear(self, worker: int) -> None:
-        """Forget all that the worker holds, in time that depends on the number of holder sets, not of blocks."""
+        """Forget all that the worker holds, in time that depends on the number of holder sets, not of
+        blocks.
+        """
 
     def match(self, hashes: Hashes, offsets: npt.NDArray[np.int64]) -> Columns:
         """Return `[query, worker, column]` for the queries `hashes[offsets[i]:offsets[i + 1]]`."""
@@ -136,7 +148,9 @@ class Table(Protocol):
         """Tell of each block whether the worker holds it in any lane."""
 
     def holdings(self) -> int:
-        """Return how many blocks all workers hold in all lanes together, each counted once per worker and lane."""
+        """Return how many blocks all workers hold in all lanes together, each counted once per worker and
+        lane.
+        """
 
     def held(self, worker: int) -> list[int]:
         """Return how many blocks the worker holds in each lane."""
@@ -145,7 +159,10 @@ class Table(Protocol):
         """Return how many of a worker's blocks were refused since it was last cleared."""
 
     def hashes(self) -> Iterator[Hashes]:
-        """Yield the blocks' hashes, some at a time. The table may change meanwhile: a block that stays comes once."""
+        """Yield the blocks' hashes, some at a time.
+
+        The table may change meanwhile: a block that stays comes once.
+        """
 
     def usable(self, hashes: Hashes) -> list[Mapping[int, int]]:
         """Return for each block the workers that hold it, and on which tiers (a bit for each)."""
@@ -162,7 +179,9 @@ def columns_of(workers: tuple[str | None, ...], columns: Columns) -> Match:
 
 
 def usable_tiers(held: int, needed: int, lanes: Sequence[IndexLane]) -> int:
-    """Return on which tiers (a bit for each) a block in the lanes `held` is there for all groups `needed`."""
+    """Return on which tiers (a bit for each) a block in the lanes `held` is there for all groups
+    `needed`.
+    """
     groups = [0] * TIERS
     for number, (tier, group) in enumerate(lanes):
         groups[tier] |= (held >> number & 1) << group

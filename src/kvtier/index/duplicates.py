@@ -1,8 +1,9 @@
-"""How many copies of a block a worker holds beyond the first, and the allowance of bytes for all that is beside the table.
+"""How many copies of a block a worker holds beyond the first, and the allowance of bytes for all that is
+beside the table.
 
-vLLM sends a store and a removal for every physical copy of a block. Second copies are rare, so only they are counted;
-one that does not fit is dropped and counted as such, and its block is forgotten at its first removal: too early, never
-too late. Not for several threads at once.
+vLLM sends a store and a removal for every physical copy of a block. Second copies are rare, so only they are
+counted; one that does not fit is dropped and counted as such, and its block is forgotten at its first
+removal: too early, never too late. Not for several threads at once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The two forms of an index, compiled and plain, which one is used, and when the compiled loops are ready.
 
-`auto` is plain until numba has compiled everything in the background, and then compiled: see `kvtier.index.moving`.
-Any thread may call these.
+`auto` is plain until numba has compiled everything in the background, and then compiled: see
+`kvtier.index.moving`. Any thread may call these.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ _MIN_TABLE = 256 << 10  # bytes that a compiled table cannot do without
 
 
 def choose_form(form: str | None) -> str:
-    """Return the form that is wanted: the parameter's, else that of `KVTIER_INDEX`, else the fastest there is."""
+    """Return the form that is wanted: the parameter's, else that of `KVTIER_INDEX`, else the fastest there
+    is.
+    """
     form = form or os.environ.get("KVTIER_INDEX") or ("numba" if find_spec("numba") else "python")
     if form not in (*FORMS, AUTO):
         raise InputError(f"index form: expected one of {', '.join((*FORMS, AUTO))}, got {form!r}")
@@ -36,7 +38,8 @@ def choose_form(form: str | None) -> str:
 def allowance_of(keys: Keys, budget: int) -> int:
     """Return how many bytes of a budget are for what is beside the table and the names.
 
-    Blocks that wait for their parent are large. Duplicates, which an index with the engine's keys remembers too, are few.
+    Blocks that wait for their parent are large. Duplicates, which an index with the engine's keys remembers
+    too, are few.
     """
     return budget // (8 if keys == "xxh3" else 64)
 
@@ -47,7 +50,9 @@ def make_form(form: str, keys: Keys, budget: int) -> tuple[Table, Names | None]:
     table_budget = left if keys == "engine" else left * 2 // 5
     if form == "numba" and table_budget < _MIN_TABLE:
         least = _MIN_TABLE * budget // table_budget + 1 if table_budget else _MIN_TABLE * 3
-        raise InputError(f"budget: expected at least {least} bytes for a compiled index with {keys} keys, got {budget}")
+        raise InputError(
+            f"budget: expected at least {least} bytes for a compiled index with {keys} keys, got {budget}"
+        )
     if form == "python":
         plain = PlainTable(table_budget)
         return plain, PlainNames(plain, left - table_budget) if keys == "xxh3" else None

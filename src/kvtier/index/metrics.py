@@ -47,7 +47,11 @@ def _of_indexes(service: Service) -> Iterator[str]:
         ("dropped", MetricKind.COUNTER, "Blocks refused because the budget was spent."),
         ("unknown", MetricKind.COUNTER, "Removals of blocks that were not held."),
         ("ignored", MetricKind.COUNTER, "Blocks of groups that no prefix match can be made of."),
-        ("refused", MetricKind.COUNTER, "Blocks of another size, with wrong tokens, or in a place too many."),
+        (
+            "refused",
+            MetricKind.COUNTER,
+            "Blocks of another size, with wrong tokens, or in a place too many.",
+        ),
         ("orphans_dropped", MetricKind.COUNTER, "Blocks that found no room to wait for their parents."),
     ):
         yield _family(field, kind, text, [(labels, float(count[field])) for labels, count in counts])
@@ -81,8 +85,12 @@ def _of_sources(service: Service) -> Iterator[str]:
             lags.append((labels, status.lag))
         for name, value in status.counters.as_dict().items():
             counted.setdefault(name, []).append((labels, float(value)))
-    yield _family("source_state", MetricKind.GAUGE, "1 for the state that answers about a publisher have.", states)
-    yield _family("source_ignored_batches", MetricKind.COUNTER, "Batches that could not be applied.", ignored)
+    yield _family(
+        "source_state", MetricKind.GAUGE, "1 for the state that answers about a publisher have.", states
+    )
+    yield _family(
+        "source_ignored_batches", MetricKind.COUNTER, "Batches that could not be applied.", ignored
+    )
     yield _family("source_lag_seconds", MetricKind.GAUGE, "Age of a newest batch when it was applied.", lags)
     yield _family("source_connected", MetricKind.GAUGE, "Whether a publisher is connected.", connected)
     for name, samples in counted.items():

@@ -1,10 +1,12 @@
-"""From plain Python to compiled loops while questions are answered: nothing is lost, and nobody waits for long.
+"""From plain Python to compiled loops while questions are answered: nothing is lost, and nobody waits for
+long.
 
-numba takes a minute or two to compile everything on a new machine. An index of form `auto` therefore starts as a
-plain one. A child process compiles, since the compiler would keep the interpreter to itself for long stretches, and
-leaves its work on disk; a thread loads that (or compiles, where nothing was left) and then copies. From the start of
-the copying every change is made in both forms, so a block that is copied late is as good as one copied early; when
-all is copied the compiled form takes over. Where it cannot take all (a very small budget) the index stays plain.
+numba takes a minute or two to compile everything on a new machine. An index of form `auto` therefore starts
+as a plain one. A child process compiles, since the compiler would keep the interpreter to itself for long
+stretches, and leaves its work on disk; a thread loads that (or compiles, where nothing was left) and then
+copies. From the start of the copying every change is made in both forms, so a block that is copied late is
+as good as one copied early; when all is copied the compiled form takes over. Where it cannot take all (a
+very small budget) the index stays plain.
 
 The lock of the index is held for a slice of about a thousand blocks at a time.
 """
@@ -66,7 +68,9 @@ Use = Callable[[Table, Names | None], None]
 
 def start(index: PrefixIndex) -> None:
     """Compile in the background, then make the index go over to the compiled form."""
-    threading.Thread(target=_run, args=(weakref.ref(index),), name="kvtier-index-compile", daemon=True).start()
+    threading.Thread(
+        target=_run, args=(weakref.ref(index),), name="kvtier-index-compile", daemon=True
+    ).start()
 
 
 def _run(wanted: weakref.ref[PrefixIndex]) -> None:
@@ -84,7 +88,10 @@ def _run(wanted: weakref.ref[PrefixIndex]) -> None:
 
 
 def _compile_aside(keys: Keys) -> None:
-    """Let a child process compile, once for each kind of keys. Whatever goes wrong with it shows when the index is warmed up."""
+    """Let a child process compile, once for each kind of keys.
+
+    Whatever goes wrong with it shows when the index is warmed up.
+    """
     if keys in _compiled or not sys.executable:
         return
     _compiled.add(keys)
@@ -97,7 +104,10 @@ def _compile_aside(keys: Keys) -> None:
 
 
 class SwitchingDecoder:
-    """Decodes batches for an index of form `auto`, with compiled loops once there are any. Not for several threads at once."""
+    """Decodes batches for an index of form `auto`, with compiled loops once there are any.
+
+    Not for several threads at once.
+    """
 
     def __init__(self, index: PrefixIndex) -> None:
         self._index, self._tokens = index, index.keys == "xxh3"
@@ -109,18 +119,26 @@ class SwitchingDecoder:
             from kvtier.index.compiled.scan import Scanner
 
             self._scanner = Scanner(self._tokens)
-        return self._scanner(payload) if self._scanner is not None else decode_batch(payload, tokens=self._tokens)
+        return (
+            self._scanner(payload)
+            if self._scanner is not None
+            else decode_batch(payload, tokens=self._tokens)
+        )
 
 
 def move(lock: threading.RLock, old: PlainParts, new: CompiledParts, use: Use) -> Iterator[None]:
-    """Copy what there is, one slice for each step, and then use the new form. Nobody else holds the lock between steps."""
+    """Copy what there is, one slice for each step, and then use the new form.
+
+    Nobody else holds the lock between steps.
+    """
     both = MovingTable(old.table, new.table)
     names = None
     with lock:
         use(both, old.names)
     yield from _copy_blocks(lock, old.table, new.table)
     if old.names is not None and new.names is not None:
-        # only now, since a full book asks the table which names are needed, and the table must know of all blocks
+        # only now, since a full book asks the table which names are needed, and the table must know of all
+        # blocks
         names = MovingNames(old.names, new.names)
         with lock:
             use(both, names)
@@ -178,7 +196,9 @@ class MovingTable:
         self._old.require(worker, groups)
         self._new.require(worker, groups)
 
-    def apply(self, worker: int, steps: Steps, hashes: Hashes, unique: bool = False) -> tuple[int, int] | None:
+    def apply(
+        self, worker: int, steps: Steps, hashes: Hashes, unique: bool = False
+    ) -> tuple[int, int] | None:
         stopped = self._old.apply(worker, steps, hashes, unique)
         if stopped is not None:
             steps = steps[: stopped[0] + 1].copy()

@@ -1,8 +1,8 @@
 """What each worker's engine calls the blocks of an index whose keys are hashes of tokens.
 
-Removals and parents name blocks by the engine's hash. A name is remembered as long as the worker holds the block, and a
-little longer: names of blocks that are gone are tidied away when they become as many as the others. A book of names is
-bounded; what does not fit is refused. Not for several threads at once.
+Removals and parents name blocks by the engine's hash. A name is remembered as long as the worker holds the
+block, and a little longer: names of blocks that are gone are tidied away when they become as many as the
+others. A book of names is bounded; what does not fit is refused. Not for several threads at once.
 """
 
 from __future__ import annotations

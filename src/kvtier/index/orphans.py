@@ -1,8 +1,9 @@
 """Stores that came before their parent wait here instead of being lost.
 
-A block is named by its tokens and its parent's key, so a store whose parent is unknown has no key yet. `Orphans` keeps
-such stores, one block each, until the parent shows up. It is bounded, in number and by an allowance of bytes that other
-workers share: when it is full the one of this worker that waited longest is dropped and counted.
+A block is named by its tokens and its parent's key, so a store whose parent is unknown has no key yet.
+`Orphans` keeps such stores, one block each, until the parent shows up. It is bounded, in number and by an
+allowance of bytes that other workers share: when it is full the one of this worker that waited longest is
+dropped and counted.
 
 Not for several threads at once.
 """
@@ -97,11 +98,17 @@ class Orphans(Generic[T]):
         return orphan.item
 
     def check(self) -> None:
-        """Raise `IntegrityError` unless every item is found by its parent and by its key, and nothing else is."""
+        """Raise `IntegrityError` unless every item is found by its parent and by its key, and nothing else
+        is.
+        """
         expected = {ticket: (orphan.parent, orphan.key) for ticket, orphan in self._items.items()}
-        by_parent = {ticket: parent for parent in self._by_parent for ticket in _tickets(self._by_parent, parent)}
+        by_parent = {
+            ticket: parent for parent in self._by_parent for ticket in _tickets(self._by_parent, parent)
+        }
         by_key = {ticket: key for key in self._by_key for ticket in _tickets(self._by_key, key)}
-        if expected != {ticket: (by_parent.get(ticket), by_key.get(ticket)) for ticket in by_parent | by_key}:
+        if expected != {
+            ticket: (by_parent.get(ticket), by_key.get(ticket)) for ticket in by_parent | by_key
+        }:
             raise IntegrityError(
                 f"orphans: {len(expected)} items, but {len(by_parent)} by parent, {len(by_key)} by key"
             )

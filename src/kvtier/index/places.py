@@ -1,12 +1,13 @@
 """Where a worker can hold blocks, which tier that is, and which of its groups count.
 
-An event names a medium, and perhaps a group, an owner and a locality. Each combination is a lane of its own, so that a
-removal from one never takes a block from another. Media that nobody has heard of count as storage.
+An event names a medium, and perhaps a group, an owner and a locality. Each combination is a lane of its own,
+so that a removal from one never takes a block from another. Media that nobody has heard of count as storage.
 
-Only groups of full attention count, and where a worker has several, a block counts on a tier if all of them hold it
-there. Of a group with a sliding window or a recurrent state a prefix match says nothing: an engine that has such groups too
-may be able to use less of a prefix than is said here, as with every other indexer of these events. A group whose events do not
-say what it is counts if it is the first, or was heard of before.
+Only groups of full attention count, and where a worker has several, a block counts on a tier if all of them
+hold it there. Of a group with a sliding window or a recurrent state a prefix match says nothing: an engine
+that has such groups too may be able to use less of a prefix than is said here, as with every other indexer
+of these events. A group whose events do not say what it is counts if it is the first, or was heard of
+before.
 
 Not for several threads at once.
 """
@@ -53,9 +54,16 @@ class Lanes:
         return self._by_place.get(place)
 
     def needed(self, groups: Iterable[int]) -> int:
-        """Return a bit for each of these groups. All bits, which nobody can fulfil, where a group cannot be numbered."""
+        """Return a bit for each of these groups.
+
+        All bits, which nobody can fulfil, where a group cannot be numbered.
+        """
         numbers = [self._group(group) for group in groups]
-        return (1 << MAX_LANES) - 1 if None in numbers else sum(1 << number for number in numbers if number is not None)
+        return (
+            (1 << MAX_LANES) - 1
+            if None in numbers
+            else sum(1 << number for number in numbers if number is not None)
+        )
 
     def _group(self, group: int) -> int | None:
         """Return the number of a group, `None` where there can be no more of them."""
@@ -64,7 +72,9 @@ class Lanes:
         return self._groups.get(group)
 
     def make(self, place: Place, table: Table) -> int | None:
-        """Return the lane of a place, and add it to the table if it is new; `None` where there can be no more."""
+        """Return the lane of a place, and add it to the table if it is new; `None` where there can be no
+        more.
+        """
         number = self._by_place.get(place)
         group = self._group(place[1])
         if number is None and group is not None:
@@ -81,7 +91,9 @@ class Groups:
 
     def __init__(self) -> None:
         self.counted: set[int] = set()
-        self.unclear: Counter[int] = Counter()  # blocks that were left out: what their group is was not known
+        self.unclear: Counter[int] = (
+            Counter()
+        )  # blocks that were left out: what their group is was not known
         self._others: set[int] = set()  # groups of another kind than full attention
 
     @property

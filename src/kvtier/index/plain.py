@@ -1,8 +1,8 @@
 """The table in plain Python: a dict of holder sets. Same answers as the compiled one, no compiler needed.
 
-A block costs more here, 128 bytes by the worst reckoning (its hash, its place in a dict just after the dict has doubled,
-and the old dict that is copied from at that moment), and that is what the budget counts. A block that finds no room is
-refused and counted. Not for several threads at once: `PrefixIndex` sees to that.
+A block costs more here, 128 bytes by the worst reckoning (its hash, its place in a dict just after the dict
+has doubled, and the old dict that is copied from at that moment), and that is what the budget counts. A
+block that finds no room is refused and counted. Not for several threads at once: `PrefixIndex` sees to that.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ _SLICE = 1024
 
 
 class _Holders:
-    """A holder set: bit `worker * MAX_LANES + lane` of `mask` for each holder, and how many blocks have it."""
+    """A holder set: bit `worker * MAX_LANES + lane` of `mask` for each holder, and how many
+    blocks have it.
+    """
 
     __slots__ = ("blocks", "mask")
 
@@ -89,9 +91,11 @@ class PlainTable:
     def require(self, worker: int, groups: int) -> None:
         self._needed[worker] = groups
 
-    # -- changes -----------------------------------------------------------------------------------------------------------
+    # -- changes -----------------------------------------------------------------------------------
 
-    def apply(self, worker: int, steps: Steps, hashes: Hashes, unique: bool = False) -> tuple[int, int] | None:
+    def apply(
+        self, worker: int, steps: Steps, hashes: Hashes, unique: bool = False
+    ) -> tuple[int, int] | None:
         keys, start = hashes.tolist(), 0
         for step, (op, lane, count) in enumerate(steps[:, :3].tolist()):
             part = keys[start : start + count]
@@ -210,12 +214,15 @@ class PlainTable:
             self._sweep()
 
     def _sweep(self) -> None:
-        """Remove the entries that nobody holds. Done when they are half of all, so that an entry is passed but a few times."""
+        """Remove the entries that nobody holds.
+
+        Done when they are half of all, so that an entry is passed but a few times.
+        """
         for key in [key for key, holders in self._blocks.items() if not holders.mask]:
             self._release(self._blocks.pop(key))
         self._dead = 0
 
-    # -- questions ---------------------------------------------------------------------------------------------------------
+    # -- questions ---------------------------------------------------------------------------------
 
     def match(self, hashes: Hashes, offsets: npt.NDArray[np.int64]) -> Columns:
         out = np.zeros((len(offsets) - 1, len(self._held), 7), np.int32)
@@ -226,7 +233,9 @@ class PlainTable:
         return out
 
     def _walk(self, keys: list[int]) -> dict[int, list[int]]:
-        """Return the columns of each worker that holds the first block; runs of blocks with equal holders count as one step."""
+        """Return the columns of each worker that holds the first block; runs of blocks with equal holders
+        count as one step.
+        """
         columns: dict[int, list[int]] = {}
         walkers: dict[int, list[int]] = {}  # worker -> which columns still run
         last: int | None = None
@@ -258,7 +267,9 @@ class PlainTable:
         held: dict[int, int] = {}
         for worker, lane in _holders(mask):
             held[worker] = held.get(worker, 0) | 1 << lane
-        on = {worker: usable_tiers(lanes, self._needed[worker], self._lanes) for worker, lanes in held.items()}
+        on = {
+            worker: usable_tiers(lanes, self._needed[worker], self._lanes) for worker, lanes in held.items()
+        }
         return {worker: tiers for worker, tiers in on.items() if tiers}
 
     def holds(self, worker: int, hashes: Hashes) -> npt.NDArray[np.bool_]:
@@ -308,14 +319,19 @@ class PlainTable:
         counted = Counter(place for holders in self._blocks.values() for place in _holders(holders.mask))
         held = {(w, lane): n for w, lanes in enumerate(self._held) for lane, n in enumerate(lanes) if n}
         wrong = {
-            "blocks of a set": Counter(self._blocks.values()) != Counter({known: known.blocks for known in self._all}),
-            "sets by mask": any(known.mask != mask or known not in self._all for mask, known in self._sets.items()),
+            "blocks of a set": Counter(self._blocks.values())
+            != Counter({known: known.blocks for known in self._all}),
+            "sets by mask": any(
+                known.mask != mask or known not in self._all for mask, known in self._sets.items()
+            ),
             "dead entries": sum(not known.mask for known in self._blocks.values()) != self._dead,
             "blocks per worker": counted != held,
             "bytes": self._bytes() > self._budget,
         }
         if any(wrong.values()):
-            raise IntegrityError(f"index table: wrong {', '.join(name for name, bad in wrong.items() if bad)}")
+            raise IntegrityError(
+                f"index table: wrong {', '.join(name for name, bad in wrong.items() if bad)}"
+            )
 
 
 def _holders(mask: int) -> Iterator[tuple[int, int]]:
@@ -327,9 +343,11 @@ def _holders(mask: int) -> Iterator[tuple[int, int]]:
 
 
 def _narrow(running: list[int], tiers: int, columns: list[int], depth: int) -> list[int]:
-    """Return which of a worker's columns go on past a block that it holds on `tiers`, and write down where the others end.
+    """Return which of a worker's columns go on past a block that it holds on `tiers`, and write down where
+    the others end.
 
-    Column 0 needs any tier, 1 to 3 theirs, and 4 to 6 are one walk: off the GPU it goes on with the CPU, then with storage.
+    Column 0 needs any tier, 1 to 3 theirs, and 4 to 6 are one walk: off the GPU it goes on with the CPU,
+    then with storage.
     """
     left = []
     for column in running:

@@ -6,14 +6,16 @@
             index.follow(update)
     index.match(hashes)
 
-Keys are the engine's own hashes, or (`keys="xxh3"`) hashes of the tokens, equal for all engines. Two table forms give the
-same answers: compiled by numba (the extra `index`), or plain Python. The environment variable `KVTIER_INDEX`, or the
-parameter `form`, picks one; otherwise numba is used where it is installed. `form="auto"` answers in plain Python until
-numba has compiled in the background, and then goes over to the compiled form without losing anything.
+Keys are the engine's own hashes, or (`keys="xxh3"`) hashes of the tokens, equal for all engines. Two table
+forms give the same answers: compiled by numba (the extra `index`), or plain Python. The environment variable
+`KVTIER_INDEX`, or the parameter `form`, picks one; otherwise numba is used where it is installed.
+`form="auto"` answers in plain Python until numba has compiled in the background, and then goes over to the
+compiled form without losing anything.
 
-The table, the names that keys by XXH3 need, blocks that wait for their parent and counts of duplicates together never take
-more than the byte budget. A block that finds no room is refused and counted, and so is one of another block size or in a
-place too many; its worker is then `incomplete()` until it is next cleared. An index may know too little, never too much.
+The table, the names that keys by XXH3 need, blocks that wait for their parent and counts of duplicates
+together never take more than the byte budget. A block that finds no room is refused and counted, and so is
+one of another block size or in a place too many; its worker is then `incomplete()` until it is next cleared.
+An index may know too little, never too much.
 
 Any thread may call anything here; calls exclude each other, and a batch is applied as a whole.
 """
@@ -61,8 +63,8 @@ _U64 = (1 << 64) - 1
 
 
 class WorkerStats(NamedTuple):
-    """What one worker holds on each tier, how many blocks wait for their parent, and how many were refused since it was
-    last cleared."""
+    """What one worker holds on each tier, how many blocks wait for their parent, and how many were refused
+    since it was last cleared."""
 
     blocks: dict[StorageTier, int]
     waiting: int
@@ -70,10 +72,11 @@ class WorkerStats(NamedTuple):
 
 
 class IndexStats(NamedTuple):
-    """An index's size. `bytes` is what the budget bounds. Counters, which only grow: `dropped`, blocks that found no room;
-    `unknown`, removals of what was not held; `ignored`, blocks of groups that no prefix match can be made of; `refused`, blocks
-    of another size, with tokens that are not those of whole blocks, or in a place too many; `orphans_dropped`, blocks that
-    found no room to wait for their parent. `waiting` blocks do so now."""
+    """An index's size. `bytes` is what the budget bounds. Counters, which only grow: `dropped`, blocks that
+    found no room; `unknown`, removals of what was not held; `ignored`, blocks of groups that no prefix match
+    can be made of; `refused`, blocks of another size, with tokens that are not those of whole blocks, or in
+    a place too many; `orphans_dropped`, blocks that found no room to wait for their parent. `waiting` blocks
+    do so now."""
 
     form: str
     blocks: int
@@ -105,11 +108,12 @@ class PrefixIndex:
     ) -> None:
         """Start empty.
 
-        `block_size` is the number of tokens in a block; `None` takes that of the first store, and until then no prompt matches.
-        Stores of other sizes are refused, whatever the keys are: answers count blocks, and must mean the same of every worker.
-        `seed` is the engine's hash seed, which questions about tokens need. `counting` is how workers announce blocks
-        unless `add_worker` says otherwise: `set` once each, as kvtier does, or `count` once for every copy, as vLLM and SGLang
-        do. `orphan_limit` is how many blocks of a worker may wait for their parent; that matters with keys by XXH3 only.
+        `block_size` is the number of tokens in a block; `None` takes that of the first store, and until then
+        no prompt matches. Stores of other sizes are refused, whatever the keys are: answers count blocks,
+        and must mean the same of every worker. `seed` is the engine's hash seed, which questions about
+        tokens need. `counting` is how workers announce blocks unless `add_worker` says otherwise: `set` once
+        each, as kvtier does, or `count` once for every copy, as vLLM and SGLang do. `orphan_limit` is how
+        many blocks of a worker may wait for their parent; that matters with keys by XXH3 only.
         """
         if keys not in ("engine", "xxh3"):
             raise InputError(f"keys: expected engine or xxh3, got {keys!r}")
@@ -139,7 +143,10 @@ class PrefixIndex:
         return tuple(self._workers)
 
     def decoder(self) -> Callable[[bytes], Batch]:
-        """Return what reads batches fastest for this index: give it to a subscriber. Each thread needs its own."""
+        """Return what reads batches fastest for this index: give it to a subscriber.
+
+        Each thread needs its own.
+        """
         if self._form == AUTO:
             return moving.SwitchingDecoder(self)
         if self.form == "numba":
@@ -149,7 +156,9 @@ class PrefixIndex:
         return partial(decode_batch, tokens=self.keys == "xxh3")
 
     def warm_up(self) -> None:
-        """Compile what this kind of index needs, on one of its own: a minute once on a machine, then next to nothing."""
+        """Compile what this kind of index needs, on one of its own: a minute once on a machine, then next to
+        nothing.
+        """
         form = "numba" if self._form == AUTO else self._form
         twin = PrefixIndex(keys=self.keys, block_size=1, budget=1 << 20, form=form, counting="count")
         decode, encoder = twin.decoder(), EventEncoder()
@@ -168,10 +177,13 @@ class PrefixIndex:
         if twin._book is not None:
             twin._book.sweep()
 
-    # -- form --------------------------------------------------------------------------------------------------------------
+    # -- form --------------------------------------------------------------------------------------
 
     def _make_form(self, form: str) -> tuple[Table, Names | None]:
-        """Make a table and names. Plain ones leave room for the compiled ones that may be made beside them."""
+        """Make a table and names.
+
+        Plain ones leave room for the compiled ones that may be made beside them.
+        """
         is_first = self._form == AUTO and form == "python"
         return make_form(form, self.keys, self._budget * 3 // 4 if is_first else self._budget)
 
@@ -183,7 +195,9 @@ class PrefixIndex:
                 worker.translator.move(book, table)
 
     def go_over(self) -> Iterator[None]:
-        """Go over from the plain form to the compiled one, a slice for each step: see `kvtier.index.moving`."""
+        """Go over from the plain form to the compiled one, a slice for each step: see
+        `kvtier.index.moving`.
+        """
         with self._lock:
             table, book = self._make_form("numba")
             for lane in self._lanes.lanes[LANES:]:
@@ -194,10 +208,12 @@ class PrefixIndex:
             old, new = moving.PlainParts(self._table, self._book), moving.CompiledParts(table, book)  # type: ignore[arg-type]
         yield from moving.move(self._lock, old, new, self._use)
 
-    # -- workers -----------------------------------------------------------------------------------------------------------
+    # -- workers -----------------------------------------------------------------------------------
 
     def expect_block_size(self, block_size: int) -> None:
-        """Take a block size where none is known yet; what is held stays, and what was refused is still said."""
+        """Take a block size where none is known yet; what is held stays, and what was refused is
+        still said.
+        """
         with self._lock:
             if self.block_size is None:
                 self.block_size = block_size
@@ -211,11 +227,18 @@ class PrefixIndex:
     def _add(self, name: str, counting: Counting) -> KnownWorker:
         slot = self._names.index(None) if None in self._names else len(self._names)
         if not self._table.grow(slot + 1):
-            raise InputError(f"worker {name!r}: the index has no room for more than {slot} workers; raise its budget")
+            raise InputError(
+                f"worker {name!r}: the index has no room for more than {slot} workers; raise its budget"
+            )
         counts, translator = counting == "count", None
         if self._book is not None:
             translator = Translator(
-                slot, self._book, self._table, allowance=self._allowance, limit=self._orphan_limit, counts=counts
+                slot,
+                self._book,
+                self._table,
+                allowance=self._allowance,
+                limit=self._orphan_limit,
+                counts=counts,
             )
         self._names = (*self._names[:slot], name, *self._names[slot + 1 :])
         made = KnownWorker(name, slot, DuplicateCounts(self._allowance) if counts else None, translator)
@@ -245,7 +268,7 @@ class PrefixIndex:
         self._table.clear(worker.slot)
         worker.clear()
 
-    # -- changes -----------------------------------------------------------------------------------------------------------
+    # -- changes -----------------------------------------------------------------------------------
 
     def follow(self, update: Update) -> None:
         """Apply what a subscriber says; its sources are the workers."""
@@ -283,7 +306,9 @@ class PrefixIndex:
                     self.apply(worker, batch)
 
     def _is_plain(self, worker: KnownWorker, batch: Any, steps: Steps) -> bool:
-        """Tell whether scanned events, which are of the first group, can be applied without a look at each of them."""
+        """Tell whether scanned events, which are of the first group, can be applied without a look at each
+        of them.
+        """
         if worker.groups.first_counts is None and (steps[:, 0] == Op.STORED).any():
             worker.groups.counted.add(0)
             self._table.require(worker.slot, self._lanes.needed((0,)))
@@ -353,7 +378,8 @@ class PrefixIndex:
         first: int = 0,
         done: int = 0,
     ) -> None:
-        """Apply steps of a worker that has two copies of a block, one by one, since each depends on those before.
+        """Apply steps of a worker that has two copies of a block, one by one, since each depends on those
+        before.
 
         Begins at step `first`, of which `done` hashes are done.
         """
@@ -373,7 +399,10 @@ class PrefixIndex:
                 self._table.apply(worker.slot, np.array([(op, lane, len(last))]), np.array(last, np.uint64))
 
     def _lane(self, worker: KnownWorker, event: BlockStored | BlockRemoved) -> int | None:
-        """Return the lane of an event's place, `None` for one that is of no interest or refused. A store makes it if need be."""
+        """Return the lane of an event's place, `None` for one that is of no interest or refused.
+
+        A store makes it if need be.
+        """
         place, count = place_of(event), len(event.block_hashes)
         if isinstance(event, BlockRemoved):
             return self._lanes.get(place)
@@ -392,7 +421,9 @@ class PrefixIndex:
         return lane
 
     def _admit(self, worker: KnownWorker, event: BlockStored) -> bool:
-        """Tell whether a store's group counts; a group that is new is needed from now on, whatever becomes of the store."""
+        """Tell whether a store's group counts; a group that is new is needed from now on, whatever becomes
+        of the store.
+        """
         counted = set(worker.groups.counted)
         counts = worker.groups.admit(event)
         if worker.groups.counted != counted:
@@ -409,17 +440,22 @@ class PrefixIndex:
         dropped = self._table.dropped(worker.slot)
         return worker.reason(dropped, self.block_size) if dropped or worker.is_marred else ""
 
-    # -- questions ---------------------------------------------------------------------------------------------------------
+    # -- questions ---------------------------------------------------------------------------------
 
     def match(self, hashes: npt.ArrayLike) -> Match:
-        """Return how many of these leading blocks each worker holds. A `uint64` array is taken as it is, without a copy."""
+        """Return how many of these leading blocks each worker holds.
+
+        A `uint64` array is taken as it is, without a copy.
+        """
         wanted = _as_hashes(hashes)
         with self._lock:
             columns = self._table.match(wanted, np.array((0, len(wanted))))
             return columns_of(self._names, columns[0, : len(self._names)])
 
     def match_many(self, queries: Sequence[npt.ArrayLike]) -> Match:
-        """Answer many questions at once; the arrays of the answer have the question as their first dimension."""
+        """Answer many questions at once; the arrays of the answer have the question as their first
+        dimension.
+        """
         arrays = [_as_hashes(query) for query in queries]
         offsets = np.cumsum([0] + [len(array) for array in arrays])
         with self._lock:
@@ -452,15 +488,18 @@ class PrefixIndex:
         return keys
 
     def entries(self) -> list[Entry]:
-        """Return all that is held now: worker, key, tier. Others wait meanwhile; `dump` does not make them."""
+        """Return all that is held now: worker, key, tier.
+
+        Others wait meanwhile; `dump` does not make them.
+        """
         with self._lock:
             return [entry for keys in self._table.hashes() for entry in self._entries(keys, keys)]
 
     def dump(self) -> Iterator[list[Entry]]:
         """Yield what is held, about a thousand blocks at a time: worker, the engine's hash, tier.
 
-        Others wait for one such part at most. A block that stays comes once (by each hash that the engine has for it); one that
-        comes or goes meanwhile may come or not.
+        Others wait for one such part at most. A block that stays comes once (by each hash that the engine
+        has for it); one that comes or goes meanwhile may come or not.
         """
         with self._lock:
             book, blocks = self._book, self._table.hashes()
@@ -492,8 +531,12 @@ class PrefixIndex:
                 return
             yield part
 
-    def _entries(self, hashes: Hashes, keys: Hashes, workers: npt.NDArray[np.uint32] | None = None) -> list[Entry]:
-        """Return who holds blocks on which tiers, under the names `hashes`; of each block one worker, if `workers` are given."""
+    def _entries(
+        self, hashes: Hashes, keys: Hashes, workers: npt.NDArray[np.uint32] | None = None
+    ) -> list[Entry]:
+        """Return who holds blocks on which tiers, under the names `hashes`; of each block one worker, if
+        `workers` are given.
+        """
         wanted = [None] * len(keys) if workers is None else workers.tolist()
         return [
             (name, called, tier)
@@ -505,7 +548,10 @@ class PrefixIndex:
         ]
 
     def worker_stats(self, worker: str) -> WorkerStats:
-        """Return what one worker holds. Where it has several groups, a tier has as many blocks as the group with the fewest."""
+        """Return what one worker holds.
+
+        Where it has several groups, a tier has as many blocks as the group with the fewest.
+        """
         with self._lock:
             known = self._workers[worker]
             needed = self._lanes.needed(known.groups.counted)
@@ -513,11 +559,15 @@ class PrefixIndex:
             for lane, count in zip(self._lanes.lanes, self._table.held(known.slot), strict=True):
                 held[lane.tier][lane.group] += count
             groups = [group for group in range(MAX_LANES) if needed >> group & 1]
-            blocks = {tier: min((counts[group] for group in groups), default=0) for tier, counts in held.items()}
+            blocks = {
+                tier: min((counts[group] for group in groups), default=0) for tier, counts in held.items()
+            }
             return WorkerStats(blocks, known.waiting, self._table.dropped(known.slot))
 
     def incomplete(self) -> dict[str, str]:
-        """Return the workers of which less is known than was told, and why; a clear of a worker takes it out again."""
+        """Return the workers of which less is known than was told, and why; a clear of a worker takes it out
+        again.
+        """
         with self._lock:
             reasons = {name: self._reason(worker) for name, worker in self._workers.items()}
             return {name: reason for name, reason in reasons.items() if reason}
@@ -560,7 +610,12 @@ class PrefixIndex:
 
 def _as_hashes(hashes: npt.ArrayLike) -> Hashes:
     """Return hashes as one flat array; negative ones are the same 64 bits seen as signed."""
-    if isinstance(hashes, np.ndarray) and hashes.dtype == np.uint64 and hashes.ndim == 1 and hashes.flags.c_contiguous:
+    if (
+        isinstance(hashes, np.ndarray)
+        and hashes.dtype == np.uint64
+        and hashes.ndim == 1
+        and hashes.flags.c_contiguous
+    ):
         return hashes
     try:
         return np.array([int(number) & _U64 for number in hashes], np.uint64)  # type: ignore[union-attr, arg-type]

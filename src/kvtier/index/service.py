@@ -154,7 +154,10 @@ class Followed:
         return [self.registration.worker(rank) for rank in sorted(self.ranks or {0})]
 
     def speaks_only_for(self, rank: int) -> bool:
-        """Return whether this registration names no rank and speaks for this one. `Conflict` if for others too."""
+        """Return whether this registration names no rank and speaks for this one.
+
+        `Conflict` if for others too.
+        """
         ranks = self.ranks or {0}
         if self.registration.rank is not None or rank not in ranks:
             return False
@@ -220,7 +223,7 @@ class Service:
         self._subscriber.close()
         self._thread.join()
 
-    # -- registrations ---------------------------------------------------------------------------------
+    # -- registrations -----------------------------------------------------------------------------
 
     def register(self, new: Registration) -> None:
         """Follow a publisher. `Conflict` where it, or another block size, is there already."""
@@ -277,8 +280,8 @@ class Service:
     ) -> list[Registration]:
         """Follow an instance no more, or one rank of it, and forget what it holds; return what is gone.
 
-        A registration without a rank goes with the only rank it speaks for. `Conflict` where it speaks for more:
-        its stream is followed as a whole or not at all.
+        A registration without a rank goes with the only rank it speaks for. `Conflict` where it speaks for
+        more: its stream is followed as a whole or not at all.
         """
         with self._lock:
             gone = [
@@ -307,7 +310,7 @@ class Service:
             del group.speakers[name]
             group.index.remove_worker(name)
 
-    # -- the following thread --------------------------------------------------------------------------
+    # -- the following thread ----------------------------------------------------------------------
 
     def _follow(self) -> None:
         try:
@@ -377,7 +380,7 @@ class Service:
         followed.ranks.add(rank)
         return ""
 
-    # -- questions -------------------------------------------------------------------------------------
+    # -- questions ---------------------------------------------------------------------------------
 
     def group(self, key: GroupKey) -> Group:
         """Return a group. `NotFound` where nobody is registered for it."""

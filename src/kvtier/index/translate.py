@@ -1,11 +1,11 @@
 """From events, which name blocks by the engine's hashes, to the keys of an index that hashes tokens.
 
-A store whose parent is unknown waits for it. A store without tokens, as some engines send for lower tiers, waits until
-the same block comes with tokens. What waits, and the names of blocks under a cache salt, take bytes of an allowance;
-what finds no room there is dropped and counted.
+A store whose parent is unknown waits for it. A store without tokens, as some engines send for lower tiers,
+waits until the same block comes with tokens. What waits, and the names of blocks under a cache salt, take
+bytes of an allowance; what finds no room there is dropped and counted.
 
-Blocks under a cache salt: engines name the salt with the first block only, so it is remembered along the chain.
-Not for several threads at once.
+Blocks under a cache salt: engines name the salt with the first block only, so it is remembered along the
+chain. Not for several threads at once.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from kvtier.index.xxh3 import chain_keys, extra_hashes, local_hashes, lora_of, s
 
 __all__ = ["Name", "Step", "Translator"]
 
-_ORPHAN_BYTES = (
-    1024  # of a block that waits, beside its tokens and extra keys; `tests/unit/test_index_bounds.py` weighs it
-)
+# of a block that waits, beside its tokens and extra keys; `tests/unit/test_index_bounds.py` weighs it
+_ORPHAN_BYTES = 1024
 _SALTED_BYTES = 320  # of a name under a salt
 
 Step = tuple[Op, int, list[int]]
@@ -95,10 +94,14 @@ class Translator:
         """Let at most `limit` blocks wait. `counts`: the engine announces every copy of a block."""
         self.worker = worker
         self.waiting: Orphans[_Run] = Orphans(limit, allowance)
-        self.misfits = 0  # blocks with tokens or extra keys not of whole blocks, or not as before; since the last clear
+        self.misfits = (
+            0  # blocks with tokens or extra keys not of whole blocks, or not as before; since the last clear
+        )
         self._names, self._table = names, table
         self._allowance, self._counts = allowance, counts
-        self._salted: dict[int, Name] = {}  # engine hash -> name of a block under a salt; the others are in `_names`
+        self._salted: dict[
+            int, Name
+        ] = {}  # engine hash -> name of a block under a salt; the others are in `_names`
         self._untidy = SLACK
 
     @property
@@ -139,7 +142,9 @@ class Translator:
     def release(self, hashes: Iterable[int], apply: Run) -> None:
         """Apply the stores that waited for these blocks."""
         steps = _Steps(apply)
-        self._store([waited for engine_hash in hashes for waited in self.waiting.release(engine_hash)], steps)
+        self._store(
+            [waited for engine_hash in hashes for waited in self.waiting.release(engine_hash)], steps
+        )
         steps.flush()
 
     def tidy(self) -> None:
@@ -150,7 +155,9 @@ class Translator:
         keys = np.fromiter((name.key for name in before.values()), np.uint64, len(before))
         held = self._table.holds(self.worker, keys).tolist()
         self._salted = {
-            engine_hash: name for (engine_hash, name), is_held in zip(before.items(), held, strict=True) if is_held
+            engine_hash: name
+            for (engine_hash, name), is_held in zip(before.items(), held, strict=True)
+            if is_held
         }
         self._allowance.give(_SALTED_BYTES * (len(before) - len(self._salted)))
         self._untidy = 2 * len(self._salted) + SLACK
@@ -184,7 +191,10 @@ class Translator:
                 ready += [waited for engine_hash in hashes for waited in self.waiting.release(engine_hash)]
 
     def _name(self, run: _Run, steps: _Steps) -> tuple[list[int], list[int]]:
-        """Name blocks that came with tokens; return their hashes and keys. Those before the first that can be named wait."""
+        """Name blocks that came with tokens; return their hashes and keys.
+
+        Those before the first that can be named wait.
+        """
         parent = Name(0) if run.parent is None else self._get(run.parent)
         first = 0
         while parent is None and first < len(run.hashes):
@@ -197,7 +207,9 @@ class Translator:
         # `first` blocks are done: either none, or those that wait and one whose name was known already
         width = len(run.tokens) // len(run.hashes)
         salt = run.salt if run.parent is None else parent.salt
-        local = local_hashes(run.tokens[first * width :], width // 4, seed_of(run.lora, salt), run.extra[first:])
+        local = local_hashes(
+            run.tokens[first * width :], width // 4, seed_of(run.lora, salt), run.extra[first:]
+        )
         keys = chain_keys(local, None if run.parent is None else parent.key)
         hashes = run.hashes[first:]
         if self._is_taken(hashes, keys.tolist(), steps):
@@ -210,9 +222,13 @@ class Translator:
         return known + hashes, [parent.key] * len(known) + keys.tolist()
 
     def _is_taken(self, hashes: list[int], keys: list[int], steps: _Steps) -> bool:
-        """Tell whether one of the blocks is held under another key: by a second name, no removal would find the first."""
+        """Tell whether one of the blocks is held under another key: by a second name, no removal would find
+        the first.
+        """
         known = map(self._get, hashes)
-        others = [name.key for name, key in zip(known, keys, strict=True) if name is not None and name.key != key]
+        others = [
+            name.key for name, key in zip(known, keys, strict=True) if name is not None and name.key != key
+        ]
         if not others:
             return False
         steps.flush()
@@ -221,7 +237,8 @@ class Translator:
     def _remember(self, hashes: list[int], keys: list[int], salt: str | None, steps: _Steps) -> bool:
         """Remember names; `False` where there is no room.
 
-        A full book forgets the names of what the table does not hold, so the table must first hold what was named before.
+        A full book forgets the names of what the table does not hold, so the table must first hold what was
+        named before.
         """
         if salt is None:
             named = np.array(keys, np.uint64)
@@ -259,7 +276,10 @@ class Translator:
         self.waiting.park(parent, key, block, block.size)
 
     def salted(self) -> Iterator[NamePart]:
-        """Yield the names of blocks under a salt, some at a time. They may change meanwhile: a name that stays comes once."""
+        """Yield the names of blocks under a salt, some at a time.
+
+        They may change meanwhile: a name that stays comes once.
+        """
         return parts_of(self.worker, list(self._salted), self._salted_key)
 
     def _salted_key(self, engine_hash: int) -> int | None:
@@ -270,7 +290,9 @@ class Translator:
         """Raise `IntegrityError` where what waits is not in order."""
         self.waiting.check()
         if not self._counts and len(self.waiting) != len(self.waiting.keys()):
-            raise IntegrityError("orphans: a block waits twice in a lane, of an engine that announces it once")
+            raise IntegrityError(
+                "orphans: a block waits twice in a lane, of an engine that announces it once"
+            )
 
 
 def _run_of(event: BlockStored, lane: int) -> _Run | None:

@@ -1,7 +1,8 @@
-"""What an index knows of one worker beside what the table holds of it: its groups, its duplicates, its names, its refusals.
+"""What an index knows of one worker beside what the table holds of it: its groups, its duplicates, its
+names, its refusals.
 
-A block that was refused, or dropped while it waited, is one that the index does not know of: `reason()` says so until the
-worker is cleared. Not for several threads at once.
+A block that was refused, or dropped while it waited, is one that the index does not know of: `reason()` says
+so until the worker is cleared. Not for several threads at once.
 """
 
 from __future__ import annotations
@@ -17,17 +18,24 @@ __all__ = ["KnownWorker"]
 class KnownWorker:
     """A worker of an index. `slot` is its number in the table."""
 
-    def __init__(self, name: str, slot: int, duplicates: DuplicateCounts | None, translator: Translator | None) -> None:
+    def __init__(
+        self, name: str, slot: int, duplicates: DuplicateCounts | None, translator: Translator | None
+    ) -> None:
         self.name, self.slot = name, slot
         self.duplicates, self.translator = duplicates, translator
         self.groups = Groups()
-        self.other_size, self.of_other_size = 0, 0  # the newest block size that was refused, and how many blocks
+        self.other_size, self.of_other_size = (
+            0,
+            0,
+        )  # the newest block size that was refused, and how many blocks
         self.no_lane = 0  # blocks refused since there can be no more lanes
         self.is_told = False  # it was logged that something is amiss
 
     @property
     def refused(self) -> int:
-        """How many blocks were refused since it was last cleared, those that the table refused not counted."""
+        """How many blocks were refused since it was last cleared, those that the table refused
+        not counted.
+        """
         misfits = 0 if self.translator is None else self.translator.misfits
         return self.no_lane + self.of_other_size + misfits
 
@@ -48,7 +56,9 @@ class KnownWorker:
             return True
         if self.duplicates is not None and self.duplicates.dropped:
             return True
-        return self.translator is not None and bool(self.translator.misfits or self.translator.waiting.dropped)
+        return self.translator is not None and bool(
+            self.translator.misfits or self.translator.waiting.dropped
+        )
 
     def bytes(self) -> int:
         """Return what is taken of the allowance."""
@@ -56,7 +66,9 @@ class KnownWorker:
         return names + (0 if self.duplicates is None else self.duplicates.bytes())
 
     def reason(self, dropped: int, block_size: int | None) -> str:
-        """Say in a line why less is known than was told, empty where all is known; the table `dropped` so many blocks."""
+        """Say in a line why less is known than was told, empty where all is known; the table `dropped` so
+        many blocks.
+        """
         translator, reasons = self.translator, []
         if self.of_other_size:
             size = self.other_size
@@ -69,15 +81,23 @@ class KnownWorker:
                 "or not those that they had before"
             )
         if self.no_lane:
-            reasons.append(f"{self.no_lane} blocks are in places beyond the {MAX_LANES} that an index can tell apart")
+            reasons.append(
+                f"{self.no_lane} blocks are in places beyond the {MAX_LANES} that an index can tell apart"
+            )
         if dropped:
             reasons.append(f"{dropped} blocks found no room: raise the index's budget")
         if self.orphans_dropped:
-            reasons.append(f"{self.orphans_dropped} blocks whose parent is unknown found no room to wait for it")
+            reasons.append(
+                f"{self.orphans_dropped} blocks whose parent is unknown found no room to wait for it"
+            )
         if self.duplicates is not None and self.duplicates.dropped:
-            reasons.append(f"{self.duplicates.dropped} second copies of blocks found no room: raise the index's budget")
+            reasons.append(
+                f"{self.duplicates.dropped} second copies of blocks found no room: raise the index's budget"
+            )
         for group, count in self.groups.unclear.items():
-            reasons.append(f"{count} blocks of group {group} were left out: events do not say its kind of attention")
+            reasons.append(
+                f"{count} blocks of group {group} were left out: events do not say its kind of attention"
+            )
         return "; ".join(reasons)
 
     def clear(self) -> None:

@@ -1,17 +1,18 @@
 """Keys that depend on tokens alone, so that engines which hash blocks differently can share one index.
 
-The scheme is that of Dynamo and of Mooncake's RFC: a block's local hash is XXH3-64 over its token ids (u32, little-endian)
-with a seed; its key chains the local hashes, and the first block's key is its local hash:
+The scheme is that of Dynamo and of Mooncake's RFC: a block's local hash is XXH3-64 over its token ids (u32,
+little-endian) with a seed; its key chains the local hashes, and the first block's key is its local hash:
 
     seed  = 1337 + xxh3(lora, 0) + xxh3(salt, 1)         what is absent or empty adds nothing; modulo 2^64
     local = xxh3(tokens [. hashes of extra keys], seed)
     key   = xxh3(parent's key . local, 1337)             both as 8 bytes, little-endian
 
-An image, sound or video whose identifier is 64 hex digits counts by its first 64 bits, as with Dynamo; any other extra
-key (an identifier of the user's, the digest of embeddings) by the hash of its msgpack bytes. Several are in ascending
-order. An adapter that has a number but no name is called `lora_id=<number>`.
+An image, sound or video whose identifier is 64 hex digits counts by its first 64 bits, as with Dynamo; any
+other extra key (an identifier of the user's, the digest of embeddings) by the hash of its msgpack bytes.
+Several are in ascending order. An adapter that has a number but no name is called `lora_id=<number>`.
 
-Everything here is pure and may be called from any thread. The compiled table brings faster forms of the same functions.
+Everything here is pure and may be called from any thread. The compiled table brings faster forms of the same
+functions.
 """
 
 from __future__ import annotations
@@ -29,7 +30,16 @@ import xxhash
 from kvtier.errors import InputError
 from kvtier.index.base import Hashes
 
-__all__ = ["SEED", "chain_keys", "extra_hashes", "local_hashes", "lora_of", "salt_of", "seed_of", "token_array"]
+__all__ = [
+    "SEED",
+    "chain_keys",
+    "extra_hashes",
+    "local_hashes",
+    "lora_of",
+    "salt_of",
+    "seed_of",
+    "token_array",
+]
 
 SEED = 1337
 _U64 = (1 << 64) - 1
@@ -60,9 +70,13 @@ def token_array(tokens: Sequence[int] | npt.NDArray[np.integer[Any]]) -> npt.NDA
 
 
 def local_hashes(
-    tokens: npt.NDArray[np.uint32] | bytes, block_size: int, seed: int = SEED, extra: Sequence[Sequence[int]] = ()
+    tokens: npt.NDArray[np.uint32] | bytes,
+    block_size: int,
+    seed: int = SEED,
+    extra: Sequence[Sequence[int]] = (),
 ) -> Hashes:
-    """Return the local hash of each full block; `extra[i]` are the hashes of what block `i` contains besides tokens.
+    """Return the local hash of each full block; `extra[i]` are the hashes of what block `i` contains besides
+    tokens.
 
     Tokens are an array, or its bytes in little-endian order.
     """
@@ -87,12 +101,16 @@ def chain_keys(local: Hashes, parent: int | None = None) -> Hashes:
 
 
 def lora_of(name: str | None, number: int | None) -> str | None:
-    """Return what an adapter is called: by its name, else by its number, of which engines give 0 or less to none."""
+    """Return what an adapter is called: by its name, else by its number, of which engines give 0 or less to
+    none.
+    """
     return name or (f"lora_id={number}" if number is not None and number > 0 else None)
 
 
 def salt_of(extra_keys: Sequence[Sequence[Any] | None] | None, lora: str | None) -> str | None:
-    """Return the cache salt among the first block's extra keys: the text that is neither the adapter nor an image."""
+    """Return the cache salt among the first block's extra keys: the text that is neither the adapter nor an
+    image.
+    """
     texts = [key for key in ((extra_keys[0] or ()) if extra_keys else ()) if isinstance(key, str)]
     if lora in texts:
         texts.remove(lora)
@@ -101,7 +119,8 @@ def salt_of(extra_keys: Sequence[Sequence[Any] | None] | None, lora: str | None)
 
 
 def extra_hashes(keys: Sequence[Any] | None, lora: str | None, salt: str | None = None) -> list[int]:
-    """Return the hashes of a block's extra keys, but for the adapter and the salt, which the seed has already.
+    """Return the hashes of a block's extra keys, but for the adapter and the salt, which the seed has
+    already.
 
     A key that msgpack cannot write raises `TypeError`, `ValueError` or `OverflowError`.
     """
@@ -110,7 +129,9 @@ def extra_hashes(keys: Sequence[Any] | None, lora: str | None, salt: str | None 
 
 
 def _extra_hash(key: Any) -> int:
-    """Return the hash of an extra key: a text, bytes, or a pair of an identifier and its place in the block."""
+    """Return the hash of an extra key: a text, bytes, or a pair of an identifier and its place
+    in the block.
+    """
     name = key[0] if isinstance(key, (list, tuple)) and len(key) == 2 else key
     if isinstance(name, str) and _IDENTIFIER.fullmatch(name):
         return int(name[:16], 16)

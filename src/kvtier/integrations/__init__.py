@@ -15,7 +15,9 @@ __all__ = ["expect_version"]
 def expect_version(engine: str, installed: str, at_least: str, below: str) -> None:
     """Refuse a version of an engine that this kvtier was not made for, in one line."""
     if not _numbers(at_least) <= _numbers(installed) < _numbers(below):
-        problem = f"this kvtier runs inside {engine} >={at_least},<{below}, but {engine} {installed} is installed"
+        problem = (
+            f"this kvtier runs inside {engine} >={at_least},<{below}, but {engine} {installed} is installed"
+        )
         raise InputError(f"{problem}; install {engine}>={at_least},<{below} or another kvtier")
 
 

@@ -74,7 +74,11 @@ class Summary:
 
 def _describe(counts: Counter[str], seconds: float) -> str:
     asked, loaded = counts["asked_tokens"], counts["loaded_tokens"]
-    share = f"{loaded / asked:.0%} of the {asked:,} that were not on the GPU" if asked else "no prompt needed any"
+    share = (
+        f"{loaded / asked:.0%} of the {asked:,} that were not on the GPU"
+        if asked
+        else "no prompt needed any"
+    )
     failed = counts["loads_failed"] + counts["stores_failed"]
     return (
         f"kvtier, last {seconds:.0f} s: {loaded:,} prompt tokens loaded instead of computed ({share});"

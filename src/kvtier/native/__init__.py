@@ -1,7 +1,7 @@
 """The loops that are compiled, and the one switch between their two forms.
 
-Every loop is written twice: in C in this folder, and in Python in the module that calls it. The Python form is the
-specification; a test runs the two beside each other.
+Every loop is written twice: in C in this folder, and in Python in the module that calls it. The Python form
+is the specification; a test runs the two beside each other.
 
     loop    in C       in Python                                              compared by
     chain   _chain.c   kvtier.keys: _chain_python                             tests/unit/test_keys.py
@@ -9,8 +9,8 @@ specification; a test runs the two beside each other.
     pages   _pages.c   kvtier.transfer.pages: store_python, load_python       tests/unit/test_pages.py
     cuda    _cuda.c    kvtier.transfer.cuda.commands: PythonSubmitter                tests/unit/test_cuda_commands.py
 
-C is used where it was compiled, unless the environment says `KVTIER_NATIVE=python`. The choice is made once, when the
-module that calls a loop is imported; results are the same either way. Any thread may call this.
+C is used where it was compiled, unless the environment says `KVTIER_NATIVE=python`. The choice is made once,
+when the module that calls a loop is imported; results are the same either way. Any thread may call this.
 """
 
 from __future__ import annotations

@@ -14,7 +14,16 @@ class Submitter:
     ) -> Submitter: ...  # fmt: skip
     def is_plain(self, plain: Plain, blocks: Ints, slots: Ints, engine: int, /) -> bool: ...
     def play(
-        self, script: Script, blocks: Ints, first: int, last: int, count: int, rows: Rows, start: int, wait: int, /
+        self,
+        script: Script,
+        blocks: Ints,
+        first: int,
+        last: int,
+        count: int,
+        rows: Rows,
+        start: int,
+        wait: int,
+        /,
     ) -> None: ...
     def tell(self, note: Note, blocks: Ints, first: int, last: int, rows: Rows, offset: int, /) -> None: ...
     def launch(

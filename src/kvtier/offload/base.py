@@ -1,11 +1,13 @@
-"""The contracts of offloading: a manager that knows what is stored where, and a spec that makes managers and handlers.
+"""The contracts of offloading: a manager that knows what is stored where, and a spec that makes managers and
+handlers.
 
-`OffloadingManager` runs on the scheduler thread and moves no bytes: it decides, and the worker's handlers (see
-`kvtier.transfer`) obey. Nothing here blocks. The state of a chunk in a tier:
+`OffloadingManager` runs on the scheduler thread and moves no bytes: it decides, and the worker's handlers
+(see `kvtier.transfer`) obey. Nothing here blocks. The state of a chunk in a tier:
 
     absent -> writing -> ready <-> reading(n) -> absent
 
-Only ready chunks without a reader may be evicted. A removal is announced before the store that reuses its place.
+Only ready chunks without a reader may be evicted. A removal is announced before the store that reuses its
+place.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ __all__ = [
 
 @dataclass(slots=True)
 class ReqContext:
-    """What a manager may know of the request on whose behalf it is called. One object for the life of a request."""
+    """What a manager may know of the request on whose behalf it is called.
+
+    One object for the life of a request.
+    """
 
     kv_transfer_params: dict[str, Any] | None = None
     req_id: str = ""
@@ -45,7 +50,9 @@ class ReqContext:
 
 @dataclass(slots=True)
 class PrepareStoreOutput:
-    """What `prepare_store` took: the keys to store, in the order offered, where to, and who had to leave for them."""
+    """What `prepare_store` took: the keys to store, in the order offered, where to, and who had to leave for
+    them.
+    """
 
     keys_to_store: list[OffloadKey]
     store_spec: LoadStoreSpec
@@ -89,7 +96,9 @@ class ChunkLookup(Protocol):
         """Say of each key whether it can be had; `None`: not known yet."""
         ...
 
-    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext, *, wait: bool = True) -> int | None:
+    def lookup_prefix(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, *, wait: bool = True
+    ) -> int | None:
         """Count the leading keys that can be had, as `OffloadingManager.lookup_prefix` does."""
         ...
 
@@ -99,17 +108,22 @@ class OffloadingManager(ABC):
 
     @abstractmethod
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """Say whether a chunk is ready to be read; `None`: not known yet, ask again later. Changes nothing."""
+        """Say whether a chunk is ready to be read; `None`: not known yet, ask again later.
+
+        Changes nothing.
+        """
 
     def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         """Answer `lookup` for each key."""
         return [self.lookup(key, req_context) for key in keys]
 
-    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext, *, wait: bool = True) -> int | None:
+    def lookup_prefix(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, *, wait: bool = True
+    ) -> int | None:
         """Count the leading keys that are ready.
 
-        `None`: the run ends at a chunk that is not known yet, so a later answer may be longer. With `wait=False` such a
-        chunk counts as a miss and the answer is never `None`.
+        `None`: the run ends at a chunk that is not known yet, so a later answer may be longer. With
+        `wait=False` such a chunk counts as a miss and the answer is never `None`.
         """
         for hits, key in enumerate(keys):
             found = self.lookup(key, req_context)
@@ -121,11 +135,14 @@ class OffloadingManager(ABC):
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """Pin ready chunks until `complete_load` and say where they are, in the order of `keys`.
 
-        A key that is not ready is misuse: `InputError`, and nothing is pinned. A key given twice is pinned twice.
+        A key that is not ready is misuse: `InputError`, and nothing is pinned. A key given twice is pinned
+        twice.
         """
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """Note that a request used these chunks, ordered from the head of its prefix. Absent keys are ignored.
+        """Note that a request used these chunks, ordered from the head of its prefix.
+
+        Absent keys are ignored.
 
         Recency is applied so that the tail of a prefix leaves before its head.
         """
@@ -134,18 +151,22 @@ class OffloadingManager(ABC):
     def complete_load(self, keys: Iterable[OffloadKey], spec: LoadStoreSpec | None = None) -> None:
         """Unpin chunks pinned by `prepare_load`.
 
-        `spec` is what `prepare_load` returned for these keys. It tells uses of one key apart: a chunk that was made absent
-        while a job read it may have been stored elsewhere since. Without it the oldest use of a key is meant.
+        `spec` is what `prepare_load` returned for these keys. It tells uses of one key apart: a chunk that
+        was made absent while a job read it may have been stored elsewhere since. Without it the oldest use
+        of a key is meant.
         """
         return
 
     @abstractmethod
-    def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+    def prepare_store(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
         """Take what can be stored of an offer, evicting if need be.
 
-        Keys that are present (ready or writing) are left out; duplicates count once. What does not fit is left out from
-        the end, so a partial fit stores the leading part. No key of the offer is evicted for it. `None`: there was
-        something to store and no place for any of it. The chunks taken are writing until `complete_store`.
+        Keys that are present (ready or writing) are left out; duplicates count once. What does not fit is
+        left out from the end, so a partial fit stores the leading part. No key of the offer is evicted for
+        it. `None`: there was something to store and no place for any of it. The chunks taken are writing
+        until `complete_store`.
         """
 
     def complete_store(
@@ -153,13 +174,15 @@ class OffloadingManager(ABC):
     ) -> None:
         """End the writing of chunks: they become ready, or on failure absent with their place freed.
 
-        Keys that are not being written are left alone. `spec` says where `prepare_store` put these keys, as for
-        `complete_load`. A chunk that was made absent meanwhile stays absent, and its place is freed.
+        Keys that are not being written are left alone. `spec` says where `prepare_store` put these keys, as
+        for `complete_load`. A chunk that was made absent meanwhile stays absent, and its place is freed.
         """
         return
 
     def discard(self, keys: Iterable[OffloadKey], reason: MissReason = MissReason.FAILED) -> None:
-        """Make chunks absent from now on, e.g. because their bytes are wrong. They may be stored again at once.
+        """Make chunks absent from now on, e.g. because their bytes are wrong.
+
+        They may be stored again at once.
 
         A place that a job still uses is freed when that job completes.
         """
@@ -179,7 +202,10 @@ class OffloadingManager(ABC):
         return {} if reason is None else {"cpu": reason}
 
     def reset_cache(self) -> None:
-        """Make everything absent and announce it. Places in use by running jobs are freed when those complete."""
+        """Make everything absent and announce it.
+
+        Places in use by running jobs are freed when those complete.
+        """
         return
 
     def has_pending_work(self) -> bool:
@@ -200,7 +226,9 @@ class OffloadingManager(ABC):
 
 
 class OffloadingSpec(ABC):
-    """Makes the two halves of offloading from one config: a manager for the scheduler, handlers for each worker."""
+    """Makes the two halves of offloading from one config: a manager for the scheduler, handlers for each
+    worker.
+    """
 
     def __init__(self, config: OffloadingConfig) -> None:
         self.config = config

@@ -72,7 +72,9 @@ MakeTier = Callable[[TierConfig, "OffloadingConfig"], Tier]
 def make_tier(tier: TierConfig, config: OffloadingConfig) -> Tier:
     """Make a tier of its settings. `OutsideError` in one line if it is required and cannot be had."""
     path = f"tiers[{config.settings.tiers.index(tier)}].{tier.kind}"
-    made = _make_disk(tier, config, path) if isinstance(tier, DiskConfig) else _make_shared(tier, config, path)
+    made = (
+        _make_disk(tier, config, path) if isinstance(tier, DiskConfig) else _make_shared(tier, config, path)
+    )
     if tier.required:
         try:
             made.wait_open(_REQUIRED_SECONDS)

@@ -35,7 +35,9 @@ class OffloadingSpecFactory:
         """Import the class of a registered name, or the class of that name from `module_path`."""
         if name not in cls._places and module_path is None:
             known = ", ".join(sorted(cls._places))
-            raise ConfigError("spec_name", f"expected one of {known}, or spec_module_path to be given, got {name!r}")
+            raise ConfigError(
+                "spec_name", f"expected one of {known}, or spec_module_path to be given, got {name!r}"
+            )
         module, class_name = cls._places.get(name) or (str(module_path), name)
         try:
             found = getattr(import_module(module), class_name)

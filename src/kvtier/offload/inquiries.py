@@ -23,7 +23,9 @@ __all__ = ["Inquiries", "Inquiry", "InquiryTime"]
 
 
 class Inquiry(NamedTuple):
-    """Chunks of a prefix, from its head on, that a tier may have; and what bringing all of them would cost."""
+    """Chunks of a prefix, from its head on, that a tier may have; and what bringing all of them
+    would cost.
+    """
 
     tier: Tier
     keys: list[OffloadKey]
@@ -48,7 +50,10 @@ class _Asker:
     started: float | None = None
 
     def unanswered(self) -> list[Inquiry]:
-        """Return what is left. While the first key of an inquiry is not answered, nothing else is looked at."""
+        """Return what is left.
+
+        While the first key of an inquiry is not answered, nothing else is looked at.
+        """
         return [inquiry for inquiry in self.inquiries if not _is_answered(inquiry)]
 
 
@@ -73,7 +78,9 @@ class Inquiries:
         inquiries = []
         for tier, answer in answers:
             open_keys = [
-                key for key, found, is_had in zip(keys, answer, had, strict=True) if found is None and not is_had
+                key
+                for key, found, is_had in zip(keys, answer, had, strict=True)
+                if found is None and not is_had
             ]
             if open_keys:
                 cost = TierCost(tier.name, len(open_keys) * self._row_bytes, tier.promotion_bytes)
@@ -101,7 +108,11 @@ class Inquiries:
 
     def busy_tiers(self) -> list[Tier]:
         """Return the tiers whose answers somebody waits for."""
-        return [tier for tier in self._tiers if any(tier is i.tier for a in self._askers.values() for i in a.inquiries)]
+        return [
+            tier
+            for tier in self._tiers
+            if any(tier is i.tier for a in self._askers.values() for i in a.inquiries)
+        ]
 
     def poll(self) -> None:
         """End the waits that are over: all is answered, or the deadline has passed."""

@@ -1,14 +1,16 @@
 """The manager of the CPU tier: which chunk is in which slot of the pool, who uses it, who leaves.
 
-A chunk that is held, ready or writing, is in the index and ranked by the policy. One that was made absent (by `reset_cache` or
-`discard`) while a job was using its slot leaves that slot *doomed*: nobody can read, store into or evict it, and it comes back
-when the job completes. The doomed slot belongs to the job, not to the key: the key may be stored in another slot meanwhile, and
-`complete_load` and `complete_store` tell the two apart by the spec that the job was given. What is known of a chunk is kept by
-slot, in arrays that `SlotBook` keeps up to date: a call costs little besides what its keys cost, be they the thousand of a
-prompt or the one of a decoded block.
+A chunk that is held, ready or writing, is in the index and ranked by the policy. One that was made absent
+(by `reset_cache` or `discard`) while a job was using its slot leaves that slot *doomed*: nobody can read,
+store into or evict it, and it comes back when the job completes. The doomed slot belongs to the job, not to
+the key: the key may be stored in another slot meanwhile, and `complete_load` and `complete_store` tell the
+two apart by the spec that the job was given. What is known of a chunk is kept by slot, in arrays that
+`SlotBook` keeps up to date: a call costs little besides what its keys cost, be they the thousand of a prompt
+or the one of a decoded block.
 
-Events: `prepare_store` announces what it evicted, `complete_store` what became ready, `discard` and `reset_cache` what was ready
-and is no more. Called on the scheduler thread only; nothing blocks. A call that raises `InputError` has changed nothing.
+Events: `prepare_store` announces what it evicted, `complete_store` what became ready, `discard` and
+`reset_cache` what was ready and is no more. Called on the scheduler thread only; nothing blocks. A call that
+raises `InputError` has changed nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +23,13 @@ import numpy as np
 
 from kvtier.errors import InputError, IntegrityError
 from kvtier.keys import OffloadKey
-from kvtier.offload.base import MissReason, OffloadingEvent, OffloadingManager, PrepareStoreOutput, ReqContext
+from kvtier.offload.base import (
+    MissReason,
+    OffloadingEvent,
+    OffloadingManager,
+    PrepareStoreOutput,
+    ReqContext,
+)
 from kvtier.offload.miss_history import MissHistory
 from kvtier.policies import CachePolicy, Slots, make_policy
 from kvtier.policies.slots import ABSENT, WRITING, Mask, SlotBook
@@ -55,8 +63,9 @@ class ManagerStats:
 class CPUOffloadingManager(OffloadingManager):
     """Keeps up to `num_slots` chunks; `policy` says who leaves.
 
-    With a `store_threshold` of 2 or more, a chunk is taken only when it is offered that many times. `max_tracked` bounds
-    what is remembered of absent chunks: how often they were offered, and why they are absent.
+    With a `store_threshold` of 2 or more, a chunk is taken only when it is offered that many times.
+    `max_tracked` bounds what is remembered of absent chunks: how often they were offered, and why they are
+    absent.
     """
 
     def __init__(
@@ -68,11 +77,15 @@ class CPUOffloadingManager(OffloadingManager):
         max_tracked: int = 64_000,
     ) -> None:
         if num_slots < 0 or max_tracked < 0:
-            raise InputError(f"expected num_slots >= 0 and max_tracked >= 0, got {num_slots} and {max_tracked}")
+            raise InputError(
+                f"expected num_slots >= 0 and max_tracked >= 0, got {num_slots} and {max_tracked}"
+            )
         self.num_slots = num_slots
         self.policy = make_policy(policy, num_slots) if isinstance(policy, str) else policy
         if self.policy.capacity != num_slots:
-            raise InputError(f"policy: expected one for {num_slots} slots, got one for {self.policy.capacity}")
+            raise InputError(
+                f"policy: expected one for {num_slots} slots, got one for {self.policy.capacity}"
+            )
         self._readers = np.zeros(num_slots, dtype=np.int64)  # WRITING while being written
         self._evictable = np.zeros(num_slots, dtype=np.bool_)  # ready and unread
         self._stored_by = np.zeros(num_slots, dtype=np.int64)  # hash of the request's id
@@ -83,7 +96,7 @@ class CPUOffloadingManager(OffloadingManager):
         self._events: list[OffloadingEvent] = []
         self._stored = self._evicted = self._refused = 0
 
-    # -- lookup ------------------------------------------------------------------------------------------------------------
+    # -- lookup ------------------------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         slot = self._book.get(key)
@@ -100,7 +113,9 @@ class CPUOffloadingManager(OffloadingManager):
             answers[place] = None
         return answers
 
-    def lookup_prefix(self, keys: Iterable[OffloadKey], req_context: ReqContext, *, wait: bool = True) -> int | None:
+    def lookup_prefix(
+        self, keys: Iterable[OffloadKey], req_context: ReqContext, *, wait: bool = True
+    ) -> int | None:
         keys = _as_list(keys)
         ready = self._book.leading(keys)
         return None if wait and ready < len(keys) and self._book.get(keys[ready]) is not None else ready
@@ -111,7 +126,7 @@ class CPUOffloadingManager(OffloadingManager):
             return self._miss_history.reason(key)
         return None if found else MissReason.WRITING
 
-    # -- load --------------------------------------------------------------------------------------------------------------
+    # -- load --------------------------------------------------------------------------------------
 
     def prepare_load(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
         keys = _as_list(keys)
@@ -134,7 +149,7 @@ class CPUOffloadingManager(OffloadingManager):
             user = hash(req_context.req_id) if req_context.req_id else _NOBODY
             self.policy.touch(slots, self._stored_by[slots] != user)
 
-    # -- store -------------------------------------------------------------------------------------------------------------
+    # -- store -------------------------------------------------------------------------------------
 
     def prepare_store(
         self, keys: Iterable[OffloadKey], req_context: ReqContext, *, unasked: bool = False
@@ -147,7 +162,9 @@ class CPUOffloadingManager(OffloadingManager):
         needed = len(wanted) - self._book.num_free()
         evicted = []
         if needed > 0:
-            evicted = self._make_room(needed, self._book.held(offered) if len(offered) > len(wanted) else None)
+            evicted = self._make_room(
+                needed, self._book.held(offered) if len(offered) > len(wanted) else None
+            )
         if len(evicted) < needed:
             self._refuse(wanted[len(evicted) - needed :])
             del wanted[len(evicted) - needed :]
@@ -197,7 +214,7 @@ class CPUOffloadingManager(OffloadingManager):
         self.policy.clear()
         self._miss_history.forget_offers()
 
-    # -- for tiers below ---------------------------------------------------------------------------------------------------
+    # -- for tiers below ---------------------------------------------------------------------------
 
     def shortfall(self, keys: list[OffloadKey]) -> int:
         """Count the slots that storing these keys lacks: neither free nor to be had by eviction."""
@@ -219,7 +236,7 @@ class CPUOffloadingManager(OffloadingManager):
         """The slots that hold nothing."""
         return self._book.num_free()
 
-    # -- reports -----------------------------------------------------------------------------------------------------------
+    # -- reports -----------------------------------------------------------------------------------
 
     def take_events(self) -> list[OffloadingEvent]:
         events, self._events = self._events, []
@@ -254,12 +271,15 @@ class CPUOffloadingManager(OffloadingManager):
             (self._readers[doomed].all(), "doomed slots are in use"),
             (not self._readers[free].any(), "free slots are not in use"),
             (np.array_equal(self._evictable, unread), "what may be evicted is ready and unread"),
-            (np.array_equal(np.sort(self.policy.ranked()), held), f"{self._policy_name()} ranks what is held"),
+            (
+                np.array_equal(np.sort(self.policy.ranked()), held),
+                f"{self._policy_name()} ranks what is held",
+            ),
         ):
             if not holds:
                 raise IntegrityError(f"CPU manager: expected that {what}; {self.stats()}")
 
-    # -- inside ------------------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _held_slots(self) -> Slots:
         """Return the slots that are neither free nor doomed, in ascending order."""
@@ -269,7 +289,9 @@ class CPUOffloadingManager(OffloadingManager):
         return np.flatnonzero(held)
 
     def _choose(self, offered: list[OffloadKey]) -> list[OffloadKey]:
-        """Return the keys of an offer, each once, that could be stored and have been offered often enough."""
+        """Return the keys of an offer, each once, that could be stored and have been offered
+        often enough.
+        """
         keys = self._book.missing(offered)
         if self._store_threshold < 2:
             return keys
@@ -283,7 +305,11 @@ class CPUOffloadingManager(OffloadingManager):
 
     def _make_room(self, count: int, spared: Slots | None) -> list[OffloadKey]:
         """Evict up to `count` chunks, as many as can be and none that is spared, and return who left."""
-        keys = self._evict(count) if spared is None else self._evict_others(count, spared[self._evictable[spared]])
+        keys = (
+            self._evict(count)
+            if spared is None
+            else self._evict_others(count, spared[self._evictable[spared]])
+        )
         self._evicted += len(keys)
         self._miss_history.note(keys, _EVICTED)
         self._announce(keys.copy(), removed=True)
@@ -322,7 +348,8 @@ class CPUOffloadingManager(OffloadingManager):
     def _slots_of_job(self, keys: list[OffloadKey], spec: LoadStoreSpec | None, used: Mask) -> Slots:
         """Return the slot that a job has for each key, `ABSENT` where it has none.
 
-        The job's spec says it. Without one it is the oldest doomed slot of the key that is `used` so, else the held one.
+        The job's spec says it. Without one it is the oldest doomed slot of the key that is `used` so, else
+        the held one.
         """
         if isinstance(spec, CPULoadStoreSpec):
             return spec.block_ids
@@ -332,7 +359,9 @@ class CPUOffloadingManager(OffloadingManager):
 
     def _free_doomed(self, slots: Slots, readers: int) -> None:
         """Free those doomed slots that have this count of readers: their last job is over."""
-        over = [s for s in dict.fromkeys(slots.tolist()) if s in self._doomed and self._readers[s] == readers]
+        over = [
+            s for s in dict.fromkeys(slots.tolist()) if s in self._doomed and self._readers[s] == readers
+        ]
         for slot in over:
             del self._doomed[slot]
         self._book.free(_array(over))

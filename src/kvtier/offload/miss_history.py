@@ -1,6 +1,8 @@
-"""What a manager remembers of chunks that it does not hold: how often they were offered, and why they are absent.
+"""What a manager remembers of chunks that it does not hold: how often they were offered, and why they are
+absent.
 
-Bounded: of each kind, the newest `limit` keys are remembered, or an eighth more. Called on the scheduler thread only.
+Bounded: of each kind, the newest `limit` keys are remembered, or an eighth more. Called on the scheduler
+thread only.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ V = TypeVar("V")
 class _RecentKeys(dict[OffloadKey, V]):
     """The `limit` keys that were added last, each with a value.
 
-    Trimmed in batches, so that it may hold an eighth more for a while: taking the first key out of a dict again and again
-    would walk over ever more holes.
+    Trimmed in batches, so that it may hold an eighth more for a while: taking the first key out of a dict
+    again and again would walk over ever more holes.
     """
 
     def __init__(self, limit: int) -> None:
@@ -69,7 +71,10 @@ class MissHistory:
             self._num_unfiled -= len(self._unfiled.popleft()[0])
 
     def reason(self, key: OffloadKey) -> MissReason:
-        """Say why an absent key is absent, as far as is remembered. The last reason counts, the first one's age."""
+        """Say why an absent key is absent, as far as is remembered.
+
+        The last reason counts, the first one's age.
+        """
         for keys, reason in self._unfiled:
             self._reasons.update(dict.fromkeys(keys, reason))
             self._reasons.trim()

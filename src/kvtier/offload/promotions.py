@@ -62,8 +62,8 @@ class PromotionTime(NamedTuple):
 class Wish(NamedTuple):
     """What a request wants to have in the pool.
 
-    `needed` are all chunks of its load in the order in which they are of use. It waits for `patience` seconds
-    at most, and a tier may take `io_seconds` over its part. `whole`: a part is of no use.
+    `needed` are all chunks of its load in the order in which they are of use. It waits for `patience`
+    seconds at most, and a tier may take `io_seconds` over its part. `whole`: a part is of no use.
     """
 
     needed: list[OffloadKey]
@@ -239,7 +239,9 @@ class Promotions:
         needed = waiter.wish.needed
         self._pool.touch(needed, waiter.context)  # what is there should be there when the others have come
         absent = [key for key in needed if self._pool.lookup(key, waiter.context) is False]
-        holders = {key: tier for key, tier in zip(absent, self.find(absent), strict=True) if tier is not None}
+        holders = {
+            key: tier for key, tier in zip(absent, self.find(absent), strict=True) if tier is not None
+        }
         wanted = _leading(absent, holders) if not waiter.wish.whole else list(holders)
         wanted = wanted[: self._room()]
         taken = self._take_slots(waiter, wanted, set(absent))
@@ -254,7 +256,9 @@ class Promotions:
         for key in joined:
             self._arrivals[key].waiters.add(waiter)
 
-    def _take_slots(self, waiter: _Waiter, wanted: list[OffloadKey], absent: set[OffloadKey]) -> dict[OffloadKey, int]:
+    def _take_slots(
+        self, waiter: _Waiter, wanted: list[OffloadKey], absent: set[OffloadKey]
+    ) -> dict[OffloadKey, int]:
         """Take slots for rows, evicting others, but none that the request needs."""
         chosen = set(wanted)
         offer = [key for key in waiter.wish.needed if key in chosen or key not in absent]
@@ -263,7 +267,9 @@ class Promotions:
             return {}
         return dict(zip(output.keys_to_store, output.store_spec.block_ids.tolist(), strict=True))
 
-    def _start_jobs(self, waiter: _Waiter, taken: dict[OffloadKey, int], holders: dict[OffloadKey, Tier]) -> None:
+    def _start_jobs(
+        self, waiter: _Waiter, taken: dict[OffloadKey, int], holders: dict[OffloadKey, Tier]
+    ) -> None:
         now = self._clock()
         deadline = now + waiter.wish.io_seconds
         for tier in self._tiers:
@@ -354,7 +360,9 @@ class Promotions:
         return by_waiter
 
     @staticmethod
-    def _note_missed(waiter: _Waiter, keys: Iterable[OffloadKey], reason: MissReason, tier: str = "cpu") -> None:
+    def _note_missed(
+        waiter: _Waiter, keys: Iterable[OffloadKey], reason: MissReason, tier: str = "cpu"
+    ) -> None:
         missed = dict.fromkeys(keys, (tier, reason))
         waiter.reasons = missed | waiter.reasons
         waiter.take_off(missed)
@@ -369,7 +377,9 @@ class Promotions:
         del self._jobs[job.job_id]
         waited = self._clock() - job.started
         if job.is_late:
-            self._times.append(PromotionTime(job.tier.name, job.num_bytes + job.ahead_bytes, waited, lost=True))
+            self._times.append(
+                PromotionTime(job.tier.name, job.num_bytes + job.ahead_bytes, waited, lost=True)
+            )
         elif job.arrived_bytes:
             # The calls' own time counts each thread, the whole time the queue and steps: the truth is below.
             share = job.arrived_bytes / (job.arrived_bytes + job.ahead_bytes)
@@ -444,7 +454,10 @@ class Promotions:
         for holds, what in (
             (pinned == self._pinned, "every pin belongs to a request"),
             (lent == self._lent >= len(self._arrivals), "what is lent is counted"),
-            (all(key in self._arrivals for w in self._waiters.values() for key in w.missing), "awaited rows come"),
+            (
+                all(key in self._arrivals for w in self._waiters.values() for key in w.missing),
+                "awaited rows come",
+            ),
             (all(key in arrival.job.slots for key, arrival in arrivals), "rows come into their slots"),
             (self._lent + len(self._pinned) <= self.max_rows, "promotions keep to their share"),
         ):

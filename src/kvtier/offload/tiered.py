@@ -32,7 +32,13 @@ import numpy.typing as npt
 from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey
 from kvtier.metrics import Histogram
-from kvtier.offload.base import MissReason, OffloadingEvent, OffloadingManager, PrepareStoreOutput, ReqContext
+from kvtier.offload.base import (
+    MissReason,
+    OffloadingEvent,
+    OffloadingManager,
+    PrepareStoreOutput,
+    ReqContext,
+)
 from kvtier.offload.demotions import Demotions
 from kvtier.offload.inquiries import Inquiries, Inquiry, InquiryTime
 from kvtier.offload.manager import CPUOffloadingManager, ManagerStats
@@ -122,7 +128,9 @@ class TieredOffloadingManager(OffloadingManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         return self.pool.lookup(key, req_context)
 
-    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext, *, wait: bool = True) -> int | None:
+    def lookup_prefix(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, *, wait: bool = True
+    ) -> int | None:
         return self.pool.lookup_prefix(keys, req_context, wait=wait)
 
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
@@ -139,7 +147,9 @@ class TieredOffloadingManager(OffloadingManager):
         for tier in self.tiers:
             tier.touch(keys)
 
-    def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+    def prepare_store(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
         """Take what can be stored of an offer. Demotions that have not begun give way to it."""
         offered = list(keys)
         self._make_room(offered)
@@ -178,7 +188,9 @@ class TieredOffloadingManager(OffloadingManager):
                 self._demotions.offer(tier, ready)
 
     def discard(self, keys: Iterable[OffloadKey], reason: MissReason = MissReason.FAILED) -> None:
-        """Make chunks absent whose bytes are wrong. What was ready may have been written to tiers, so it goes there too.
+        """Make chunks absent whose bytes are wrong.
+
+        What was ready may have been written to tiers, so it goes there too.
 
         So does what is on its way from there. A chunk that is being stored says nothing of one below.
         """
@@ -312,7 +324,9 @@ class TieredOffloadingManager(OffloadingManager):
         in_pool = self.pool.explain(key)
         if in_pool is None:
             return {}
-        reasons: dict[str, MissReason] = {"cpu": in_pool} | {tier.name: self._explain(tier, key) for tier in self.tiers}
+        reasons: dict[str, MissReason] = {"cpu": in_pool} | {
+            tier.name: self._explain(tier, key) for tier in self.tiers
+        }
         failure = self._promotions.failure(key, req_context)
         if failure is not None:
             name, reason = failure
@@ -424,7 +438,9 @@ class _Anywhere:
                     found[index] = is_held
         return found
 
-    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext, *, wait: bool = True) -> int | None:
+    def lookup_prefix(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, *, wait: bool = True
+    ) -> int | None:
         """Count the leading keys that can be had. What is behind the first gap costs little."""
         hits, size = self._manager.pool.lookup_prefix(keys, req_context, wait=False) or 0, _LOOKED_UP_FIRST
         while hits < len(keys):

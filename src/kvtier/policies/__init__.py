@@ -1,7 +1,8 @@
 """Policies: who leaves a full tier, by name.
 
-`lru` and `arc` are ours. Any other `CachePolicy` is named by its import path, `"package.module:Class"`, or by a name that its
-package gave to `register_policy`. `kvtier.testing.PolicySuite` says whether a policy keeps the contract.
+`lru` and `arc` are ours. Any other `CachePolicy` is named by its import path, `"package.module:Class"`, or
+by a name that its package gave to `register_policy`. `kvtier.testing.PolicySuite` says whether a policy
+keeps the contract.
 """
 
 from __future__ import annotations
@@ -32,11 +33,15 @@ _policies: dict[str, type[CachePolicy] | str] = {"lru": LRUPolicy, "arc": ARCPol
 
 
 def register_policy(name: str, policy: type[CachePolicy] | str) -> None:
-    """Give a name to a policy class, or to the import path of one, which is then imported when it is first made."""
+    """Give a name to a policy class, or to the import path of one, which is then imported when it is first
+    made.
+    """
     if ":" in name:
         raise InputError(f"policy name: expected no colon, which stands in import paths, got {name!r}")
     if _policies.setdefault(name, policy) != policy:
-        raise InputError(f"policy {name!r} is already registered as {_policies[name]!r}; choose another name")
+        raise InputError(
+            f"policy {name!r} is already registered as {_policies[name]!r}; choose another name"
+        )
 
 
 def policy_names() -> list[str]:
@@ -70,7 +75,9 @@ def _import(path: str) -> type[CachePolicy]:
         policy = getattr(import_module(module), name)
     if not (isinstance(policy, type) and issubclass(policy, CachePolicy)):
         found = show_value(policy)
-        raise ConfigError(_FIELD, f"expected a subclass of kvtier.policies.CachePolicy at {path!r}, found {found}")
+        raise ConfigError(
+            _FIELD, f"expected a subclass of kvtier.policies.CachePolicy at {path!r}, found {found}"
+        )
     return policy
 
 

@@ -1,15 +1,17 @@
 """ARC (Megiddo and Modha, 2003): a cache that learns how much to trust recency and how much frequency.
 
-Chunks used by one request are in T1, chunks used by several in T2, each in order of use. B1 and B2 remember the keys that
-were evicted from them. A chunk that comes back too late was wanted: found in B1 it says that T1 was too small, found in B2
-that T2 was, and `target`, the size that T1 should have, moves accordingly.
+Chunks used by one request are in T1, chunks used by several in T2, each in order of use. B1 and B2 remember
+the keys that were evicted from them. A chunk that comes back too late was wanted: found in B1 it says that
+T1 was too small, found in B2 that T2 was, and `target`, the size that T1 should have, moves accordingly.
 
-Batches are decided at once: `evict` takes what T1 has beyond its target, then from T2, then from T1 again; the keys of one
-`insert` move the target together, by the sizes that B1 and B2 have before it. B1 and B2 hold up to `capacity` keys each.
+Batches are decided at once: `evict` takes what T1 has beyond its target, then from T2, then from T1 again;
+the keys of one `insert` move the target together, by the sizes that B1 and B2 have before it. B1 and B2 hold
+up to `capacity` keys each.
 
-A key that comes back enters T2, as in the paper; vLLM's ARC puts it into T1. On Mooncake's conversation trace (512 tokens a
-chunk) the paper's choice finds 22.4 % of all chunks in 10,000 slots and 10.1 % in 3,000, the other 20.7 % and 6.1 %, and LRU
-21.1 % and 6.5 %; with 30,000 slots and more LRU is ahead of both. Called on the scheduler thread only.
+A key that comes back enters T2, as in the paper; vLLM's ARC puts it into T1. On Mooncake's conversation
+trace (512 tokens a chunk) the paper's choice finds 22.4 % of all chunks in 10,000 slots and 10.1 % in 3,000,
+the other 20.7 % and 6.1 %, and LRU 21.1 % and 6.5 %; with 30,000 slots and more LRU is ahead of both. Called
+on the scheduler thread only.
 """
 
 from __future__ import annotations

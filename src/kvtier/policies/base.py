@@ -1,11 +1,12 @@
 """The contract of an eviction policy: who leaves a full tier.
 
-A policy ranks the *slots* of one tier. It never sees bytes, requests or readers: the manager tells it what came, what was
-used and what went, and asks it for victims among the slots that may leave. Slots travel as int64 numpy arrays so that a
-batch costs one call; a policy that prefers plain Python loops over `slots.tolist()`.
+A policy ranks the *slots* of one tier. It never sees bytes, requests or readers: the manager tells it what
+came, what was used and what went, and asks it for victims among the slots that may leave. Slots travel as
+int64 numpy arrays so that a batch costs one call; a policy that prefers plain Python loops over
+`slots.tolist()`.
 
-Implement the abstract methods in any package, register the class with `kvtier.policies.register_policy`, and run
-`kvtier.testing.policy_suite` against it. Called on the scheduler thread only.
+Implement the abstract methods in any package, register the class with `kvtier.policies.register_policy`, and
+run `kvtier.testing.policy_suite` against it. Called on the scheduler thread only.
 """
 
 from __future__ import annotations
@@ -35,27 +36,32 @@ class CachePolicy(ABC):
     def insert(self, slots: Slots, keys: list[OffloadKey]) -> None:
         """Add new chunks, ordered head to tail of a prefix: the tail must leave before the head.
 
-        The slots are distinct and not ranked yet. `keys` lets a policy recognise a chunk that it evicted before.
+        The slots are distinct and not ranked yet. `keys` lets a policy recognise a chunk that it evicted
+        before.
         """
 
     @abstractmethod
     def touch(self, slots: Slots, reused: npt.NDArray[np.bool_]) -> None:
         """Note a use of distinct ranked slots, ordered head to tail: the tail must leave before the head.
 
-        `reused[i]` is False where the request that uses the chunk is the one that stored it: renewing its recency is
-        right, counting it as a second use is not.
+        `reused[i]` is False where the request that uses the chunk is the one that stored it: renewing its
+        recency is right, counting it as a second use is not.
         """
 
     @abstractmethod
     def evict(self, count: int, evictable: npt.NDArray[np.bool_], keys_of: KeysOf) -> Slots:
         """Unrank and return up to `count` slots, worst first, all of them with `evictable[slot]`.
 
-        Returns fewer only if fewer ranked slots are evictable. A policy that remembers whom it evicted asks `keys_of`.
+        Returns fewer only if fewer ranked slots are evictable. A policy that remembers whom it evicted asks
+        `keys_of`.
         """
 
     @abstractmethod
     def remove(self, slots: Slots) -> None:
-        """Unrank slots that went for another reason than eviction. They are ranked; nothing is remembered of them."""
+        """Unrank slots that went for another reason than eviction.
+
+        They are ranked; nothing is remembered of them.
+        """
 
     @abstractmethod
     def clear(self) -> None:
@@ -63,7 +69,10 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def ranked(self) -> Slots:
-        """Return the ranked slots from worst to best, as `evict` would take them if all were evictable. For tests and reports."""
+        """Return the ranked slots from worst to best, as `evict` would take them if all were evictable.
+
+        For tests and reports.
+        """
 
     def coldest(self, count: int, evictable: npt.NDArray[np.bool_]) -> Slots:
         """Return up to `count` evictable slots, worst first, as `evict` would take them, and change nothing.

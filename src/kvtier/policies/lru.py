@@ -1,7 +1,7 @@
 """Least recently used: the chunk that was not used for longest leaves first.
 
-Being stored and being touched are uses; being read is not, so that the time a transfer takes does not matter.
-Called on the scheduler thread only.
+Being stored and being touched are uses; being read is not, so that the time a transfer takes does not
+matter. Called on the scheduler thread only.
 """
 
 from __future__ import annotations

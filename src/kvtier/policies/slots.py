@@ -1,8 +1,9 @@
-"""What managers and policies are made of: which chunk is in which slot, slots in order of use, keys that were evicted.
+"""What managers and policies are made of: which chunk is in which slot, slots in order of use, keys that
+were evicted.
 
-Each is written twice: in `native/_slots.c`, for speed, and here, for machines without a C compiler and as the
-specification of the other. `SLOTS_BY` says which is in use. All take and return batches; in C, one of a single key
-costs some 100 ns a call. Called on the scheduler thread only.
+Each is written twice: in `native/_slots.c`, for speed, and here, for machines without a C compiler and as
+the specification of the other. `SLOTS_BY` says which is in use. All take and return batches; in C, one of a
+single key costs some 100 ns a call. Called on the scheduler thread only.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ Mask = npt.NDArray[np.bool_]
 class PythonBook:
     """Which chunk is in which slot of a tier, and in what state.
 
-    A slot is free, or it is held by a key, or it is empty: of no key and not free either. The arrays, by slot, are kept up to
-    date here and may be read and written by who made them: how many read it or `WRITING`; whether it is ready and unread; and
-    a number for who stored it.
+    A slot is free, or it is held by a key, or it is empty: of no key and not free either. The arrays, by
+    slot, are kept up to date here and may be read and written by who made them: how many read it or
+    `WRITING`; whether it is ready and unread; and a number for who stored it.
     """
 
     def __init__(self, readers: Slots, evictable: Mask, stored_by: Slots, /) -> None:
@@ -91,7 +92,10 @@ class PythonBook:
         return self.keys(written)
 
     def pin(self, slots: Slots, /) -> int:
-        """Add a reader to each slot. Return how many are ready, up to the first that is not: then nothing has changed."""
+        """Add a reader to each slot.
+
+        Return how many are ready, up to the first that is not: then nothing has changed.
+        """
         readers = self._readers_of(slots)
         if WRITING in readers:
             return readers.index(WRITING)
@@ -100,7 +104,10 @@ class PythonBook:
         return len(slots)
 
     def unpin(self, slots: Slots, /) -> int:
-        """Take a reader from each slot. Return how many are read, up to the first that is not: then nothing has changed."""
+        """Take a reader from each slot.
+
+        Return how many are read, up to the first that is not: then nothing has changed.
+        """
         places = slots.tolist()
         left = dict(zip(places, self._readers_of(slots), strict=True))
         for done, slot in enumerate(places):
@@ -116,8 +123,13 @@ class PythonBook:
         return [key for slot in slots.tolist() if (key := self._keys[slot]) is not None]
 
     def release(self, slots: Slots, /) -> list[OffloadKey] | None:
-        """Free slots and return the keys that they had. `None`: not all are evictable and named once; nothing has changed."""
-        ours = bool(((slots >= 0) & (slots < len(self._keys))).all()) and len(set(slots.tolist())) == len(slots)
+        """Free slots and return the keys that they had.
+
+        `None`: not all are evictable and named once; nothing has changed.
+        """
+        ours = bool(((slots >= 0) & (slots < len(self._keys))).all()) and len(set(slots.tolist())) == len(
+            slots
+        )
         if not ours or not self._evictable[slots].all() or len(self.keys(slots)) < len(slots):
             return None
         keys = self.remove(slots)
@@ -159,7 +171,9 @@ class PythonBook:
 
 
 class PythonGhosts:
-    """The last `capacity` keys that were evicted from each of two lists, 0 and 1, less those that came back."""
+    """The last `capacity` keys that were evicted from each of two lists, 0 and 1, less those
+    that came back.
+    """
 
     def __init__(self, capacity: int, /) -> None:
         self._capacity = capacity
@@ -180,7 +194,10 @@ class PythonGhosts:
             self._next[which] = (place + 1) % self._capacity
 
     def recall(self, keys: list[OffloadKey], /) -> Slots | None:
-        """Return the list that each key was evicted from, else `ABSENT`, and forget the keys. `None`: all are unknown."""
+        """Return the list that each key was evicted from, else `ABSENT`, and forget the keys.
+
+        `None`: all are unknown.
+        """
         lists = _array([self._forget(key) for key in keys])
         return lists if (lists != ABSENT).any() else None
 

@@ -1,4 +1,7 @@
-"""The demo's report: one self-contained HTML file. `page` composes it, `figures` and `plots` draw, `style` is its CSS."""
+"""The demo's report: one self-contained HTML file.
+
+`page` composes it, `figures` and `plots` draw, `style` is its CSS.
+"""
 
 from __future__ import annotations
 

@@ -70,15 +70,20 @@ def _ttft(result: DemoResult) -> str:
         plot.line([(number, off.ttft * 1000), (number, on.ttft * 1000)], "link")
     for name, requests in runs.items():
         for number, request in enumerate(requests, 1):
-            plot.dot((number, request.ttft * 1000), name, f"{_name(request)}: {format_ms(request.ttft * 1000)}")
+            plot.dot(
+                (number, request.ttft * 1000), name, f"{_name(request)}: {format_ms(request.ttft * 1000)}"
+            )
     return plot.svg()
 
 
 def _mark_turns(plot: Plot, requests: Sequence[RequestResult]) -> None:
-    """Shade every other turn, and write below what there is room for: the turns, or the numbers of some requests."""
+    """Shade every other turn, and write below what there is room for: the turns, or the numbers of some
+    requests.
+    """
     turns = [request.turn for request in requests]
     bounds = {
-        turn: (turns.index(turn) + 0.5, len(turns) - turns[::-1].index(turn) + 0.5) for turn in sorted(set(turns))
+        turn: (turns.index(turn) + 0.5, len(turns) - turns[::-1].index(turn) + 0.5)
+        for turn in sorted(set(turns))
     }
     for turn, (start, end) in bounds.items():
         if turn % 2 == 0:
@@ -167,7 +172,9 @@ def _stack(plot: Plot, left: float, width: float, parts: dict[str, float], what:
 
 
 def _computed(result: DemoResult) -> str:
-    runs = {name: list(accumulate(request.recomputed for request in run.requests)) for name, run in _both(result)}
+    runs = {
+        name: list(accumulate(request.recomputed for request in run.requests)) for name, run in _both(result)
+    }
     y = Linear.up_to(sums[-1] for sums in runs.values() if sums)
     count = len(result.on.requests)
     plot = Plot(

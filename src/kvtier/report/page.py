@@ -1,7 +1,7 @@
 """The page: the demo's numbers, its plots and how they were measured, in one HTML file.
 
-It needs nothing but itself: no script, no font, no link leaves the page. It is well-formed XML, follows the reader's light or
-dark mode, and fits a phone. Pure; any thread.
+It needs nothing but itself: no script, no font, no link leaves the page. It is well-formed XML, follows the
+reader's light or dark mode, and fits a phone. Pure; any thread.
 """
 
 from __future__ import annotations
@@ -100,9 +100,7 @@ def _restarted(result: DemoResult) -> str:
 def _caution(result: DemoResult) -> str:
     if not result.config.get("model", {}).get("random_weights"):
         return ""
-    return (
-        " The model's weights are random: its answers are nonsense, but it computes as a trained one of its size does."
-    )
+    return " The model's weights are random: its answers are nonsense, but it computes as a trained one of its size does."
 
 
 def _verdict(result: DemoResult) -> str:
@@ -127,7 +125,9 @@ def _tile(label: str, off: str, on: str) -> str:
 
 
 def _figure(figure: Figure) -> str:
-    legend = "".join(f'<span><i class="swatch {css}"></i>{escape(words)}</span>' for css, words in figure.legend)
+    legend = "".join(
+        f'<span><i class="swatch {css}"></i>{escape(words)}</span>' for css, words in figure.legend
+    )
     return f"""<figure>
 <figcaption><h2>{escape(figure.title)}</h2><p>{escape(figure.caption)}</p></figcaption>
 <p class="legend">{legend}</p>
@@ -200,9 +200,7 @@ all rows of the prompts were written; nothing was put in order.</p>"""
 def _precision(config: dict[str, Any]) -> str:
     compute = str(config.get("engine", {}).get("compute_dtype"))
     if compute == "float64":
-        return (
-            "float64: rounding does not depend on which requests share a batch, so tokens can be compared one by one."
-        )
+        return "float64: rounding does not depend on which requests share a batch, so tokens can be compared one by one."
     return f"{compute}: rounding depends on which requests share a batch, so single tokens may differ for that reason."
 
 
@@ -263,7 +261,9 @@ class _Html(str):
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], css: str = "") -> str:
-    """Return a table: on a phone a paragraph for each row, elsewhere one that scrolls where it is too wide."""
+    """Return a table: on a phone a paragraph for each row, elsewhere one that scrolls where it
+    is too wide.
+    """
     top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     body = "".join(f"<tr>{''.join(map(_cell, head, row))}</tr>" for row in rows)
     table = f'<table class="{css}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>'

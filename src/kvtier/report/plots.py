@@ -1,8 +1,9 @@
-"""Small plots as inline SVG: scales with round ticks, axes with units, and marks that take their colours from the page's CSS.
+"""Small plots as inline SVG: scales with round ticks, axes with units, and marks that take their colours
+from the page's CSS.
 
-A `Plot` is drawn mark by mark and ends in `svg()`, which is well-formed XML without scripts, fonts or links. It scales with the
-page; text is sized so that it can still be read on a phone. Values that cannot be placed (nothing to show, zero on a
-logarithm) are moved to the edge, never an error. Pure; any thread.
+A `Plot` is drawn mark by mark and ends in `svg()`, which is well-formed XML without scripts, fonts or links.
+It scales with the page; text is sized so that it can still be read on a phone. Values that cannot be placed
+(nothing to show, zero on a logarithm) are moved to the edge, never an error. Pure; any thread.
 """
 
 from __future__ import annotations
@@ -160,13 +161,17 @@ class Plot:
     def dot(self, point: Point, css: str, tip: str = "") -> None:
         """Mark a point."""
         x, y = self.x(point[0]), self.y(point[1])
-        self._marks.append(f'<circle class="dot {css}" cx="{x:.1f}" cy="{y:.1f}" r="3.6">{_tip(tip)}</circle>')
+        self._marks.append(
+            f'<circle class="dot {css}" cx="{x:.1f}" cy="{y:.1f}" r="3.6">{_tip(tip)}</circle>'
+        )
 
     def svg(self) -> str:
         """Return the figure."""
         frame = f'<line class="axis" x1="{LEFT}" x2="{RIGHT}" y1="{BOTTOM}" y2="{BOTTOM}"/>'
         body = "\n".join([*self._axes, *self._marks, frame])
-        opening = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label={quoteattr(self._description)}>'
+        opening = (
+            f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label={quoteattr(self._description)}>'
+        )
         return f"{opening}\n{body}\n</svg>"
 
 

@@ -214,7 +214,9 @@ class BackendSuite:
             assert threads.close(_PATIENCE)
         return done, wrong
 
-    def _run(self, threads: IOThreads, direction: Direction, job_id: int, rows: list[BackendRow]) -> list[IOReport]:
+    def _run(
+        self, threads: IOThreads, direction: Direction, job_id: int, rows: list[BackendRow]
+    ) -> list[IOReport]:
         threads.submit(direction, job_id, rows, _SCOPE, float("inf"))
         reports: list[IOReport] = []
         while sum(len(report.rows) for report in reports) < len(rows):
@@ -229,7 +231,9 @@ class BackendSuite:
         try:
             faulty.broken = OSError(code, os.strerror(code))
             for direction in Direction:
-                for report in self._run(threads, direction, direction, [empty(number) for number in range(4)]):
+                for report in self._run(
+                    threads, direction, direction, [empty(number) for number in range(4)]
+                ):
                     assert (report.outcome, report.why) == (Outcome.FAILED, os.strerror(code))
                     assert not report.in_use
             faulty.broken = None

@@ -1,8 +1,9 @@
 """Engine caches in every layout that kvtier understands, and a naive model of what transfers do to them.
 
-`ReferenceTransfer` knows nothing of canonical tensors, spans or runs: it moves one block at a time between the layers'
-own tensors and a dict of rows. Made from the same arguments, `Caches` hold the same bytes, so one set can be given to
-handlers and the other to the model, and every byte of every allocation compared afterwards.
+`ReferenceTransfer` knows nothing of canonical tensors, spans or runs: it moves one block at a time between
+the layers' own tensors and a dict of rows. Made from the same arguments, `Caches` hold the same bytes, so
+one set can be given to handlers and the other to the model, and every byte of every allocation compared
+afterwards.
 """
 
 from __future__ import annotations
@@ -17,7 +18,16 @@ from kvtier.transfer.base import NULL_BLOCK, CPULoadStoreSpec, GPULoadStoreSpec
 
 __all__ = ["LAYOUTS", "Caches", "ManualClock", "ReferenceTransfer", "make_caches", "make_config"]
 
-LAYOUTS = ("blocks_first", "kv_first", "padded", "interleaved", "stacked", "cross_layer", "permuted", "shared")
+LAYOUTS = (
+    "blocks_first",
+    "kv_first",
+    "padded",
+    "interleaved",
+    "stacked",
+    "cross_layer",
+    "permuted",
+    "shared",
+)
 PADDING = 24  # elements
 
 
@@ -44,7 +54,9 @@ class Caches:
         """Yield the pages of a block in layer order, K before V where they are apart."""
         for name in self.groups[group].layer_names:
             layer = self.layers[name]
-            yield from [layer[block]] if len(layer) == self.num_blocks else [layer[0, block], layer[1, block]]
+            yield from (
+                [layer[block]] if len(layer) == self.num_blocks else [layer[0, block], layer[1, block]]
+            )
 
     def page(self, layer: str, block: int) -> torch.Tensor:
         """Return what a layer has in a block."""
@@ -65,7 +77,10 @@ def make_caches(
     seed: int = 0,
     device: str = "cpu",
 ) -> Caches:
-    """Make a cache with random contents. A layer has `page` bytes a block in the first group and half in the second."""
+    """Make a cache with random contents.
+
+    A layer has `page` bytes a block in the first group and half in the second.
+    """
     generator = torch.Generator().manual_seed(seed)
     layers: dict[str, torch.Tensor] = {}
     groups: list[GroupConfig] = []
@@ -192,7 +207,9 @@ class ReferenceTransfer:
 
 
 def _to_bytes(tensor: torch.Tensor) -> bytes:
-    """Return a tensor's bytes in the order of memory, which is not that of its dimensions if it was permuted."""
+    """Return a tensor's bytes in the order of memory, which is not that of its dimensions if it was
+    permuted.
+    """
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return tensor.permute(order).contiguous().cpu().numpy().tobytes()
 

@@ -1,12 +1,14 @@
-"""Transfers that go wrong on purpose: `with_faults(spec, plan)` is `spec` with handlers that fail at a given rate.
+"""Transfers that go wrong on purpose: `with_faults(spec, plan)` is `spec` with handlers that fail at a given
+rate.
 
-A transfer is refused, fails, hangs until its own deadline ends it, or arrives short: some leading blocks are really
-copied and the rest are not. A slow one takes its time over the rest and may still arrive. Whatever a failed job did not deliver
-is filled with `POISON`, so that whoever uses it all the same is found out; until then its layers are promised as if all were
-well. Which job fails and how follows from the plan's seed and the job's id alone.
+A transfer is refused, fails, hangs until its own deadline ends it, or arrives short: some leading blocks are
+really copied and the rest are not. A slow one takes its time over the rest and may still arrive. Whatever a
+failed job did not deliver is filled with `POISON`, so that whoever uses it all the same is found out; until
+then its layers are promised as if all were well. Which job fails and how follows from the plan's seed and
+the job's id alone.
 
-`Fault.CORRUPT` and `corrupt_pool` are negative controls: wrong bytes that nobody reports. A test that does not notice
-them proves nothing.
+`Fault.CORRUPT` and `corrupt_pool` are negative controls: wrong bytes that nobody reports. A test that does
+not notice them proves nothing.
 
 A faulty handler is used like any other, by one thread.
 """
@@ -43,7 +45,10 @@ from kvtier.transfer.plan import Plan
 __all__ = ["POISON", "SLOW_SECONDS", "Fault", "FaultPlan", "FaultySpec", "corrupt_pool", "with_faults"]
 
 POISON = 0x7F
-"""Fills what did not arrive. Bytes of it are a huge, finite number as float32 or bfloat16, and NaN as float16."""
+"""Fills what did not arrive.
+
+Bytes of it are a huge, finite number as float32 or bfloat16, and NaN as float16.
+"""
 
 SLOW_SECONDS = 0.03
 """How long a slow transfer waits before a block."""
@@ -85,10 +90,16 @@ class _Fate(NamedTuple):
 
 
 class _FaultyHandler(OffloadingHandler):
-    """Hooks into the copy thread of a real handler, so that its own deadlines and reports are what is tested."""
+    """Hooks into the copy thread of a real handler, so that its own deadlines and reports are what is
+    tested.
+    """
 
     def __init__(
-        self, handler: JobHandler[Any], kv_caches: CanonicalKVCaches, config: OffloadingConfig, plan: FaultPlan
+        self,
+        handler: JobHandler[Any],
+        kv_caches: CanonicalKVCaches,
+        config: OffloadingConfig,
+        plan: FaultPlan,
     ) -> None:
         self._handler = handler
         self._kv_caches, self._config = kv_caches, config
@@ -198,7 +209,9 @@ class FaultySpec(OffloadingSpec):
         """Yield the handlers of the real spec, made faulty."""
         for source, destination, handler in self.spec.get_handlers(kv_caches):
             if not isinstance(handler, JobHandler):
-                raise InputError(f"expected handlers with a probe (JobHandler), got {type(handler).__name__}")
+                raise InputError(
+                    f"expected handlers with a probe (JobHandler), got {type(handler).__name__}"
+                )
             yield source, destination, _FaultyHandler(handler, kv_caches, self.config, self.plan)
 
     def shutdown(self) -> None:

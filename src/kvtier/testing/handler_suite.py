@@ -1,10 +1,12 @@
-"""What every pair of handlers must do: subclass `HandlerSuite`, say how to make a pair, and let pytest run it.
+"""What every pair of handlers must do: subclass `HandlerSuite`, say how to make a pair, and let pytest run
+it.
 
     class TestMyHandlers(HandlerSuite):
         def make_handlers(self, config, kv_caches, clock): ...
         def hold(self, handler): ...
 
-Bytes are held against `kvtier.testing.caches.ReferenceTransfer`, in every layout. Time is a `ManualClock`: nothing here sleeps.
+Bytes are held against `kvtier.testing.caches.ReferenceTransfer`, in every layout. Time is a `ManualClock`:
+nothing here sleeps.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ class Rig:
     """A pair of handlers over small caches, with a model that is told the same jobs."""
 
     def __init__(self, suite: HandlerSuite, layout: str = "blocks_first", **options: Any) -> None:
-        geometry = {name: options.pop(name) for name in ("page", "num_blocks", "num_groups") if name in options}
+        geometry = {
+            name: options.pop(name) for name in ("page", "num_blocks", "num_groups") if name in options
+        }
         self.caches = make_caches(layout, device=suite.device, **geometry)
         self.config = make_config(self.caches, deadline=DEADLINE, **options)
         self.model = ReferenceTransfer(make_caches(layout, device=suite.device, **geometry), self.config)
@@ -95,7 +99,9 @@ def finish(handler: OffloadingHandler, job_id: int) -> TransferResult:
 def random_job(
     rng: random.Random, config: OffloadingConfig, caches: Caches, slots: Sequence[int]
 ) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec]:
-    """Draw distinct blocks for every group, with unaligned ends and a null block now and then, and their slots."""
+    """Draw distinct blocks for every group, with unaligned ends and a null block now and then, and their
+    slots.
+    """
     per_chunk = config.settings.blocks_per_chunk
     free_blocks = rng.sample(range(1, caches.num_blocks), caches.num_blocks - 1)
     free_slots = list(slots)
@@ -105,7 +111,9 @@ def random_job(
     sizes, indices, blocks, used = [], [], [], []
     for _ in config.groups:
         first = rng.randrange(3 * per_chunk)
-        size = rng.randrange(min(len(free_blocks), (len(free_slots) - 1) * per_chunk // len(config.groups)) // 2 + 1)
+        size = rng.randrange(
+            min(len(free_blocks), (len(free_slots) - 1) * per_chunk // len(config.groups)) // 2 + 1
+        )
         taken = -(-(size + first % per_chunk) // per_chunk) if size else 0
         blocks += [free_blocks.pop(0) if rng.random() < 0.9 else NULL_BLOCK for _ in range(size)]
         used += [free_slots.pop(0) for _ in range(taken)]
@@ -228,7 +236,9 @@ class HandlerSuite:
         assert rig.store.wait(jobs, 0)  # waiting takes nothing away
         assert sorted(result.job_id for result in rig.store.get_finished()) == sorted(jobs)
         assert rig.store.get_finished() == []
-        rig.run_store(0, GPULoadStoreSpec([1]), CPULoadStoreSpec([0]))  # an id may be used again once it is over
+        rig.run_store(
+            0, GPULoadStoreSpec([1]), CPULoadStoreSpec([0])
+        )  # an id may be used again once it is over
 
     def test_an_empty_job_succeeds(self, rig: Rig) -> None:
         assert rig.run_store(0, GPULoadStoreSpec([]), CPULoadStoreSpec([])).transfer_size == 0
@@ -285,11 +295,15 @@ class HandlerSuite:
 
     @pytest.mark.parametrize("end", ["cancel", "deadline", "shutdown"])
     def test_nothing_is_touched_once_a_job_is_over(self, end: str) -> None:
-        """Race the end of a large load against its copy, then scribble over its destination and look again."""
+        """Race the end of a large load against its copy, then scribble over its destination and
+        look again.
+        """
         rig = Rig(self, "kv_first", page=1 << 16, num_blocks=32)
         rig.run_store(0, GPULoadStoreSpec(range(1, 17)), CPULoadStoreSpec(range(16)))
         for job_id in range(1, 6):
-            if not rig.load.transfer_async(job_id, (CPULoadStoreSpec(range(16)), GPULoadStoreSpec(range(1, 17)))):
+            if not rig.load.transfer_async(
+                job_id, (CPULoadStoreSpec(range(16)), GPULoadStoreSpec(range(1, 17)))
+            ):
                 break
             if end == "cancel":
                 rig.load.cancel({job_id})
@@ -308,7 +322,14 @@ class HandlerSuite:
 
     @pytest.mark.parametrize("blocks_per_chunk", [1, 3])
     def test_blocks_not_reported_as_failed_have_arrived(self, blocks_per_chunk: int) -> None:
-        rig = Rig(self, "blocks_first", page=1 << 14, num_blocks=64, blocks_per_chunk=blocks_per_chunk, num_slots=40)
+        rig = Rig(
+            self,
+            "blocks_first",
+            page=1 << 14,
+            num_blocks=64,
+            blocks_per_chunk=blocks_per_chunk,
+            num_slots=40,
+        )
         slots = CPULoadStoreSpec(range(30 // blocks_per_chunk))
         rig.run_store(0, GPULoadStoreSpec(range(1, 31)), slots)
         for job_id in range(1, 12):
@@ -318,10 +339,14 @@ class HandlerSuite:
             rig.load.cancel({job_id})
             (result,) = rig.load.get_finished()
             failed = set(
-                range(30) if result.failed_blocks is None and not result.success else result.failed_blocks or ()
+                range(30)
+                if result.failed_blocks is None and not result.success
+                else result.failed_blocks or ()
             )
             for position in set(range(30)) - failed:
-                pairs = zip(rig.caches.pages(0, 1 + position), rig.caches.pages(0, 31 + position), strict=True)
+                pairs = zip(
+                    rig.caches.pages(0, 1 + position), rig.caches.pages(0, 31 + position), strict=True
+                )
                 assert all(bool((source == arrived).all()) for source, arrived in pairs)
         rig.close()
 
@@ -349,7 +374,9 @@ class HandlerSuite:
             (GPULoadStoreSpec([1], (1,), (-1,)), CPULoadStoreSpec([0])),
         ],
     )
-    def test_a_job_that_makes_no_sense_is_misuse(self, rig: Rig, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec) -> None:
+    def test_a_job_that_makes_no_sense_is_misuse(
+        self, rig: Rig, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec
+    ) -> None:
         with pytest.raises(InputError):
             rig.store.transfer_async(0, (gpu, cpu))
         with pytest.raises(InputError):

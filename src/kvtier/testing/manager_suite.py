@@ -1,11 +1,12 @@
-"""The contract of an offloading manager as tests: subclass `ManagerSuite`, say how to make yours, and let pytest collect it.
+"""The contract of an offloading manager as tests: subclass `ManagerSuite`, say how to make yours, and let
+pytest collect it.
 
     class TestMine(ManagerSuite):
         def make(self, num_slots):
             return MyManager(num_slots)
 
-Whom a manager evicts is its own business, as long as it may leave; everything else that `OffloadingManager` promises is tested,
-at last by random calls against a model of a few sets.
+Whom a manager evicts is its own business, as long as it may leave; everything else that `OffloadingManager`
+promises is tested, at last by random calls against a model of a few sets.
 """
 
 from __future__ import annotations
@@ -307,7 +308,9 @@ class _Job(NamedTuple):
 
 @dataclass
 class _Model:
-    """What a manager must hold: the place of each chunk, and jobs that use places, also of chunks that are absent by now."""
+    """What a manager must hold: the place of each chunk, and jobs that use places, also of chunks that are
+    absent by now.
+    """
 
     capacity: int
     held: dict[int, _Place] = field(default_factory=dict)
@@ -319,7 +322,15 @@ class _Model:
         return False if place is None else None if place.writing else True
 
     def random_call(self, rng: random.Random, manager: OffloadingManager) -> None:
-        calls = (self._store, self._store, self._end_store, self._load, self._end_load, self._touch, self._drop)
+        calls = (
+            self._store,
+            self._store,
+            self._end_store,
+            self._load,
+            self._end_load,
+            self._touch,
+            self._drop,
+        )
         rng.choice(calls)(rng, manager)
 
     def _ready(self) -> dict[int, _Place]:
@@ -350,7 +361,10 @@ class _Model:
         self.stores.append(_Job(list(new.values()), output.store_spec))
 
     def _end_store(self, rng: random.Random, manager: OffloadingManager) -> None:
-        """End a store, not always the oldest. Of chunks that are absent by now, only their places come back."""
+        """End a store, not always the oldest.
+
+        Of chunks that are absent by now, only their places come back.
+        """
         if not self.stores:
             return
         job, failed = self.stores.pop(rng.randrange(len(self.stores))), rng.random() < 0.3

@@ -148,6 +148,8 @@ def make_memory_tier(
         check_seals=check_seals,
     )
     tier.open_table(
-        SlotTable(num_slots, make_policy(policy, num_slots)), backend or MemoryBackend(), SealScope(namespace)
+        SlotTable(num_slots, make_policy(policy, num_slots)),
+        backend or MemoryBackend(),
+        SealScope(namespace),
     )
     return tier

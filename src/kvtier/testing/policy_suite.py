@@ -1,11 +1,13 @@
-"""The contract of an eviction policy as tests: subclass `PolicySuite`, say how to make yours, and let pytest collect it.
+"""The contract of an eviction policy as tests: subclass `PolicySuite`, say how to make yours, and let pytest
+collect it.
 
     class TestMine(PolicySuite):
         def make(self, capacity):
             return MyPolicy(capacity)
 
-What is asked of every policy: it ranks exactly what it was told, evicts only what may leave and as much as it can, worst first,
-and lets the tail of a prefix leave before its head. How it weighs recency against frequency is its own business and not tested.
+What is asked of every policy: it ranks exactly what it was told, evicts only what may leave and as much as
+it can, worst first, and lets the tail of a prefix leave before its head. How it weighs recency against
+frequency is its own business and not tested.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ class PolicySuite:
         policy.insert(slots_of(*slots), keys_of(slots_of(*slots)))
         policy.check()
 
-    def evict(self, policy: CachePolicy, count: int, evictable: npt.NDArray[np.bool_] | None = None) -> list[int]:
+    def evict(
+        self, policy: CachePolicy, count: int, evictable: npt.NDArray[np.bool_] | None = None
+    ) -> list[int]:
         """Have a policy evict, by default among all slots."""
         allowed = np.ones(policy.capacity, dtype=np.bool_) if evictable is None else evictable
         before = allowed.copy()
@@ -187,7 +191,9 @@ class PolicySuite:
     def _random_eviction(self, rng: random.Random, policy: CachePolicy, ranked: set[int]) -> None:
         count = rng.randint(0, policy.capacity + 1)
         everyone = rng.random() < 0.4
-        evictable = np.array([everyone or rng.random() < 0.6 for _ in range(policy.capacity)], dtype=np.bool_)
+        evictable = np.array(
+            [everyone or rng.random() < 0.6 for _ in range(policy.capacity)], dtype=np.bool_
+        )
         expected = policy.ranked().tolist()[:count] if everyone else None
         victims = self.evict(policy, count, evictable)
         allowed = {slot for slot in ranked if evictable[slot]}

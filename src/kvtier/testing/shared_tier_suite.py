@@ -46,7 +46,9 @@ class SharedTierSuite(MovingSuite):
         """Return a new client of this test's server, for rows of `ROW_BYTES`."""
         raise NotImplementedError
 
-    def make(self, num_slots: int, clock: StandingClock, plan: BackendFaultPlan) -> tuple[Tier, FaultyBackend]:
+    def make(
+        self, num_slots: int, clock: StandingClock, plan: BackendFaultPlan
+    ) -> tuple[Tier, FaultyBackend]:
         faulty = FaultyBackend(self.make_backend(), plan)
         return make_shared_tier(ROW_BYTES, backend=faulty, namespace="suite", clock=clock), faulty
 
@@ -131,8 +133,12 @@ class SharedTierSuite(MovingSuite):
         assert driver.tier.explain(key(1)) is TierMiss.EVICTED
         driver.store(1)
 
-    def test_a_row_that_is_gone_puts_the_others_in_doubt(self, drivers: list[TierDriver], stranger: Backend) -> None:
-        """A server comes back empty: rows that were not read since, as those behind a gap, are written anew."""
+    def test_a_row_that_is_gone_puts_the_others_in_doubt(
+        self, drivers: list[TierDriver], stranger: Backend
+    ) -> None:
+        """A server comes back empty: rows that were not read since, as those behind a gap, are
+        written anew.
+        """
         driver = self.drive(drivers)
         driver.store(1, 2, 3)
         stranger.delete([_row(number) for number in (1, 2, 3)])

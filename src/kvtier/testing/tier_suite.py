@@ -75,24 +75,34 @@ class TierDriver:
         self, *numbers: int, version: int = 0, deadline: float = 1e9, cuts: int = 1
     ) -> tuple[int, list[OffloadKey]]:
         """Offer rows; return the job and what was taken."""
-        job = self._job({key(number): bytearray(content(number, version)) for number in numbers}, deadline, cuts)
+        job = self._job(
+            {key(number): bytearray(content(number, version)) for number in numbers}, deadline, cuts
+        )
         taken = self.tier.demote(job)
         self.open_rows[job.job_id] = len(taken)
         return job.job_id, taken
 
     def promote(self, *numbers: int, deadline: float = 1e9, priority: int = 0) -> int:
         """Ask for rows; return the job."""
-        job = self._job({key(number): bytearray(ROW_BYTES) for number in numbers}, deadline, priority=priority)
+        job = self._job(
+            {key(number): bytearray(ROW_BYTES) for number in numbers}, deadline, priority=priority
+        )
         self.open_rows[job.job_id] = len(job.rows)
         self.tier.promote(job)
         return job.job_id
 
-    def _job(self, memory: dict[OffloadKey, bytearray], deadline: float, cuts: int = 1, priority: int = 0) -> TierJob:
+    def _job(
+        self, memory: dict[OffloadKey, bytearray], deadline: float, cuts: int = 1, priority: int = 0
+    ) -> TierJob:
         self._job_id += 1
         self.memory[self._job_id] = memory
         size = ROW_BYTES // cuts
         rows = tuple(
-            LentRow(name, tuple(memoryview(row)[at : at + size] for at in range(0, ROW_BYTES, size)), b"about " + name)
+            LentRow(
+                name,
+                tuple(memoryview(row)[at : at + size] for at in range(0, ROW_BYTES, size)),
+                b"about " + name,
+            )
             for name, row in memory.items()
         )
         return TierJob(self._job_id, rows, deadline, priority)
@@ -153,7 +163,9 @@ class TierDriver:
 class MovingSuite:
     """What every tier passes: rows move, late is not freed, failures suspend, and resets are for good."""
 
-    def make(self, num_slots: int, clock: StandingClock, plan: BackendFaultPlan) -> tuple[Tier, FaultyBackend]:
+    def make(
+        self, num_slots: int, clock: StandingClock, plan: BackendFaultPlan
+    ) -> tuple[Tier, FaultyBackend]:
         """Return an open, empty tier of `num_slots` rows of `ROW_BYTES`, with two threads and faults.
 
         A tier that engines share has no slots.
@@ -169,7 +181,9 @@ class MovingSuite:
             driver.tier.check()
             assert driver.tier.close(_PATIENCE)
 
-    def drive(self, drivers: list[TierDriver], num_slots: int = 8, plan: BackendFaultPlan | None = None) -> TierDriver:
+    def drive(
+        self, drivers: list[TierDriver], num_slots: int = 8, plan: BackendFaultPlan | None = None
+    ) -> TierDriver:
         """Make a tier that is closed when the test ends."""
         clock = StandingClock()
         tier, faulty = self.make(num_slots, clock, plan or BackendFaultPlan())
@@ -218,7 +232,9 @@ class MovingSuite:
         driver.faulty.release()
         driver.finish(*busy, late, first, second)
         moved = [name for name in driver.faulty.moved[3:] if name != key(3)]
-        assert moved.index(key(2)) < moved.index(key(4)), "a promotion before a demotion, which was there first"
+        assert moved.index(key(2)) < moved.index(key(4)), (
+            "a promotion before a demotion, which was there first"
+        )
         assert set(moved) == set(keys(1, 2, 4))
 
     def test_what_is_withdrawn_is_free_at_once(self, drivers: list[TierDriver]) -> None:
@@ -314,7 +330,9 @@ class MovingSuite:
         assert os.strerror(code) in (driver.tier.stats().suspended or "")
         driver.faulty.broken = None
         self._wait_resumed(driver)
-        assert driver.fetch(1, 2, 3, 4) == {number: content(number) for number in (1, 2, 3, 4)}, "nothing was lost"
+        assert driver.fetch(1, 2, 3, 4) == {number: content(number) for number in (1, 2, 3, 4)}, (
+            "nothing was lost"
+        )
 
     def test_a_disk_that_takes_nothing_can_still_be_read(self, drivers: list[TierDriver]) -> None:
         driver = self.drive(drivers)

@@ -1,9 +1,11 @@
-"""A model that is a hash of its KV cache: the fastest detector of a wrong block, a stale byte or a lost page.
+"""A model that is a hash of its KV cache: the fastest detector of a wrong block, a stale byte or a lost
+page.
 
-It fits the engine's `Model` and runs as a decoder does: each layer writes a K and a V for every token, reads back through the
-block table all that its window lets it see, and passes what it read to the next layer. Numbers are small integers that float32
-holds exactly, every element of a page counts, and a V depends on the whole prefix. So one wrong element changes all tokens
-after it, and chunking, batching and preemption change none. `expect` computes the same tokens without a cache.
+It fits the engine's `Model` and runs as a decoder does: each layer writes a K and a V for every token, reads
+back through the block table all that its window lets it see, and passes what it read to the next layer.
+Numbers are small integers that float32 holds exactly, every element of a page counts, and a V depends on the
+whole prefix. So one wrong element changes all tokens after it, and chunking, batching and preemption change
+none. `expect` computes the same tokens without a cache.
 
 On the CPU and in float32 only. Any thread, one at a time.
 """
@@ -42,7 +44,10 @@ class ToyModel:
         eos_token_ids: tuple[int, ...] = (),
         weights: int = 0,
     ) -> None:
-        """Make a model. `weights` may be changed at any time, as training does: KV and tokens of before are others."""
+        """Make a model.
+
+        `weights` may be changed at any time, as training does: KV and tokens of before are others.
+        """
         self.config = ModelConfig(
             family="llama",
             vocab_size=vocab_size,
@@ -65,13 +70,21 @@ class ToyModel:
         self._head = numbers.integers(1, _PRIME, size=(2, vocab_size))
 
     def forward(
-        self, batch: ForwardBatch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
+        self,
+        batch: ForwardBatch,
+        kv_caches: Mapping[str, Tensor],
+        group_of_layer: Sequence[int],
+        block_size: int,
     ) -> Tensor:
         """Write the batch's K and V into the caches and return the logits after each sequence's last row."""
         return run_to_end(self.forward_by_layer(batch, kv_caches, group_of_layer, block_size))
 
     def forward_by_layer(
-        self, batch: ForwardBatch, kv_caches: Mapping[str, Tensor], group_of_layer: Sequence[int], block_size: int
+        self,
+        batch: ForwardBatch,
+        kv_caches: Mapping[str, Tensor],
+        group_of_layer: Sequence[int],
+        block_size: int,
     ) -> Generator[str, None, Tensor]:
         """Do what `forward` does, yielding the name of each layer before it."""
         tokens, positions = batch.tokens.numpy(), batch.positions.numpy()
@@ -83,7 +96,9 @@ class ToyModel:
             blocks, offsets = np.divmod(batch.places[group].numpy(), block_size)
             k[blocks, offsets] = self._page(positions, k.shape[2:])
             v[blocks, offsets] = self._page(self._values(tokens, positions, state, layer), v.shape[2:])
-            state = np.concatenate([self._read(k, v, part, group, window, block_size) for part in batch.sequences])
+            state = np.concatenate(
+                [self._read(k, v, part, group, window, block_size) for part in batch.sequences]
+            )
         return self._logits(state[[part.end - 1 for part in batch.sequences]])
 
     def expect(self, prompt: Sequence[int], params: SamplingParams) -> list[int]:
@@ -128,7 +143,9 @@ class ToyModel:
         return self._attend(keys, values, rows, first, window)
 
     def _attend(self, keys: Ints, values: Ints, rows: Ints, first: int, window: int | None) -> Ints:
-        """Hash for each row the K and V of the positions it may see; those given begin at position `first`."""
+        """Hash for each row the K and V of the positions it may see; those given begin at
+        position `first`.
+        """
         terms = (keys @ self._weights[0] % _PRIME) * (values @ self._weights[1] % _PRIME) % _PRIME
         sums = np.concatenate([[0], terms.cumsum()])
         begin = np.zeros_like(rows) if window is None else np.maximum(0, rows - window + 1)

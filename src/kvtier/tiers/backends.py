@@ -21,14 +21,22 @@ _NO_ROW = BackendRow(OffloadKey(b"kvtier asks whether you are there" + bytes(4))
 
 
 def expect_package(kind: str, path: str) -> None:
-    """Raise `ConfigError` if a kind of tier needs a package that is not there. Any thread; imports nothing."""
+    """Raise `ConfigError` if a kind of tier needs a package that is not there.
+
+    Any thread; imports nothing.
+    """
     package = _PACKAGES.get(kind)
     if package is not None and find_spec(package) is None:
-        raise ConfigError(path, f"expected the package {package}, which is not there: pip install 'kvtier[{kind}]'")
+        raise ConfigError(
+            path, f"expected the package {package}, which is not there: pip install 'kvtier[{kind}]'"
+        )
 
 
 def open_backend(config: SharedTierConfig, row_bytes: int, timeout: float) -> Backend:
-    """Return a backend whose server has answered. Where it can, it ends each call within `timeout` seconds."""
+    """Return a backend whose server has answered.
+
+    Where it can, it ends each call within `timeout` seconds.
+    """
     backend = _make(config, row_bytes, timeout)
     try:
         backend.contains([_NO_ROW])

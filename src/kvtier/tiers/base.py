@@ -217,8 +217,9 @@ class Tier(ABC):
     def ask(self, keys: Sequence[OffloadKey], deadline: float) -> None:
         """Have it found out which of these chunks, of a prefix from its head on, can be promoted.
 
-        Only a tier that answers `None` needs it. From then on until `deadline` each of them is answered `None`
-        or what was found out; at the deadline what is not known is not there. Keys being asked are asked once.
+        Only a tier that answers `None` needs it. From then on until `deadline` each of them is answered
+        `None` or what was found out; at the deadline what is not known is not there. Keys being asked are
+        asked once.
         """
         return
 
@@ -361,12 +362,18 @@ class Backend(ABC):
     """`write` leaves a row that is there as it is, and says it is stored: a bad one has to be deleted."""
 
     def lend(self, memory: Piece) -> None:
-        """Take note of the memory in which most pieces will lie, e.g. to register it. Before any other call."""
+        """Take note of the memory in which most pieces will lie, e.g. to register it.
+
+        Before any other call.
+        """
         return
 
     @abstractmethod
     def write(self, rows: Sequence[BackendRow]) -> list[OSError | None]:
-        """Store rows with their seals, replacing what is there unless `writes_once`. `None` for each stored."""
+        """Store rows with their seals, replacing what is there unless `writes_once`.
+
+        `None` for each stored.
+        """
 
     @abstractmethod
     def read(self, rows: Sequence[BackendRow]) -> list[bytes | OSError | None]:

@@ -199,7 +199,8 @@ class IOThreads:
         """Functions given to `call` of which `tell` has not heard yet."""
         self._reports: list[IOReport] = []
         self._threads = [
-            threading.Thread(target=self._run, name=f"kvtier-{name}-{number}", daemon=True) for number in range(threads)
+            threading.Thread(target=self._run, name=f"kvtier-{name}-{number}", daemon=True)
+            for number in range(threads)
         ]
         for thread in self._threads:
             thread.start()
@@ -234,7 +235,10 @@ class IOThreads:
             self._lock.notify()
 
     def help(self, function: Callable[[], None]) -> None:
-        """Have a free thread run a function, before all rows. Threads may call it; nobody hears of the end."""
+        """Have a free thread run a function, before all rows.
+
+        Threads may call it; nobody hears of the end.
+        """
         with self._lock:
             if not self._closed:
                 self._calls.append(_Call(function, None))
@@ -262,7 +266,9 @@ class IOThreads:
         return work.direction, rows
 
     def cancel(self, direction: Direction, keys: Sequence[OffloadKey], outcome: Outcome) -> None:
-        """End the rows of some keys that no thread has begun: report them with this outcome, at the next `poll`."""
+        """End the rows of some keys that no thread has begun: report them with this outcome, at the next
+        `poll`.
+        """
         for work in list(self._works.values()) if keys else ():
             if work.direction is direction:
                 _, rows = self.withdraw(work.job_id, keys)
@@ -313,13 +319,16 @@ class IOThreads:
     def take_stuck(self, seconds: float) -> int:
         """Count the calls that run for so long, for jobs that were given up, and were not counted before.
 
-        1 if all threads have been busy with the same things for so long, and rows were given up in their queue.
+        1 if all threads have been busy with the same things for so long, and rows were given up in their
+        queue.
         """
         if not self._given_up and not self._starved:
             return 0
         with self._lock:
             began = self._clock() - seconds
-            stuck = {batch for batch, since in self._running.items() if batch.work.given_up and since <= began}
+            stuck = {
+                batch for batch, since in self._running.items() if batch.work.given_up and since <= began
+            }
             new = stuck - self._stuck
             self._stuck |= new
             self._stuck_bytes += sum(batch.nbytes for batch in new)
@@ -368,7 +377,10 @@ class IOThreads:
             works = [*self._works.values(), *self._given_up]
             for direction in Direction:
                 queued = sum(
-                    work.rows[at].nbytes for work in works if work.direction is direction for at in work.queued()
+                    work.rows[at].nbytes
+                    for work in works
+                    if work.direction is direction
+                    for at in work.queued()
                 )
                 if queued != self._queued_bytes[direction]:
                     found = self._queued_bytes[direction]
@@ -447,7 +459,11 @@ class IOThreads:
     def _add(self, report: IOReport) -> None:
         """Add a report; to the last one, if it tells the same of the same job."""
         last = self._reports[-1] if self._reports else None
-        same = last is not None and (last.job_id, last.in_use, last.why) == (report.job_id, report.in_use, report.why)
+        same = last is not None and (last.job_id, last.in_use, last.why) == (
+            report.job_id,
+            report.in_use,
+            report.why,
+        )
         if last is not None and same and last.outcome is report.outcome and last.returned is report.returned:
             self._reports[-1] = last._replace(
                 rows=last.rows + report.rows,
@@ -549,7 +565,9 @@ class IOThreads:
             logger.exception("tier I/O: the backend raised")
             return [(Outcome.FAILED, f"{type(error).__name__}: {error}")] * len(rows)
         if len(outcomes) != len(rows):
-            return [(Outcome.FAILED, f"expected {len(rows)} answers of the backend, got {len(outcomes)}")] * len(rows)
+            return [
+                (Outcome.FAILED, f"expected {len(rows)} answers of the backend, got {len(outcomes)}")
+            ] * len(rows)
         return outcomes
 
     def _read(self, backend: Backend, rows: list[BackendRow], scope: SealScope) -> list[_RowEnd]:

@@ -64,7 +64,10 @@ class IOTier(Tier):
         longest_pause: float = 60.0,
         seal_key: SealKey | None = None,
     ) -> None:
-        """`longest_pause`: seconds between two probes of a tier that is suspended. The key makes the seals."""
+        """`longest_pause`: seconds between two probes of a tier that is suspended.
+
+        The key makes the seals.
+        """
         self.name, self.row_bytes = name, row_bytes
         self._clock = clock
         self._max_queued = max_queued
@@ -200,7 +203,9 @@ class IOTier(Tier):
                 return rows[:count]
         return rows
 
-    def _submit(self, direction: Direction, job: TierJob, rows: list[LentRow], places: Sequence[int]) -> None:
+    def _submit(
+        self, direction: Direction, job: TierJob, rows: list[LentRow], places: Sequence[int]
+    ) -> None:
         """Hand rows to the threads, with the places that the tier has given them."""
         if not rows:
             return
@@ -226,7 +231,9 @@ class IOTier(Tier):
             self._counts["late"] += len(rows)
         keys = tuple([row.key for row in rows])
         self._results.append(
-            TierResult(report.job_id, keys, outcome, report.in_use, report.nbytes, report.seconds, report.why)
+            TierResult(
+                report.job_id, keys, outcome, report.in_use, report.nbytes, report.seconds, report.why
+            )
         )
 
     def _count_moved(self, report: IOReport, what: str) -> None:

@@ -80,11 +80,13 @@ def _search_run(
 class CallsAtOnce:
     """One call of `contains` about many rows as several at once, of `batch` rows each.
 
-    `spawn` has a function run by a thread that is free, now or later. Whoever calls works too, and waits only for
-    calls that have begun, so that it does not matter if no other thread is ever free.
+    `spawn` has a function run by a thread that is free, now or later. Whoever calls works too, and waits
+    only for calls that have begun, so that it does not matter if no other thread is ever free.
     """
 
-    def __init__(self, contains: Contains, batch: int, most: int, spawn: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(
+        self, contains: Contains, batch: int, most: int, spawn: Callable[[Callable[[], None]], None]
+    ) -> None:
         self._contains, self._batch, self._most, self._spawn = contains, batch, most, spawn
         self.width = batch * most
         """The rows of one call of `contains`, at most."""

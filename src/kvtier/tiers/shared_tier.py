@@ -117,7 +117,9 @@ class SharedTier(IOTier):
         self._deleting: set[OffloadKey] = set()
         self._unwanted: set[OffloadKey] = set()  # to be deleted as soon as no call works on them
         self.undeleted: str | None = None
-        """Why rows could not be deleted, the last time that was so; whoever reads them sees that they are wrong."""
+        """Why rows could not be deleted, the last time that was so; whoever reads them sees that they are
+        wrong.
+        """
         self._asked: dict[OffloadKey, _Question] = {}
         self._questions: set[_Question] = set()
         self._num_late = 0  # questions that hold others up
@@ -202,7 +204,9 @@ class SharedTier(IOTier):
             self._questions.add(question)
             self._asked.update(dict.fromkeys(new, question))
             self._counts["questions"] += 1
-            self._io.call(lambda: self._search(question), lambda value, error: self._answer(question, value, error))
+            self._io.call(
+                lambda: self._search(question), lambda value, error: self._answer(question, value, error)
+            )
 
     def _search(self, question: _Question) -> FoundPrefix | None:
         """Find out, unless nobody waits for it any more. On an I/O thread."""
@@ -228,7 +232,9 @@ class SharedTier(IOTier):
         elif found is not None:
             self._counts["round_trips"] += found.round_trips
             self._health[Direction.PROMOTE].note_success()
-            self._note_there([key for key, is_there in zip(question.keys, found.there, strict=True) if is_there])
+            self._note_there(
+                [key for key, is_there in zip(question.keys, found.there, strict=True) if is_there]
+            )
             absent = [key for key, is_there in zip(question.keys, found.there, strict=True) if not is_there]
             if not question.is_late:  # else rounds were left out
                 evicted = [key for key in absent if self._was_there(key)]
@@ -324,7 +330,9 @@ class SharedTier(IOTier):
     def _may_write(self, row: LentRow) -> bool:
         """Say whether a row is not known to be there, and no call works on it."""
         key = row.key
-        return not (self._was_there(key) or key in self._writing or key in self._deleting or key in self._reading)
+        return not (
+            self._was_there(key) or key in self._writing or key in self._deleting or key in self._reading
+        )
 
     def _withdrawn(self, direction: Direction, rows: list[BackendRow]) -> None:
         self._let_go(direction, rows)
@@ -388,7 +396,9 @@ class SharedTier(IOTier):
             self._misses.note(current, TierMiss.REFUSED)
 
     def _let_go(self, direction: Direction, rows: list[BackendRow]) -> list[OffloadKey]:
-        """Note that no call works on rows any more, and return the keys of those that no reset has made void."""
+        """Note that no call works on rows any more, and return the keys of those that no reset has made
+        void.
+        """
         current = [row.key for row in rows if row.scope == self._scope.number]
         if direction is Direction.DEMOTE:
             self._writing.difference_update(current)
@@ -455,10 +465,19 @@ class SharedTier(IOTier):
     def check(self) -> None:
         super().check()
         for holds, what in (
-            (all(question in self._questions for question in self._asked.values()), "what is asked has a question"),
-            (self._num_late == sum(question.is_late for question in self._questions), "late questions are counted"),
+            (
+                all(question in self._questions for question in self._asked.values()),
+                "what is asked has a question",
+            ),
+            (
+                self._num_late == sum(question.is_late for question in self._questions),
+                "late questions are counted",
+            ),
             (self._writing.isdisjoint(self._reading), "no row is written and read at once"),
-            (self._deleting.isdisjoint(self._writing | self._reading.keys()), "no row is deleted beside a call"),
+            (
+                self._deleting.isdisjoint(self._writing | self._reading.keys()),
+                "no row is deleted beside a call",
+            ),
             (self._unwanted <= self._writing | self._reading.keys(), "unwanted rows are in use"),
         ):
             if not holds:
@@ -491,7 +510,9 @@ class _WriteOnce(Backend):
         found = zip(large, self._backend.contains(large), strict=True)
         there = {row.key for row, is_there in found if is_there}
         absent = [row for row in rows if row.key not in there]
-        errors = dict(zip([row.key for row in absent], self._backend.write(absent) if absent else (), strict=True))
+        errors = dict(
+            zip([row.key for row in absent], self._backend.write(absent) if absent else (), strict=True)
+        )
         return [errors.get(row.key) for row in rows]
 
     def lend(self, memory: Piece) -> None:

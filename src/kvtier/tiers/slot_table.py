@@ -190,7 +190,9 @@ class SlotTable:
 
     # -- restoring ---------------------------------------------------------------------------------
 
-    def restore(self, slots: Slots, keys: Sequence[OffloadKey], ticks: npt.NDArray[np.int64]) -> Iterator[int]:
+    def restore(
+        self, slots: Slots, keys: Sequence[OffloadKey], ticks: npt.NDArray[np.int64]
+    ) -> Iterator[int]:
         """Fill an empty table: these slots, ascending, hold these different keys, last used at these ticks.
 
         Yields how many slots are done, so that other threads may run in between.
@@ -219,7 +221,9 @@ class SlotTable:
         self.policy.insert(slots[newest_first], list(map(keys.__getitem__, newest_first.tolist())))
 
     @staticmethod
-    def _name_all(places: Slots, keys: Sequence[OffloadKey], start: int, stop: int) -> tuple[list[OffloadKey], Slots]:
+    def _name_all(
+        places: Slots, keys: Sequence[OffloadKey], start: int, stop: int
+    ) -> tuple[list[OffloadKey], Slots]:
         """Return a key for each place from `start` to `stop`, and the places where it is made up."""
         if len(keys) == stop - start:
             return list(keys), np.zeros(0, dtype=np.int64)

@@ -109,7 +109,9 @@ class SlotTier(IOTier):
             self._refuse(job.job_id, keys, Outcome.SUSPENDED if is_open else Outcome.ABSENT)
             return
         ready = table.ready(keys)
-        self._refuse(job.job_id, [key for key, found in zip(keys, ready, strict=True) if not found], Outcome.ABSENT)
+        self._refuse(
+            job.job_id, [key for key, found in zip(keys, ready, strict=True) if not found], Outcome.ABSENT
+        )
         rows = [row for row, found in zip(job.rows, ready, strict=True) if found]
         slots = table.find([row.key for row in rows])
         table.pin(slots)
@@ -197,7 +199,9 @@ class SlotTier(IOTier):
             held = table.find([row.key for row in rows]) == slots
             self._announce_stored(table.written(slots[held]))
             if not held.all():
-                self._end_discarded([row for row, is_held in zip(rows, held.tolist(), strict=True) if not is_held])
+                self._end_discarded(
+                    [row for row, is_held in zip(rows, held.tolist(), strict=True) if not is_held]
+                )
         elif outcome is Outcome.FAILED:
             self._counts["failed"] += len(rows)
             health.note_failure(report.why)
@@ -214,7 +218,10 @@ class SlotTier(IOTier):
         self._delete([row for row in rows if row.scope == self._scope.number], self._expect_table().written)
 
     def _delete(self, rows: list[BackendRow], free: Callable[[Slots], object]) -> None:
-        """Have rows deleted, then free their slots. What cannot be deleted is tried again when a probe has worked."""
+        """Have rows deleted, then free their slots.
+
+        What cannot be deleted is tried again when a probe has worked.
+        """
         backend = self._io.backend
         if rows and backend is not None:
             bare, places = [row._replace(pieces=()) for row in rows], [row.place for row in rows]
@@ -311,7 +318,8 @@ class SlotTier(IOTier):
                 self._table.touch(slots)
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
-        """Make chunks absent whose bytes are wrong, so that a kill right after this does not bring them back.
+        """Make chunks absent whose bytes are wrong, so that a kill right after this does not bring them
+        back.
 
         Waits for that, for half a second at most, and for no tier that is suspended.
         """
@@ -321,7 +329,9 @@ class SlotTier(IOTier):
         self._drop(slots, TierMiss.FAILED_CHECK)
         dropped, until = set(slots.tolist()), time.monotonic() + _DISCARD_WAIT
         writing = self._health[Direction.DEMOTE]
-        while dropped & self._undeleted and writing.problem is None and (left := until - time.monotonic()) > 0:
+        while (
+            dropped & self._undeleted and writing.problem is None and (left := until - time.monotonic()) > 0
+        ):
             self._io.wait_any(left)
             for report in self._io.poll():
                 self._settle(report)

@@ -1,8 +1,9 @@
 """How bytes move between an engine's cache and the pool.
 
-`base` has the contracts and `plan` the pairing of the two ends; both do without torch and are exported here. `jobs` keeps the
-books of handlers. `layout` turns engine tensors into canonical form, `spans` into arrays that copy many pages at once, and
-`host` and `cuda` move them: import those by their own names, where torch is at hand.
+`base` has the contracts and `plan` the pairing of the two ends; both do without torch and are exported here.
+`jobs` keeps the books of handlers. `layout` turns engine tensors into canonical form, `spans` into arrays
+that copy many pages at once, and `host` and `cuda` move them: import those by their own names, where torch
+is at hand.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
-"""What a transfer is: the two ends of a job, the engine's caches in canonical form, and the handler that moves bytes.
+"""What a transfer is: the two ends of a job, the engine's caches in canonical form, and the handler that
+moves bytes.
 
-What an offloading contract needs besides a manager. A *spec* says where bytes are at one end; a job is a pair
-`(src, dst)` of specs with an id and one `TransferResult`. No class here imports torch: tensors only pass through.
+What an offloading contract needs besides a manager. A *spec* says where bytes are at one end; a job is a
+pair `(src, dst)` of specs with an id and one `TransferResult`. No class here imports torch: tensors only
+pass through.
 
-Threads: a handler's methods are called by one thread, the worker's. What a handler does in the background is its own.
+Threads: a handler's methods are called by one thread, the worker's. What a handler does in the background is
+its own.
 """
 
 from __future__ import annotations
@@ -37,7 +40,10 @@ __all__ = [
 ]
 
 NULL_BLOCK = 0
-"""The block id that means *no block here* (a block that a sliding window has left behind). Engines never hand it out."""
+"""The block id that means *no block here* (a block that a sliding window has left behind).
+
+Engines never hand it out.
+"""
 
 
 class LoadStoreSpec(ABC):
@@ -62,9 +68,10 @@ class BlockIDsLoadStoreSpec(LoadStoreSpec, ABC):
 class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
     """Blocks of the engine's paged cache, on whatever device the engine runs.
 
-    `block_ids` are ordered by group. `group_sizes[g]` of them belong to group g (`None`: one group). Within a group they
-    are consecutive blocks of one request, the first being its `block_indices[g]`-th block: with chunks of several
-    blocks, `block_indices[g] % blocks_per_chunk` leading blocks of the first chunk are skipped.
+    `block_ids` are ordered by group. `group_sizes[g]` of them belong to group g (`None`: one group). Within
+    a group they are consecutive blocks of one request, the first being its `block_indices[g]`-th block: with
+    chunks of several blocks, `block_indices[g] % blocks_per_chunk` leading blocks of the first chunk are
+    skipped.
     """
 
     def __init__(
@@ -74,7 +81,9 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
         block_indices: Sequence[int] | None = None,
     ) -> None:
         super().__init__(block_ids)
-        self.group_sizes: tuple[int, ...] = (len(self.block_ids),) if group_sizes is None else tuple(group_sizes)
+        self.group_sizes: tuple[int, ...] = (
+            (len(self.block_ids),) if group_sizes is None else tuple(group_sizes)
+        )
         self.block_indices: tuple[int, ...] | None = None if block_indices is None else tuple(block_indices)
         if sum(self.group_sizes) != len(self.block_ids):
             raise InputError(
@@ -105,8 +114,9 @@ TransferType = tuple[str, str]
 class TransferResult(NamedTuple):
     """The one result of a job on one rank.
 
-    `failed_blocks` are positions into the GPU end's `block_ids` whose bytes did not arrive; `None` on a failed job means
-    all of them. `corrupt` says that the bytes themselves are at fault, so that the chunk must not be offered again.
+    `failed_blocks` are positions into the GPU end's `block_ids` whose bytes did not arrive; `None` on a
+    failed job means all of them. `corrupt` says that the bytes themselves are at fault, so that the chunk
+    must not be offered again.
     """
 
     job_id: int
@@ -136,9 +146,11 @@ class CanonicalKVCacheRef:
 
 @dataclass(frozen=True, slots=True)
 class CanonicalKVCaches:
-    """The engine's caches as unique tensors, and for each group the refs that make up one block, in layer order.
+    """The engine's caches as unique tensors, and for each group the refs that make up one block, in layer
+    order.
 
-    The bytes of one block of group g are the concatenation of `page_size_bytes` bytes of each of `group_data_refs[g]`.
+    The bytes of one block of group g are the concatenation of `page_size_bytes` bytes of each of
+    `group_data_refs[g]`.
     """
 
     tensors: list[CanonicalKVCacheTensor]
@@ -154,8 +166,9 @@ class CanonicalKVCaches:
 class OffloadingHandler(ABC):
     """Moves bytes in one direction, asynchronously.
 
-    Every job accepted by `transfer_async` yields exactly one result from `get_finished`. Once a result has been yielded
-    the handler never again reads or writes either end of that job: blocks and slots may be handed to someone else.
+    Every job accepted by `transfer_async` yields exactly one result from `get_finished`. Once a result has
+    been yielded the handler never again reads or writes either end of that job: blocks and slots may be
+    handed to someone else.
     """
 
     @abstractmethod
@@ -163,31 +176,44 @@ class OffloadingHandler(ABC):
         """Start a job and return at once. `False`: the job was refused, there will be no result."""
 
     def transfer_by_layer(self, job_id: int, spec: TransferSpec) -> bool:
-        """Start a load of which the first layers should arrive first, for who begins with them. May be in any order."""
+        """Start a load of which the first layers should arrive first, for who begins with them.
+
+        May be in any order.
+        """
         return self.transfer_async(job_id, spec)
 
     def await_layer(self, job_id: int, layer: str, timeout: float) -> bool:
-        """Let what the caller does next find a layer of a load in place. On a device the caller's stream waits, not the caller.
+        """Let what the caller does next find a layer of a load in place.
 
-        May block for `timeout` seconds. `False`: it cannot be promised, and the result is to be waited for. Whatever is
-        made of the layer is good only if the job succeeds.
+        On a device the caller's stream waits, not the caller.
+
+        May block for `timeout` seconds. `False`: it cannot be promised, and the result is to be waited for.
+        Whatever is made of the layer is good only if the job succeeds.
         """
         return False
 
     @abstractmethod
     def get_finished(self) -> list[TransferResult]:
-        """Take the results that are in, without waiting. Jobs past their deadline are ended here and reported failed."""
+        """Take the results that are in, without waiting.
+
+        Jobs past their deadline are ended here and reported failed.
+        """
 
     @abstractmethod
     def wait(self, job_ids: set[int], timeout: float | None = None) -> bool:
-        """Block until these jobs are over or `timeout` seconds have passed; say whether they are. Unknown ids are over.
+        """Block until these jobs are over or `timeout` seconds have passed; say whether they are.
+
+        Unknown ids are over.
 
         Results stay in place for `get_finished`.
         """
 
     @abstractmethod
     def cancel(self, job_ids: set[int]) -> None:
-        """End these jobs now; those not yet complete are reported as failed. Afterwards they touch no memory."""
+        """End these jobs now; those not yet complete are reported as failed.
+
+        Afterwards they touch no memory.
+        """
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -1,8 +1,9 @@
 """Handlers for an engine on the host: stores and loads by a thread of their own, one for each direction.
 
-A job is copied piece by piece, leading blocks first. Each piece is copied under the job's lock after a look at whether
-the job is over, and ending a job takes that lock: so once a job has a result, nothing of it is touched again, and of a
-load that ended early it is known which blocks have arrived. Stores and loads do not wait for each other.
+A job is copied piece by piece, leading blocks first. Each piece is copied under the job's lock after a look
+at whether the job is over, and ending a job takes that lock: so once a job has a result, nothing of it is
+touched again, and of a load that ended early it is known which blocks have arrived. Stores and loads do not
+wait for each other.
 
 `JobHandler` says what belongs to which thread, and when jobs end.
 """
@@ -24,10 +25,12 @@ __all__ = ["HostHandler", "HostJob", "HostLoadHandler", "HostStoreHandler"]
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class HostJob(Job):
-    """A job on its way. `over` is set under `lock`; whoever holds the lock while it is not set may touch memory.
+    """A job on its way.
 
-    `ending` is set by whoever is about to take the lock for that. Locks are not fair: without it the copy could take the
-    lock again and again before them.
+    `over` is set under `lock`; whoever holds the lock while it is not set may touch memory.
+
+    `ending` is set by whoever is about to take the lock for that. Locks are not fair: without it the copy
+    could take the lock again and again before them.
     """
 
     fence: Callable[[], object]
@@ -41,7 +44,9 @@ class HostHandler(JobHandler[HostJob]):
 
     wait_tick = 0.01
 
-    def __init__(self, spans: Spans, deadline: float, *, clock: Clock = time.monotonic, max_jobs: int = 1024) -> None:
+    def __init__(
+        self, spans: Spans, deadline: float, *, clock: Clock = time.monotonic, max_jobs: int = 1024
+    ) -> None:
         super().__init__(spans.pool, spans.bounds, BATCH_BYTES, deadline, clock=clock, max_jobs=max_jobs)
         self.spans = spans
 

@@ -1,15 +1,17 @@
 """The books of a handler: which jobs wait, which are under way, which are over, and one result for each.
 
-Every handler of ours is a `JobHandler` and says only how bytes move. A job is planned and checked, waits in a queue, is run
-by the handler's thread (or by whoever has time), and ends in one of two ways: its last block has arrived, or somebody ends it
-(its deadline, a cancel, a shutdown, a failure). Jobs of one direction begin in the order given.
+Every handler of ours is a `JobHandler` and says only how bytes move. A job is planned and checked, waits in
+a queue, is run by the handler's thread (or by whoever has time), and ends in one of two ways: its last block
+has arrived, or somebody ends it (its deadline, a cancel, a shutdown, a failure). Jobs of one direction begin
+in the order given.
 
-Deadlines count from `transfer_async` and are looked at by `get_finished` and `wait`. With `max_jobs` jobs accepted and not
-over, `transfer_async` refuses the next one; so does a device that does not answer. All public methods belong to the worker's
-thread.
+Deadlines count from `transfer_async` and are looked at by `get_finished` and `wait`. With `max_jobs` jobs
+accepted and not over, `transfer_async` refuses the next one; so does a device that does not answer. All
+public methods belong to the worker's thread.
 
-A forked child has the books but not the thread: the first job that it is given starts one. That holds if no job was under way
-when it was forked. Memory that is private, as that of a pool with one party, is from then on the child's own copy.
+A forked child has the books but not the thread: the first job that it is given starts one. That holds if no
+job was under way when it was forked. Memory that is private, as that of a pool with one party, is from then
+on the child's own copy.
 """
 
 from __future__ import annotations
@@ -48,9 +50,12 @@ _JOIN_SECONDS = 5.0
 
 @dataclass(eq=False)
 class Job:
-    """A job on its way. Its leading `blocks_begun` blocks are being copied, its leading `blocks_done` have arrived.
+    """A job on its way.
 
-    What is the same for every new job is its class's until it changes: the device may be done before the books are written.
+    Its leading `blocks_begun` blocks are being copied, its leading `blocks_done` have arrived.
+
+    What is the same for every new job is its class's until it changes: the device may be done before the
+    books are written.
     """
 
     job_id: int
@@ -86,7 +91,10 @@ class JobHandler(OffloadingHandler, Generic[J]):
         self.piece_bytes = piece_bytes
         """The most that is copied without looking up, or one block where that is more."""
         self.probe: Callable[[J], None] | None = None
-        """Called by the thread before each piece, holding no lock. Tests make it wait, or raise `TransferError`."""
+        """Called by the thread before each piece, holding no lock.
+
+        Tests make it wait, or raise `TransferError`.
+        """
         self.pool, self._bounds = pool, bounds
         self._deadline, self._clock, self._max_jobs = deadline, clock, max_jobs
         self._lock = threading.RLock()  # guards everything below
@@ -97,7 +105,7 @@ class JobHandler(OffloadingHandler, Generic[J]):
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    # -- what a subclass says ----------------------------------------------------------------------------------------------
+    # -- what a subclass says ----------------------------------------------------------------------
 
     @staticmethod
     @abstractmethod
@@ -106,11 +114,17 @@ class JobHandler(OffloadingHandler, Generic[J]):
 
     @abstractmethod
     def _make_job(self, job_id: int, ends: Ends, deadline: float, by_layer: bool) -> J:
-        """Return a new job, or raise `InputError`. What the engine has been told to do so far comes before it."""
+        """Return a new job, or raise `InputError`.
+
+        What the engine has been told to do so far comes before it.
+        """
 
     @abstractmethod
     def _begin(self, job: J) -> None:
-        """Put a new job at the end of the queue and see to it that it is run. Does not wait; `_lock` is held."""
+        """Put a new job at the end of the queue and see to it that it is run.
+
+        Does not wait; `_lock` is held.
+        """
 
     @abstractmethod
     def _run(self, job: J) -> None:
@@ -118,11 +132,17 @@ class JobHandler(OffloadingHandler, Generic[J]):
 
     @abstractmethod
     def _end(self, job: J) -> bool:
-        """Stop a job and give it its result; say whether it had none before. Afterwards it touches no memory."""
+        """Stop a job and give it its result; say whether it had none before.
+
+        Afterwards it touches no memory.
+        """
 
     @abstractmethod
     def _wait_a_little(self, job_ids: set[int], seconds: float) -> None:
-        """Block until something has changed, for about `seconds` at most. These jobs were not over just now."""
+        """Block until something has changed, for about `seconds` at most.
+
+        These jobs were not over just now.
+        """
 
     def _enter_thread(self) -> None:
         """Prepare the calling thread, which may be here for the first time."""
@@ -136,16 +156,21 @@ class JobHandler(OffloadingHandler, Generic[J]):
         """End a job of which a call has failed."""
         self._end(job)
 
-    # -- the worker's calls ------------------------------------------------------------------------------------------------
+    # -- the worker's calls ------------------------------------------------------------------------
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
-        """Start a job and return at once. A spec that makes no sense is an `InputError` and touches nothing."""
+        """Start a job and return at once.
+
+        A spec that makes no sense is an `InputError` and touches nothing.
+        """
         return self._accept(job_id, spec)
 
     def _accept(self, job_id: int, spec: TransferSpec, *, by_layer: bool = False) -> bool:
         ends = self._expect_ends(spec)
         if not self.pool.complete:
-            raise PoolError(f"job {job_id}: not every process has attached to the pool; do all have the same config?")
+            raise PoolError(
+                f"job {job_id}: not every process has attached to the pool; do all have the same config?"
+            )
         self._enter_thread()
         with self._lock:
             if job_id in self._jobs:
@@ -179,7 +204,9 @@ class JobHandler(OffloadingHandler, Generic[J]):
         return self.wait({job_id}, timeout) and self._has_succeeded(job_id)
 
     def wait(self, job_ids: set[int], timeout: float | None = None) -> bool:
-        """Block until these jobs are over, by their deadlines at the latest, or `timeout`; say whether they are."""
+        """Block until these jobs are over, by their deadlines at the latest, or `timeout`; say whether they
+        are.
+        """
         until = None if timeout is None else time.monotonic() + timeout
         self._enter_thread()
         self._end_late_jobs()
@@ -194,7 +221,10 @@ class JobHandler(OffloadingHandler, Generic[J]):
         return True
 
     def wait_ending(self, job: J, timeout: float | None = None) -> bool:
-        """Block until somebody ends a job, or `timeout`; say whether it is ending. For probes that let a job hang."""
+        """Block until somebody ends a job, or `timeout`; say whether it is ending.
+
+        For probes that let a job hang.
+        """
         with self._changed:
             return self._changed.wait_for(lambda: job.ending, timeout)
 
@@ -236,10 +266,12 @@ class JobHandler(OffloadingHandler, Generic[J]):
     def _expect_ends(self, spec: TransferSpec) -> Ends:
         ends = self._ends(spec)
         if ends is None:
-            raise InputError(f"expected a transfer from {self}, got {' to '.join(type(end).__name__ for end in spec)}")
+            raise InputError(
+                f"expected a transfer from {self}, got {' to '.join(type(end).__name__ for end in spec)}"
+            )
         return ends
 
-    # -- the books ---------------------------------------------------------------------------------------------------------
+    # -- the books ---------------------------------------------------------------------------------
 
     def _are_over(self, job_ids: set[int]) -> bool:
         with self._lock:
@@ -256,7 +288,9 @@ class JobHandler(OffloadingHandler, Generic[J]):
         if self._queue and job in self._queue:
             self._queue.remove(job)
         failed = None if success else tuple(job.plan.positions[job.blocks_done :].tolist())
-        self._results.append(TransferResult(job.job_id, success, job.bytes_done, seconds, self.transfer_type, failed))
+        self._results.append(
+            TransferResult(job.job_id, success, job.bytes_done, seconds, self.transfer_type, failed)
+        )
         if self._thread is not None:  # else nobody waits for it
             self._changed.notify_all()
 
@@ -278,12 +312,14 @@ class JobHandler(OffloadingHandler, Generic[J]):
             if self._end(job):
                 logger.warning("%s job %d was not over after %.3g s", self, job.job_id, self._deadline)
 
-    # -- the thread --------------------------------------------------------------------------------------------------------
+    # -- the thread --------------------------------------------------------------------------------
 
     def _wake_thread(self) -> None:
         """Let the thread look at the queue; it lives from the first time on. `_lock` is held."""
         self._changed.notify_all()
-        if self._thread is None or not self._thread.is_alive():  # not alive: it is that of the process that forked
+        if (
+            self._thread is None or not self._thread.is_alive()
+        ):  # not alive: it is that of the process that forked
             self._thread = threading.Thread(target=self._serve, name=f"kvtier {self}", daemon=True)
             self._thread.start()
 

@@ -1,14 +1,15 @@
-"""Engine tensors -> `CanonicalKVCaches`: every layer's KV cache seen as pages of int8, without copying a byte.
+"""Engine tensors -> `CanonicalKVCaches`: every layer's KV cache seen as pages of int8, without copying a
+byte.
 
-Understood are strided tensors of shape `(num_blocks, ...)` and `(2, num_blocks, ...)`. The latter hold K and V apart
-and become two refs. What follows the block dimension is one page; its bytes must be dense, in whatever order of
-dimensions. Between pages there may be padding, or the pages of other layers. Layers that view the same memory share one
-canonical tensor, and within one group they count once: a cross-layer tensor may be given under one name or under each
-layer's.
+Understood are strided tensors of shape `(num_blocks, ...)` and `(2, num_blocks, ...)`. The latter hold K and
+V apart and become two refs. What follows the block dimension is one page; its bytes must be dense, in
+whatever order of dimensions. Between pages there may be padding, or the pages of other layers. Layers that
+view the same memory share one canonical tensor, and within one group they count once: a cross-layer tensor
+may be given under one name or under each layer's.
 
-Which dimension counts blocks is taken from `num_blocks`. Without it, it is what all layers have in common; a leading 2
-then means K and V wherever that makes sense. `(2, 2, ...)` makes sense both ways: name the `KVLayout`, nothing is
-guessed.
+Which dimension counts blocks is taken from `num_blocks`. Without it, it is what all layers have in common; a
+leading 2 then means K and V wherever that makes sense. `(2, 2, ...)` makes sense both ways: name the
+`KVLayout`, nothing is guessed.
 
 Anything else is a `LayoutError` that names the layer. Pure functions: any thread may call them.
 """
@@ -68,7 +69,10 @@ def canonicalize(
     num_blocks: int | None = None,
     layout: KVLayout | None = None,
 ) -> CanonicalKVCaches:
-    """Describe the engine's caches, given by layer name, as pages. The tensors' memory is shared, never copied."""
+    """Describe the engine's caches, given by layer name, as pages.
+
+    The tensors' memory is shared, never copied.
+    """
     _check_names(kv_caches, groups)
     for name, tensor in kv_caches.items():
         _check_kind(name, tensor)
@@ -126,7 +130,9 @@ def _pages(name: str, tensor: torch.Tensor, num_blocks: int, layout: KVLayout | 
     """Find the pages of a layer: one set, or one for K and one for V."""
     readings = [r for r in KVLayout if r.num_blocks(tensor) == num_blocks and layout in (None, r)]
     if num_blocks < 1 or not readings:
-        expected = f"expected ({num_blocks}, ...) or (2, {num_blocks}, ...)" + (f" as {layout.name}" if layout else "")
+        expected = f"expected ({num_blocks}, ...) or (2, {num_blocks}, ...)" + (
+            f" as {layout.name}" if layout else ""
+        )
         raise LayoutError(f"{_describe(name, tensor)}: {expected} with at least one block")
     if len(readings) > 1:
         raise LayoutError(f"{_describe(name, tensor)}: 2 blocks, or K and V? Give `layout` to say which")
@@ -140,7 +146,9 @@ def _dense_pages(name: str, tensor: torch.Tensor, blocks: torch.Tensor) -> _Page
     stride = blocks.stride(0) * size if len(blocks) > 1 else max(blocks.stride(0) * size, page)
     if page == 0 or not _is_dense(blocks) or stride < page:
         problem = f"expected the {page} bytes of a block to be contiguous and apart from other blocks"
-        raise LayoutError(f"{_describe(name, tensor)}: {problem}; make the block dimension the outermost in memory")
+        raise LayoutError(
+            f"{_describe(name, tensor)}: {problem}; make the block dimension the outermost in memory"
+        )
     return _Pages(blocks.untyped_storage(), blocks.device, int(blocks.storage_offset()) * size, stride, page)
 
 
@@ -164,7 +172,9 @@ def _pages_of_group(index: int, group: GroupConfig, layers: Mapping[str, list[_P
     return distinct
 
 
-def _layer_ends(group: GroupConfig, distinct: list[_Pages], layers: Mapping[str, list[_Pages]]) -> dict[str, int]:
+def _layer_ends(
+    group: GroupConfig, distinct: list[_Pages], layers: Mapping[str, list[_Pages]]
+) -> dict[str, int]:
     """Say for each layer of a group how many leading pages hold it and all layers before it."""
     index = {pages.place: i for i, pages in enumerate(distinct)}
     last = [max(index[pages.place] for pages in layers[name]) + 1 for name in group.layer_names]

@@ -1,9 +1,10 @@
 """The innermost loop: copy scattered blocks between an engine and the pool.
 
-`engine` is `(num_blocks, refs, page bytes)` and `pool` is `(slots, blocks of a slot, refs, page bytes)`; both are strided in
-all but the last dimension. `slots`, `indices` and `blocks` are parallel arrays of int64. `store` and `load` take numpy arrays
-and, where they were compiled, run without the GIL from the first byte to the last: a Python thread beside them is not slowed
-down, and does not slow them down by holding it. The Python versions also take torch tensors, on any device.
+`engine` is `(num_blocks, refs, page bytes)` and `pool` is `(slots, blocks of a slot, refs, page bytes)`;
+both are strided in all but the last dimension. `slots`, `indices` and `blocks` are parallel arrays of int64.
+`store` and `load` take numpy arrays and, where they were compiled, run without the GIL from the first byte
+to the last: a Python thread beside them is not slowed down, and does not slow them down by holding it. The
+Python versions also take torch tensors, on any device.
 
 Any thread may call these. They touch what they are told to and keep nothing.
 """

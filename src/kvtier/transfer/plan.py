@@ -5,9 +5,9 @@
         slot                    first   second      third
         index in the slot       2  3 | 0  1  2  3 | 0
 
-Each group with blocks begins a new slot, so it takes `ceil((size + skipped) / blocks_per_chunk)` of them. Null blocks
-take their place but have no bytes. Everything is checked before any memory is touched. Pure functions over numpy
-arrays, no torch: any thread may call them, and every handler does.
+Each group with blocks begins a new slot, so it takes `ceil((size + skipped) / blocks_per_chunk)` of them.
+Null blocks take their place but have no bytes. Everything is checked before any memory is touched. Pure
+functions over numpy arrays, no torch: any thread may call them, and every handler does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ __all__ = ["JobBounds", "Plan", "pair_blocks", "pair_plain", "stage_bounds"]
 Ints = npt.NDArray[np.int64]
 
 _FEW = 64
-_COUNT, _NOTHING = np.arange(4096), np.zeros(4096, np.int64)  # shared: making arrays is most of a small plan's time
+_COUNT, _NOTHING = (
+    np.arange(4096),
+    np.zeros(4096, np.int64),
+)  # shared: making arrays is most of a small plan's time
 _COUNT.flags.writeable = _NOTHING.flags.writeable = False
 _STAGES = (8 / 32, 16 / 32, 22 / 32, 26 / 32, 29 / 32, 31 / 32, 1)
 
@@ -74,7 +77,8 @@ class Plan:
 def stage_bounds(num_layers: int) -> list[int]:
     """Return how many layers are there after each stage of a load that comes layer by layer.
 
-    Stages get shorter: while one comes in, whoever computes does the one before it, and has only the last left in the end.
+    Stages get shorter: while one comes in, whoever computes does the one before it, and has only the last
+    left in the end.
     """
     return [round(share * num_layers) for share in _STAGES]
 
@@ -85,7 +89,9 @@ def pair_blocks(gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, bounds: JobBounds)
         return _pair_one_to_one(gpu, cpu, bounds)
     skipped, taken = _read_groups(gpu, bounds)
     if sum(taken) != len(cpu.block_ids):
-        wants = f"{len(gpu.block_ids)} blocks in groups of {gpu.group_sizes}, first indices {gpu.block_indices}"
+        wants = (
+            f"{len(gpu.block_ids)} blocks in groups of {gpu.group_sizes}, first indices {gpu.block_indices}"
+        )
         raise InputError(f"expected {sum(taken)} slots for {wants}, got {len(cpu.block_ids)}")
     _check_range("block ids", gpu.block_ids, bounds.num_blocks)
     _check_range("slots", cpu.block_ids, bounds.num_slots)
@@ -104,7 +110,9 @@ def pair_blocks(gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, bounds: JobBounds)
 
 
 def pair_plain(blocks: Ints, slots: Ints) -> Plan:
-    """Pair as many blocks as slots, of one group whose chunks are single blocks, all of which were found to be there."""
+    """Pair as many blocks as slots, of one group whose chunks are single blocks, all of which were found to
+    be there.
+    """
     count = len(blocks)
     if count > len(_COUNT):
         return Plan(np.arange(count), np.zeros(count, np.int64), blocks, slots, np.zeros(count, np.int64))
@@ -112,7 +120,9 @@ def pair_plain(blocks: Ints, slots: Ints) -> Plan:
 
 
 def _pair_one_to_one(gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, bounds: JobBounds) -> Plan:
-    """Do the same for one group whose chunks are single blocks: small jobs, of which there are many, are mostly such."""
+    """Do the same for one group whose chunks are single blocks: small jobs, of which there are many, are
+    mostly such.
+    """
     blocks, slots = gpu.block_ids, cpu.block_ids
     if len(blocks) != len(slots):
         raise InputError(f"expected {len(blocks)} slots for as many blocks, got {len(slots)}")
@@ -128,7 +138,9 @@ def _pair_one_to_one(gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, bounds: JobBo
 
 
 def _read_groups(gpu: GPULoadStoreSpec, bounds: JobBounds) -> tuple[list[int], list[int]]:
-    """Return for each group how many leading blocks of its first slot are skipped, and how many slots it takes."""
+    """Return for each group how many leading blocks of its first slot are skipped, and how many slots it
+    takes.
+    """
     sizes, per_chunk = gpu.group_sizes, bounds.blocks_per_chunk
     indices = gpu.block_indices or (0,) * len(sizes)
     if len(sizes) != bounds.num_groups:
@@ -137,7 +149,9 @@ def _read_groups(gpu: GPULoadStoreSpec, bounds: JobBounds) -> tuple[list[int], l
         got = f"{gpu.group_sizes}, {gpu.block_indices}"
         raise InputError(f"expected no negative group_sizes or block_indices, got {got}")
     skipped = [index % per_chunk for index in indices]
-    taken = [-(-(size + skip) // per_chunk) if size else 0 for size, skip in zip(sizes, skipped, strict=True)]
+    taken = [
+        -(-(size + skip) // per_chunk) if size else 0 for size, skip in zip(sizes, skipped, strict=True)
+    ]
     return skipped, taken
 
 
@@ -146,7 +160,10 @@ def _join(arrays: list[Ints]) -> Ints:
 
 
 def _check_range(what: str, ids: Ints, limit: int) -> int | None:
-    """Raise `InputError` if ids are not in `[0, limit)`; return the least. For few of them a list is several times faster."""
+    """Raise `InputError` if ids are not in `[0, limit)`; return the least.
+
+    For few of them a list is several times faster.
+    """
     if not len(ids):
         return None
     few = ids.tolist() if len(ids) <= _FEW else None

@@ -1,8 +1,8 @@
 """The engine's pages and the pool's rows as pairs of arrays, such that one call copies many pages.
 
-The engine is layer-major and the pool chunk-major, so one block is as many separate pages as its group has refs. Where
-refs lie at equal distances in one allocation (K and V of a layer; all layers, if the engine allocates its cache in one
-piece) they form one *span*, and are copied together:
+The engine is layer-major and the pool chunk-major, so one block is as many separate pages as its group has
+refs. Where refs lie at equal distances in one allocation (K and V of a layer; all layers, if the engine
+allocates its cache in one piece) they form one *span*, and are copied together:
 
     span.engine   (num_blocks, refs, page bytes)
     span.pool     (slots, blocks of a slot, refs, page bytes)
@@ -28,7 +28,10 @@ from kvtier.transfer.plan import JobBounds, Plan
 __all__ = ["BATCH_BYTES", "DeviceMemory", "HostMemory", "Span", "Spans"]
 
 BATCH_BYTES = 1 << 20
-"""What is copied without looking up. It takes a tenth of a millisecond, so ending a job is never a noticeable wait."""
+"""What is copied without looking up.
+
+It takes a tenth of a millisecond, so ending a job is never a noticeable wait.
+"""
 
 Array = Any  # numpy where the engine is on the host, torch where it is on a device
 
@@ -63,7 +66,9 @@ class HostMemory:
 
 
 class DeviceMemory(HostMemory):
-    """An engine whose tensors are on a CUDA device: plain copies through pageable memory, in order with its stream."""
+    """An engine whose tensors are on a CUDA device: plain copies through pageable memory, in order with its
+    stream.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -89,8 +94,8 @@ class DeviceMemory(HostMemory):
 class Spans:
     """All that a handler needs to know of the two memories.
 
-    `batches[group]` are the spans of a group, in parts whose pages of one block are at most `BATCH_BYTES`, or a single
-    larger page.
+    `batches[group]` are the spans of a group, in parts whose pages of one block are at most `BATCH_BYTES`,
+    or a single larger page.
     """
 
     def __init__(self, kv_caches: CanonicalKVCaches, pool: Pool, config: OffloadingConfig) -> None:
@@ -117,11 +122,15 @@ class Spans:
         _, refs, page = stack.shape
         shape = (self.pool.num_slots, self.bounds.blocks_per_chunk, refs, page)
         strides = (self.pool.row_bytes, self.block_bytes[group], page, 1)
-        return torch.from_numpy(np.ndarray(shape, np.int8, self.pool.rows, self._image_offset + offset, strides))
+        return torch.from_numpy(
+            np.ndarray(shape, np.int8, self.pool.rows, self._image_offset + offset, strides)
+        )
 
 
 def _stack_refs(kv_caches: CanonicalKVCaches, group: int) -> list[torch.Tensor]:
-    """Return the refs of a group in order, as `(num_blocks, refs, page bytes)` views of as many as go together."""
+    """Return the refs of a group in order, as `(num_blocks, refs, page bytes)` views of as many as go
+    together.
+    """
     stacks: list[list[torch.Tensor]] = []
     for ref in kv_caches.group_data_refs[group]:
         tensor = kv_caches.tensors[ref.tensor_idx].tensor[:, : ref.page_size_bytes]
@@ -133,7 +142,9 @@ def _stack_refs(kv_caches: CanonicalKVCaches, group: int) -> list[torch.Tensor]:
 
 
 def _continues(stack: list[torch.Tensor], tensor: torch.Tensor) -> bool:
-    """Say whether a tensor lies in the same allocation as a stack, shaped alike and one equal distance further."""
+    """Say whether a tensor lies in the same allocation as a stack, shaped alike and one equal distance
+    further.
+    """
     last = stack[-1]
     alike = tensor.shape == last.shape and tensor.stride() == last.stride()
     together = tensor.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
@@ -148,7 +159,9 @@ def _distance(stack: list[torch.Tensor]) -> int | None:
 
 def _view_as_one(stack: list[torch.Tensor]) -> torch.Tensor:
     num_blocks, page = stack[0].shape
-    return stack[0].as_strided((num_blocks, len(stack), page), (stack[0].stride(0), _distance(stack) or page, 1))
+    return stack[0].as_strided(
+        (num_blocks, len(stack), page), (stack[0].stride(0), _distance(stack) or page, 1)
+    )
 
 
 def _batches(spans: Iterator[Span]) -> Iterator[list[Span]]:

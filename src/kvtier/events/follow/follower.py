@@ -626,7 +626,12 @@ class Follower(Generic[B]):
     def _probe(self) -> None:
         """Ask a silent publisher whether there is more; doubt one that cannot be asked and should speak."""
         replica = self.replica
-        if not self.is_connected or self.request is not None or self._backoff.is_pausing or replica.seq is None:
+        if (
+            not self.is_connected
+            or self.request is not None
+            or self._backoff.is_pausing
+            or replica.seq is None
+        ):
             return
         if self._can_ask:
             self._start(self._catch_up() if replica.kind is Kind.STOCK else StreamRequest.status())

@@ -211,7 +211,9 @@ class Link(Generic[B]):
             sock.bind(endpoint) if bind else sock.connect(endpoint)
         except zmq.ZMQError as error:
             kind = InputError if error.errno == zmq.EINVAL else OutsideError
-            raise kind(f"source {self.source.name}: cannot use address {endpoint!r}: {error.strerror}") from None
+            raise kind(
+                f"source {self.source.name}: cannot use address {endpoint!r}: {error.strerror}"
+            ) from None
 
 
 def _receive(sock: Socket, budget: int) -> list[list[bytes]]:

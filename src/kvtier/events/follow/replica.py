@@ -214,7 +214,9 @@ class Replica(Generic[B]):
             self.problem = f"a batch cannot be read: {error}"
             return None
 
-    def apply(self, seq: int, batch: B, payload: bytes, now: float, *, is_snapshot: bool = False) -> MarkResult | None:
+    def apply(
+        self, seq: int, batch: B, payload: bytes, now: float, *, is_snapshot: bool = False
+    ) -> MarkResult | None:
         """Give a batch to the consumer and count it; return what its mark, if any, says of the replica.
 
         In a snapshot, all that the sums have came with it, whoever made it.
@@ -235,7 +237,9 @@ class Replica(Generic[B]):
             self.counters.skipped_events += batch.skipped
             self.problem = f"{batch.skipped} events of batch {seq} cannot be read"
         if self.state is State.EXACT and not self.is_whole:
-            self.tell(State.REPAIRING, self.problem)  # before the batch: who sees both in order trusts no wrong moment
+            self.tell(
+                State.REPAIRING, self.problem
+            )  # before the batch: who sees both in order trusts no wrong moment
         self._has_delivered = True
         self._updates.append(Received(self.name, seq, batch))
         self.counters.batches += 1
@@ -271,7 +275,9 @@ class Replica(Generic[B]):
         if self.is_doubted:
             return MarkResult.OPEN
         self.counters.digest_mismatches += 1
-        self.problem = f"digest of batch {self.seq}: it has {mark.blocks} blocks, the stream adds up to {sums.blocks}"
+        self.problem = (
+            f"digest of batch {self.seq}: it has {mark.blocks} blocks, the stream adds up to {sums.blocks}"
+        )
         return MarkResult.DISPROVED
 
     def expect(self, seq: int) -> None:
@@ -340,7 +346,9 @@ class Replica(Generic[B]):
         """Drop what was told; still know who publishes, and how far it is."""
         if self._has_delivered:
             if self.state is State.EXACT:
-                self.tell(State.REPAIRING, self.problem)  # first: who has forgotten all holds nothing that is exact
+                self.tell(
+                    State.REPAIRING, self.problem
+                )  # first: who has forgotten all holds nothing that is exact
             self.counters.resets += 1
             self._updates.append(Reset(self.name))
         self._has_delivered = self.is_doubted = self.is_building = self.is_exhausted = False

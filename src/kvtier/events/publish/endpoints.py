@@ -29,7 +29,9 @@ def offset_endpoint(endpoint: str | None, rank: int) -> str | None:
         if port == 0 or rank == 0:
             return endpoint
         if port + rank > 65535:
-            raise InputError(f"{endpoint}: rank {rank} would have port {port + rank}; expected at most 65535")
+            raise InputError(
+                f"{endpoint}: rank {rank} would have port {port + rank}; expected at most 65535"
+            )
         return f"{base}:{port + rank}"
     if "inproc" in endpoint or "ipc" in endpoint:
         return f"{endpoint}_dp{rank}" if rank else endpoint
@@ -67,7 +69,10 @@ def check_ports(endpoint: str, replay_endpoint: str | None, rank: int) -> None:
 def is_bound(endpoint: str) -> bool:
     """Return whether a PUB socket binds this address; it connects to others."""
     return (
-        "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://")) or endpoint.endswith(":0")
+        "*" in endpoint
+        or "::" in endpoint
+        or endpoint.startswith(("ipc://", "inproc://"))
+        or endpoint.endswith(":0")
     )
 
 
@@ -85,7 +90,9 @@ def attach(sock: zmq.Socket[bytes], endpoint: str, rank: int, *, bind: bool) -> 
         sock.bind(endpoint)
     except zmq.ZMQError as error:
         verb = "bind" if bind else "connect to"
-        raise OutsideError(f"data-parallel rank {rank} cannot {verb} {endpoint}: {error.strerror}") from error
+        raise OutsideError(
+            f"data-parallel rank {rank} cannot {verb} {endpoint}: {error.strerror}"
+        ) from error
     if not endpoint.endswith(":0"):
         return endpoint
     bound: Any = sock.getsockopt_string(zmq.LAST_ENDPOINT)

@@ -84,7 +84,7 @@ class PublisherLoop:
         self.thread = threading.Thread(target=self._run, name=f"kvtier-publisher-{rank}", daemon=True)
         _loops.add(self)
 
-    # -- any thread -----------------------------------------------------------------------------------------
+    # -- any thread --------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Begin to send."""
@@ -122,7 +122,7 @@ class PublisherLoop:
         """Let a forked child know that the thread is not there."""
         self.outbox.refuse()
 
-    # -- the thread -----------------------------------------------------------------------------------------
+    # -- the thread --------------------------------------------------------------------------------
 
     def _run(self) -> None:
         begun = not self._config.clear_on_start
@@ -205,7 +205,7 @@ class PublisherLoop:
             if part is not None:
                 part.check()
 
-    # -- sockets --------------------------------------------------------------------------------------------
+    # -- sockets -----------------------------------------------------------------------------------
 
     def _open(self) -> None:
         config, rank = self._config, self._rank
@@ -216,14 +216,18 @@ class PublisherLoop:
             self._numbers = SequenceFile(config.sequence_file + (f".dp{rank}" if rank else ""))
         # Others in this process reach an inproc endpoint through the common context only; that one is not
         # ours to end.
-        common = any(address is not None and address.startswith("inproc") for address in (endpoint, replay_endpoint))
+        common = any(
+            address is not None and address.startswith("inproc") for address in (endpoint, replay_endpoint)
+        )
         self._context = zmq.Context.instance() if common else zmq.Context()
         self._owns_context = not common
         if config.curve is not None and config.curve.clients_dir is not None:
             self.gate = Gate(self._context, config.curve.clients_dir)
         pub = self._socket(zmq.PUB)
         pub.set_hwm(config.hwm)
-        self.endpoint = attach(pub, endpoint, rank, bind=is_bound(endpoint) if config.bind is None else config.bind)
+        self.endpoint = attach(
+            pub, endpoint, rank, bind=is_bound(endpoint) if config.bind is None else config.bind
+        )
         self.sender = Sender(pub, config, rank, self._numbers)
         self.outbox.prepare = self.sender.prepare
         self.replay_endpoint: str | None = None
@@ -247,7 +251,11 @@ class PublisherLoop:
         sock: zmq.Socket[bytes] = self._context.socket(kind)
         self._sockets.append(sock)
         sock.linger = 0
-        for option, value in ((zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, 30), (zmq.TCP_KEEPALIVE_INTVL, 10)):
+        for option, value in (
+            (zmq.TCP_KEEPALIVE, 1),
+            (zmq.TCP_KEEPALIVE_IDLE, 30),
+            (zmq.TCP_KEEPALIVE_INTVL, 10),
+        ):
             sock.setsockopt(option, value)  # a client whose machine is gone must not hold its queue forever
         if self._config.curve is not None:
             self._config.curve.apply(sock)

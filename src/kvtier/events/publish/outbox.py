@@ -1,10 +1,9 @@
 """Between the threads that publish and the one that sends: a bounded queue that never makes anybody wait.
 
-`put` is one append, and one write to an eventfd if the sending thread sleeps: what it touches is cold when an
-engine comes to it after a step, so it looks at little. When the queue is full,
-batches go into an overflow until the sending thread has come to it: at most one exists, always last, so
-nothing is overtaken. Any thread may call `put`, `call`, `wake` and `close`; the others belong to the sending
-thread.
+`put` is one append, and one write to an eventfd if the sending thread sleeps: what it touches is cold when
+an engine comes to it after a step, so it looks at little. When the queue is full, batches go into an
+overflow until the sending thread has come to it: at most one exists, always last, so nothing is overtaken.
+Any thread may call `put`, `call`, `wake` and `close`; the others belong to the sending thread.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ class Outbox:
         self.closed = True
         self._room = 0
 
-    # -- the sending thread's -------------------------------------------------------------------------------
+    # -- the sending thread's ----------------------------------------------------------------------
 
     def take(self) -> Any | None:
         """Take the next item, `None` if there is none; an overflow that was taken grows no more."""
@@ -124,6 +123,8 @@ class Outbox:
         with self._lock:
             found = [item for item in self._queue if isinstance(item, Overflow)]
             if len(found) > 1 or (found and found[0] is not self._overflow):
-                raise IntegrityError(f"outbox: {len(found)} overflows queued, expected one at most, and open")
+                raise IntegrityError(
+                    f"outbox: {len(found)} overflows queued, expected one at most, and open"
+                )
             if self._overflow is not None:
                 self._overflow.check()

@@ -39,10 +39,12 @@ class Overflow:
     """The net effect of a run of batches, and how many they were."""
 
     def __init__(
-        self, counting: str = "count", prepare: Callable[[Iterable[Any]], tuple[list[Any], int]] | None = None
+        self,
+        counting: str = "count",
+        prepare: Callable[[Iterable[Any]], tuple[list[Any], int]] | None = None,
     ) -> None:
-        """Begin with nothing. `prepare` brings a batch's events into the form in which they are published, as
-        the way through the queue does, and says how many it left out.
+        """Begin with nothing. `prepare` brings a batch's events into the form in which they are published,
+        as the way through the queue does, and says how many it left out.
         """
         self.batches = 0
         self.unreadable = 0
@@ -85,7 +87,9 @@ class Overflow:
                     net.event = event
                     net.step, net.least = (net.step + 1, net.least + 1) if self._counted else (-inf, 1)
                 else:
-                    net.step, net.least = (net.step - 1, max(net.least - 1, 0)) if self._counted else (-inf, 0)
+                    net.step, net.least = (
+                        (net.step - 1, max(net.least - 1, 0)) if self._counted else (-inf, 0)
+                    )
 
     def ranks(self) -> set[int]:
         """Return the ranks whose states change."""
@@ -108,7 +112,9 @@ class Overflow:
                     raise IntegrityError(f"overflow: rank {rank}, {place}: impossible net effect of {wrong}")
 
 
-def _apply_nets(state: PublishedState, nets: dict[ExternalBlockHash, _Net], prepare: Callable[[Any], Any]) -> int:
+def _apply_nets(
+    state: PublishedState, nets: dict[ExternalBlockHash, _Net], prepare: Callable[[Any], Any]
+) -> int:
     """Let go first, then take in, then set counts; return how many blocks could not be taken in."""
     stored: dict[int, tuple[Any, dict[ExternalBlockHash, int]]] = {}
     lost = 0

@@ -115,7 +115,9 @@ class ReplayServer:
                     self._served[session.identity] = session
             if self._clock() >= deadline:
                 break
-        return max(0.0, min((session.retry_at for session in self._sessions.values()), default=math.inf) - now)
+        return max(
+            0.0, min((session.retry_at for session in self._sessions.values()), default=math.inf) - now
+        )
 
     def queued_bytes(self) -> int:
         """Return the most bytes that clients may not have read.
@@ -132,7 +134,7 @@ class ReplayServer:
         if len(self._sessions) > MAX_SESSIONS or crowded:
             raise IntegrityError(f"replay: {len(self._sessions)} sessions, too many requests of {crowded}")
 
-    # -- requests -------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     def _take_requests(self) -> None:
         for _ in range(_REQUESTS_AT_ONCE):
@@ -198,7 +200,7 @@ class ReplayServer:
         text = f"error: {problem}".encode() if problem else b""
         return [text, END_SEQ, b""] if self._topic else [END_SEQ, text]
 
-    # -- answers --------------------------------------------------------------------------------------------
+    # -- answers -----------------------------------------------------------------------------------
 
     def _replay(self, start: int) -> Iterator[_Message | None]:
         """Yield all batches from `start` to the one that is newest now.
@@ -260,9 +262,13 @@ class ReplayServer:
             yield None
         rank = ranks.pop() if ranks else None
         rank = self._sender.rank if rank is None else rank
-        yield self._end() if last is None else self._reply(last, _frame(RankBatch(rank, len(events), b"".join(events))))
+        yield (
+            self._end()
+            if last is None
+            else self._reply(last, _frame(RankBatch(rank, len(events), b"".join(events))))
+        )
 
-    # -- sending --------------------------------------------------------------------------------------------
+    # -- sending -----------------------------------------------------------------------------------
 
     def _advance(self, session: _Session, now: float, deadline: float) -> bool:
         """Send a slice; return whether the session goes on."""

@@ -124,7 +124,9 @@ class Ring:
 class Sender:
     """Encodes, filters, numbers and sends; `next_seq` is the number of the next message."""
 
-    def __init__(self, pub: zmq.Socket[bytes], config: KVEventsConfig, rank: int, numbers: SequenceFile | None) -> None:
+    def __init__(
+        self, pub: zmq.Socket[bytes], config: KVEventsConfig, rank: int, numbers: SequenceFile | None
+    ) -> None:
         self.topic = config.topic.encode()
         self.epoch = secrets.randbits(63)
         self.rank = rank
@@ -159,7 +161,7 @@ class Sender:
         self._used: list[Snapshot] = []  # that serve no newcomers any more
         self._waste: list[dict[Any, Any] | deque[Any]] = []  # to be freed bit by bit
 
-    # -- out ------------------------------------------------------------------------------------------------
+    # -- out ---------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Send the first batch: whatever an earlier process said is void."""
@@ -244,7 +246,9 @@ class Sender:
             if rank in overflow.cleared:
                 self._clear(rank)
             lost += overflow.apply(rank, self._state(rank), self._prepare)
-        logger.warning("%d batches found no room and were not sent; replay gives their effect", overflow.batches)
+        logger.warning(
+            "%d batches found no room and were not sent; replay gives their effect", overflow.batches
+        )
         lost += overflow.unreadable
         if lost:
             self.counters["unencodable"] += 1
@@ -307,7 +311,7 @@ class Sender:
             self._numbers.reserve(seq)
             self._reserved = self._numbers.reserved
 
-    # -- events ---------------------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------
 
     def _prepared(self, events: list[Any]) -> list[Any]:
         """Return a batch's events cut and joined as they are to travel."""
@@ -350,7 +354,7 @@ class Sender:
             prepared.append(event)
         return prepared, left_out
 
-    # -- states ---------------------------------------------------------------------------------------------
+    # -- states ------------------------------------------------------------------------------------
 
     def _make_state(self) -> PublishedState:
         return PublishedState(self.encoder, self._counting)
@@ -384,7 +388,7 @@ class Sender:
         """Return who speaks and what is held, over all ranks."""
         return Mark(self.epoch, self.blocks, self.digest)
 
-    # -- snapshots ------------------------------------------------------------------------------------------
+    # -- snapshots ---------------------------------------------------------------------------------
 
     def take_snapshot(self) -> Snapshot | None:
         """Return the state as of the newest message, or as of one shortly before that the ring still follows
@@ -480,7 +484,9 @@ def _check_types(kind: Any, *types: type) -> bool:
 
 
 def _has_u64(kind: str, event: Any) -> bool:
-    """Return whether all hashes, the parent's included, are unsigned 64-bit ints, as an engine's mostly are."""
+    """Return whether all hashes, the parent's included, are unsigned 64-bit ints, as an engine's
+    mostly are.
+    """
     try:
         array("Q", event.block_hashes)
     except (OverflowError, TypeError):
@@ -517,7 +523,9 @@ def _join_removals(events: list[Any]) -> list[Any]:
             if places.count(places[0]) == len(places):  # mostly all are from one
                 joined += _join(places[0], run)
             else:
-                joined += chain.from_iterable(_join(place, list(some)) for place, some in groupby(run, _place))
+                joined += chain.from_iterable(
+                    _join(place, list(some)) for place, some in groupby(run, _place)
+                )
     return joined
 
 

@@ -44,7 +44,9 @@ class SequenceFile:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._drop()
-            raise OutsideError(f"{path}: another publisher has this sequence file open; give each its own") from None
+            raise OutsideError(
+                f"{path}: another publisher has this sequence file open; give each its own"
+            ) from None
         except OSError as error:
             self._drop()
             raise OutsideError(f"{path}: cannot open the sequence file: {error.strerror}") from error
@@ -70,7 +72,9 @@ class SequenceFile:
     def check(self) -> None:
         """Raise `IntegrityError` if the file promises less than was reserved."""
         if self._file is not None and self._read(self._file) < self.reserved:
-            raise IntegrityError(f"{self.path}: holds {self._read(self._file)}, reserved up to {self.reserved}")
+            raise IntegrityError(
+                f"{self.path}: holds {self._read(self._file)}, reserved up to {self.reserved}"
+            )
 
     def _read(self, file: int) -> int:
         text = os.pread(file, 64, 0).decode("ascii", "replace").strip()
@@ -89,7 +93,9 @@ class SequenceFile:
             os.pwrite(self._file, b"%020d\n" % number, 0)
             os.fdatasync(self._file)
         except OSError as error:
-            logger.error("%s: cannot write the sequence number (%s): a restart may repeat numbers", self.path, error)
+            logger.error(
+                "%s: cannot write the sequence number (%s): a restart may repeat numbers", self.path, error
+            )
 
     def _drop(self) -> None:
         if self._file is not None:

@@ -51,7 +51,12 @@ class Snapshot:
     """
 
     def __init__(
-        self, states: Mapping[int, PublishedState], encoder: EventEncoder, as_of: int, mark: Mark, number: int = 1
+        self,
+        states: Mapping[int, PublishedState],
+        encoder: EventEncoder,
+        as_of: int,
+        mark: Mark,
+        number: int = 1,
     ) -> None:
         """Freeze the states as they are now. `number` tells this snapshot from all others of the states."""
         self.as_of = as_of
@@ -206,7 +211,9 @@ class _Walk:
             self._snapshot.left_out += len(wanted)
             for place in wanted:
                 self._ancestors.get(record.place, {}).pop(record.hashes[place], None)
-            logger.error("%d blocks cannot be encoded and are left out of a snapshot: %s", len(wanted), error)
+            logger.error(
+                "%d blocks cannot be encoded and are left out of a snapshot: %s", len(wanted), error
+            )
 
     def _is_own(self, record: Record, block: ExternalBlockHash) -> bool:
         """Return whether the block goes out with this record; note it if it must be removed again."""
@@ -221,11 +228,15 @@ class _Walk:
         return new
 
     def _owner(self, place: Place, block: ExternalBlockHash) -> Record | None:
-        """Return the record that sends a block: the one that holds it there, else elsewhere, else its ghost."""
+        """Return the record that sends a block: the one that holds it there, else elsewhere,
+        else its ghost.
+        """
         found = self._holder(place, block)
         if found is None:
             elsewhere = (self._holder(other, block) for other in self._holdings)
-            found = next((record for record in elsewhere if record is not None), None) or self.state.ghosts.was(block)
+            found = next(
+                (record for record in elsewhere if record is not None), None
+            ) or self.state.ghosts.was(block)
         return found
 
     def _holder(self, place: Place, block: ExternalBlockHash) -> Record | None:

@@ -157,7 +157,7 @@ class PublishedState:
         self._ended = 0  # records, since the last sweep
         self._is_frozen = False
 
-    # -- events ---------------------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------
 
     def store(self, event: BlockStored, data: bytes, out: list[bytes]) -> None:
         """Take blocks in; `data` is the whole event's bytes."""
@@ -233,7 +233,10 @@ class PublishedState:
         if not gone:
             return
         if len(gone) != len(hashes):
-            data, total = self._encoder.event(msgspec.structs.replace(event, block_hashes=gone)), sum_of(gone)
+            data, total = (
+                self._encoder.event(msgspec.structs.replace(event, block_hashes=gone)),
+                sum_of(gone),
+            )
         self.blocks -= len(gone)
         self.digest = (self.digest - total * holding.weight) & U64
         out.append(data)
@@ -280,7 +283,7 @@ class PublishedState:
         """Return whether some place holds a block that was just let go in another."""
         return any(holding.blocks.get(block) is not None for holding in self._holdings.values())
 
-    # -- what consumers were not told -----------------------------------------------------------------------
+    # -- what consumers were not told --------------------------------------------------------------
 
     def count_of(self, event: BlockStored | BlockRemoved, block: ExternalBlockHash) -> int:
         """Return how often a block is held where the event is."""
@@ -307,7 +310,7 @@ class PublishedState:
                 places.append(place)
         self._add_parts(holding, event, places)
 
-    # -- reading --------------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
     @property
     def ghost_count(self) -> int:
@@ -380,10 +383,16 @@ class PublishedState:
     def _check_records(
         self, held: dict[Place, dict[ExternalBlockHash, Record]], ghosts: dict[ExternalBlockHash, Record]
     ) -> None:
-        blocks = [(block, record) for by_block in (*held.values(), ghosts) for block, record in by_block.items()]
+        blocks = [
+            (block, record) for by_block in (*held.values(), ghosts) for block, record in by_block.items()
+        ]
         records = {id(record): record for _, record in blocks}
         named = {key: set(record.hashes) for key, record in records.items()}
-        _expect([block for block, record in blocks if block not in named[id(record)]], [], "blocks of other records")
+        _expect(
+            [block for block, record in blocks if block not in named[id(record)]],
+            [],
+            "blocks of other records",
+        )
         uses = Counter(id(record) for _, record in blocks)
         _expect(uses, {key: record.uses for key, record in records.items()}, "uses of records")
         children = Counter(record.parent for record in records.values() if record.parent is not None)
@@ -392,7 +401,7 @@ class PublishedState:
         _expect(records.keys() - set(map(id, self._records)), set(), "records that no snapshot would meet")
         _expect(ghosts.keys() - children.keys(), set(), "ghosts without children")
 
-    # -- inside ---------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _holding(self, event: BlockStored | BlockRemoved) -> Holding:
         key = _where(event)

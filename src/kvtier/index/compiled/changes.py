@@ -1,7 +1,7 @@
 """What events do to the compiled table: stores, removals, whole batches.
 
-All arrays of the table go in; see `slots` and `sets` for what they are. `held[worker, lane]` counts a worker's blocks, and
-its last column those that found no room.
+All arrays of the table go in; see `slots` and `sets` for what they are. `held[worker, lane]` counts a
+worker's blocks, and its last column those that found no room.
 """
 
 from __future__ import annotations
@@ -46,8 +46,12 @@ _WORTH = SLOTS // 16  # a sweep that frees fewer slots than this does not spare 
 
 
 @jit
-def _settle(meta: Any, directory: Any, slots: Any, segments: Any, refs: Any, alias: Any, segment: Any) -> None:
-    """Give a segment's blocks the numbers that their sets have now, and leave out those that nobody holds."""
+def _settle(
+    meta: Any, directory: Any, slots: Any, segments: Any, refs: Any, alias: Any, segment: Any
+) -> None:
+    """Give a segment's blocks the numbers that their sets have now, and leave out those that
+    nobody holds.
+    """
     base = segment * (SLOTS * WIDTH)
     for place in range(base + 2, base + SLOTS * WIDTH, WIDTH):
         number = slots[place]
@@ -61,7 +65,9 @@ def _settle(meta: Any, directory: Any, slots: Any, segments: Any, refs: Any, ali
 
 
 @jit
-def _make_room(meta: Any, directory: Any, slots: Any, segments: Any, refs: Any, alias: Any, mixed: Any) -> Any:
+def _make_room(
+    meta: Any, directory: Any, slots: Any, segments: Any, refs: Any, alias: Any, mixed: Any
+) -> Any:
     """Sweep or split the segment that a mixed hash belongs to; `False` when neither can be done."""
     if meta[DEAD] > 0:
         segment = segment_of(meta, directory, mixed)
@@ -88,8 +94,9 @@ def store(
 ) -> Any:  # fmt: skip
     """Add a holder to `hashes[start:stop]`; return where it stopped.
 
-    That is before `stop` for want of a set's number; and, if `unique`, at a block that the worker holds in that lane
-    already, with `meta[AGAIN]` set. Tells in `fresh`, if it is not empty, which ones it did not hold.
+    That is before `stop` for want of a set's number; and, if `unique`, at a block that the worker holds in
+    that lane already, with `meta[AGAIN]` set. Tells in `fresh`, if it is not empty, which ones it did not
+    hold.
     """
     word, bit = lane * ((held.shape[0] + 63) >> 6) + (worker >> 6), _ONE << np.uint64(worker & 63)
     drops = held.shape[1] - 1
@@ -146,7 +153,8 @@ def _remove(
 ) -> Any:  # fmt: skip
     """Take a holder from `hashes[start:stop]`; return where it stopped, as `store` does.
 
-    Where no smaller set can be made any more, the block is forgotten whole: an index may know too little, never too much.
+    Where no smaller set can be made any more, the block is forgotten whole: an index may know too little,
+    never too much.
     """
     word, bit = lane * ((held.shape[0] + 63) >> 6) + (worker >> 6), _ONE << np.uint64(worker & 63)
     known, next_set = np.int64(-2), np.int64(0)
@@ -202,7 +210,8 @@ def apply(
 ) -> Any:  # fmt: skip
     """Apply events from `step` on, of which `done` hashes are done already.
 
-    Returns `(step, done)`: at the end `(len(steps), 0)`; at a clear, which is the caller's; or where `store` stopped.
+    Returns `(step, done)`: at the end `(len(steps), 0)`; at a clear, which is the caller's; or where `store`
+    stopped.
     """
     nothing = np.empty(0, np.bool_)
     first = np.int64(0)

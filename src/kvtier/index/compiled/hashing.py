@@ -1,7 +1,7 @@
 """XXH3-64 over tokens, compiled: the functions of `kvtier.index.xxh3` without an object per block.
 
-Token ids are read as little-endian u32 whatever the machine, so a block of `n` tokens is an input of `4 n` bytes. All input
-lengths of the algorithm that are multiples of 4 are here. Pure; any thread may call these.
+Token ids are read as little-endian u32 whatever the machine, so a block of `n` tokens is an input of `4 n`
+bytes. All input lengths of the algorithm that are multiples of 4 are here. Pure; any thread may call these.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ _SECRET = np.array([int.from_bytes(_SECRET_BYTES[i : i + 8], "little") for i in 
 
 _P32_1, _P32_2, _P32_3 = np.uint64(0x9E3779B1), np.uint64(0x85EBCA77), np.uint64(0xC2B2AE3D)
 _P64_1, _P64_2 = np.uint64(0x9E3779B185EBCA87), np.uint64(0xC2B2AE3D27D4EB4F)
-_P64_3, _P64_4, _P64_5 = np.uint64(0x165667B19E3779F9), np.uint64(0x85EBCA77C2B2AE63), np.uint64(0x27D4EB2F165667C5)
+_P64_3, _P64_4, _P64_5 = (
+    np.uint64(0x165667B19E3779F9),
+    np.uint64(0x85EBCA77C2B2AE63),
+    np.uint64(0x27D4EB2F165667C5),
+)
 _MX1, _MX2 = np.uint64(0x165667919E3779F9), np.uint64(0x9FB21C651E98DF25)
 _START = np.array([_P32_3, _P64_1, _P64_2, _P64_3, _P64_4, _P32_2, _P64_5, _P32_1], np.uint64)
 _SEED = np.uint64(1337)

@@ -1,7 +1,8 @@
 """How the index's inner loops are compiled, and the machine instructions that Python has no name for.
 
-Needs numba. A function marked with `jit` is compiled at its first call, kept on disk for the next process until a module
-changes that is compiled or gives compiled code a constant, and lets other threads run meanwhile.
+Needs numba. A function marked with `jit` is compiled at its first call, kept on disk for the next process
+until a module changes that is compiled or gives compiled code a constant, and lets other threads run
+meanwhile.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ _STAMP = stamp_of([*_HERE.glob("*.py"), *(_HERE.parent / f"{name}.py" for name i
 def jit(function: Callable[..., Any]) -> Any:
     """Compile a function.
 
-    numba compiles anew when the function's own file changes. But what it calls is compiled into it, and so are constants:
-    after an upgrade, code with the old layout of an array would run beside code with the new one.
+    numba compiles anew when the function's own file changes. But what it calls is compiled into it, and so
+    are constants: after an upgrade, code with the old layout of an array would run beside code with the new
+    one.
     """
     compiled = numba.njit(cache=True, nogil=True, boundscheck=False, error_model="numpy")(function)
     kept = getattr(compiled._cache, "_cache_file", None)  # there is none where no folder can be written
@@ -88,7 +90,9 @@ def _prefetch(_context: Any, array: Any, place: Any) -> Any:
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
         data = context.make_array(array)(context, builder, arguments[0]).data
         address = builder.bitcast(builder.gep(data, [arguments[1]]), pointer)
-        builder.call(function, [address, *(ir.Constant(number, flag) for flag in (0, 3, 1))])  # to read, keep, data
+        builder.call(
+            function, [address, *(ir.Constant(number, flag) for flag in (0, 3, 1))]
+        )  # to read, keep, data
         return context.get_dummy_value()
 
     return types.void(array, types.int64), generate

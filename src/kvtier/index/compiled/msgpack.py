@@ -1,7 +1,7 @@
 """Pieces of msgpack, read from an array of bytes: heads, texts, integers.
 
-Each function takes a place in the array and returns what follows the piece, -1 where there is no such piece. None ever
-reads past the end.
+Each function takes a place in the array and returns what follows the piece, -1 where there is no such piece.
+None ever reads past the end.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ def _lengths() -> npt.NDArray[np.int64]:
 
 
 _LENGTH = _lengths()
-# Unsigned integers of at most 32 bits: their lengths, and where they lie in the five bytes from their first on.
-_U32_LENGTH = np.where((np.arange(256) < 0x80) | ((np.arange(256) >= 0xCC) & (np.arange(256) < 0xCF)), _LENGTH, 0)
+# Unsigned integers of at most 32 bits: their lengths, and where they lie in the five bytes from their first
+# on.
+_U32_LENGTH = np.where(
+    (np.arange(256) < 0x80) | ((np.arange(256) >= 0xCC) & (np.arange(256) < 0xCF)), _LENGTH, 0
+)
 _U32_SHIFT = np.where(_U32_LENGTH > 0, 40 - 8 * _U32_LENGTH, 0).astype(np.uint64)
 _U32_MASK = np.where(_U32_LENGTH == 1, 0x7F, (1 << 8 * np.maximum(_U32_LENGTH - 1, 0)) - 1).astype(np.uint64)
 
@@ -35,7 +38,8 @@ _U32_MASK = np.where(_U32_LENGTH == 1, 0x7F, (1 << 8 * np.maximum(_U32_LENGTH - 
 def head(data: Any, at: Any, small: Any, limit: Any, word: Any) -> Any:
     """Read the head of an array, a map or a text; return its length and what follows, or -1.
 
-    `small` is the first byte of the short form, which has up to `limit` elements; `word` is that of the 16-bit form.
+    `small` is the first byte of the short form, which has up to `limit` elements; `word` is that of the
+    16-bit form.
     """
     if at >= data.size:
         return np.int64(-1), at
@@ -128,12 +132,13 @@ def _length(byte: Any) -> Any:
 def skip_integers(data: Any, at: Any, count: Any) -> Any:
     """Return what follows that many integers, -1 where something else is among them.
 
-    Where an integer begins is known only once those before it were looked at, so a core does little but wait. Long lists
-    are therefore walked from two places at once, the second one guessed:
+    Where an integer begins is known only once those before it were looked at, so a core does little but
+    wait. Long lists are therefore walked from two places at once, the second one guessed:
 
         at ---- steps ----> goal ---- steps ----> ahead
 
-    If the first walk meets the place where the second one began, both together are one walk; else the second was in vain.
+    If the first walk meets the place where the second one began, both together are one walk; else the second
+    was in vain.
     """
     size = data.size
     while count >= 64 and at + count <= size:
@@ -163,9 +168,11 @@ def skip_integers(data: Any, at: Any, count: Any) -> Any:
 
 @jit
 def read_u32(data: Any, at: Any, count: Any, out: Any, start: Any) -> Any:
-    """Read that many integers of at most 32 bits into `out[start:]`; return what follows, -1 where something else is there.
+    """Read that many integers of at most 32 bits into `out[start:]`; return what follows, -1 where something
+    else is there.
 
-    Lengths of tokens change from one to the next as nobody can predict, so they come from a table and not from branches.
+    Lengths of tokens change from one to the next as nobody can predict, so they come from a table and not
+    from branches.
     """
     sure = data.size - 5  # up to here, what is looked at lies in the array
     for i in range(start, start + count):

@@ -1,7 +1,8 @@
 """Names in arrays, and the compiled way from scanned tokens to keys.
 
-A name is a slot of the compiled hash table (see `slots`): the engine's hash, the worker's tag, the key. A worker's tag
-changes when it is cleared, and so all its names are gone at once; they are swept out later. Not for several threads at once.
+A name is a slot of the compiled hash table (see `slots`): the engine's hash, the worker's tag, the key. A
+worker's tag changes when it is cleared, and so all its names are gone at once; they are swept out later. Not
+for several threads at once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from kvtier.index.base import MAX_WORKERS, Hashes, Op
 from kvtier.index.compiled.hashing import chain_one, hash_block
 from kvtier.index.compiled.jit import jit
 from kvtier.index.compiled.questions import holds_one
-from kvtier.index.compiled.scan import FIRST_TOKEN, HAS_PARENT, PARENT, SCANNED_BLOCK_SIZE, TOKEN_COUNT, Scanned
+from kvtier.index.compiled.scan import (
+    FIRST_TOKEN,
+    HAS_PARENT,
+    PARENT,
+    SCANNED_BLOCK_SIZE,
+    TOKEN_COUNT,
+    Scanned,
+)
 from kvtier.index.compiled.slots import (
     FILL,
     LIMIT,
@@ -80,7 +88,9 @@ def _put(
 @jit
 def _put_all(meta: Any, directory: Any, slots: Any, segments: Any, hashes: Any, tag: Any, keys: Any) -> Any:
     done = 0
-    while done < hashes.size and _put(meta, directory, slots, segments, hashes[done], tag, keys[done], False):
+    while done < hashes.size and _put(
+        meta, directory, slots, segments, hashes[done], tag, keys[done], False
+    ):
         done += 1
     return done == hashes.size
 
@@ -100,7 +110,14 @@ def _sweep(
             if tag and not (
                 tags[worker] == tag
                 and holds_one(
-                    table_meta, table_directory, table_slots, rows, alias, words, worker, word_at(slots, place + _KEY)
+                    table_meta,
+                    table_directory,
+                    table_slots,
+                    rows,
+                    alias,
+                    words,
+                    worker,
+                    word_at(slots, place + _KEY),
                 )
             ):
                 slots[place + _TAG] = 0
@@ -112,10 +129,12 @@ def _translate(
     meta: Any, directory: Any, slots: Any, segments: Any, tag: Any, block_size: Any, strict: Any,
     steps: Any, hashes: Any, tokens: Any, step: Any, first: Any, keys: Any,
 ) -> Any:  # fmt: skip
-    """Find the keys of a batch's blocks from `step` on; return where it stopped, and how many hashes come before.
+    """Find the keys of a batch's blocks from `step` on; return where it stopped, and how many hashes come
+    before.
 
-    Stops at a clear, and at stores that are not plain: an unknown parent, tokens that do not fit, no room for a name, or
-    one that something else has. If `strict`, also at a removal of a block without a name; otherwise such a block gets key 0.
+    Stops at a clear, and at stores that are not plain: an unknown parent, tokens that do not fit, no room
+    for a name, or one that something else has. If `strict`, also at a removal of a block without a name;
+    otherwise such a block gets key 0.
     """
     while step < steps.shape[0]:
         op, count = steps[step, 0], steps[step, 2]

@@ -34,8 +34,13 @@ def _holders_of(meta: Any, directory: Any, slots: Any, alias: Any, key: Any) -> 
 
 @jit
 def _look_up(meta: Any, directory: Any, slots: Any, alias: Any, hashes: Any, found: Any) -> Any:
-    """Put each block's holder set into `found`, up to the first block that nobody holds; return how many there are."""
-    secret, depth = meta[SECRET], meta[DEPTH]  # read once: nobody may think that a write to `found` changes them
+    """Put each block's holder set into `found`, up to the first block that nobody holds; return how many
+    there are.
+    """
+    secret, depth = (
+        meta[SECRET],
+        meta[DEPTH],
+    )  # read once: nobody may think that a write to `found` changes them
     for i in range(hashes.size):
         mixed = mix(hashes[i], secret)
         place = find(slots, WIDTH, segment_at(directory, depth, mixed), mixed, hashes[i], _NO_TAG)
@@ -47,7 +52,9 @@ def _look_up(meta: Any, directory: Any, slots: Any, alias: Any, hashes: Any, fou
 
 @jit
 def _on_tiers(rows: Any, lanes: Any, needed: Any, words: Any, holders: Any, word: Any) -> Any:
-    """Return which of 64 workers hold a block on each tier: those that hold it there in every group that they need."""
+    """Return which of 64 workers hold a block on each tier: those that hold it there in every group that
+    they need.
+    """
     gpu = cpu = storage = ~_ZERO
     anything = _ZERO
     for group in range(needed.shape[0]):
@@ -72,7 +79,10 @@ def _on_tiers(rows: Any, lanes: Any, needed: Any, words: Any, holders: Any, word
 def _race(
     rows: Any, lanes: Any, needed: Any, words: Any, found: Any, count: Any, query: Any, word: Any, out: Any
 ) -> None:
-    """Find how far each of 64 workers comes. A block with the same holders as the one before changes nothing."""
+    """Find how far each of 64 workers comes.
+
+    A block with the same holders as the one before changes nothing.
+    """
     everywhere = cpus = storages = walk_gpu = ~_ZERO
     walk_cpu = walk_storage = _ZERO
     last = np.uint32(0)
@@ -83,7 +93,11 @@ def _race(
             continue
         last = holders
         if one_group:  # and one lane for each tier, as nearly always
-            gpu, cpu, storage = rows[holders, word], rows[holders, words + word], rows[holders, 2 * words + word]
+            gpu, cpu, storage = (
+                rows[holders, word],
+                rows[holders, words + word],
+                rows[holders, 2 * words + word],
+            )
             gpu, cpu, storage = gpu & wants, cpu & wants, storage & wants
         else:
             gpu, cpu, storage = _on_tiers(rows, lanes, needed, words, holders, word)
@@ -138,7 +152,9 @@ def match(
 
 
 @jit
-def holds_one(meta: Any, directory: Any, slots: Any, rows: Any, alias: Any, words: Any, worker: Any, key: Any) -> Any:
+def holds_one(
+    meta: Any, directory: Any, slots: Any, rows: Any, alias: Any, words: Any, worker: Any, key: Any
+) -> Any:
     """Tell whether a worker holds a block in any lane."""
     holders = _holders_of(meta, directory, slots, alias, key)
     bits = _ZERO
@@ -148,7 +164,9 @@ def holds_one(meta: Any, directory: Any, slots: Any, rows: Any, alias: Any, word
 
 
 @jit
-def holds(meta: Any, directory: Any, slots: Any, rows: Any, alias: Any, words: Any, worker: Any, hashes: Any) -> Any:
+def holds(
+    meta: Any, directory: Any, slots: Any, rows: Any, alias: Any, words: Any, worker: Any, hashes: Any
+) -> Any:
     """Tell of each block whether a worker holds it."""
     found = np.empty(hashes.size, np.bool_)
     for i in range(hashes.size):

@@ -1,9 +1,9 @@
 """Reads the batches of the event stream straight into arrays, without making an object per hash or token.
 
-`Scanner` reads what publishers send nearly always: whole batches of plain stores, removals and clears, as maps or as
-arrays. It reads exactly what it knows; at the first byte that is anything else (a mark, hashes as bytes, extra keys, a
-rarer medium or group, damage) it gives the batch to `decode_batch`, so both always agree. Tokens are passed over, or read
-into an array as well.
+`Scanner` reads what publishers send nearly always: whole batches of plain stores, removals and clears, as
+maps or as arrays. It reads exactly what it knows; at the first byte that is anything else (a mark, hashes as
+bytes, extra keys, a rarer medium or group, damage) it gives the batch to `decode_batch`, so both always
+agree. Tokens are passed over, or read into an array as well.
 
 Any thread may call it, with a `Scanner` of its own.
 """
@@ -68,9 +68,13 @@ def _dictionary(words: list[str]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np
 
 _NAMES, _NAME_ENDS = _dictionary([name for name, _ in _STORED_FIELDS])
 _FORMS = np.array([form for _, form in _STORED_FIELDS], np.int64)
-_REMOVED_AT = np.array([[name for name, _ in _STORED_FIELDS].index(name) for name, _ in _REMOVED_FIELDS], np.int64)
+_REMOVED_AT = np.array(
+    [[name for name, _ in _STORED_FIELDS].index(name) for name, _ in _REMOVED_FIELDS], np.int64
+)
 _IN_REMOVED = sum(1 << int(field) for field in _REMOVED_AT)
-_LORA_ID, _LORA_NAME = ([name for name, _ in _STORED_FIELDS].index(name) for name in ("lora_id", "lora_name"))
+_LORA_ID, _LORA_NAME = (
+    [name for name, _ in _STORED_FIELDS].index(name) for name in ("lora_id", "lora_name")
+)
 _TAGS, _TAG_ENDS = _dictionary(["BlockStored", "BlockRemoved", "AllBlocksCleared"])
 _MEDIA, _MEDIUM_ENDS = _dictionary([place[0] for place in PLACES])
 _KINDS, _KIND_ENDS = _dictionary(["full_attention", "mla_attention", "sink_full_attention"])
@@ -181,7 +185,9 @@ def _event(data: Any, at: Any, hashes: Any, steps: Any, tokens: Any, totals: Any
             steps[row, TOKEN_COUNT], at = _token_list(data, at, tokens, totals)
             if steps[row, TOKEN_COUNT] < 0:
                 return steps[row, TOKEN_COUNT]
-        elif _FORMS[field] == _F_WHOLE or (_FORMS[field] == _F_PARENT and at < data.size and data[at] != 0xC0):
+        elif _FORMS[field] == _F_WHOLE or (
+            _FORMS[field] == _F_PARENT and at < data.size and data[at] != 0xC0
+        ):
             value, at = integer(data, at)
             if at < 0:
                 return np.int64(_OTHER)
@@ -263,7 +269,8 @@ def _all_of_size(steps: Any, block_size: Any) -> Any:
 
 
 class ScanBuffers:
-    """Arrays that consecutive batches are read into, one behind the other, so that no batch needs any of its own.
+    """Arrays that consecutive batches are read into, one behind the other, so that no batch needs any of its
+    own.
 
     What is written stays; the arrays live as long as any of their batches.
     """
@@ -278,12 +285,16 @@ class ScanBuffers:
 
 
 class Scanned:
-    """Events as arrays: their steps, the hashes of all of them one behind the other, and the tokens that steps point into."""
+    """Events as arrays: their steps, the hashes of all of them one behind the other, and the tokens that
+    steps point into.
+    """
 
     __slots__ = ("_begin", "_buffers", "_end")
 
     def __init__(self, buffers: ScanBuffers, begin: Sequence[int], end: Sequence[int]) -> None:
-        """Take what lies in the arrays from `begin` to `end`, each the numbers of hashes and of steps before it."""
+        """Take what lies in the arrays from `begin` to `end`, each the numbers of hashes and of steps before
+        it.
+        """
         self._buffers, self._begin, self._end = buffers, begin, end
 
     @property
@@ -322,7 +333,9 @@ class Scanned:
         if op == Op.REMOVED:
             return BlockRemoved(hashes, medium)
         ids = self.tokens[start : start + tokens].tolist()
-        return BlockStored(hashes, parent & _U64 if has_parent else None, ids, block_size, None, medium, None)
+        return BlockStored(
+            hashes, parent & _U64 if has_parent else None, ids, block_size, None, medium, None
+        )
 
     @staticmethod
     def join(parts: Sequence[Scanned]) -> Iterator[Scanned]:
@@ -369,7 +382,9 @@ class Scanner:
     def __call__(self, payload: bytes) -> ScannedBatch | DecodedBatch:
         """Read a batch in either encoding. Raises `ValueError` where the payload is not a batch at all."""
         data = np.frombuffer(payload, np.uint8)
-        while status := _scan(data, self._buffers.hashes, self._buffers.steps, self._buffers.tokens, self._totals):
+        while status := _scan(
+            data, self._buffers.hashes, self._buffers.steps, self._buffers.tokens, self._totals
+        ):
             self._totals[:_RANK] = self._begin[:_RANK]
             if status == _OTHER:
                 self.decoded += 1
@@ -385,6 +400,8 @@ class Scanner:
         An element takes a byte of the batch at least, so the batch's size bounds this.
         """
         full, times = self._buffers, 1 if any(self._begin[:_RANK]) else 2
-        self._buffers = ScanBuffers(times * len(full.hashes), times * len(full.steps), times * len(full.tokens))
+        self._buffers = ScanBuffers(
+            times * len(full.hashes), times * len(full.steps), times * len(full.tokens)
+        )
         self._begin = [0] * _TOTALS
         self._totals[:] = 0

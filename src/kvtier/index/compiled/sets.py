@@ -1,8 +1,9 @@
 """The compiled table's holder sets: who holds a block, as a row of bits that many blocks share.
 
-A row has a word per lane for 64 workers. Sets are interned: equal rows have equal numbers; set 0 is that of nobody. Clearing a
-worker takes its bits out of every row and interns anew; `alias` then points a set to its equal, or to 0 when nobody is left
-in it. `refs` counts the slots with each number; one that no slot has may be given to another set.
+A row has a word per lane for 64 workers. Sets are interned: equal rows have equal numbers; set 0 is that of
+nobody. Clearing a worker takes its bits out of every row and interns anew; `alias` then points a set to its
+equal, or to 0 when nobody is left in it. `refs` counts the slots with each number; one that no slot has may
+be given to another set.
 """
 
 from __future__ import annotations
@@ -41,8 +42,12 @@ def _seat(rows: Any, intern: Any, row: Any) -> Any:
 
 
 @jit
-def toggled(meta: Any, rows: Any, alias: Any, intern: Any, free: Any, holders: Any, word: Any, bit: Any) -> Any:
-    """Return the number of the set that differs from `holders` in one bit; -1 when there is no number left for it."""
+def toggled(
+    meta: Any, rows: Any, alias: Any, intern: Any, free: Any, holders: Any, word: Any, bit: Any
+) -> Any:
+    """Return the number of the set that differs from `holders` in one bit; -1 when there is no number left
+    for it.
+    """
     scratch, empty = rows.shape[0] - 1, True
     for at in range(rows.shape[1]):
         rows[scratch, at] = rows[holders, at] ^ bit if at == word else rows[holders, at]
@@ -63,7 +68,9 @@ def toggled(meta: Any, rows: Any, alias: Any, intern: Any, free: Any, holders: A
 
 @jit
 def intern_all(meta: Any, rows: Any, refs: Any, alias: Any, intern: Any, free: Any) -> None:
-    """Intern all sets anew after rows changed: equal ones get an alias, empty ones die, unused ones become free."""
+    """Intern all sets anew after rows changed: equal ones get an alias, empty ones die, unused ones become
+    free.
+    """
     intern[:] = 0
     meta[FREE] = meta[DEAD] = 0
     for number in range(refs.size - 1, 0, -1):

@@ -1,15 +1,18 @@
-"""The compiled hash table: extendible hashing over one flat array of 32-bit words. Blocks and names are both kept in one.
+"""The compiled hash table: extendible hashing over one flat array of 32-bit words.
 
-The table grows by segments of 1,024 slots. A directory, indexed by the leading bits of the mixed hash, names the segment;
-within it, linear probing. A full segment is split in two, so growth never copies the table nor needs it twice. A slot is
-`width` words: the hash's halves, a word that is 0 in an empty slot only, and what the owner keeps besides. Removal shifts
-what follows back, so there are no tombstones.
+Blocks and names are both kept in one.
+
+The table grows by segments of 1,024 slots. A directory, indexed by the leading bits of the mixed hash, names
+the segment; within it, linear probing. A full segment is split in two, so growth never copies the table nor
+needs it twice. A slot is `width` words: the hash's halves, a word that is 0 in an empty slot only, and what
+the owner keeps besides. Removal shifts what follows back, so there are no tombstones.
 
     blocks (width 3)    hash, hash, number of the holder set
     names  (width 5)    engine's hash, hash, the worker's tag, key, key
 
-Where the third word is a tag it is part of the hash; functions take 0 for the tag where it is not. Hashes are mixed with a
-secret, so nobody can choose hashes that fall into one segment. Not for several threads at once.
+Where the third word is a tag it is part of the hash; functions take 0 for the tag where it is not. Hashes
+are mixed with a secret, so nobody can choose hashes that fall into one segment. Not for several threads at
+once.
 """
 
 from __future__ import annotations
@@ -99,7 +102,9 @@ def find(slots: Any, width: Any, segment: Any, mixed: Any, key: Any, tag: Any) -
 
 @jit
 def expect(meta: Any, directory: Any, slots: Any, width: Any, key: Any, tag: Any) -> None:
-    """Begin to load the slot of a hash wanted soon: tables are larger than caches, and waiting is most of the work."""
+    """Begin to load the slot of a hash wanted soon: tables are larger than caches, and waiting is most of
+    the work.
+    """
     mixed = mixed_of(meta, key, tag)
     prefetch(slots, (segment_of(meta, directory, mixed) * SLOTS + np.int64(mixed & _MASK)) * width)
 
@@ -114,8 +119,13 @@ def fill(meta: Any, slots: Any, segments: Any, segment: Any, place: Any, key: An
 
 
 @jit
-def rehash(meta: Any, directory: Any, slots: Any, segments: Any, width: Any, tagged: Any, segment: Any) -> None:
-    """Put a segment's entries where the directory now sends them. Slots whose third word was set to 0 are left out."""
+def rehash(
+    meta: Any, directory: Any, slots: Any, segments: Any, width: Any, tagged: Any, segment: Any
+) -> None:
+    """Put a segment's entries where the directory now sends them.
+
+    Slots whose third word was set to 0 are left out.
+    """
     base, size = segment * (SLOTS * width), SLOTS * width
     old = slots[base : base + size].copy()
     slots[base : base + size] = 0
@@ -188,7 +198,9 @@ class Slots(NamedTuple):
 
     @staticmethod
     def segment_bytes(width: int) -> int:
-        """Return what a segment takes: its slots, its row in `segments`, its eight entries in the directory at most."""
+        """Return what a segment takes: its slots, its row in `segments`, its eight entries in the directory
+        at most.
+        """
         return SLOTS * width * 4 + 2 * 4 + 8 * 4
 
     @classmethod
@@ -205,8 +217,8 @@ class Slots(NamedTuple):
     def parts(self, width: int) -> Iterator[npt.NDArray[np.uint32]]:
         """Yield the slots in use, `[slot, word]`, a segment at a time. The table may change meanwhile.
 
-        Segments come in the order of the directory: one that is split later is passed as two at the same place, so what stays
-        in the table comes once.
+        Segments come in the order of the directory: one that is split later is passed as two at the same
+        place, so what stays in the table comes once.
         """
         done = 0  # of the space of mixed hashes, 64 bits wide
         while done < 1 << 64:

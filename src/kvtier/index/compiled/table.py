@@ -1,9 +1,10 @@
 """The table with compiled loops: numpy arrays, and the compiled loops of this package over them.
 
-Memory is bounded by construction. Address space for the whole budget is reserved at the start; the system gives memory
-to a part of it only when that part is first written, and the table takes it segment by segment. `stats().bytes` counts
-what was taken; it never exceeds the budget, not even for a moment. A block that finds no room is refused and counted.
-The smallest budget is 256 KiB. Not for several threads at once: `PrefixIndex` sees to that.
+Memory is bounded by construction. Address space for the whole budget is reserved at the start; the system
+gives memory to a part of it only when that part is first written, and the table takes it segment by segment.
+`stats().bytes` counts what was taken; it never exceeds the budget, not even for a moment. A block that finds
+no room is refused and counted. The smallest budget is 256 KiB. Not for several threads at once:
+`PrefixIndex` sees to that.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class CompiledTable:
     def __init__(self, budget: int) -> None:
         """Reserve address space for `budget` bytes and take the first few of them."""
         if budget < MIN_BUDGET:
-            raise InputError(f"budget: expected at least {MIN_BUDGET} bytes for a compiled table, got {budget}")
+            raise InputError(
+                f"budget: expected at least {MIN_BUDGET} bytes for a compiled table, got {budget}"
+            )
         self._budget = budget
         self._slots = Slots.reserve(budget // _SEGMENT_BYTES, changes.WIDTH)
         self._meta = self._slots.meta
@@ -73,7 +76,7 @@ class CompiledTable:
         self._refs = np.zeros(1, np.int64)
         self._make_sets(_FIRST_SETS, np.zeros((1, LANES, 1), np.uint64))
 
-    # -- shape ------------------------------------------------------------------------------------------------------------
+    # -- shape -------------------------------------------------------------------------------------
 
     def grow(self, workers: int) -> bool:
         have = len(self._held)
@@ -142,7 +145,9 @@ class CompiledTable:
         sets.intern_all(self._meta, self._rows, self._refs, self._alias, self._intern, self._free)
 
     def _more_sets(self) -> None:
-        """Find numbers for new sets: those no longer used, else more; or close for new sets when the budget is spent."""
+        """Find numbers for new sets: those no longer used, else more; or close for new sets when the budget
+        is spent.
+        """
         self._intern_all()
         if self._meta[FREE] >= self._room // 4:
             return
@@ -151,13 +156,15 @@ class CompiledTable:
         elif not self._meta[FREE]:
             self._meta[CLOSED] = 1
 
-    # -- changes -----------------------------------------------------------------------------------------------------------
+    # -- changes -----------------------------------------------------------------------------------
 
     @property
     def _state(self) -> tuple[npt.NDArray[Any], ...]:
         return (*self._slots, self._rows, self._refs, self._alias, self._intern, self._free, self._held)
 
-    def apply(self, worker: int, steps: Steps, hashes: Hashes, unique: bool = False) -> tuple[int, int] | None:
+    def apply(
+        self, worker: int, steps: Steps, hashes: Hashes, unique: bool = False
+    ) -> tuple[int, int] | None:
         step, done = 0, 0
         while step < len(steps):
             step, done = changes.apply(*self._state, worker, steps, hashes, step, done, unique)
@@ -176,9 +183,9 @@ class CompiledTable:
     def store(self, worker: int, lane: int, hashes: Hashes) -> npt.NDArray[np.bool_]:
         fresh = np.zeros(len(hashes), np.bool_)
         start = 0
-        while (start := changes.store(*self._state, worker, lane, hashes, start, len(hashes), fresh, False)) < len(
-            hashes
-        ):
+        while (
+            start := changes.store(*self._state, worker, lane, hashes, start, len(hashes), fresh, False)
+        ) < len(hashes):
             self._more_sets()
         return fresh
 
@@ -192,11 +199,13 @@ class CompiledTable:
         self._grid()[:, :, worker >> 6] &= ~np.uint64(1 << (worker & 63))
         self._intern_all()
 
-    # -- questions ---------------------------------------------------------------------------------------------------------
+    # -- questions ---------------------------------------------------------------------------------
 
     def match(self, hashes: Hashes, offsets: npt.NDArray[np.int64]) -> Columns:
         out = np.zeros((len(offsets) - 1, len(self._held), 7), np.int32)
-        questions.match(*self._slots[:3], self._rows, self._alias, self._lanes, self._needed, hashes, offsets, out)
+        questions.match(
+            *self._slots[:3], self._rows, self._alias, self._lanes, self._needed, hashes, offsets, out
+        )
         return out
 
     @property
@@ -219,7 +228,9 @@ class CompiledTable:
         return int(self._held[worker, MAX_LANES])
 
     def adopt(self, other: Table, workers: int) -> None:
-        """Go on with the counters of a table with so many workers, whose blocks were copied into this one."""
+        """Go on with the counters of a table with so many workers, whose blocks were copied into
+        this one.
+        """
         stats = other.stats()
         self._meta[[DROPPED, UNKNOWN]] = stats.dropped, stats.unknown
         self._held[:workers, MAX_LANES] = [other.dropped(worker) for worker in range(workers)]
@@ -234,7 +245,9 @@ class CompiledTable:
         return [on[number] for number in numbers]
 
     def _tiers_of(self, number: int) -> dict[int, int]:
-        """Return the workers of a holder set that hold its blocks on any tier, and a bit for each such tier."""
+        """Return the workers of a holder set that hold its blocks on any tier, and a bit for
+        each such tier.
+        """
         lanes = [IndexLane(StorageTier(tier), group) for tier, group in self._lanes.tolist()]
         held: dict[int, int] = {}
         for worker, lane in self._holders(number):
@@ -251,13 +264,20 @@ class CompiledTable:
         return [(int(worker), int(lane)) for lane, worker in zip(*np.nonzero(bits), strict=True)]
 
     def _bytes(self) -> int:
-        return int(self._meta[SEGMENTS]) * _SEGMENT_BYTES + self._sets_bytes(self._room, len(self._lanes), self._words)
+        return int(self._meta[SEGMENTS]) * _SEGMENT_BYTES + self._sets_bytes(
+            self._room, len(self._lanes), self._words
+        )
 
     def stats(self) -> TableStats:
         meta = self._meta
         sets = int(np.count_nonzero(self._refs))
         return TableStats(
-            int(meta[USED] - meta[DEAD]), sets, self._bytes(), self._budget, int(meta[DROPPED]), int(meta[UNKNOWN])
+            int(meta[USED] - meta[DEAD]),
+            sets,
+            self._bytes(),
+            self._budget,
+            int(meta[DROPPED]),
+            int(meta[UNKNOWN]),
         )
 
     def check(self) -> None:
@@ -281,4 +301,6 @@ class CompiledTable:
             "bytes": self._bytes() > self._budget,
         }
         if any(wrong.values()):
-            raise IntegrityError(f"index table: wrong {', '.join(name for name, bad in wrong.items() if bad)}")
+            raise IntegrityError(
+                f"index table: wrong {', '.join(name for name, bad in wrong.items() if bad)}"
+            )

@@ -1,7 +1,7 @@
 """vLLM's connector, of which it makes one beside its scheduler and one in each worker.
 
-Each holds the matching half of `OffloadingConnector` and gives vLLM's calls to it, translated. Called by the thread that runs
-vLLM's scheduler or worker.
+Each holds the matching half of `OffloadingConnector` and gives vLLM's calls to it, translated. Called by the
+thread that runs vLLM's scheduler or worker.
 """
 
 from __future__ import annotations
@@ -90,12 +90,16 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init_subclass__()
         _register(cls)
 
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         ours = ConnectorRole.SCHEDULER if role is KVConnectorRole.SCHEDULER else ConnectorRole.WORKER
         config = describe_engine(vllm_config, kv_cache_config, ours)
         self._groups = config.groups
-        self._kinds = [get_kv_cache_spec_kind(group.kv_cache_spec).value for group in kv_cache_config.kv_cache_groups]
+        self._kinds = [
+            get_kv_cache_spec_kind(group.kv_cache_spec).value for group in kv_cache_config.kv_cache_groups
+        ]
         self._windowed = any(group.sliding_window is not None for group in config.groups)
         self._counts = Counts()
         self._summary: Summary | None = None
@@ -106,7 +110,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._load_gate = LoadGate(config.groups)
         self._in_company = _schedulers_config(vllm_config) is not vllm_config.kv_transfer_config
         self._ended = EndedRequests(vllm_config.scheduler_config.async_scheduling)
-        self._untracked_blocks: set[int] = set()  # of requests that the core was not told of, since the last step
+        self._untracked_blocks: set[int] = (
+            set()
+        )  # of requests that the core was not told of, since the last step
         self._request_log = RequestLog(_say, config.settings.load_deadline)
         self._connector = OffloadingConnector(config, ours, self.make_spec(config), describe_blocks)
         if self._connector.connector_scheduler is not None:
@@ -127,12 +133,17 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Ask for blocks that are one run of memory, where that wins. In all of vLLM's layouts a layer's page is dense."""
+        """Ask for blocks that are one run of memory, where that wins.
+
+        In all of vLLM's layouts a layer's page is dense.
+        """
         return wanted_layout(vllm_config)
 
     # The scheduler's side.
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         """Return how many more tokens can be loaded, and that loads are asynchronous."""
         if _takes_tokens_back(request) or self._may_hit_old_entries(request):
             return 0, False
@@ -147,8 +158,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _most_to_load(self, request: Request, num_computed_tokens: int) -> int | None:
         """Return how many tokens vLLM can be offered for a request; `None`: any number."""
         if request in self._load_gate:
-            # Its load failed, be it ours or a sibling's: vLLM 0.32 may wait for ever to begin another, since it reserves
-            # the blocks of this request against itself. A sibling that is asked after us is to offer none either.
+            # Its load failed, be it ours or a sibling's: vLLM 0.32 may wait for ever to begin another, since
+            # it reserves the blocks of this request against itself. A sibling that is asked after us is to
+            # offer none either.
             request.skip_reading_prefix_cache |= self._in_company
             return 0
         if request.skip_reading_prefix_cache:
@@ -156,12 +168,14 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         wanted = read_token_limit(request.kv_transfer_params, "max_load_tokens")
         if not self._windowed:
             return wanted
-        # With a whole prompt loaded vLLM computes its last token again, but has by then freed the block that this token
-        # sees at the far end of its window.
+        # With a whole prompt loaded vLLM computes its last token again, but has by then freed the block that
+        # this token sees at the far end of its window.
         most: int = request.num_tokens - 1 - num_computed_tokens
         return most if wanted is None else min(most, wanted)
 
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         """Tell which blocks a request got; with external tokens, plan their load."""
         self._load_gate.add(request)
         block_ids = blocks.get_block_ids()
@@ -222,14 +236,17 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._connector.reset_cache()
 
     def _may_hit_old_entries(self, request: Request) -> bool:
-        """Say whether a request that is new to us may be computed from what vLLM should have forgotten at a reset."""
+        """Say whether a request that is new to us may be computed from what vLLM should have forgotten at a
+        reset.
+        """
         entries = self._kv_cache_manager.block_pool.cached_block_hash_to_block  # a new object after a clear
         return self._old_entries is entries and request.request_id not in self._shown
 
     def take_events(self) -> Iterable[kv_events.KVCacheEvent]:
         """Take what changed in the tiers. After vLLM has cleared its own cache, take what they hold.
 
-        vLLM then tells listeners that all blocks are cleared and cannot say of which medium: they forget the tiers too.
+        vLLM then tells listeners that all blocks are cleared and cannot say of which medium: they forget the
+        tiers too.
         """
         entries = self._kv_cache_manager.block_pool.cached_block_hash_to_block  # a new object after a clear
         cleared, self._gpu_entries = self._gpu_entries not in (None, entries), entries
@@ -237,7 +254,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return [translate_event(event, self._kinds) for event in events]
 
     def get_kv_connector_stats(self) -> KVTierStats | None:
-        """Take what was counted since the last call. On the scheduler's side vLLM calls it at the end of every step."""
+        """Take what was counted since the last call.
+
+        On the scheduler's side vLLM calls it at the end of every step.
+        """
         if self._connector.connector_scheduler is None:
             return None
         if not self._updated:  # vLLM does not pass on that a step has ended with nothing to tell
@@ -260,7 +280,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # The worker's side.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Tell where vLLM keeps its KV. Layers that share another's cache belong to no group and are left out."""
+        """Tell where vLLM keeps its KV.
+
+        Layers that share another's cache belong to no group and are left out.
+        """
         num_blocks = self._kv_cache_config.num_blocks
         names = {name for group in self._groups for name in group.layer_names}
         self._connector.register_kv_caches(
@@ -283,13 +306,17 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._connector.clear_connector_metadata()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Start this step's loads. vLLM has given the forward pass to the device by now: none of them is for it."""
+        """Start this step's loads. vLLM has given the forward pass to the device by now: none of them is for
+        it.
+        """
         self._connector.start_load_kv()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: a request is not scheduled before its load is over."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         """Do nothing: stores take whole chunks after the pass."""
 
     def wait_for_save(self) -> None:
@@ -297,7 +324,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._connector.wait_for_save()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return the requests whose load is over, and of a model with several groups those whose load failed."""
+        """Return the requests whose load is over, and of a model with several groups those whose load
+        failed.
+        """
         if self._connector_metadata is not None and self._connector_metadata.idle:
             self._connector.wait_for_transfers(_IDLE_SECONDS)
         _, recving = self._connector.get_finished(finished_req_ids)
@@ -334,7 +363,9 @@ def _say(line: str) -> None:
 
 
 def _register(cls: type[KVTierConnector]) -> None:
-    """Let vLLM find a class by its name: what a child of a `MultiConnector` has counted is read by the name alone."""
+    """Let vLLM find a class by its name: what a child of a `MultiConnector` has counted is read by the name
+    alone.
+    """
     if cls.__name__ not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(cls.__name__, cls.__module__, cls.__name__)
 
@@ -343,7 +374,10 @@ _register(KVTierConnector)
 
 
 def _ask_for_recompute(vllm_config: VllmConfig) -> None:
-    """Have vLLM recompute what a load did not deliver. It reads the policy once the connector has been made."""
+    """Have vLLM recompute what a load did not deliver.
+
+    It reads the policy once the connector has been made.
+    """
     transfer = _schedulers_config(vllm_config)
     if transfer.kv_load_failure_policy != "recompute":
         transfer.kv_load_failure_policy = "recompute"
@@ -353,7 +387,8 @@ def _ask_for_recompute(vllm_config: VllmConfig) -> None:
 def _schedulers_config(vllm_config: VllmConfig) -> KVTransferConfig:
     """Return the transfer config that vLLM's scheduler will read.
 
-    A `MultiConnector` makes its children from copies that do not lead back to it, so it is looked for among our callers.
+    A `MultiConnector` makes its children from copies that do not lead back to it, so it is looked for among
+    our callers.
     """
     transfer, frame = vllm_config.kv_transfer_config, sys._getframe()
     while frame.f_back is not None:
@@ -364,5 +399,8 @@ def _schedulers_config(vllm_config: VllmConfig) -> KVTransferConfig:
 
 
 def _takes_tokens_back(request: Request) -> bool:
-    """Say whether a request may lose tokens that it had: a streaming session does. Its hashes would not stay true."""
+    """Say whether a request may lose tokens that it had: a streaming session does.
+
+    Its hashes would not stay true.
+    """
     return bool(request.resumable)

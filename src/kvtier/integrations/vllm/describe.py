@@ -1,4 +1,5 @@
-"""A vLLM engine in kvtier's words: its geometry, its user's settings, and the namespace that its bytes belong to.
+"""A vLLM engine in kvtier's words: its geometry, its user's settings, and the namespace that its bytes
+belong to.
 
 What kvtier cannot serve is refused here, with the reason. Nothing here keeps state: any thread may call it.
 """
@@ -58,7 +59,9 @@ _ONE_MACHINE = (
 def describe_engine(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, role: ConnectorRole = ConnectorRole.SCHEDULER
 ) -> OffloadingConfig:
-    """Return a vLLM engine's geometry and its user's settings as kvtier wants them, or refuse what it cannot serve."""
+    """Return a vLLM engine's geometry and its user's settings as kvtier wants them, or refuse what it cannot
+    serve.
+    """
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     for name, reason in _UNSUPPORTED.items():
         if (size := getattr(parallel, name)) > 1:
@@ -66,7 +69,9 @@ def describe_engine(
     if parallel.world_size > 1:
         _expect_one_machine(parallel, role)
     events = vllm_config.kv_events_config
-    groups = tuple(_describe_group(index, kv_cache_config) for index in range(len(kv_cache_config.kv_cache_groups)))
+    groups = tuple(
+        _describe_group(index, kv_cache_config) for index in range(len(kv_cache_config.kv_cache_groups))
+    )
     _, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     settings = KVTierConfig.from_dict(transfer.kv_connector_extra_config)
     # Rows leave the process, if at all, from the scheduler's side: a worker need not read the weights again.
@@ -112,12 +117,19 @@ def _describe_group(index: int, kv_cache_config: KVCacheConfig) -> GroupConfig:
         spec = next(iter(spec.kv_cache_specs.values()))
     if type(spec) not in _SUPPORTED_SPECS:
         known = ", ".join(kind.__name__ for kind in _SUPPORTED_SPECS)
-        raise InputError(f"KV cache group {index}: expected one of {known}, got {type(spec).__name__}; {_INSTEAD}")
-    # A layer's page is the shorter of the two strides, whichever of layers and blocks is the outer dimension.
-    tensors = [tensor for tensor in kv_cache_config.kv_cache_tensors if set(tensor.layers) & set(group.layer_names)]
+        raise InputError(
+            f"KV cache group {index}: expected one of {known}, got {type(spec).__name__}; {_INSTEAD}"
+        )
+    # A layer's page is the shorter of the two strides, whichever of layers and blocks is the outer
+    # dimension.
+    tensors = [
+        tensor for tensor in kv_cache_config.kv_cache_tensors if set(tensor.layers) & set(group.layer_names)
+    ]
     pages = {min(tensor.layer_stride, tensor.block_stride) for tensor in tensors}
     if len(pages) > 1:
-        raise InputError(f"KV cache group {index}: expected layers with pages of one size, got {sorted(pages)} bytes")
+        raise InputError(
+            f"KV cache group {index}: expected layers with pages of one size, got {sorted(pages)} bytes"
+        )
     return GroupConfig(
         block_size=spec.block_size,
         bytes_per_block=spec.unpadded_page_size_bytes * len(group.layer_names),
@@ -127,7 +139,10 @@ def _describe_group(index: int, kv_cache_config: KVCacheConfig) -> GroupConfig:
 
 
 def _namespace(vllm_config: VllmConfig, groups: tuple[GroupConfig, ...], hash_block_size: int) -> Namespace:
-    """Begin to compute the namespace. Which files the weights are in is found out at once: a hub's branch may move on."""
+    """Begin to compute the namespace.
+
+    Which files the weights are in is found out at once: a hub's branch may move on.
+    """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     algorithm, weights = cache.prefix_caching_hash_algo, all_weights(vllm_config)
     name = partial(
@@ -149,7 +164,9 @@ def _tell(namespace: Namespace) -> None:
     if namespace.problem is None:
         logger.info("kvtier: the namespace is %s", str(namespace.get_nowait())[:12])
     else:
-        logger.warning("kvtier: no other engine can share this one's KV, nor its next start: %s", namespace.problem)
+        logger.warning(
+            "kvtier: no other engine can share this one's KV, nor its next start: %s", namespace.problem
+        )
 
 
 def _device() -> list[str]:

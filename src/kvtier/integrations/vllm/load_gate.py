@@ -1,8 +1,10 @@
-"""The gate before a load: which requests have blocks for a load and do not run yet, and who must wait until they do.
+"""The gate before a load: which requests have blocks for a load and do not run yet, and who must wait until
+they do.
 
-vLLM 0.32 can leave such requests waiting for each other for ever: it reserves too little for them where a window keeps
-blocks, and one whose load failed gives its blocks back but stays ahead of the others, which are not looked at while it does
-not fit. Nobody is asked to wait for ever here: the answer is no once the others run. Belongs to the scheduler thread.
+vLLM 0.32 can leave such requests waiting for each other for ever: it reserves too little for them where a
+window keeps blocks, and one whose load failed gives its blocks back but stays ahead of the others, which are
+not looked at while it does not fit. Nobody is asked to wait for ever here: the answer is no once the others
+run. Belongs to the scheduler thread.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ class LoadGate:
         self._requests[request.request_id] = request
 
     def __contains__(self, request: Request) -> bool:
-        """Say whether a request has got blocks and has not run since. vLLM asks again only if its load failed."""
+        """Say whether a request has got blocks and has not run since. vLLM asks again only if its load
+        failed.
+        """
         return request.request_id in self._requests
 
     def discard(self, req_ids: Iterable[str]) -> None:
@@ -49,7 +53,9 @@ class LoadGate:
         others = self._requests.values()
         waiting = [other.request_id for other in others if other.status is not RequestStatus.RUNNING]
         taken = {req_id: sum(map(len, manager.get_block_ids(req_id))) for req_id in waiting}
-        missing = sum(self._num_blocks(self._requests[req_id]) - count for req_id, count in taken.items() if count)
+        missing = sum(
+            self._num_blocks(self._requests[req_id]) - count for req_id, count in taken.items() if count
+        )
         free = manager.block_pool.get_num_free_blocks()
         return any(taken.values()) and bool(missing + self._num_blocks(request) > free)
 

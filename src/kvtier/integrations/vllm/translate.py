@@ -25,7 +25,10 @@ def step_view(output: SchedulerOutput) -> StepView:
     """Translate a step as scheduled."""
     cached = output.scheduled_cached_reqs
     return StepView(
-        new=[NewRequest(new.req_id, new.block_ids, new.num_computed_tokens) for new in output.scheduled_new_reqs],
+        new=[
+            NewRequest(new.req_id, new.block_ids, new.num_computed_tokens)
+            for new in output.scheduled_new_reqs
+        ],
         cached=[
             CachedRequest(req_id, block_ids, computed, req_id in cached.resumed_req_ids)
             for req_id, block_ids, computed in zip(
@@ -54,11 +57,17 @@ def describe_blocks(request: Request, start: int, stop: int, block_size: int) ->
 
 
 def translate_event(event: Any, kinds: list[str]) -> kv_events.KVCacheEvent:
-    """Make vLLM's event of ours: the same fields, with hashes and the group's kind as vLLM publishes them."""
-    theirs = {kind: getattr(kv_events, kind.__name__) for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
+    """Make vLLM's event of ours: the same fields, with hashes and the group's kind as vLLM
+    publishes them.
+    """
+    theirs = {
+        kind: getattr(kv_events, kind.__name__) for kind in (BlockStored, BlockRemoved, AllBlocksCleared)
+    }
     values = {name: getattr(event, name) for name in event.__struct_fields__}
     if "block_hashes" in values:
-        values["block_hashes"] = [maybe_convert_block_hash(block_hash) for block_hash in values["block_hashes"]]
+        values["block_hashes"] = [
+            maybe_convert_block_hash(block_hash) for block_hash in values["block_hashes"]
+        ]
     if values.get("parent_block_hash") is not None:
         values["parent_block_hash"] = maybe_convert_block_hash(values["parent_block_hash"])
     if values.get("kv_cache_spec_kind") is not None:

@@ -1,10 +1,11 @@
 """What identifies the weights that a vLLM engine has loaded: the content of the files that vLLM has read.
 
 A model given by a hub's name is looked up in the local cache, as vLLM does. Weights from anywhere else (an
-object store, a daemon, a plug-in) cannot be identified, and a name is no substitute: right bytes or no bytes.
-Nothing is ever fetched.
+object store, a daemon, a plug-in) cannot be identified, and a name is no substitute: right bytes or no
+bytes. Nothing is ever fetched.
 
-Finding the files is quick and for the engine's thread; what it returns is called by the thread of a `Namespace`.
+Finding the files is quick and for the engine's thread; what it returns is called by the thread of a
+`Namespace`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["Weights", "all_weights", "nameless_hash"]
 
 Weights = Callable[[], Any]
-"""Returns what identifies weights as a JSON value, after reading them if need be; or raises `OutsideError`."""
+"""Returns what identifies weights as a JSON value, after reading them if need be; or raises
+`OutsideError`.
+"""
 
 _FILE_FORMATS = {
     "auto",
@@ -41,14 +44,19 @@ _FILE_FORMATS = {
     "safetensors",
     "sharded_state",
 }
-"""Load formats that read a model's own files and nothing else. `npcache` has a copy that may be out of date."""
+"""Load formats that read a model's own files and nothing else.
+
+`npcache` has a copy that may be out of date.
+"""
 
 _ELSEWHERE = ("audio_model_id", "quantization_config_file", "text_model_id")
 """Settings of a model's config that name more to load the weights from, outside of its folder."""
 
 
 def nameless_hash(model: ModelConfig) -> str:
-    """Return vLLM's hash of a model's config without where the model is from: of its weights, content counts."""
+    """Return vLLM's hash of a model's config without where the model is from: of its weights, content
+    counts.
+    """
     nameless = copy(model)
     nameless.model = nameless.model_weights = ""
     nameless.revision = None

@@ -38,7 +38,9 @@ def read_description(key: OffloadKey, content: bytes) -> bytes:
     if not length or len(description) < length:
         return b""
     return (
-        description if xxhash.xxh3_64_intdigest(description, _seed(key)).to_bytes(8, "little") == content[:8] else b""
+        description
+        if xxhash.xxh3_64_intdigest(description, _seed(key)).to_bytes(8, "little") == content[:8]
+        else b""
     )
 
 

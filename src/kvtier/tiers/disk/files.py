@@ -67,7 +67,9 @@ class OpenedFiles(NamedTuple):
 class DiskFiles(Backend):
     """The files of one place. `passing` is called before every write: tests end the process there."""
 
-    def __init__(self, folder: Path, header: DiskHeader, descriptors: tuple[int, int, int], *, direct: bool) -> None:
+    def __init__(
+        self, folder: Path, header: DiskHeader, descriptors: tuple[int, int, int], *, direct: bool
+    ) -> None:
         self.folder, self.direct = folder, direct
         self.header = header
         self._records, self._descriptions, self._slots = self._descriptors = descriptors
@@ -97,12 +99,15 @@ class DiskFiles(Backend):
     ) -> OpenedFiles:
         """Open or make the place of a namespace, with the slots that the capacity allows; read its records.
 
-        Other places below `parent` are left alone and count. `OutsideError` in one line if there is no room; the
-        place has then no more space than `share` allows, which is the capacity unless it is given.
+        Other places below `parent` are left alone and count. `OutsideError` in one line if there is no room;
+        the place has then no more space than `share` allows, which is the capacity unless it is given.
         """
         folder = parent / place_name(namespace, row_bytes)
         with _explained(folder):
-            stride, described = -(-row_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT, description_stride(description_bytes)
+            stride, described = (
+                -(-row_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT,
+                description_stride(description_bytes),
+            )
             slots = _count_slots(parent, folder, capacity, stride, described)
             if slots < 1:
                 allowed = capacity if share is None else share
@@ -157,7 +162,9 @@ class DiskFiles(Backend):
                     raise
                 direct = False
                 opened.append(os.open(folder / SLOTS, flags, 0o600))
-                logger.warning("disk tier: %s: its file system has no direct I/O; the page cache is used", folder)
+                logger.warning(
+                    "disk tier: %s: its file system has no direct I/O; the page cache is used", folder
+                )
             records, descriptions, slots = opened
             return cls(folder, header, (records, descriptions, slots), direct=direct)
         except BaseException:
@@ -217,7 +224,9 @@ class DiskFiles(Backend):
         first, count = run[0].place, len(run)
         for row in run:
             if row.nbytes > self._stride or len(row.key) > MOST_KEY_BYTES:
-                raise OSError(errno.EFBIG, f"expected a row of at most {self._stride} bytes, got {row.nbytes}")
+                raise OSError(
+                    errno.EFBIG, f"expected a row of at most {self._stride} bytes, got {row.nbytes}"
+                )
         self._empty(first, count)
         self.passing("row")
         self._move(os.pwritev, run, into_memory=False)
@@ -257,7 +266,9 @@ class DiskFiles(Backend):
         """Cut rows into runs of adjacent, full slots: each is one call of the system instead of several."""
         run: list[BackendRow] = []
         for row in rows:
-            if run and (row.place != run[-1].place + 1 or row.nbytes != self._stride or len(run) == _LONGEST_RUN):
+            if run and (
+                row.place != run[-1].place + 1 or row.nbytes != self._stride or len(run) == _LONGEST_RUN
+            ):
                 yield run
                 run = []
             run.append(row)
@@ -286,7 +297,9 @@ class DiskFiles(Backend):
             self.passing("emptied record")
             _write_all(self._records, EMPTY * count, HEADER_BYTES + first * RECORD_BYTES)
 
-    def _move(self, move: Callable[[int, list[Piece], int], int], run: list[BackendRow], *, into_memory: bool) -> None:
+    def _move(
+        self, move: Callable[[int, list[Piece], int], int], run: list[BackendRow], *, into_memory: bool
+    ) -> None:
         """Read or write rows of adjacent slots, past the page cache where their memory allows."""
         row, offset = run[0], run[0].place * self._stride
         length = sum([row.nbytes for row in run])
@@ -303,7 +316,12 @@ class DiskFiles(Backend):
             raise OSError(errno.EIO, f"expected {length} bytes to be moved, got {moved}")
 
     def _move_buffered(
-        self, move: Callable[[int, list[Piece], int], int], row: BackendRow, offset: int, *, into_memory: bool
+        self,
+        move: Callable[[int, list[Piece], int], int],
+        row: BackendRow,
+        offset: int,
+        *,
+        into_memory: bool,
     ) -> int:
         buffer = getattr(self._buffers, "buffer", None)
         if buffer is None:
@@ -374,7 +392,9 @@ class DiskFiles(Backend):
         for name, descriptor in zip((RECORDS, DESCRIPTIONS, SLOTS), self._descriptors, strict=True):
             ours, found = os.fstat(descriptor), os.stat(self.folder / name)
             if (ours.st_dev, ours.st_ino) != (found.st_dev, found.st_ino):
-                raise FileNotFoundError(errno.ENOENT, "expected the file that was opened, found another", name)
+                raise FileNotFoundError(
+                    errno.ENOENT, "expected the file that was opened, found another", name
+                )
 
     def probe(self) -> None:
         self.expect_there()
@@ -408,7 +428,9 @@ def _shrink(folder: Path, slots: int, stride: int, described: int) -> None:
     """Give back the space that a place has beyond so many slots, without opening it."""
     sizes = (HEADER_BYTES + slots * RECORD_BYTES if slots else 0, slots * described, slots * stride)
     before = taken_bytes(folder)
-    for name, size in zip((RECORDS, DESCRIPTIONS, SLOTS), sizes, strict=True):  # what says that a row is there first
+    for name, size in zip(
+        (RECORDS, DESCRIPTIONS, SLOTS), sizes, strict=True
+    ):  # what says that a row is there first
         with suppress(FileNotFoundError):
             if (folder / name).stat().st_size > size:
                 os.truncate(folder / name, size)
@@ -419,7 +441,11 @@ def _shrink(folder: Path, slots: int, stride: int, described: int) -> None:
 
 def _refuse(parent: Path, folder: Path, capacity: int, stride: int) -> NoReturn:
     others = _taken_by_others(parent, folder)
-    beside = f", of which other models' rows take {format_size(others)}: see kvtier disk ls and gc" if others else ""
+    beside = (
+        f", of which other models' rows take {format_size(others)}: see kvtier disk ls and gc"
+        if others
+        else ""
+    )
     raise OutsideError(
         f"disk tier: {folder}: expected room for one row ({format_size(stride)}) in a capacity of"
         f" {format_size(capacity)}{beside}; raise disk.capacity"

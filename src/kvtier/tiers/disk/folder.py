@@ -68,9 +68,9 @@ def taken_bytes(folder: Path) -> int:
 class FolderLock:
     """The ownership of one rank's folder. It goes with the process, however that ends.
 
-    A child that Python forks gives its copy up: it would keep the lock of an owner that was killed. Of a child
-    that other code forks and that runs nothing else this cannot be had. A POSIX record lock stays with its
-    process, but goes when any file of that name is closed there.
+    A child that Python forks gives its copy up: it would keep the lock of an owner that was killed. Of a
+    child that other code forks and that runs nothing else this cannot be had. A POSIX record lock stays with
+    its process, but goes when any file of that name is closed there.
     """
 
     def __init__(self, folder: Path, descriptor: int) -> None:
@@ -147,7 +147,10 @@ class DiskPlace(NamedTuple):
         return _REMOVED.fullmatch(self.folder.name) is not None
 
     def remove(self) -> None:
-        """Remove the place and all rows in it. `OutsideError` if a process owns it, or some of it cannot be removed."""
+        """Remove the place and all rows in it.
+
+        `OutsideError` if a process owns it, or some of it cannot be removed.
+        """
         lock = FolderLock.take_nowait(self.folder.parent)
         folder = self.folder
         try:
@@ -159,7 +162,9 @@ class DiskPlace(NamedTuple):
         except OSError as error:
             why = error.strerror or error
             left = "" if folder == self.folder else f"; what is left of it is {folder.name}"
-            raise OutsideError(f"disk tier: {self.folder}: expected to remove all of it: {why}{left}") from None
+            raise OutsideError(
+                f"disk tier: {self.folder}: expected to remove all of it: {why}{left}"
+            ) from None
         finally:
             lock.release()
 
@@ -186,7 +191,9 @@ def find_places(path: Path) -> Iterator[DiskPlace]:
 
 
 def void_places(folder: Path, namespace: str | None, row_bytes: int) -> None:
-    """Make the rows of a place void, by a new epoch; of any namespace, if it is `None`. On the disk on return.
+    """Make the rows of a place void, by a new epoch; of any namespace, if it is `None`.
+
+    On the disk on return.
 
     `folder` is that of a rank, and owned. A place without a whole header starts empty anyway.
     """

@@ -44,7 +44,9 @@ def pack_header(header: DiskHeader) -> bytes:
     """Return a page. `OutsideError` if there is more to keep than a page holds."""
     body = msgspec.json.encode(header)
     if len(body) > PAGE_BYTES - _BODY_AT:
-        raise OutsideError(f"disk tier: expected a header of one page, got {len(body)} bytes of prices and names")
+        raise OutsideError(
+            f"disk tier: expected a header of one page, got {len(body)} bytes of prices and names"
+        )
     rest = len(body).to_bytes(4, "little") + body.ljust(PAGE_BYTES - _BODY_AT, b"\0")
     return _MAGIC + xxhash.xxh3_64_intdigest(rest).to_bytes(8, "little") + rest
 
@@ -52,7 +54,9 @@ def pack_header(header: DiskHeader) -> bytes:
 def read_header(pages: bytes) -> DiskHeader | None:
     """Return the newest header of two pages; `None` if neither is whole."""
     found = (_read_page(pages[at : at + PAGE_BYTES]) for at in (0, PAGE_BYTES))
-    return max((header for header in found if header is not None), key=lambda header: header.sequence, default=None)
+    return max(
+        (header for header in found if header is not None), key=lambda header: header.sequence, default=None
+    )
 
 
 def _read_page(page: bytes) -> DiskHeader | None:

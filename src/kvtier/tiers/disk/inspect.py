@@ -37,13 +37,16 @@ class PlaceCheck(NamedTuple):
 def check_place(
     place: DiskPlace, *, drop: bool = False, advance: Callable[[int, int], None] = lambda done, total: None
 ) -> PlaceCheck:
-    """Read every row of a place and check its seal; `drop` empties the records of those that fail, and those that are damaged.
+    """Read every row of a place and check its seal; `drop` empties the records of those that fail, and those
+    that are damaged.
 
     `advance` hears how many rows are done, of how many. `OutsideError` if a process owns it, or it cannot
     be read.
     """
     if place.header is None:
-        raise OutsideError(f"disk tier: {place.folder}: expected a header of this version, found none that is whole")
+        raise OutsideError(
+            f"disk tier: {place.folder}: expected a header of this version, found none that is whole"
+        )
     lock = FolderLock.take_nowait(place.folder.parent)
     try:
         opened = DiskFiles.open_again(place.folder, place.header)

@@ -168,11 +168,14 @@ class DiskTier(SlotTier):
             files.close()
             raise
         if len(found.damaged):
-            logger.warning("disk tier: %s: %d damaged records were left out", files.folder, len(found.damaged))
+            logger.warning(
+                "disk tier: %s: %d damaged records were left out", files.folder, len(found.damaged)
+            )
         return _Opened(files, table, scope, newest)
 
     def _share(self) -> tuple[int, int]:
-        """Return this rank's share of the capacity, without what ranks of another number have left, and what is left of it.
+        """Return this rank's share of the capacity, without what ranks of another number have left, and what
+        is left of it.
 
         What is left is less while other ranks have more than their shares.
         """
@@ -184,7 +187,9 @@ class DiskTier(SlotTier):
         now = max(0, min(share, self.config.capacity - others))
         if now < equal and others != self._told_others:
             self._told_others = others
-            line = "disk tier: %s: other ranks have %s of the capacity; `kvtier disk ls %s` lists what was left"
+            line = (
+                "disk tier: %s: other ranks have %s of the capacity; `kvtier disk ls %s` lists what was left"
+            )
             logger.warning(line, self._folder, format_size(others), self._folder.parent)
         return share, now
 
@@ -241,7 +246,9 @@ class DiskTier(SlotTier):
 
         self._io.call(lambda: files.read_descriptions(part.tolist(), keys), end)
 
-    def _announce_restored(self, slots: Slots, keys: list[OffloadKey], descriptions: tuple[bytes, ...]) -> None:
+    def _announce_restored(
+        self, slots: Slots, keys: list[OffloadKey], descriptions: tuple[bytes, ...]
+    ) -> None:
         """Announce what is still as it was when its description was asked for."""
         still = self._silent[slots].tolist() if len(self._silent) else [False] * len(keys)
         self._silent[slots[still]] = False
@@ -326,7 +333,10 @@ class DiskTier(SlotTier):
     # -- resets and prices -------------------------------------------------------------------------
 
     def reset(self, suffix: str) -> None:
-        """Make everything absent. Waits for the page cache, for half a second at most, and for no suspended disk."""
+        """Make everything absent.
+
+        Waits for the page cache, for half a second at most, and for no suspended disk.
+        """
         self._suffix = suffix
         if self._files is not None:
             self._to_announce = _NO_SLOTS
@@ -341,7 +351,12 @@ class DiskTier(SlotTier):
     def _save_epoch(self) -> None:
         """Have the epoch of the last reset written, and again until that works. No row is written before."""
         files, epoch = self._files, self._scope.epoch
-        if self._lock is None or not self._epoch_unsaved or self._epoch_saving or self._clock() < self._epoch_at:
+        if (
+            self._lock is None
+            or not self._epoch_unsaved
+            or self._epoch_saving
+            or self._clock() < self._epoch_at
+        ):
             return
         self._epoch_saving, put_down = True, self._epoch_writer()
         self._epoch_written = written = threading.Event()
@@ -416,7 +431,9 @@ class DiskTier(SlotTier):
 _NO_SLOTS: Slots = np.zeros(0, dtype=np.int64)
 
 
-def _save_epoch(put_down: _EpochWriter, tried: threading.Event, may_retry_after: Callable[[float], bool]) -> None:
+def _save_epoch(
+    put_down: _EpochWriter, tried: threading.Event, may_retry_after: Callable[[float], bool]
+) -> None:
     """Have an epoch on the disk, after some failures if need be. Run on an I/O thread."""
     for pause in (*_EPOCH_PAUSES, None):
         try:

@@ -74,7 +74,8 @@ class ValkeyBackend(Backend):
     def probe(self) -> None:
         """Raise `OSError` if the server does not take a row, or does not give it back.
 
-        A small value would fit, and come, where no row does. Another engine's probe may be what comes, or nothing.
+        A small value would fit, and come, where no row does. Another engine's probe may be what comes, or
+        nothing.
         """
         name = self._prefix + b":probe"
         store = command(b"SET", name, bytes(self._row_bytes), b"PX", b"1000")

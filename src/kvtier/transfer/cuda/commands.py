@@ -1,11 +1,13 @@
-"""Commands to the streams of a lane: tell a kernel its blocks, launch it, copy over the bus, with the events around it.
+"""Commands to the streams of a lane: tell a kernel its blocks, launch it, copy over the bus, with the events
+around it.
 
-A command starts a timer, waits for an event, does its work and records another event, each if there is one (0: none).
-A script is the commands of a whole piece, submitted in one call. `PythonSubmitter` says how, call by call; compiled
-(`native/_cuda.c`), a script takes little longer than the driver does, and small jobs wait for nothing else.
-`make_submitter` chooses. `SUBMITTED_BY` says which was compiled.
+A command starts a timer, waits for an event, does its work and records another event, each if there is one
+(0: none). A script is the commands of a whole piece, submitted in one call. `PythonSubmitter` says how, call
+by call; compiled (`native/_cuda.c`), a script takes little longer than the driver does, and small jobs wait
+for nothing else. `make_submitter` chooses. `SUBMITTED_BY` says which was compiled.
 
-Streams, events and addresses are numbers. One thread at a time; any may wait. Errors of the driver are `TransferError`.
+Streams, events and addresses are numbers. One thread at a time; any may wait. Errors of the driver are
+`TransferError`.
 """
 
 from __future__ import annotations
@@ -53,17 +55,22 @@ SUBMITTED_BY = form_of("cuda")
 SMALL_RANGE = 1 << 20
 """Below this size there are gaps between the ranges of a stream, which another can fill."""
 BATCH_RANGES = 32
-"""In one call of the driver, which takes about a microsecond for each: the bus should not wait for all of them."""
+"""In one call of the driver, which takes about a microsecond for each: the bus should not wait for all of
+them.
+"""
 
 FIRST_RANGES = 4
-"""In the first batch of a copy that a job begins with, while the bus is idle; each batch after it has twice as many."""
+"""In the first batch of a copy that a job begins with, while the bus is idle; each batch after it has twice
+as many.
+"""
 
 
 class Note(NamedTuple):
-    """Where a kernel is told its blocks and rows: in pinned memory, and with `heard` in a copy on the device.
+    """Where a kernel is told its blocks and rows: in pinned memory, and with `heard` in a copy on the
+    device.
 
-    The copy is made on a stream of its own (`notes`) long before the kernel's turn: read over a busy bus, it would take the
-    kernel twice as long. It queues behind all that the bus carries to the device.
+    The copy is made on a stream of its own (`notes`) long before the kernel's turn: read over a busy bus, it
+    would take the kernel twice as long. It queues behind all that the bus carries to the device.
     """
 
     told: int
@@ -83,7 +90,9 @@ class Plain(NamedTuple):
 
 
 class Placeholder(StrEnum):
-    """Stands in a command for what every piece has its own: scripts are written once, and played for many pieces."""
+    """Stands in a command for what every piece has its own: scripts are written once, and played for many
+    pieces.
+    """
 
     BLOCKS = "blocks"
     FIRST = "first"
@@ -157,18 +166,40 @@ class Submitter(Protocol):
     """What both forms do."""
 
     def is_plain(self, plain: Plain, blocks: Ints, slots: Ints, engine: int, /) -> bool:
-        """Say whether a job has as many slots as blocks, all there and none null, and the engine's stream is idle."""
+        """Say whether a job has as many slots as blocks, all there and none null, and the engine's stream is
+        idle.
+        """
 
     def play(
-        self, script: Script, blocks: Ints, first: int, last: int, count: int, rows: Rows, start: int, wait: int, /
+        self,
+        script: Script,
+        blocks: Ints,
+        first: int,
+        last: int,
+        count: int,
+        rows: Rows,
+        start: int,
+        wait: int,
+        /,
     ) -> None:
-        """Submit the commands of a script for a piece. The other arguments take the place of `Placeholder`s, in that order."""
+        """Submit the commands of a script for a piece.
+
+        The other arguments take the place of `Placeholder`s, in that order.
+        """
 
     def tell(self, note: Note, blocks: Ints, first: int, last: int, rows: Rows, offset: int, /) -> None:
         """Write down blocks `[first, last)` for a kernel, and the places of their rows, plus `offset`."""
 
     def launch(
-        self, kernel: driver.Launch, note: Note, num_blocks: int, stream: int, start: int, wait: int, done: int, /
+        self,
+        kernel: driver.Launch,
+        note: Note,
+        num_blocks: int,
+        stream: int,
+        start: int,
+        wait: int,
+        done: int,
+        /,
     ) -> None:
         """Copy the blocks of a note by a kernel."""
 
@@ -176,11 +207,12 @@ class Submitter(Protocol):
         self, pages: Pages, blocks: Ints | None, first: int, last: int, rows: Rows,
         stream: int, side: int, side_done: int, after: int, start: int, wait: int, done: int, /,
     ) -> None:  # fmt: skip
-        """Copy pages of blocks `[first, last)` between the device and their rows in the pool, joined into ranges.
+        """Copy pages of blocks `[first, last)` between the device and their rows in the pool, joined into
+        ranges.
 
-        Without `blocks` they are numbered from 0. Small ranges take turns on two streams, where one fills the gaps of the
-        other, unless there is no `side_done` to join them by. What begins with `start` begins with a few of them, and `after`
-        another event: that is not the copy's own time.
+        Without `blocks` they are numbered from 0. Small ranges take turns on two streams, where one fills
+        the gaps of the other, unless there is no `side_done` to join them by. What begins with `start`
+        begins with a few of them, and `after` another event: that is not the copy's own time.
         """
 
     def is_over(self, event: int, /) -> bool:
@@ -198,10 +230,19 @@ class Submitter(Protocol):
 
 def make_submitter(pool: PoolMap, *, to_pool: bool, pinned: bool) -> Submitter:
     """Return what submits the commands of one direction."""
-    if CompiledSubmitter is None or not pinned:  # copies of pageable memory may wait, and must not hold the GIL
+    if (
+        CompiledSubmitter is None or not pinned
+    ):  # copies of pageable memory may wait, and must not hold the GIL
         return PythonSubmitter(pool, to_pool=to_pool, pinned=pinned)
     return CompiledSubmitter(
-        driver.find_functions(), driver.fail, to_pool, pool.address, pool.seam, SMALL_RANGE, FIRST_RANGES, BATCH_RANGES
+        driver.find_functions(),
+        driver.fail,
+        to_pool,
+        pool.address,
+        pool.seam,
+        SMALL_RANGE,
+        FIRST_RANGES,
+        BATCH_RANGES,
     )
 
 
@@ -216,7 +257,16 @@ class PythonSubmitter:
         return False
 
     def play(
-        self, script: Script, blocks: Ints, first: int, last: int, count: int, rows: Rows, start: int, wait: int, /
+        self,
+        script: Script,
+        blocks: Ints,
+        first: int,
+        last: int,
+        count: int,
+        rows: Rows,
+        start: int,
+        wait: int,
+        /,
     ) -> None:
         """Do one after the other."""
         own: dict[Placeholder, Any] = dict(
@@ -242,7 +292,15 @@ class PythonSubmitter:
             driver.record(note.noted, note.notes)
 
     def launch(
-        self, kernel: driver.Launch, note: Note, num_blocks: int, stream: int, start: int, wait: int, done: int, /
+        self,
+        kernel: driver.Launch,
+        note: Note,
+        num_blocks: int,
+        stream: int,
+        start: int,
+        wait: int,
+        done: int,
+        /,
     ) -> None:
         """Launch a kernel when its note is there."""
         if start:
@@ -275,7 +333,9 @@ class PythonSubmitter:
         batch = min(FIRST_RANGES if start else most, most)
         while at < len(size):
             now = slice(at, at + batch)
-            driver.copy_ranges(dst[now], src[now], size[now], streams[turn % len(streams)], pinned=self._pinned)
+            driver.copy_ranges(
+                dst[now], src[now], size[now], streams[turn % len(streams)], pinned=self._pinned
+            )
             at, turn, batch = at + batch, turn + 1, min(2 * batch, most)
         if two:
             driver.record(side_done, side)

@@ -1,7 +1,8 @@
-"""What a lane has of its device: streams, events, memory and kernels, most of them torch's, kept for as long as it lives.
+"""What a lane has of its device: streams, events, memory and kernels, most of them torch's, kept for as long
+as it lives.
 
-All are given out as handles and addresses, which is how `commands` and `driver` take them. Any thread may ask for the current
-stream; the rest is for one thread at a time.
+All are given out as handles and addresses, which is how `commands` and `driver` take them. Any thread may
+ask for the current stream; the rest is for one thread at a time.
 """
 
 from __future__ import annotations
@@ -64,14 +65,22 @@ class Device:
         return [row.data_ptr() for row in rows]
 
     def kernels(self, part: Part, row_align: int, *, gather: bool) -> tuple[driver.Launch, driver.Launch]:
-        """Return two kernels that copy pages of a part: one between them and a buffer, one between them and the pool."""
-        from kvtier.transfer.cuda.kernels import SHORT, STAGED, PageCopy  # needs Triton, as does only who has a device
+        """Return two kernels that copy pages of a part: one between them and a buffer, one between them and
+        the pool.
+        """
+        from kvtier.transfer.cuda.kernels import (
+            SHORT,
+            STAGED,
+            PageCopy,
+        )  # needs Triton, as does only who has a device
 
         with torch.cuda.device(self._device):
             staged = PageCopy(part, self._device, STAGED, gather=gather)
             short = PageCopy(part, self._device, SHORT, gather=gather, row_align=row_align)
             torch.cuda.synchronize()
         if staged.launch is None or short.launch is None:
-            raise TransferError("expected compiled kernels, got Triton's interpreter: unset TRITON_INTERPRET")
+            raise TransferError(
+                "expected compiled kernels, got Triton's interpreter: unset TRITON_INTERPRET"
+            )
         self._kept += [staged, short]
         return staged.launch, short.launch

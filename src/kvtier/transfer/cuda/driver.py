@@ -1,8 +1,9 @@
 """The calls of the CUDA driver that a transfer is made of: copies, launches, events, and pinning memory.
 
-`libcuda` comes with the driver, so this needs no package. Streams and events are handles, also of torch's: a call through
-ctypes takes half the time of torch's own, and torch has no name for some of them. Calls that only enqueue keep the GIL, since
-letting it go and getting it back takes longer than the call. An error of the driver is a `TransferError` with its name.
+`libcuda` comes with the driver, so this needs no package. Streams and events are handles, also of torch's: a
+call through ctypes takes half the time of torch's own, and torch has no name for some of them. Calls that
+only enqueue keep the GIL, since letting it go and getting it back takes longer than the call. An error of
+the driver is a `TransferError` with its name.
 
 Callers have a current CUDA context, as every thread has that has used torch on the device. Any thread.
 """
@@ -51,7 +52,10 @@ _NOT_READY = 600
 
 
 class _BatchAttributes(ctypes.Structure):
-    """`CUmemcpyAttributes`: one rule for all ranges of a batch. No location hints: the driver knows its addresses."""
+    """`CUmemcpyAttributes`: one rule for all ranges of a batch.
+
+    No location hints: the driver knows its addresses.
+    """
 
     _fields_ = (
         ("src_access_order", ctypes.c_int),
@@ -68,7 +72,17 @@ _FIRST = ctypes.c_size_t(0)
 _POINTER, _SIZE, _COUNT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemcpyAsync": (ctypes.c_uint64, ctypes.c_uint64, _SIZE, _POINTER),
-    "cuMemcpyBatchAsync": (_POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER),
+    "cuMemcpyBatchAsync": (
+        _POINTER,
+        _POINTER,
+        _POINTER,
+        _SIZE,
+        _POINTER,
+        _POINTER,
+        _SIZE,
+        _POINTER,
+        _POINTER,
+    ),
     "cuEventElapsedTime": (_POINTER, _POINTER, _POINTER),
     "cuEventElapsedTime_v2": (_POINTER, _POINTER, _POINTER),
     "cuEventQuery": (_POINTER,),
@@ -125,16 +139,23 @@ _NEWER = {"cuEventElapsedTime": "cuEventElapsedTime_v2"}
 def find_functions() -> bytes:
     """Return the addresses of `SUBMIT_FUNCTIONS`, 0 for one that the driver does not have."""
     library = _enqueuing()
-    names = [_NEWER.get(name, name) if hasattr(library, _NEWER.get(name, name)) else name for name in SUBMIT_FUNCTIONS]
+    names = [
+        _NEWER.get(name, name) if hasattr(library, _NEWER.get(name, name)) else name
+        for name in SUBMIT_FUNCTIONS
+    ]
     found = [getattr(library, name, None) for name in names]
-    return struct.pack("9Q", *(ctypes.cast(function, ctypes.c_void_p).value if function else 0 for function in found))
+    return struct.pack(
+        "9Q", *(ctypes.cast(function, ctypes.c_void_p).value if function else 0 for function in found)
+    )
 
 
 def fail(status: int, what: str) -> NoReturn:
     """Raise what the driver says of a call that failed."""
     name = ctypes.c_char_p()
     _waiting().cuGetErrorName(status, ctypes.byref(name))
-    raise TransferError(f"{what}: expected success, got {(name.value or b'?').decode()} ({status}) from the driver")
+    raise TransferError(
+        f"{what}: expected success, got {(name.value or b'?').decode()} ({status}) from the driver"
+    )
 
 
 def has_context() -> bool:
@@ -143,11 +164,13 @@ def has_context() -> bool:
     return not _enqueuing().cuCtxGetCurrent(ctypes.byref(context)) and context.value is not None
 
 
-# -- streams and events --------------------------------------------------------------------------------------------------
+# -- streams and events ----------------------------------------------------------------------------
 
 
 def new_stream(priority: int) -> int:
-    """Return a stream that is nobody else's: torch has 32 of each priority, and gives them out again and again."""
+    """Return a stream that is nobody else's: torch has 32 of each priority, and gives them out again and
+    again.
+    """
     stream = ctypes.c_void_p()
     if status := _waiting().cuStreamCreateWithPriority(ctypes.addressof(stream), _NON_BLOCKING, priority):
         fail(status, "making a stream")
@@ -209,11 +232,13 @@ def seconds_between(start: int, end: int) -> float:
     return milliseconds.value / 1000
 
 
-# -- work ----------------------------------------------------------------------------------------------------------------
+# -- work ------------------------------------------------------------------------------------------
 
 
 class Launch(NamedTuple):
-    """A compiled kernel that copies tiles, a table of them on the device, and how much of the device it takes: see `kernels`."""
+    """A compiled kernel that copies tiles, a table of them on the device, and how much of the device it
+    takes: see `kernels`.
+    """
 
     function: int
     threads: int
@@ -230,10 +255,13 @@ class Launch(NamedTuple):
         programs = max(1, min(self.programs, -(-num_blocks * self.num_tiles // self.tiles)))
         values = (ctypes.c_uint64 * 5)(self.table, told, num_blocks, self.num_tiles, 0)
         at = ctypes.addressof(values)
-        # The driver reads as many arguments as the kernel has. Triton's compiler adds some of its own, which are null.
+        # The driver reads as many arguments as the kernel has. Triton's compiler adds some of its own, which
+        # are null.
         arguments = (ctypes.c_void_p * 8)(at, at + 8, at + 16, at + 24, *[at + 32] * 4)
         sizes = (programs, 1, 1, self.threads, 1, 1, self.shared_bytes)
-        status = _enqueuing().cuLaunchKernel(self.function, *sizes, stream, ctypes.addressof(arguments), None)
+        status = _enqueuing().cuLaunchKernel(
+            self.function, *sizes, stream, ctypes.addressof(arguments), None
+        )
         if status:
             fail(status, "launching a kernel")
 
@@ -244,7 +272,9 @@ def copy_range(dst: int, src: int, size: int, stream: int, *, pinned: bool = Tru
         fail(status, f"copying {size} bytes")
 
 
-def copy_ranges(dst: Addresses, src: Addresses, sizes: Addresses, stream: int, *, pinned: bool = True) -> None:
+def copy_ranges(
+    dst: Addresses, src: Addresses, sizes: Addresses, stream: int, *, pinned: bool = True
+) -> None:
     """Enqueue copies of ranges, in no particular order among themselves."""
     if len(sizes) == 1 or not pinned or not has_batches():
         for copy in zip(dst.tolist(), src.tolist(), sizes.tolist(), strict=True):
@@ -259,7 +289,7 @@ def copy_ranges(dst: Addresses, src: Addresses, sizes: Addresses, stream: int, *
         fail(status, f"copying {len(sizes)} ranges")
 
 
-# -- memory --------------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 def pin(address: int, size: int) -> None:

@@ -2,20 +2,22 @@
 
 Order of memory, which is all that a caller must know:
 
-- A job follows everything that was on the caller's current stream when it was given: a store reads what the step has
-  written, and a load is not overwritten by work from before it. Nothing is enqueued for a job until that work is over, so
-  ending a job never waits for the engine's kernels.
-- Once a job has a result, none of its pieces is on the device, or ever will be: both ends may be handed to someone else.
-  What the engine enqueues after a result sees the bytes of the load.
-- `await_layer` puts the caller's stream, not the caller, behind the pieces that bring a layer. These are all on the device by
-  then and depend on nothing else, so the stream waits for the bus alone, at most `lanes.RUN_AHEAD` pieces long.
-- Jobs of one direction begin in the order given. Stores and loads do not wait for each other. Jobs that are under way
-  together share no block or slot that one of them writes: their managers see to that.
+- A job follows everything that was on the caller's current stream when it was given: a store reads what the
+  step has written, and a load is not overwritten by work from before it. Nothing is enqueued for a job until
+  that work is over, so ending a job never waits for the engine's kernels.
+- Once a job has a result, none of its pieces is on the device, or ever will be: both ends may be handed to
+  someone else. What the engine enqueues after a result sees the bytes of the load.
+- `await_layer` puts the caller's stream, not the caller, behind the pieces that bring a layer. These are all
+  on the device by then and depend on nothing else, so the stream waits for the bus alone, at most
+  `lanes.RUN_AHEAD` pieces long.
+- Jobs of one direction begin in the order given. Stores and loads do not wait for each other. Jobs that are
+  under way together share no block or slot that one of them writes: their managers see to that.
 
-If the engine's stream is idle, `transfer_async` enqueues the first pieces itself: most jobs need no other thread. The rest is
-the thread's, or that of a caller who waits, at most `lanes.RUN_AHEAD` pieces ahead of the device. Ending a job early waits for
-those of its pieces that are under way, a few milliseconds, and of a load it is known which blocks have arrived. No call waits
-for the compute stream, and only `await_layer` puts anything on it.
+If the engine's stream is idle, `transfer_async` enqueues the first pieces itself: most jobs need no other
+thread. The rest is the thread's, or that of a caller who waits, at most `lanes.RUN_AHEAD` pieces ahead of
+the device. Ending a job early waits for those of its pieces that are under way, a few milliseconds, and of a
+load it is known which blocks have arrived. No call waits for the compute stream, and only `await_layer` puts
+anything on it.
 
 `JobHandler` says what belongs to which thread, and when jobs end.
 """
@@ -36,7 +38,16 @@ from kvtier.errors import IntegrityError, TransferError
 from kvtier.transfer.base import TransferSpec
 from kvtier.transfer.cuda.lanes import RUN_AHEAD, Lane, LoadLane, StoreLane
 from kvtier.transfer.cuda.memory import CudaMemory
-from kvtier.transfer.cuda.pieces import Ints, Part, Piece, Rows, cut_by_layer, cut_load, cut_store, group_sizes
+from kvtier.transfer.cuda.pieces import (
+    Ints,
+    Part,
+    Piece,
+    Rows,
+    cut_by_layer,
+    cut_load,
+    cut_store,
+    group_sizes,
+)
 from kvtier.transfer.jobs import Clock, Ends, Job, JobHandler, Loads, Stores
 from kvtier.transfer.plan import Plan, pair_blocks, pair_plain
 
@@ -84,7 +95,9 @@ class CudaHandler(JobHandler[CudaJob]):
     def __init__(
         self, memory: CudaMemory, deadline: float, *, clock: Clock = time.monotonic, max_jobs: int = 1024
     ) -> None:
-        super().__init__(memory.pool, memory.bounds, memory.piece_bytes, deadline, clock=clock, max_jobs=max_jobs)
+        super().__init__(
+            memory.pool, memory.bounds, memory.piece_bytes, deadline, clock=clock, max_jobs=max_jobs
+        )
         self.memory = memory
         self._lane = self.lane_type(memory)  # `_lock` guards it too, and what follows
         self._under_way: deque[_UnderWay] = deque()
@@ -106,10 +119,12 @@ class CudaHandler(JobHandler[CudaJob]):
         with self._changed:
             numbers = [piece.number for piece in self._under_way]
         if len(numbers) > RUN_AHEAD or numbers != sorted(numbers):
-            raise IntegrityError(f"{self}: expected at most {RUN_AHEAD} pieces under way in order, got {numbers}")
+            raise IntegrityError(
+                f"{self}: expected at most {RUN_AHEAD} pieces under way in order, got {numbers}"
+            )
         self.memory.pinning.check()
 
-    # -- jobs --------------------------------------------------------------------------------------------------------------
+    # -- jobs --------------------------------------------------------------------------------------
 
     @staticmethod
     @abstractmethod
@@ -127,14 +142,20 @@ class CudaHandler(JobHandler[CudaJob]):
         return pieces
 
     def _cut_plan(self, plan: Plan, by_layer: bool) -> tuple[Sequence[Piece], Sequence[int]]:
-        """Return the pieces of a job, and how many there are up to the end of each stage if it comes layer by layer."""
+        """Return the pieces of a job, and how many there are up to the end of each stage if it comes layer
+        by layer.
+        """
         parts = self.memory.parts
         return tuple(self._cut(group_sizes(plan, len(parts)), parts, self.piece_bytes)), ()
 
     def _make_job(self, job_id: int, ends: Ends, deadline: float, by_layer: bool) -> CudaJob:
         gpu, blocks, slots = ends[0], ends[0].block_ids, ends[1].block_ids
         simple = len(gpu.group_sizes) == 1 and (gpu.block_indices is None or gpu.block_indices[0] >= 0)
-        if simple and not by_layer and (job := self._begin_at_once(job_id, blocks, slots, deadline)) is not None:
+        if (
+            simple
+            and not by_layer
+            and (job := self._begin_at_once(job_id, blocks, slots, deadline)) is not None
+        ):
             return job
         plain = simple and self._lane.is_plain(blocks, slots)
         plan = pair_plain(blocks, slots) if plain else pair_blocks(*ends, self._bounds)
@@ -144,7 +165,9 @@ class CudaHandler(JobHandler[CudaJob]):
         return CudaJob(job_id, plan, deadline, self._lane.timer(), rows, pieces, fence, stage_ends)
 
     def _begin_at_once(self, job_id: int, blocks: Ints, slots: Ints, deadline: float) -> CudaJob | None:
-        """Let the device begin with a job before its books are written, if it is alone and nothing is unusual."""
+        """Let the device begin with a job before its books are written, if it is alone and nothing is
+        unusual.
+        """
         if self._under_way or self._queue or self.probe is not None or not self._lane.has_plain_jobs:
             return None
         pieces = self._cut_plain(len(blocks))
@@ -163,7 +186,8 @@ class CudaHandler(JobHandler[CudaJob]):
         if job.num_enqueued and job.is_enqueued:
             return
         self._queue.append(job)
-        # Whoever wants the first layers first is about to compute, and may keep the thread from running meanwhile.
+        # Whoever wants the first layers first is about to compute, and may keep the thread from running
+        # meanwhile.
         most, enqueued = RUN_AHEAD if job.stage_ends else _INLINE_PIECES, job.num_enqueued
         while enqueued < most and self._enqueue_nowait():
             enqueued += 1
@@ -171,7 +195,9 @@ class CudaHandler(JobHandler[CudaJob]):
             self._wake_thread()
 
     def _wait_a_little(self, job_ids: set[int], seconds: float) -> None:
-        """Enqueue the next piece, or wait for the oldest one: this may be late by a piece that is under way."""
+        """Enqueue the next piece, or wait for the oldest one: this may be late by a piece that
+        is under way.
+        """
         with self._lock:
             if self._enqueue_nowait():
                 return
@@ -189,7 +215,10 @@ class CudaHandler(JobHandler[CudaJob]):
         self._lane.take_back(job.fence, job.timer)
 
     def _end(self, job: CudaJob, *, drain: bool = False) -> bool:
-        """Stop a job; say whether it had no result before. Waits for what is under way of it, or (`drain`) of any job."""
+        """Stop a job; say whether it had no result before.
+
+        Waits for what is under way of it, or (`drain`) of any job.
+        """
         self._mark_ending(job)
         with self._changed:
             job.pieces = job.pieces[: job.num_enqueued]
@@ -219,7 +248,7 @@ class CudaHandler(JobHandler[CudaJob]):
             for job in list(self._jobs.values()):
                 self._finish(job, None, success=False)
 
-    # -- pieces, with `_lock` held --------------------------------------------------------------------------------------
+    # -- pieces, with `_lock` held -----------------------------------------------------------------
 
     def _note_progress(self, done: int = -1) -> None:
         """Take note of what has arrived. It is known of the pieces up to number `done`."""
@@ -231,7 +260,9 @@ class CudaHandler(JobHandler[CudaJob]):
                     continue  # it has been ended, and its timer may be another job's
                 job.blocks_done += piece.completes
                 job.bytes_done += piece.bytes
-                if place == 0 or place >= len(job.pieces) - 2:  # on three streams, and any of them may be the last
+                if (
+                    place == 0 or place >= len(job.pieces) - 2
+                ):  # on three streams, and any of them may be the last
                     job.seconds = max(job.seconds, lane.seconds(job.timer, number))
                 if job.blocks_done == len(job.plan):
                     self._finish(job, job.seconds, success=True)
@@ -299,7 +330,7 @@ class CudaHandler(JobHandler[CudaJob]):
         except TransferError as error:
             self._break(error)
 
-    # -- the thread --------------------------------------------------------------------------------------------------------
+    # -- the thread --------------------------------------------------------------------------------
 
     def _enter_thread(self) -> None:
         if not hasattr(self._thread_state, "has_entered"):
@@ -307,7 +338,9 @@ class CudaHandler(JobHandler[CudaJob]):
             self._thread_state.has_entered = True
 
     def _run(self, job: CudaJob) -> None:
-        """Enqueue one piece of a job, when the engine's work before it is over, or wait a little for room."""
+        """Enqueue one piece of a job, when the engine's work before it is over, or wait a little
+        for room.
+        """
         if not job.num_enqueued and job.fence is not None:
             self._lane.wait_over(job.fence)
         if self.probe is not None:
@@ -342,7 +375,9 @@ class CudaLoadHandler(Loads, CudaHandler):
         return self._accept(job_id, spec, by_layer=True)
 
     def await_layer(self, job_id: int, layer: str, timeout: float) -> bool:
-        """Put the caller's current stream behind a layer of a load, enqueuing what is missing; say whether that was possible."""
+        """Put the caller's current stream behind a layer of a load, enqueuing what is missing; say whether
+        that was possible.
+        """
         self._enter_thread()
         until = time.monotonic() + timeout
         while (found := self._follow(job_id, self.memory.stage_of.get(layer))) is None:
@@ -352,7 +387,10 @@ class CudaLoadHandler(Loads, CudaHandler):
         return found
 
     def _follow(self, job_id: int, stage: int | None) -> bool | None:
-        """Put the caller's stream behind a stage of a job, or all of it. `None`: not all of that is on the device yet."""
+        """Put the caller's stream behind a stage of a job, or all of it.
+
+        `None`: not all of that is on the device yet.
+        """
         with self._changed:
             self._note_progress()
             job = self._jobs.get(job_id)

@@ -1,11 +1,13 @@
-"""The kernel that moves pages between an engine's cache and rows, in a staging buffer or in the pool, in either direction.
+"""The kernel that moves pages between an engine's cache and rows, in a staging buffer or in the pool, in
+either direction.
 
     rows      tile t of block i:  place[i] + offset[t],            size[t] words
     engine    tile t of block i:  base[t] + block[i] * stride[t],  as many
 
-A *tile* is a page or a part of one. Where the tiles of any block are is a table that stays on the device; a launch takes
-what it is *told*: block ids and, behind them, as many addresses of rows. A program copies some tiles at once, so that small
-pages too keep many loads in flight, and goes on to the next ones until there are none.
+A *tile* is a page or a part of one. Where the tiles of any block are is a table that stays on the device; a
+launch takes what it is *told*: block ids and, behind them, as many addresses of rows. A program copies some
+tiles at once, so that small pages too keep many loads in flight, and goes on to the next ones until there
+are none.
 
 Needs Triton, on a CUDA device or in Triton's interpreter. One thread at a time for each object.
 """
@@ -27,7 +29,9 @@ __all__ = ["SHORT", "STAGED", "PageCopy", "Shape"]
 
 
 class Shape(NamedTuple):
-    """How much of the device a copy takes: at most `programs`, each of `program_bytes` in flight by `warps`."""
+    """How much of the device a copy takes: at most `programs`, each of `program_bytes` in flight
+    by `warps`.
+    """
 
     programs: int
     program_bytes: int
@@ -36,7 +40,9 @@ class Shape(NamedTuple):
 
 # What was measured for these: docs/tuning.md.
 STAGED = Shape(programs=64, program_bytes=32768, warps=4)
-"""Between HBM and HBM, beside the engine's kernels: with more it costs them more, with fewer the bus waits."""
+"""Between HBM and HBM, beside the engine's kernels: with more it costs them more, with fewer the
+bus waits.
+"""
 SHORT = Shape(programs=16, program_bytes=16384, warps=8)
 """Over the bus itself, for what is too short to be staged: more programs move no more bytes."""
 TILE_BYTES = 16384
@@ -49,7 +55,10 @@ def _copy(  # type: ignore[no-untyped-def]
     table, told, num_blocks, num_tiles,
     WORD: tl.constexpr, ALIGN: tl.constexpr, WORDS: tl.constexpr, TILES: tl.constexpr, GATHER: tl.constexpr,
 ):  # fmt: skip
-    """Copy all tiles of some blocks to (`GATHER`) or from their rows. Addresses are multiples of `ALIGN` bytes."""
+    """Copy all tiles of some blocks to (`GATHER`) or from their rows.
+
+    Addresses are multiples of `ALIGN` bytes.
+    """
     WHOLE: tl.constexpr = 2 if ALIGN == 16 else 1
     word = tl.arange(0, WORDS)[None, :]
     count = num_blocks * num_tiles
@@ -63,7 +72,10 @@ def _copy(  # type: ignore[no-untyped-def]
         stride = tl.load(table + num_tiles + tile, mask=there, other=0)
         offset = tl.load(table + 2 * num_tiles + tile, mask=there, other=0)
         size = tl.load(table + 3 * num_tiles + tile, mask=there, other=0)
-        engine = tl.multiple_of((base + block * stride).to(tl.pointer_type(WORD), bitcast=True), ALIGN)[:, None] + word
+        engine = (
+            tl.multiple_of((base + block * stride).to(tl.pointer_type(WORD), bitcast=True), ALIGN)[:, None]
+            + word
+        )
         row = tl.multiple_of((place + offset).to(tl.pointer_type(WORD), bitcast=True), ALIGN)[:, None] + word
         mask = word < tl.multiple_of(size.to(tl.int32), WHOLE)[:, None]
         # What passes through is not wanted again soon: it leaves the L2 cache to the engine.
@@ -108,14 +120,19 @@ class PageCopy:
         return max(1, min(self._shape.programs, -(-num_blocks * self._num_tiles // self._tiles)))
 
     def _launch_jit(self, told: torch.Tensor, num_blocks: int) -> Any:
-        """Compile if need be and launch on the current stream. Returns the compiled kernel; the interpreter has none."""
+        """Compile if need be and launch on the current stream.
+
+        Returns the compiled kernel; the interpreter has none.
+        """
         grid = (self._num_programs(num_blocks), 1, 1)
         counts = (num_blocks, self._num_tiles)
         return _copy[grid](self._table, told, *counts, *self._constants, num_warps=self._shape.warps)
 
 
 def _cut_tiles(part: Part, row_align: int) -> tuple[list[np.ndarray[Any, np.dtype[np.int64]]], int, int]:
-    """Return base, stride, offset and number of words of each tile, the bytes of a word, and what divides all addresses."""
+    """Return base, stride, offset and number of words of each tile, the bytes of a word, and what divides
+    all addresses.
+    """
     pages = part.pages
     align = math.gcd(16, row_align, *pages.base.tolist(), *pages.stride.tolist(), *pages.size.tolist())
     word = min(align, 8)

@@ -3,23 +3,25 @@
     store   kernel stream:  gather piece n into buffer n % BUFFERS  --ready-->  copy stream:  buffer to rows  --done
     load    copy stream:    rows to buffer n % BUFFERS  --ready-->  kernel stream:  scatter piece n            --done
 
-A kernel waits for its buffer on the device, never on the host, and the bus goes on while kernels wait for the engine's
-own. The bus carries pieces one after the other, so that the last kernel has little to do; if their ranges are small a second
-copy stream fills the gaps of the first. A piece with nothing before it, and if it is a load nothing behind it, has nothing to
-overlap with, and takes one stream and fewer calls; or no buffer: if it is short as well, one kernel copies it between the engine
-and the pool, and if its pages are large, they are copied as they are. A long store begins so, and its next piece is gathered
-meanwhile. At most `RUN_AHEAD` pieces are under way, so that stopping is a matter of milliseconds. Those that end on different
+A kernel waits for its buffer on the device, never on the host, and the bus goes on while kernels wait for
+the engine's own. The bus carries pieces one after the other, so that the last kernel has little to do; if
+their ranges are small a second copy stream fills the gaps of the first. A piece with nothing before it, and
+if it is a load nothing behind it, has nothing to overlap with, and takes one stream and fewer calls; or no
+buffer: if it is short as well, one kernel copies it between the engine and the pool, and if its pages are
+large, they are copied as they are. A long store begins so, and its next piece is gathered meanwhile. At most
+`RUN_AHEAD` pieces are under way, so that stopping is a matter of milliseconds. Those that end on different
 streams may arrive in another order than they were enqueued in.
 
-The engine copies too: its tokens, to the host. The device's copy engine serves a stream until it has nothing to do or must wait,
-and stores always have something to do; so they go over to another stream after every `BURST_BYTES`, which waits for the first.
+The engine copies too: its tokens, to the host. The device's copy engine serves a stream until it has nothing
+to do or must wait, and stores always have something to do; so they go over to another stream after every
+`BURST_BYTES`, which waits for the first.
 
-What streams are told for a piece is a script, written once for each part, route and turn (its place in the ring of events and
-buffers), and played by `commands` in one call.
+What streams are told for a piece is a script, written once for each part, route and turn (its place in the
+ring of events and buffers), and played by `commands` in one call.
 
-A lane knows nothing of jobs and has no lock: its handler calls it from one thread at a time. The engine's work that a
-piece must follow is over when the piece is enqueued. Errors of the device are `TransferError`. Streams and events are
-handles, as `driver` takes them, and 0 is none.
+A lane knows nothing of jobs and has no lock: its handler calls it from one thread at a time. The engine's
+work that a piece must follow is over when the piece is enqueued. Errors of the device are `TransferError`.
+Streams and events are handles, as `driver` takes them, and 0 is none.
 """
 
 from __future__ import annotations
@@ -55,17 +57,30 @@ from kvtier.transfer.cuda.pieces import (
     Rows,
 )
 
-__all__ = ["ALONE_BYTES", "BURST_BYTES", "OPENING_PROGRAMS", "RUN_AHEAD", "Begun", "Lane", "LoadLane", "StoreLane"]
+__all__ = [
+    "ALONE_BYTES",
+    "BURST_BYTES",
+    "OPENING_PROGRAMS",
+    "RUN_AHEAD",
+    "Begun",
+    "Lane",
+    "LoadLane",
+    "StoreLane",
+]
 
 # Sizes and counts below were measured: docs/tuning.md has the sweeps.
 RUN_AHEAD = 8
 """Pieces under way, at most: the length of the ring. A multiple of `BUFFERS`."""
 
 BURST_BYTES = 32 << 20
-"""Copied to the host before others have their turn, or one piece where that is more: they wait 0.7 ms at most."""
+"""Copied to the host before others have their turn, or one piece where that is more: they wait 0.7 ms at
+most.
+"""
 
 ALONE_BYTES = 128 << 10
-"""From this page size on, a piece that is alone and not short is copied page by page: the bus waits for no kernel."""
+"""From this page size on, a piece that is alone and not short is copied page by page: the bus waits for no
+kernel.
+"""
 
 OPENING_PROGRAMS = 4
 """Of the kernel that a long store begins with: with more, the next gather hardly gets on beside it."""
@@ -80,12 +95,13 @@ _ROWS: Final = Placeholder.ROWS
 _START: Final = Placeholder.START
 _WAIT: Final = Placeholder.WAIT
 _Route = Literal["direct", "short", "opening", "alone", "staged"]
-"""How a piece is copied: page by page; by a kernel, over the bus, with others to follow or not; through a buffer, on one stream
-or beside other pieces."""
+"""How a piece is copied: page by page; by a kernel, over the bus, with others to follow or not; through a
+buffer, on one stream or beside other pieces."""
 
 
 class _Ways(NamedTuple):
-    """What pieces of a part are copied by: kernels to or from a buffer and the pool, and the rows in each buffer.
+    """What pieces of a part are copied by: kernels to or from a buffer and the pool, and the rows in each
+    buffer.
 
     The rows of a buffer are what its kernel copies, and pages to the copy over the bus.
     """
@@ -154,11 +170,15 @@ class Lane(ABC):
                 yield group, part
 
     def _find_ways(self, memory: CudaMemory, group: int, part: Part) -> _Ways:
-        staged, short = self._device.kernels(part, memory.pool_map.alignment(part, group), gather=self.gathers)
+        staged, short = self._device.kernels(
+            part, memory.pool_map.alignment(part, group), gather=self.gathers
+        )
         opening = short._replace(programs=min(short.programs, OPENING_PROGRAMS))
         size, offset = part.bytes, part.offset
         rows = [Rows(None, buffer, size) for buffer in self._buffers]
-        pages = [Pages(*np.array([[buffer], [size], [size], [offset]], np.int64)) for buffer in self._buffers]
+        pages = [
+            Pages(*np.array([[buffer], [size], [size], [offset]], np.int64)) for buffer in self._buffers
+        ]
         has_large_pages = part.bytes >= ALONE_BYTES * len(part.pages.size)
         return _Ways(staged, short, opening, rows, pages, "direct" if has_large_pages else "alone")
 
@@ -173,7 +193,7 @@ class Lane(ABC):
         """Make the device that of the calling thread, if it has none."""
         self._device.enter_thread()
 
-    # -- the engine's work before a job ------------------------------------------------------------------------------------
+    # -- the engine's work before a job ------------------------------------------------------------
 
     def fence(self) -> int | None:
         """Mark what the caller's current stream has been told so far; `None`: it has done it all."""
@@ -203,18 +223,25 @@ class Lane(ABC):
             self._spare_fences.append(fence)
         self._spare_timers.append(timer)
 
-    # -- pieces ------------------------------------------------------------------------------------------------------------
+    # -- pieces ------------------------------------------------------------------------------------
 
     def is_plain(self, blocks: Ints, slots: Ints) -> bool:
-        """Say whether a job is paired by `pair_plain` and needs no fence. If not, it may be so all the same."""
+        """Say whether a job is paired by `pair_plain` and needs no fence.
+
+        If not, it may be so all the same.
+        """
         return self._plain is not None and self._submitter.is_plain(
             self._plain, blocks, slots, self._device.current_stream()
         )
 
     def begin(self, pieces: Sequence[Piece], blocks: Ints, slots: Ints) -> Begun | None:
-        """Enqueue the first of its pieces, with nothing before it, if a job is plain; `None`: it takes the usual way."""
+        """Enqueue the first of its pieces, with nothing before it, if a job is plain; `None`: it takes the
+        usual way.
+        """
         plain = self._plain
-        if plain is None or not self._submitter.is_plain(plain, blocks, slots, self._device.current_stream()):
+        if plain is None or not self._submitter.is_plain(
+            plain, blocks, slots, self._device.current_stream()
+        ):
             return None
         rows = Rows(slots, plain.first, plain.stride)
         if not self._spare_timers:
@@ -229,14 +256,17 @@ class Lane(ABC):
     ) -> int:
         """Enqueue a piece of a job and return its number.
 
-        `timer` starts with it. All pieces before `oldest` have arrived, or all. `is_last`: nothing is known to come behind it.
+        `timer` starts with it. All pieces before `oldest` have arrived, or all. `is_last`: nothing is known
+        to come behind it.
         """
         part, first, last, _ = piece
         number, route = self._enqueued, self._choose_route(piece, oldest, is_last=is_last)
         if oldest is None:
             self._burst = 0
         changes = route not in ("short", "opening") and self._change_streams(piece.bytes)
-        script = self._find_script(part, route, number % RUN_AHEAD, begins=timer is not None, changes=changes)
+        script = self._find_script(
+            part, route, number % RUN_AHEAD, begins=timer is not None, changes=changes
+        )
         is_taken = oldest is not None and number - BUFFERS >= oldest
         free = self._done[(number - BUFFERS) % RUN_AHEAD] if is_taken else 0
         self._submitter.play(script, blocks, first, last, last - first, rows, timer or 0, free)
@@ -261,7 +291,7 @@ class Lane(ABC):
         self._burst += size
         return changes
 
-    # -- scripts: what streams are told for a piece ------------------------------------------------------------------------
+    # -- scripts: what streams are told for a piece ------------------------------------------------
 
     def _find_script(self, part: Part, route: _Route, turn: int, *, begins: bool, changes: bool) -> Script:
         key = (id(part), route, turn, self._copies, begins, changes)
@@ -272,7 +302,10 @@ class Lane(ABC):
         return script
 
     def _write_script(self, part: Part, route: _Route, turn: int, after: int, begins: bool) -> Script:
-        """Write down a piece. Its copy comes `after` that of the piece before it, if they are on two streams."""
+        """Write down a piece.
+
+        Its copy comes `after` that of the piece before it, if they are on two streams.
+        """
         match route:
             case "direct":
                 return self._write_direct(part, turn, after)
@@ -324,7 +357,7 @@ class Lane(ABC):
         pages = self._ways[id(part)].pages[turn % BUFFERS]
         return CopyPages(pages, None, _FIRST, _LAST, _ROWS, *streams, start, wait, done)
 
-    # -- what has arrived --------------------------------------------------------------------------------------------------
+    # -- what has arrived --------------------------------------------------------------------------
 
     def is_done(self, number: int) -> bool:
         """Say whether a piece that was enqueued has arrived. It is one of the last `RUN_AHEAD`."""

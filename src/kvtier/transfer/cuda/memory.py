@@ -23,7 +23,9 @@ BUFFERS = 4
 DIRECT_BYTES = 2 << 20
 """From this page size on pages are copied as they are: with no kernel, they move as fast."""
 STAGE_BYTES = 256 << 10
-"""The least that a block must have in a stage for loads to come layer by layer: its rows are cut into as many ranges."""
+"""The least that a block must have in a stage for loads to come layer by layer: its rows are cut into as
+many ranges.
+"""
 _ALIGNMENT = 16  # of buffers, so that kernels move as much at a time
 _PAGEABLE_BYTES = 1 << 20  # copies of pageable memory wait, and a lock is held meanwhile
 
@@ -58,17 +60,27 @@ class CudaMemory:
         if not self.pinning.pinned:
             self.piece_bytes = min(self.piece_bytes, _PAGEABLE_BYTES)
         direct_bytes = min(direct_bytes, self.piece_bytes)
-        self.parts = [split_pages(find_pages(kv_caches, group), self.piece_bytes, direct_bytes) for group in groups]
+        self.parts = [
+            split_pages(find_pages(kv_caches, group), self.piece_bytes, direct_bytes) for group in groups
+        ]
         self.stages, self.stage_of = self._find_stages(direct_bytes, stage_bytes)
         self.bounds = JobBounds(len(groups), len(first), pool.num_slots, config.settings.blocks_per_chunk)
         self.pool_map = PoolMap(self.pinning.address, pool.row_bytes, self.pinning.seam, config)
 
-    def _find_stages(self, direct_bytes: int, stage_bytes: int) -> tuple[list[list[tuple[Part, ...]]], dict[str, int]]:
-        """Return the parts of each stage by group, and the stage of each layer; nothing where stages do not pay."""
+    def _find_stages(
+        self, direct_bytes: int, stage_bytes: int
+    ) -> tuple[list[list[tuple[Part, ...]]], dict[str, int]]:
+        """Return the parts of each stage by group, and the stage of each layer; nothing where stages do not
+        pay.
+        """
         if not self.kv_caches.layer_ends or not self.pinning.pinned:
             return [], {}
         found = [find_stages(self.kv_caches, group) for group in range(len(self.parts))]
-        if any(pages is not None and pages.size.sum() < stage_bytes for stages, _ in found for pages in stages[:1]):
+        if any(
+            pages is not None and pages.size.sum() < stage_bytes
+            for stages, _ in found
+            for pages in stages[:1]
+        ):
             return [], {}
         stages = [
             [() if pages is None else split_pages(pages, self.piece_bytes, direct_bytes) for pages in stage]

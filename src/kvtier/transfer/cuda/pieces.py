@@ -1,11 +1,12 @@
 """What a job is made of on its way over the bus: pieces, and the ranges of bytes that each piece copies.
 
-The pages of a block fall into *parts*: pages small enough to be staged, up to a buffer full of them, or large ones that are
-copied as they are. A *piece* is one part of some consecutive blocks of a job; of its blocks those count as arrived whose last
-part it is. A load may also come layer by layer: in *stages*, each with parts of its own.
+The pages of a block fall into *parts*: pages small enough to be staged, up to a buffer full of them, or
+large ones that are copied as they are. A *piece* is one part of some consecutive blocks of a job; of its
+blocks those count as arrived whose last part it is. A load may also come layer by layer: in *stages*, each
+with parts of its own.
 
-The bytes of a piece are dense in the staging buffer, block after block, and so are the blocks of a chunk in the pool: ranges
-that are neighbours at both ends are one.
+The bytes of a piece are dense in the staging buffer, block after block, and so are the blocks of a chunk in
+the pool: ranges that are neighbours at both ends are one.
 
 Pure functions over numpy arrays of addresses; any thread.
 """
@@ -63,7 +64,9 @@ STORE_GROWTH, LOAD_GROWTH = 3, 8
 
 
 class Pages(NamedTuple):
-    """The pages of a block, in the order of its image: page r of block b is `size[r]` bytes at `base[r] + b * stride[r]`."""
+    """The pages of a block, in the order of its image: page r of block b is `size[r]` bytes at `base[r] + b
+    * stride[r]`.
+    """
 
     base: Ints
     stride: Ints
@@ -99,7 +102,9 @@ class Piece(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Where blocks are: block i of a job at `base + ids[i] * stride`, in the pool, or in a buffer one after the other."""
+    """Where blocks are: block i of a job at `base + ids[i] * stride`, in the pool, or in a buffer one after
+    the other.
+    """
 
     ids: Ints | None
     base: int
@@ -121,7 +126,10 @@ class Ranges(NamedTuple):
 
 
 def find_pages(kv_caches: CanonicalKVCaches, group: int, first: int = 0, last: int | None = None) -> Pages:
-    """Return the pages of a group, or of its refs `[first, last)`. Pages that are neighbours in every block are one."""
+    """Return the pages of a group, or of its refs `[first, last)`.
+
+    Pages that are neighbours in every block are one.
+    """
     found: list[list[int]] = []
     refs = kv_caches.group_data_refs[group]
     offset = sum(ref.page_size_bytes for ref in refs[:first])
@@ -137,7 +145,8 @@ def find_pages(kv_caches: CanonicalKVCaches, group: int, first: int = 0, last: i
 
 
 def split_pages(pages: Pages, part_bytes: int, direct_bytes: int) -> tuple[Part, ...]:
-    """Split the pages of a block: those of `direct_bytes` or more apart from the rest, in parts of at most `part_bytes`.
+    """Split the pages of a block: those of `direct_bytes` or more apart from the rest, in parts of at most
+    `part_bytes`.
 
     A part of large pages may be larger, since it takes no buffer. `part_bytes` is not below `direct_bytes`.
     """
@@ -150,17 +159,23 @@ def split_pages(pages: Pages, part_bytes: int, direct_bytes: int) -> tuple[Part,
             total = 0
         total += size
     ends = [*starts[1:], len(pages.size)]
-    return tuple(_part(pages.select(*span), bool(direct[span[0]])) for span in zip(starts, ends, strict=True))
+    return tuple(
+        _part(pages.select(*span), bool(direct[span[0]])) for span in zip(starts, ends, strict=True)
+    )
 
 
 def find_stages(kv_caches: CanonicalKVCaches, group: int) -> tuple[list[Pages | None], dict[str, int]]:
-    """Return the pages of each stage of a group, `None` for an empty one, and the stage after which each layer is in."""
+    """Return the pages of each stage of a group, `None` for an empty one, and the stage after which each
+    layer is in.
+    """
     layers = kv_caches.layer_ends[group]
     ends = sorted(set(layers.values()))
     bounds = [ends[count - 1] if count else 0 for count in stage_bounds(len(ends))]
     spans = pairwise([0, *bounds])
     pages = [find_pages(kv_caches, group, first, last) if first < last else None for first, last in spans]
-    return pages, {name: next(i for i, bound in enumerate(bounds) if bound >= end) for name, end in layers.items()}
+    return pages, {
+        name: next(i for i, bound in enumerate(bounds) if bound >= end) for name, end in layers.items()
+    }
 
 
 def _part(pages: Pages, direct: bool) -> Part:
@@ -170,8 +185,8 @@ def _part(pages: Pages, direct: bool) -> Part:
 def cut_store(sizes: Sequence[int], parts: Sequence[Sequence[Part]], piece_bytes: int) -> Iterator[Piece]:
     """Return the pieces of a job with so many blocks of each group, in order.
 
-    A piece has at most `piece_bytes`, or one part of one block where that is more. They are small at the beginning: the bus
-    waits for the first one to be gathered, and carries it while the next one is.
+    A piece has at most `piece_bytes`, or one part of one block where that is more. They are small at the
+    beginning: the bus waits for the first one to be gathered, and carries it while the next one is.
     """
     first, limit = 0, SHORT_STORE
     for some, size in zip(parts, sizes, strict=True):
@@ -181,7 +196,9 @@ def cut_store(sizes: Sequence[int], parts: Sequence[Sequence[Part]], piece_bytes
 
 
 def cut_load(sizes: Sequence[int], parts: Sequence[Sequence[Part]], piece_bytes: int) -> Iterator[Piece]:
-    """Do the same for a load: small at the end, since whoever wants the bytes waits for the last one to be scattered."""
+    """Do the same for a load: small at the end, since whoever wants the bytes waits for the last one to be
+    scattered.
+    """
     last, limit, backwards = sum(sizes), LAST_LOAD, []
     for some, size in zip(reversed(parts), reversed(sizes), strict=True):
         whole = size * max(part.bytes for part in some) <= SHORT_LOAD
@@ -198,7 +215,9 @@ def group_sizes(plan: Plan, num_groups: int) -> list[int]:
     return [len(plan)] if num_groups == 1 else np.bincount(plan.groups, minlength=num_groups).tolist()
 
 
-def _count_blocks(parts: Sequence[Part], left: int, limit: int, piece_bytes: int, growth: int) -> tuple[list[int], int]:
+def _count_blocks(
+    parts: Sequence[Part], left: int, limit: int, piece_bytes: int, growth: int
+) -> tuple[list[int], int]:
     """Cut the blocks of a group so that pieces grow from `limit`, and return the next limit."""
     counts, largest = [], max(part.bytes for part in parts)
     while left:
@@ -217,7 +236,8 @@ def _lay_out(parts: Sequence[Part], first: int, counts: Iterable[int]) -> Iterat
 def cut_by_layer(
     plan: Plan, stages: Sequence[Sequence[Sequence[Part]]], piece_bytes: int
 ) -> tuple[list[Piece], list[int]]:
-    """Return the pieces of a job stage after stage, and how many of them there are up to the end of each stage.
+    """Return the pieces of a job stage after stage, and how many of them there are up to the end of each
+    stage.
 
     A stage has parts for each group. No block has arrived before the last piece.
     """
@@ -228,8 +248,12 @@ def cut_by_layer(
         for parts, (start, end) in zip(stage, spans, strict=True):
             for part in parts:
                 most = max(1, min(piece_bytes // part.bytes, MOST_BLOCKS))
-                length = -(-(end - start) // -(-(end - start) // most)) if end > start else 1  # all about as long
-                pieces += [Piece(part, first, min(first + length, end), 0) for first in range(start, end, length)]
+                length = (
+                    -(-(end - start) // -(-(end - start) // most)) if end > start else 1
+                )  # all about as long
+                pieces += [
+                    Piece(part, first, min(first + length, end), 0) for first in range(start, end, length)
+                ]
         ends.append(len(pieces))
     if pieces:
         pieces[-1] = pieces[-1]._replace(completes=len(plan))
@@ -237,7 +261,10 @@ def cut_by_layer(
 
 
 class PoolMap:
-    """Where blocks are in the pool. No range crosses a multiple of `seam` bytes: memory is pinned in pieces of that size."""
+    """Where blocks are in the pool.
+
+    No range crosses a multiple of `seam` bytes: memory is pinned in pieces of that size.
+    """
 
     def __init__(self, address: int, row_bytes: int, seam: int, config: OffloadingConfig) -> None:
         self.address, self.seam = address, seam
@@ -251,14 +278,19 @@ class PoolMap:
         """Return where the blocks of a job are."""
         if self._per_chunk == 1:
             return Rows(plan.slots, self.first, self.row_bytes)
-        return Rows(plan.slots * self.row_bytes + plan.indices * self._block_bytes[plan.groups], self.first, 1)
+        return Rows(
+            plan.slots * self.row_bytes + plan.indices * self._block_bytes[plan.groups], self.first, 1
+        )
 
     def alignment(self, part: Part, group: int) -> int:
         """Return what divides all places of a part of a group's blocks, at most 16."""
         return math.gcd(16, self.first, self.row_bytes, int(self._block_bytes[group]), part.offset)
 
     def ranges(self, pages: Pages, blocks: Ints, places: Ints) -> Ranges:
-        """Return the ranges between pages on the device and blocks in the pool. Neighbours at both ends are one."""
+        """Return the ranges between pages on the device and blocks in the pool.
+
+        Neighbours at both ends are one.
+        """
         device = (pages.base + blocks[:, None] * pages.stride).ravel()
         host = (places[:, None] + pages.offset).ravel()
         size = np.tile(pages.size, len(blocks))

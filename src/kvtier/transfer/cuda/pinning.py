@@ -1,12 +1,13 @@
 """The pool's memory, pinned for this process's device.
 
-Memory is pinned in pieces of whole rows: one large request fails where several pass, and several threads do it faster. No
-copy may reach across two of them (`seam`). If any piece cannot be pinned, none stays so: transfers then go through the
-driver's own buffers, slower and as right, and a warning says so once.
+Memory is pinned in pieces of whole rows: one large request fails where several pass, and several threads do
+it faster. No copy may reach across two of them (`seam`). If any piece cannot be pinned, none stays so:
+transfers then go through the driver's own buffers, slower and as right, and a warning says so once.
 
-Whoever uses it holds it (`hold`, `release`), and the last one unpins it. Memory is never unmapped while it is pinned, also
-if nobody releases it and all is left to the garbage collector: the driver would go on copying to where the addresses once
-led, for whoever is given them next. `hold` and `release` may be called by any thread.
+Whoever uses it holds it (`hold`, `release`), and the last one unpins it. Memory is never unmapped while it
+is pinned, also if nobody releases it and all is left to the garbage collector: the driver would go on
+copying to where the addresses once led, for whoever is given them next. `hold` and `release` may be called
+by any thread.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ class Pinning:
         self._lock = threading.Lock()
         self.address = pool.rows.ctypes.data
         size = pool.rows.nbytes
-        rows = max(1, PIECE_BYTES // pool.row_bytes) if pool.row_bytes % _PAGE == 0 else max(1, pool.num_slots)
+        rows = (
+            max(1, PIECE_BYTES // pool.row_bytes) if pool.row_bytes % _PAGE == 0 else max(1, pool.num_slots)
+        )
         self.seam = rows * pool.row_bytes
         pieces = {self.address + at: min(self.seam, size - at) for at in range(0, size, self.seam)}
         addresses, error = _pin_all(pieces, prepare_thread, pin)
@@ -112,5 +115,8 @@ def _unpin_all(addresses: list[int], unpin: Callable[[int], None], rows: npt.NDA
 
 
 def _populate(address: int, size: int) -> None:
-    """Take memory for a range without changing it. Where the system cannot, the driver does it, on one thread."""
+    """Take memory for a range without changing it.
+
+    Where the system cannot, the driver does it, on one thread.
+    """
     ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _POPULATE_WRITE)
