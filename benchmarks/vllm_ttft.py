@@ -34,13 +34,14 @@ from statistics import mean, median
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, TypeVar
 
+# First: it sets what torch reads when it is imported.
 from _vllm import (
     BLOCK,
     THREADS,
     Answer,
     VllmEngine,
     save_model,
-)  # first: it sets what torch reads when it is imported
+)
 
 # isort: split
 

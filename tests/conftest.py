@@ -22,9 +22,8 @@ try:
 except ImportError:  # the tests that need torch skip themselves
     pass
 else:
-    torch.set_num_threads(
-        1
-    )  # models are tiny, and threads that spin on a busy machine cost fifty times what they save
+    # Models are tiny, and threads that spin on a busy machine cost fifty times what they save.
+    torch.set_num_threads(1)
 
 
 try:

@@ -290,9 +290,8 @@ def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey:
 def make_offload_keys(block_hashes: Iterable[bytes], group_idx: int) -> list[OffloadKey]:
     """Make the keys of many chunks of one group."""
     suffix = group_idx.to_bytes(_GROUP_BYTES, "big")
-    keys: list[Any] = [
-        block_hash + suffix for block_hash in block_hashes
-    ]  # not OffloadKey: that is a call for each key
+    # Not OffloadKey: that is a call for each key.
+    keys: list[Any] = [block_hash + suffix for block_hash in block_hashes]
     return keys
 
 

@@ -47,9 +47,8 @@ _RESERVED = 64  # 1 once all memory is reserved; only the creator writes it
 _ATTACHED = 128  # a byte for each party, 1 while it is attached; written under the directory's lock
 _LOOK_BYTES = 256 << 20  # how much is reserved between two looks at what is free
 _CLOSE_PATIENCE = 1.0  # seconds; what `close` does not get to do, the next start does
-_CALL_BYTES = (
-    8 << 20
-)  # in older kernels a signal undoes all that a call has reserved, so that no call may be long
+# In older kernels a signal undoes all that a call has reserved, so that no call may be long.
+_CALL_BYTES = 8 << 20
 
 MAX_PARTIES = _HEADER_BYTES - _ATTACHED
 """How many processes may share a pool."""

@@ -135,9 +135,8 @@ def test_a_window_drops_blocks_and_leaves_null_behind() -> None:
 def test_a_windowed_hit_needs_only_the_window() -> None:
     cache = make(FULL, windowed(5), num_blocks=12)
     old = compute(cache, request(range(17)))
-    assert (
-        cache.extend(old.table, 16, 17) is not None
-    )  # positions 0 to 2 of the window are dropped but still findable
+    # Positions 0 to 2 of the window are dropped but still findable.
+    assert cache.extend(old.table, 16, 17) is not None
     cache.release(old.table)
     for block in [cache._found_by[old.block_hashes[i], 1] for i in (0, 1, 2)]:
         cache._free.move_to_end(block.block_id, last=False)

@@ -55,9 +55,8 @@ def test_load_spec_names_slots_and_blocks_in_order() -> None:
     host = make_host(blocks_per_chunk=2)
     host.cache(Request("a", PROMPT))
     request = Request("b", PROMPT)
-    tokens, _ = host.scheduler.get_num_new_matched_tokens(
-        request, BLOCK
-    )  # unaligned: half of the first chunk is here
+    # Unaligned: half of the first chunk is here.
+    tokens, _ = host.scheduler.get_num_new_matched_tokens(request, BLOCK)
     assert tokens == 20
     host.scheduler.update_state_after_alloc(request, ([7, 8, 9, 10, 11, 12],), tokens)
     source, destination = host.idle().reqs_to_load["b"]

@@ -249,9 +249,8 @@ def test_jobs_of_a_step_that_was_cut_off_are_reported_with_the_next(config: Offl
     )  # fmt: skip
     rank.worker.bind_connector_metadata(cut)
     rank.worker.start_load_kv()
-    outputs = [
-        rank.step(OffloadingConnectorMetadata()) for _ in range(3)
-    ]  # the first does not wait for the load
+    # The first does not wait for the load.
+    outputs = [rank.step(OffloadingConnectorMetadata()) for _ in range(3)]
     reports = [report.result for output in outputs for report in output.reports]
     assert {(result.job_id, result.success) for result in reports} == {(1, True), (2, False)}
     merged = OutputAggregator(1).aggregate(outputs)

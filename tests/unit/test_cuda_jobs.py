@@ -275,9 +275,8 @@ def test_caches_that_do_not_fit_the_config_are_refused() -> None:
 def test_the_first_layer_of_a_load_can_be_had_before_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(TestJobsByLayer(), "kv_first", page=4096)
     lane = lane_of(rig.load)
-    monkeypatch.setattr(
-        lane, "is_done", lambda number: lane._arrived > number
-    )  # only who waits makes pieces arrive
+    # Only who waits makes pieces arrive.
+    monkeypatch.setattr(lane, "is_done", lambda number: lane._arrived > number)
     gpu, cpu = GPULoadStoreSpec(range(1, 9)), CPULoadStoreSpec(range(8))
     assert rig.run_store(0, gpu, cpu).success
     arrived = []

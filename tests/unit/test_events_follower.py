@@ -844,9 +844,8 @@ def test_a_silent_publisher_that_lost_nothing_stays_exact(make: Callable[[], Ben
         bench.wait(5.1)
         bench.answer_all()
     bench.assert_exact()
-    assert (
-        bench.states() == [State.REPAIRING, State.EXACT] * 2
-    )  # it joined, and verified the first live batch
+    # It joined, and verified the first live batch.
+    assert bench.states() == [State.REPAIRING, State.EXACT] * 2
 
 
 def test_a_heartbeat_shows_a_lost_tail() -> None:

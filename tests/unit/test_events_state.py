@@ -181,9 +181,8 @@ def test_a_snapshot_is_the_state(encoding: str, events: list[Any]) -> None:
 
 
 @given(events)
-@example(
-    [make_stored(36, 3, "GPU", None), removed([18]), make_stored(18, 1, "GPU", None)]
-)  # each hangs from the other
+# Each hangs from the other.
+@example([make_stored(36, 3, "GPU", None), removed([18]), make_stored(18, 1, "GPU", None)])
 def test_a_snapshot_brings_parents_first(events: list[Any]) -> None:
     """Tree-building consumers drop orphans: a block that found its parent in the stream finds it in the
     snapshot.

@@ -92,9 +92,8 @@ class StockPublisher(threading.Thread):
 
     def __init__(self, *, has_topic: bool = True, encoding: str = "map", is_inproc: bool = False) -> None:
         super().__init__(daemon=True)
-        self.number = next(
-            _numbers
-        )  # an id() may be that of a predecessor whose sockets are still being closed
+        # An id() may be that of a predecessor whose sockets are still being closed.
+        self.number = next(_numbers)
         self.topic = [b"kv-events"] if has_topic else []
         self.encoder = EventEncoder(encoding)
         self.ring: list[bytes] = []

@@ -70,9 +70,8 @@ def test_a_block_counts_if_all_groups_of_full_attention_hold_it(form: str, keys:
     assert index.match(
         index.hash_tokens(tokens_of(blocks)) if keys == "xxh3" else blocks
     ).reach.tolist() == [[1, 1, 1]]
-    send(
-        index, "a", stored(blocks, medium="CPU", group_idx=1)
-    )  # known by now, though the event does not say what it is
+    # Known by now, though the event does not say what it is.
+    send(index, "a", stored(blocks, medium="CPU", group_idx=1))
     assert index.match(
         index.hash_tokens(tokens_of(blocks)) if keys == "xxh3" else blocks
     ).reach.tolist() == [[1, 4, 4]]

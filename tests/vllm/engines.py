@@ -115,9 +115,8 @@ class Engine:
             self.step()
         if self.connector is not None:
             self.connector._connector.connector_scheduler.check()
-        assert (
-            self.free_blocks == self.core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
-        )  # but the null block
+        # But the null block.
+        assert self.free_blocks == self.core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
 
     def forget(self, tiers_too: bool = False) -> None:
         """Empty vLLM's own cache, and if asked kvtier's."""

@@ -27,9 +27,8 @@ EXAMPLE = ROOT / "examples" / "vllm_offline.py"
 @contextmanager
 def running(*command: str) -> Iterator[subprocess.Popen[str]]:
     """Run a program in a session of its own, and in the end kill all its processes without a warning."""
-    paths = os.pathsep.join(
-        filter(None, (os.environ.get("PYTHONPATH"), str(ROOT)))
-    )  # faults are in tests.vllm
+    # Faults are in tests.vllm.
+    paths = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
     env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONPATH": paths}
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen([sys.executable, *command], env=env, start_new_session=True, **options) as process:
@@ -138,10 +137,11 @@ def test_the_example_runs(llama: Path) -> None:
         "2MiB",
         "--enforce-eager",
     ]
+    # Some virtual machines offer AMX and kill whoever uses it, as bfloat16 does.
     options += [
         "--dtype",
         "float32",
-    ]  # some virtual machines offer AMX and kill whoever uses it, as bfloat16 does
+    ]
     command = [sys.executable, str(EXAMPLE), "--model", str(llama), "--capacity", "64MiB", *options]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=200)
     assert done.returncode == 0, done.stderr

@@ -80,9 +80,8 @@ def run(llm: LLM, prompts: list[list[int]], max_tokens: int, asked: dict[str, An
             max_tokens=max_tokens,
             ignore_eos=True,
             detokenize=False,
-            extra_args={
-                "kv_transfer_params": json.loads(json.dumps(asked))
-            },  # the question is taken out of it
+            # The question is taken out of it.
+            extra_args={"kv_transfer_params": json.loads(json.dumps(asked))},
         )
         for _ in prompts
     ]

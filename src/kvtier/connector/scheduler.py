@@ -155,9 +155,8 @@ class OffloadingConnectorScheduler:
         self.stats.not_worth += not is_worth
         end = match.end if is_worth else state.local
         self._explainer.note_match(state, match, end)
-        self._prefill.put(
-            request.request_id, max(1, request.num_tokens - end)
-        )  # the last token is always computed
+        # The last token is always computed.
+        self._prefill.put(request.request_id, max(1, request.num_tokens - end))
         return end - state.local, end > state.local
 
     # -- loading -----------------------------------------------------------------------------------
@@ -407,9 +406,8 @@ class OffloadingConnectorScheduler:
             self.cost.note_lost_load(job.num_bytes, self._clock() - job.started)
             self._end_load(job)
             return
-        own = [
-            key for key in job.keys if not self._jobs.is_storing(key)
-        ]  # the others are stored anew already
+        # The others are stored anew already.
+        own = [key for key in job.keys if not self._jobs.is_storing(key)]
         if job.epoch == self._epoch:
             self.manager.discard(own, MissReason.FAILED)
             self._tracker.drop(own)

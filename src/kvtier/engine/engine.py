@@ -528,9 +528,8 @@ class Engine:
             raise InputError("expected an open engine, got one that was closed; make another")
 
     def _read_prompt(self, where: str, prompt: Sequence[int]) -> list[int]:
-        length = count_items(
-            where, prompt, "a list of token ids"
-        )  # before it is read: a range can have any length
+        # Before it is read: a range can have any length.
+        length = count_items(where, prompt, "a list of token ids")
         if not 0 < length < self.max_model_len:
             limit = f"{self.max_model_len - 1}, what {self.config.num_blocks} blocks and max_model_len leave room for"
             raise InputError(f"{where}: expected 1 to {limit}, got {length} tokens")

@@ -38,15 +38,17 @@ SALT_KEY = "cache_salt"
 
 _T = TypeVar("_T")
 _MAP_HEADS = frozenset((*range(0x80, 0x90), 0xDE, 0xDF))
+# What a field is when the sender has none; the others are None.
 _LACKING = {
     "token_ids": [],
     "block_size": 0,
-}  # what a field is when the sender has none; the others are None
+}
+# Fields that all publishers of arrays agree on.
 _TO_MEDIUM = {
     BlockStored: 6,
     BlockRemoved: 2,
     AllBlocksCleared: 0,
-}  # fields that all publishers of arrays agree on
+}
 
 
 class Encoding(StrEnum):

@@ -91,9 +91,8 @@ class Groups:
 
     def __init__(self) -> None:
         self.counted: set[int] = set()
-        self.unclear: Counter[int] = (
-            Counter()
-        )  # blocks that were left out: what their group is was not known
+        # Blocks that were left out: what their group is was not known.
+        self.unclear: Counter[int] = Counter()
         self._others: set[int] = set()  # groups of another kind than full attention
 
     @property

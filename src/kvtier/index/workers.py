@@ -24,10 +24,11 @@ class KnownWorker:
         self.name, self.slot = name, slot
         self.duplicates, self.translator = duplicates, translator
         self.groups = Groups()
+        # The newest block size that was refused, and how many blocks.
         self.other_size, self.of_other_size = (
             0,
             0,
-        )  # the newest block size that was refused, and how many blocks
+        )
         self.no_lane = 0  # blocks refused since there can be no more lanes
         self.is_told = False  # it was logged that something is amiss
 

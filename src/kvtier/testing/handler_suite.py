@@ -236,9 +236,8 @@ class HandlerSuite:
         assert rig.store.wait(jobs, 0)  # waiting takes nothing away
         assert sorted(result.job_id for result in rig.store.get_finished()) == sorted(jobs)
         assert rig.store.get_finished() == []
-        rig.run_store(
-            0, GPULoadStoreSpec([1]), CPULoadStoreSpec([0])
-        )  # an id may be used again once it is over
+        # An id may be used again once it is over.
+        rig.run_store(0, GPULoadStoreSpec([1]), CPULoadStoreSpec([0]))
 
     def test_an_empty_job_succeeds(self, rig: Rig) -> None:
         assert rig.run_store(0, GPULoadStoreSpec([]), CPULoadStoreSpec([])).transfer_size == 0

@@ -303,9 +303,8 @@ class JobHandler(OffloadingHandler, Generic[J]):
             return
         with self._lock:
             now = self._clock()
-            late = list(
-                takewhile(lambda job: now > job.deadline, self._jobs.values())
-            )  # in the order of their deadlines
+            # In the order of their deadlines.
+            late = list(takewhile(lambda job: now > job.deadline, self._jobs.values()))
             if late:
                 self._note_progress()
         for job in reversed(late):  # the last first, so that ending the one that runs does not start another

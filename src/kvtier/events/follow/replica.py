@@ -237,9 +237,8 @@ class Replica(Generic[B]):
             self.counters.skipped_events += batch.skipped
             self.problem = f"{batch.skipped} events of batch {seq} cannot be read"
         if self.state is State.EXACT and not self.is_whole:
-            self.tell(
-                State.REPAIRING, self.problem
-            )  # before the batch: who sees both in order trusts no wrong moment
+            # Before the batch: who sees both in order trusts no wrong moment.
+            self.tell(State.REPAIRING, self.problem)
         self._has_delivered = True
         self._updates.append(Received(self.name, seq, batch))
         self.counters.batches += 1
@@ -346,9 +345,8 @@ class Replica(Generic[B]):
         """Drop what was told; still know who publishes, and how far it is."""
         if self._has_delivered:
             if self.state is State.EXACT:
-                self.tell(
-                    State.REPAIRING, self.problem
-                )  # first: who has forgotten all holds nothing that is exact
+                # First: who has forgotten all holds nothing that is exact.
+                self.tell(State.REPAIRING, self.problem)
             self.counters.resets += 1
             self._updates.append(Reset(self.name))
         self._has_delivered = self.is_doubted = self.is_building = self.is_exhausted = False

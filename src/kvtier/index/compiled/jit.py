@@ -90,9 +90,8 @@ def _prefetch(_context: Any, array: Any, place: Any) -> Any:
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
         data = context.make_array(array)(context, builder, arguments[0]).data
         address = builder.bitcast(builder.gep(data, [arguments[1]]), pointer)
-        builder.call(
-            function, [address, *(ir.Constant(number, flag) for flag in (0, 3, 1))]
-        )  # to read, keep, data
+        # To read, keep, data.
+        builder.call(function, [address, *(ir.Constant(number, flag) for flag in (0, 3, 1))])
         return context.get_dummy_value()
 
     return types.void(array, types.int64), generate

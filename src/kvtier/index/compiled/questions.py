@@ -37,10 +37,11 @@ def _look_up(meta: Any, directory: Any, slots: Any, alias: Any, hashes: Any, fou
     """Put each block's holder set into `found`, up to the first block that nobody holds; return how many
     there are.
     """
+    # Read once: nobody may think that a write to `found` changes them.
     secret, depth = (
         meta[SECRET],
         meta[DEPTH],
-    )  # read once: nobody may think that a write to `found` changes them
+    )
     for i in range(hashes.size):
         mixed = mix(hashes[i], secret)
         place = find(slots, WIDTH, segment_at(directory, depth, mixed), mixed, hashes[i], _NO_TAG)

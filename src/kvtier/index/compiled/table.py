@@ -50,9 +50,8 @@ __all__ = ["MIN_BUDGET", "CompiledTable"]
 MIN_BUDGET = 256 << 10
 _FIRST_SETS = 64
 _SEGMENT_BYTES = Slots.segment_bytes(changes.WIDTH)
-_SET_BYTES = (
-    8 + 4 + 2 * 4 + 4
-)  # a set's reference count, alias, two seats, place on the free list; its row comes on top
+# A set's reference count, alias, two seats, place on the free list; its row comes on top.
+_SET_BYTES = 8 + 4 + 2 * 4 + 4
 
 
 class CompiledTable:

@@ -110,9 +110,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._load_gate = LoadGate(config.groups)
         self._in_company = _schedulers_config(vllm_config) is not vllm_config.kv_transfer_config
         self._ended = EndedRequests(vllm_config.scheduler_config.async_scheduling)
-        self._untracked_blocks: set[int] = (
-            set()
-        )  # of requests that the core was not told of, since the last step
+        # Of requests that the core was not told of, since the last step.
+        self._untracked_blocks: set[int] = set()
         self._request_log = RequestLog(_say, config.settings.load_deadline)
         self._connector = OffloadingConnector(config, ours, self.make_spec(config), describe_blocks)
         if self._connector.connector_scheduler is not None:

@@ -68,11 +68,12 @@ class Device:
         """Return two kernels that copy pages of a part: one between them and a buffer, one between them and
         the pool.
         """
+        # Needs Triton, as does only who has a device.
         from kvtier.transfer.cuda.kernels import (
             SHORT,
             STAGED,
             PageCopy,
-        )  # needs Triton, as does only who has a device
+        )
 
         with torch.cuda.device(self._device):
             staged = PageCopy(part, self._device, STAGED, gather=gather)

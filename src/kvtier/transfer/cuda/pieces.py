@@ -248,9 +248,8 @@ def cut_by_layer(
         for parts, (start, end) in zip(stage, spans, strict=True):
             for part in parts:
                 most = max(1, min(piece_bytes // part.bytes, MOST_BLOCKS))
-                length = (
-                    -(-(end - start) // -(-(end - start) // most)) if end > start else 1
-                )  # all about as long
+                # All about as long.
+                length = -(-(end - start) // -(-(end - start) // most)) if end > start else 1
                 pieces += [
                     Piece(part, first, min(first + length, end), 0) for first in range(start, end, length)
                 ]
