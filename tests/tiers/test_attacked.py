@@ -505,3 +505,14 @@ def test_an_owner_whose_lock_was_removed_gives_up(tmp_path: Path) -> None:
             driver.clock.now += 6
             driver.wait(lambda: driver.tier.stats().capacity == 0)
             assert driver.tier.lookup(key(1)) is False
+
+
+def test_an_engine_that_does_not_know_how_many_there_are_keeps_its_place(tmp_path: Path) -> None:
+    """So it is with data-parallel engines of dense models in vLLM: the second is number 1 of 1."""
+    sizes = []
+    for _ in range(3):
+        tier = make_tier(tmp_path, rank=1, ranks=1)
+        assert tier.wait_open()
+        sizes.append(tier.stats().capacity)
+        tier.close()
+    assert len(set(sizes)) == 1, "its own rows are not what others left"

@@ -180,7 +180,7 @@ class DiskTier(SlotTier):
         What is left is less while other ranks have more than their shares.
         """
         taken = {rank: taken_bytes(folder) for rank, folder in find_ranks(self._folder.parent)}
-        left = sum(size for rank, size in taken.items() if rank >= self._ranks)
+        left = sum(size for rank, size in taken.items() if rank >= self._ranks and rank != self._rank)
         others = sum(size for rank, size in taken.items() if rank != self._rank)
         equal = self.config.capacity // self._ranks
         share = max(0, equal - -(-left // self._ranks))
