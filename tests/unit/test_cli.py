@@ -319,6 +319,10 @@ def test_config_check_reads_what_vllm_takes_and_writes_what_we_read(
             "cpu.capacity: expected a whole number of bytes, or a unit as in 8.5GiB, got 8.5",
         ),
         (
+            '{"cpu": {"capacity": 1}, "tiers": [{"disk": {"path": "/x", "capacity": 1, "policy": "nope"}}]}',
+            "tiers[0].disk.policy: expected one of arc, lru or 'package.module:Class'",
+        ),
+        (
             '{"cpu": {"capacity": 1, "policy": "lruu"}}',
             "cpu.policy: expected one of arc, lru or 'package.module:Class'",
         ),

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 from typer import Argument, Option
 
-from kvtier.config import CPUConfig, KVTierConfig, format_size
+from kvtier.config import CPUConfig, DiskConfig, KVTierConfig, format_size
 from kvtier.errors import ConfigError
 from kvtier.policies import make_policy
 
@@ -51,21 +51,26 @@ def check_command(
 ) -> None:
     """Read a file of settings and print all that kvtier makes of it. Exits with 2 if something is wrong."""
     config = KVTierConfig.from_file(file)
-    _expect_policy(file, config.cpu.policy)
+    _expect_policy(file, "cpu.policy", config.cpu.policy)
+    for at, tier in enumerate(config.tiers):
+        if isinstance(tier, DiskConfig):
+            _expect_policy(file, f"tiers[{at}].disk.policy", tier.policy)
     if as_json:
         typer.echo(json.dumps(config.to_dict(), indent=2))
     else:
         _print(config)
 
 
-def _expect_policy(file: Path, name: str) -> None:
+def _expect_policy(file: Path, path: str, name: str) -> None:
     if ":" in name:
         sys.path.insert(0, os.getcwd())  # a policy that lies in this folder can be named
     try:
         make_policy(name, capacity=1)
     except ConfigError as error:
-        error.args = (f"{file}: {error}",)
-        raise
+        problem = str(error).removeprefix(f"{error.path}: ")
+        located = ConfigError(path, problem)
+        located.args = (f"{file}: {located}",)
+        raise located from None
 
 
 def _print(config: KVTierConfig) -> None:

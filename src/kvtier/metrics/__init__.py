@@ -1,4 +1,8 @@
-"""Metrics: what each part of kvtier counts, described once, and the text that Prometheus reads."""
+"""Metrics: counters, gauges and histograms, and the text that Prometheus reads.
+
+Which there are stands with who counts: `connector/stats.py`, `index/metrics.py`, and for vLLM
+`integrations/vllm/metrics.py`.
+"""
 
 from __future__ import annotations
 
