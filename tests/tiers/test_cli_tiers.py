@@ -82,8 +82,9 @@ def test_a_package_that_is_missing_is_named_with_its_install_line(
     code, lines = check(tmp_path, capsys, {"object": {"url": "s3://bucket"}}, mooncake)
     assert code == 1
     assert lines == [
-        "object: tiers[0].object: expected the package obstore, which is not there: pip install 'kvtier[object]'",
-        "mooncake: tiers[1].mooncake: expected the package mooncake, which is not there: pip install 'kvtier[mooncake]'",
+        f"{kind}: tiers[{at}].{kind}: expected the package {package}, which is not there: "
+        f"in a checkout, pip install '.[{kind}]'"
+        for at, (kind, package) in enumerate({"object": "obstore", "mooncake": "mooncake"}.items())
     ]
 
 

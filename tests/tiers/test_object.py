@@ -358,5 +358,5 @@ def test_half_of_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
-    with pytest.raises(ConfigError, match=r"pip install 'kvtier\[object\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[object\]'"):
         ObjectBackend(ObjectConfig(url="s3://bucket/x"), ROW_BYTES, timeout=1.0)

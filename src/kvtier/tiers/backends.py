@@ -2,7 +2,7 @@
 threads.
 
 What a kind of tier needs beyond kvtier itself is an extra of the package (`pip install
-'kvtier[object]'`), and is imported here, when it is asked for.
+'.[object]'`), and is imported here, when it is asked for.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def expect_package(kind: str, path: str) -> None:
     package = _PACKAGES.get(kind)
     if package is not None and find_spec(package) is None:
         raise ConfigError(
-            path, f"expected the package {package}, which is not there: pip install 'kvtier[{kind}]'"
+            path,
+            f"expected the package {package}, which is not there: in a checkout, pip install '.[{kind}]'",
         )
 
 

@@ -264,10 +264,12 @@ def _import_mooncake() -> tuple[type[MooncakeDistributedStore], type[ReplicateCo
     try:
         from mooncake.store import MooncakeDistributedStore, ReplicateConfig
     except ModuleNotFoundError:
-        raise ConfigError("mooncake", "needs the store's package: pip install 'kvtier[mooncake]'") from None
+        raise ConfigError(
+            "mooncake", "needs the store's package: in a checkout, pip install '.[mooncake]'"
+        ) from None
     except ImportError as error:  # a wheel for CUDA on a machine without
         problem = f"the package cannot be loaded: {error}; of its wheels exactly one may be installed"
-        hint = "pip install 'kvtier[mooncake]' for one without CUDA"
+        hint = "in a checkout, pip install '.[mooncake]' for one without CUDA"
         raise ConfigError("mooncake", f"{problem}: {hint}") from None
     return MooncakeDistributedStore, ReplicateConfig
 

@@ -61,7 +61,9 @@ class ObjectBackend(Backend):
         try:
             import obstore
         except ImportError:
-            raise ConfigError("object", "needs the package obstore: pip install 'kvtier[object]'") from None
+            raise ConfigError(
+                "object", "needs the package obstore: in a checkout, pip install '.[object]'"
+            ) from None
         self._obstore, self._exceptions = obstore, obstore.exceptions
         self.url, self._timeout = config.url, timeout
         self._prefix = urlsplit(config.url).path.strip("/")

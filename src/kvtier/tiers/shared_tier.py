@@ -291,7 +291,9 @@ class SharedTier(IOTier):
             return self._misses.get(key) or TierMiss.NEVER_STORED
         if self._is_suspended(Direction.PROMOTE):
             return TierMiss.SUSPENDED
-        return self._misses.get(key) if answer is None else None
+        if answer is not None:
+            return None
+        return TierMiss.NO_ANSWER if key in self._asked else self._misses.get(key)
 
     def _is_readable(self) -> bool:
         return self.is_open() and not self._closed and not self._is_suspended(Direction.PROMOTE)
