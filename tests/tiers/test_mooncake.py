@@ -325,5 +325,5 @@ def test_no_client_is_set_up_for_a_master_that_accepts_and_does_not_answer(
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mooncake.store", None)
     config = MooncakeConfig(master="127.0.0.1:1", metadata="http://127.0.0.1:1/metadata")
-    with pytest.raises(ConfigError, match=r"pip install 'kvtier\[mooncake\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[mooncake\]'"):
         MooncakeBackend(config, ROW_BYTES, timeout=1.0)
