@@ -107,7 +107,7 @@ def test_the_replay_socket_takes_anything(publisher: ZmqEventPublisher) -> None:
     while first := next(requests, None):
         answers += send_requests(publisher, itertools.chain([first], itertools.islice(requests, 499)))
         before = before or resident_bytes()
-    assert answers > FRAMES // 40
+    assert answers > FRAMES // 100, "a busy publisher leaves out those who do not read"
     assert resident_bytes() - before < MAY_GROW
     assert ask_for_everything(publisher) == set(HELD)
 
