@@ -89,7 +89,7 @@ def send_requests(one: ZmqEventPublisher, requests: Iterator[list[bytes]]) -> in
     with dealer(one) as client:
         for frames in requests:
             client.send_multipart(frames)
-            while client.poll(0):
+            while client.poll(1):  # so that a busy publisher finds a client that reads
                 client.recv_multipart()
                 answers += 1
         while client.poll(500):
@@ -107,7 +107,7 @@ def test_the_replay_socket_takes_anything(publisher: ZmqEventPublisher) -> None:
     while first := next(requests, None):
         answers += send_requests(publisher, itertools.chain([first], itertools.islice(requests, 499)))
         before = before or resident_bytes()
-    assert answers > FRAMES // 100, "a busy publisher leaves out those who do not read"
+    assert answers > FRAMES // 40
     assert resident_bytes() - before < MAY_GROW
     assert ask_for_everything(publisher) == set(HELD)
 

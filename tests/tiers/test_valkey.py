@@ -437,9 +437,10 @@ class TestLateAndLost:
                 arrived = arrived[-64:] + connection.recv(1 << 16)
             connection.sendall(b"+OK\r\n" if b"GET" in arrived else b"+OK\r\n:1\r\n")
 
-        opened = lambda port: closing(make(f"valkey://127.0.0.1:{port}", timeout=SOON))  # noqa: E731
-        with scripted(take) as port, opened(port) as backend, pytest.raises(TimeoutError):
-            backend.probe()
+        with scripted(take) as port:
+            backend = make(f"valkey://127.0.0.1:{port}", timeout=SOON)
+            with closing(backend), pytest.raises(TimeoutError):
+                backend.probe()
 
     def test_the_probe_of_another_engine_does_not_disturb(self, server: ValkeyServer) -> None:
         with (
