@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from kvtier.errors import OutsideError
 from kvtier.policies import LRUPolicy
 from kvtier.testing.tier_suite import ROW_BYTES, StandingClock, content, key, keys
 from kvtier.tiers.base import BackendRow, Outcome, TierMiss
+from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.disk import files as files_module
 from kvtier.tiers.disk.folder import FolderLock, find_places, place_name, taken_bytes
 from kvtier.tiers.io import Direction, IOThreads
@@ -396,18 +398,53 @@ def place_named(path: Path, namespace: str) -> Path:
 def test_ranks_that_all_have_too_much_shrink_to_their_shares(tmp_path: Path) -> None:
     for slots in (64, 32):
         tiers = [make_tier(tmp_path, slots, rank=rank, ranks=2) for rank in range(2)]
-        for _ in range(1000):
-            if all(tier.stats().capacity for tier in tiers):
-                break
-            for tier in tiers:
-                assert isinstance(tier._clock, StandingClock)
-                tier._clock.now += 60
-                tier.wait_any(0.01)
-                tier.poll()
+        for _ in range(8):
+            let_pass(tiers, 20)
         assert min(tier.stats().capacity for tier in tiers) >= slots // 2 - 8
         assert taken_bytes(tmp_path) <= capacity(slots)
         for tier in tiers:
             tier.close()
+
+
+def test_a_rank_that_opens_while_another_shrinks_waits_for_its_share(tmp_path: Path) -> None:
+    for rank in range(2):
+        with closing(make_tier(tmp_path, 64, rank=rank, ranks=2)) as tier:
+            assert tier.wait_open()
+    # As if the other had got no further than half of its way to 16.
+    (other,) = (tmp_path / "rank-1").glob("*-v*/slots")
+    os.truncate(other, 22 * ROW_BYTES)
+    first = make_tier(tmp_path, 32, rank=0, ranks=2)
+    assert not first.wait_open()
+    assert first.problem is not None
+    assert "they give the rest back when they open" in first.problem
+    with closing(first), closing(make_tier(tmp_path, 32, rank=1, ranks=2)) as second:
+        let_pass([first, second], 20)
+        assert min(tier.stats().capacity for tier in (first, second)) >= 8
+        assert taken_bytes(tmp_path) <= capacity(32)
+
+
+def test_a_rank_takes_less_than_its_share_when_another_never_gives_it_back(tmp_path: Path) -> None:
+    with closing(make_tier(tmp_path, 40)) as tier:
+        assert tier.wait_open()
+    second = make_tier(tmp_path, 64, rank=1, ranks=2)
+    assert not second.wait_open()
+    for _ in range(8):
+        let_pass([second], 20)
+    assert 8 <= second.stats().capacity < 32 - 8
+    assert taken_bytes(tmp_path) <= capacity(64)
+    second.close()
+
+
+def let_pass(tiers: Sequence[DiskTier], seconds: float) -> None:
+    """Let time pass, and what was tried then come to its end."""
+    for tier in tiers:
+        assert isinstance(tier._clock, StandingClock)
+        tier._clock.now += seconds
+        tier.poll()
+    for tier in tiers:
+        while tier.has_open_calls():
+            tier.wait_any(0.1)
+            tier.poll()
 
 
 def test_a_tick_of_garbage_breaks_nothing() -> None:

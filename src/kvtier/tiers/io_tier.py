@@ -159,6 +159,11 @@ class IOTier(Tier):
         """Say whether it is time to try to open it."""
         return not (self._opening or self._closed or self._clock() < self._retry_at)
 
+    @property
+    def _may_wait(self) -> bool:
+        """Whether it was tried so few times that something may still be about to become better."""
+        return self._pause < _LONGEST_PAUSE
+
     def _note_problem(self, error: BaseException | None) -> None:
         """Keep in mind why it is not open, say it once, and try again later."""
         line = str(error) if isinstance(error, KVTierError) else f"{self.where}: {say_error(error)}"

@@ -104,14 +104,11 @@ class DiskFiles(Backend):
         """
         folder = parent / place_name(namespace, row_bytes)
         with _explained(folder):
-            stride, described = (
-                -(-row_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT,
-                description_stride(description_bytes),
-            )
+            stride, described = _strides(row_bytes, description_bytes)
             slots = _count_slots(parent, folder, capacity, stride, described)
             if slots < 1:
                 allowed = capacity if share is None else share
-                _shrink(folder, _count_slots(parent, folder, allowed, stride, described), stride, described)
+                cls.shrink(parent, namespace, row_bytes, allowed, description_bytes)
                 _refuse(parent, folder, capacity, stride)
             _expect_space(parent, folder, slots * (stride + RECORD_BYTES + described))
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -139,6 +136,16 @@ class DiskFiles(Backend):
                 files.close()
                 raise
         return OpenedFiles(files, found, scope)
+
+    @classmethod
+    def shrink(
+        cls, parent: Path, namespace: str, row_bytes: int, capacity: int, description_bytes: int
+    ) -> None:
+        """Give back the space that a place has beyond the capacity, without opening it."""
+        folder = parent / place_name(namespace, row_bytes)
+        stride, described = _strides(row_bytes, description_bytes)
+        with _explained(folder):
+            _shrink(folder, _count_slots(parent, folder, capacity, stride, described), stride, described)
 
     @classmethod
     def open_again(cls, folder: Path, header: DiskHeader) -> OpenedFiles:
@@ -414,6 +421,11 @@ def _pass(_where: str) -> None:
     return
 
 
+def _strides(row_bytes: int, description_bytes: int) -> tuple[int, int]:
+    """Return how far rows and how far descriptions are apart."""
+    return -(-row_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT, description_stride(description_bytes)
+
+
 def _count_slots(parent: Path, folder: Path, capacity: int, stride: int, described: int) -> int:
     """Return how many slots there is room for, beside what other places take of the capacity."""
     left = capacity - _taken_by_others(parent, folder) - HEADER_BYTES - 3 * PAGE_BYTES
@@ -425,12 +437,10 @@ def _taken_by_others(parent: Path, folder: Path) -> int:
 
 
 def _shrink(folder: Path, slots: int, stride: int, described: int) -> None:
-    """Give back the space that a place has beyond so many slots, without opening it."""
+    """Give back the space that a place has beyond so many slots; what says that a row is there first."""
     sizes = (HEADER_BYTES + slots * RECORD_BYTES if slots else 0, slots * described, slots * stride)
     before = taken_bytes(folder)
-    for name, size in zip(
-        (RECORDS, DESCRIPTIONS, SLOTS), sizes, strict=True
-    ):  # what says that a row is there first
+    for name, size in zip((RECORDS, DESCRIPTIONS, SLOTS), sizes, strict=True):
         with suppress(FileNotFoundError):
             if (folder / name).stat().st_size > size:
                 os.truncate(folder / name, size)

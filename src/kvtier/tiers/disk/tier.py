@@ -153,6 +153,12 @@ class DiskTier(SlotTier):
             raise _Vanished(f"disk tier: {self._folder}: the folder has vanished")
         with self._headers:
             share, left = self._share()
+            if left < share and self._may_wait:
+                DiskFiles.shrink(self._folder, namespace, self.row_bytes, share, self._description_bytes)
+                raise OutsideError(
+                    f"disk tier: {self._folder}: expected {format_size(share)} of disk.capacity, other ranks"
+                    f" leave {format_size(left)}; they give the rest back when they open"
+                )
             files, found, scope = DiskFiles.open(
                 self._folder, namespace, self.row_bytes, left, self._description_bytes, share
             )
@@ -177,7 +183,8 @@ class DiskTier(SlotTier):
         """Return this rank's share of the capacity, without what ranks of another number have left, and what
         is left of it.
 
-        What is left is less while other ranks have more than their shares.
+        What is left is less while other ranks have more than their shares: those that run give it back when
+        they open, so it is waited for, and not for ever, because some may not run.
         """
         taken = {rank: taken_bytes(folder) for rank, folder in find_ranks(self._folder.parent)}
         left = sum(size for rank, size in taken.items() if rank >= self._ranks and rank != self._rank)
