@@ -105,7 +105,7 @@ events_st = st.one_of(
     st.builds(lambda hashes, place: removed(hashes, **place), hashes_st, places_st),
     st.just(AllBlocksCleared()),
 )
-steps_st = st.lists(
+edits_st = st.lists(
     st.tuples(
         st.sampled_from(["a", "b", "c"]),
         st.lists(events_st, max_size=3) | st.sampled_from(["clear", "remove"]),
@@ -114,8 +114,8 @@ steps_st = st.lists(
 )
 
 
-def run(index: PrefixIndex, model: Model, steps: list[Any], decode: Callable[[Any], Any]) -> None:
-    for worker, what in steps:
+def run(index: PrefixIndex, model: Model, edits: list[Any], decode: Callable[[Any], Any]) -> None:
+    for worker, what in edits:
         if what == "clear":
             index.clear(worker)
             model.workers.get(worker, Counter()).clear()
@@ -140,8 +140,8 @@ def assert_same(index: PrefixIndex, model: Model, hashes: list[int]) -> None:
 
 @pytest.mark.parametrize("counting", ["set", "count"])
 @settings(max_examples=150, deadline=None)
-@given(steps=steps_st, query=st.lists(st.integers(0, 11), max_size=8), raw=st.booleans())
-def test_answers_are_those_of_the_model(counting: Any, steps: Any, query: list[int], raw: bool) -> None:
+@given(edits=edits_st, query=st.lists(st.integers(0, 11), max_size=8), raw=st.booleans())
+def test_answers_are_those_of_the_model(counting: Any, edits: Any, query: list[int], raw: bool) -> None:
     for form in FORMS:
         if form == "numba":
             pytest.importorskip("numba")
@@ -155,7 +155,7 @@ def test_answers_are_those_of_the_model(counting: Any, steps: Any, query: list[i
                 else batch(*events)
             )
 
-        run(index, model, steps, decode)
+        run(index, model, edits, decode)
         index.check()
         assert_same(index, model, query)
         for name in model.workers:
@@ -310,7 +310,7 @@ def test_groups_without_full_attention_are_left_out(form: str) -> None:
     assert index.stats().ignored == 3
 
 
-def test_places_beyond_the_last_lane_are_refused_and_told(form: str) -> None:
+def test_places_beyond_the_last_area_are_refused_and_told(form: str) -> None:
     index = PrefixIndex(form=form, budget=MiB)
     index.apply("a", batch(*(stored([n], "OBJ", ownership=f"tier{n}") for n in range(100))))
     assert index.stats().blocks == 13

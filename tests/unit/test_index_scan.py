@@ -152,7 +152,7 @@ def test_what_publishers_send_is_scanned_not_decoded() -> None:
     for encoder in ENCODERS:
         read = scanner(frame_batch(1.0, [encoder.event(usual), encoder.event(BlockRemoved([4], "CPU"))], 3))
         assert isinstance(read, ScannedBatch)
-        assert read.steps[:, :3].tolist() == [
+        assert read.edits[:, :3].tolist() == [
             [Op.STORED, 0, 1],
             [Op.REMOVED, 0 if encoder is ENCODERS[1] else 1, 1],
         ]
@@ -288,5 +288,5 @@ def test_compiled_code_is_kept_only_while_nothing_that_is_compiled_changes(tmp_p
                 assert path[0] in (*COMPILED_IN, "compiled"), f"{file.name} imports {node.module}"
 
 
-def test_the_first_places_are_the_lanes() -> None:
+def test_the_first_places_are_the_areas() -> None:
     assert [place[0] for place in PLACES] == ["GPU", "CPU", "STORAGE"]

@@ -276,13 +276,13 @@ chains_st = st.lists(
 
 @settings(max_examples=100, deadline=None)
 @given(chains_st)
-def test_both_forms_agree_on_random_trees(steps: list[tuple[str, int, int, str, int]]) -> None:
+def test_both_forms_agree_on_random_trees(edits: list[tuple[str, int, int, str, int]]) -> None:
     """Blocks of a small tree are stored and removed in any order, so that parents come late, twice, or
     never.
     """
     pytest.importorskip("numba")
     feeds = [Feed(form, counting="count") for form in FORMS]
-    for worker, node, length, medium, what in steps:
+    for worker, node, length, medium, what in edits:
         hashes = [node + 10 * depth for depth in range(length + 1)]
         tokens = [token for each in hashes for token in (each, each, each, each)]
         parent = hashes[0] - 10 if hashes[0] >= 10 else None

@@ -246,12 +246,12 @@ def scheduler_tables(run: Callable[[Churn, int, int], None], random: Random) -> 
 # -- the index's tables ----------------------------------------------------------------------------
 
 
-def steps(op: Any, lane: int, count: int) -> Any:
-    return np.array([[int(op), lane, count]], np.int64)
+def edits(op: Any, area: int, count: int) -> Any:
+    return np.array([[int(op), area, count]], np.int64)
 
 
 def churn_table(churn: Churn, budget: int, workers: int, operations: int) -> None:
-    """Store, remove and clear, beside a dict from hash, worker and lane; where there is no room, a store
+    """Store, remove and clear, beside a dict from hash, worker and area; where there is no room, a store
     says so.
     """
     from kvtier.index.base import Op
@@ -263,24 +263,24 @@ def churn_table(churn: Churn, budget: int, workers: int, operations: int) -> Non
     model: dict[tuple[int, int, int], None] = {}
     most = max(1, len(churn.keys) * workers)
     while churn.operations < operations:
-        worker, lane = churn.random.randrange(workers), churn.random.randrange(min(workers, 3))
+        worker, area = churn.random.randrange(workers), churn.random.randrange(min(workers, 3))
         keys = list(dict.fromkeys(churn.some()))
         hashes = np.array(keys, np.uint64)
         held = [any((key, worker, place) in model for place in range(3)) for key in keys]
         assert table.holds(worker, hashes).tolist() == held
         if churn.adds(len(model) / most):
             before = table.stats().dropped
-            fresh = table.store(worker, lane, hashes).tolist()
+            fresh = table.store(worker, area, hashes).tolist()
             assert not any(
-                new and (key, worker, lane) in model for key, new in zip(keys, fresh, strict=True)
+                new and (key, worker, area) in model for key, new in zip(keys, fresh, strict=True)
             )
-            model.update({(key, worker, lane): None for key, new in zip(keys, fresh, strict=True) if new})
-            lost = [key for key in keys if (key, worker, lane) not in model]
+            model.update({(key, worker, area): None for key, new in zip(keys, fresh, strict=True) if new})
+            lost = [key for key in keys if (key, worker, area) not in model]
             assert len(lost) == table.stats().dropped - before
         elif churn.random.random() < 0.98:
-            assert table.apply(worker, steps(Op.REMOVED, lane, len(keys)), hashes) is None
+            assert table.apply(worker, edits(Op.REMOVED, area, len(keys)), hashes) is None
             for key in keys:
-                model.pop((key, worker, lane), None)
+                model.pop((key, worker, area), None)
         else:
             table.clear(worker)
             model = {entry: None for entry in model if entry[1] != worker}
@@ -289,7 +289,7 @@ def churn_table(churn: Churn, budget: int, workers: int, operations: int) -> Non
     for hashes in table.hashes():
         for key, held in zip(hashes.tolist(), table.usable(hashes), strict=True):
             tiers = {
-                each: sum(1 << lane for lane in range(3) if (key, each, lane) in model)
+                each: sum(1 << area for area in range(3) if (key, each, area) in model)
                 for each in range(workers)
             }
             assert held == {each: bits for each, bits in tiers.items() if bits}
@@ -316,7 +316,7 @@ def churn_names(churn: Churn, budget: int, operations: int) -> None:
                 if found is not None:
                     model[worker, key] = block
         elif churn.random.random() < 0.97:
-            table.apply(worker, steps(Op.REMOVED, 0, len(keys)), blocks)
+            table.apply(worker, edits(Op.REMOVED, 0, len(keys)), blocks)
             for key in keys:
                 model.pop((worker, key), None)
             names.tidy()

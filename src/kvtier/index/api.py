@@ -309,7 +309,7 @@ class Api:
                 yield b'%b%b:{"block_size":%b,"events":[' % (opening, name, size)
                 first, number = b"", 0
                 slices = group.index.dump()
-                # the first step may look at the whole, the others are short
+                # the first turn may look at the whole, the others are short
                 part = await asyncio.to_thread(next, slices, None)
                 while part is not None:
                     if events := list(_stores(part, number)):

@@ -1,7 +1,7 @@
-"""What an index is made of: tiers, steps, matches, and the contract that both table forms fulfil.
+"""What an index is made of: tiers, edits, matches, and the contract that both table forms fulfil.
 
-A table maps a block's hash (64 bits) to its *holders*: which workers hold it in which lane. A lane is a
-place in which a worker can hold blocks (GPU, CPU, STORAGE, and rarer ones made on demand); every lane
+A table maps a block's hash (64 bits) to its *holders*: which workers hold it in which area. An area is a
+place in which a worker can hold blocks (GPU, CPU, STORAGE, and rarer ones made on demand); every area
 belongs to one of three tiers and to one KV cache group. A worker holds a block *on a tier* if each group
 that it needs holds the block there. Blocks with equal holders share one *holder set*, so a block costs its
 hash and a number, and clearing a worker touches the sets, not the blocks.
@@ -19,16 +19,16 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
-    "LANES",
-    "MAX_LANES",
+    "AREAS",
+    "MAX_AREAS",
     "MAX_WORKERS",
     "TIERS",
     "Columns",
+    "Edits",
     "Hashes",
-    "IndexLane",
+    "IndexArea",
     "Match",
     "Op",
-    "Steps",
     "StorageTier",
     "Table",
     "TableStats",
@@ -37,18 +37,18 @@ __all__ = [
 ]
 
 Hashes = npt.NDArray[np.uint64]
-Steps = npt.NDArray[np.int64]
-"""One row per event, `(op, lane, number of hashes)` and perhaps more; the hashes of all events lie one
+Edits = npt.NDArray[np.int64]
+"""One row per event, `(op, area, number of hashes)` and perhaps more; the hashes of all events lie one
 behind the other.
 """
 Columns = npt.NDArray[np.int32]
 """Per worker seven depths: held anywhere; on each tier alone; and the walk down the tiers."""
 
 TIERS = 3
-LANES = 3
-"""Lanes that every table has from the start: one for each tier, with the tier's number."""
-MAX_LANES = 16
-"""How many lanes a table can have, and how many groups."""
+AREAS = 3
+"""Areas that every table has from the start: one for each tier, with the tier's number."""
+MAX_AREAS = 16
+"""How many areas a table can have, and how many groups."""
 MAX_WORKERS = 4096
 
 
@@ -68,7 +68,7 @@ class Op(IntEnum):
     CLEARED = 3
 
 
-class IndexLane(NamedTuple):
+class IndexArea(NamedTuple):
     """A place in which workers hold blocks: its tier, and the number of its group (the first
     group's is 0).
     """
@@ -107,7 +107,7 @@ class TableStats(NamedTuple):
 class Table(Protocol):
     """Who holds which block.
 
-    Workers and lanes are small numbers; a worker's number may be used again once it is cleared.
+    Workers and areas are small numbers; a worker's number may be used again once it is cleared.
     """
 
     form: str
@@ -115,22 +115,22 @@ class Table(Protocol):
     def grow(self, workers: int) -> bool:
         """Make room for that many workers; `False` where the budget does not allow it."""
 
-    def add_lane(self, lane: IndexLane) -> int | None:
-        """Add a lane and return its number, `None` when there can be no more."""
+    def add_area(self, area: IndexArea) -> int | None:
+        """Add an area and return its number, `None` when there can be no more."""
 
     def require(self, worker: int, groups: int) -> None:
         """Say in which groups (a bit for each) a worker must hold a block, so that it counts as held."""
 
     def apply(
-        self, worker: int, steps: Steps, hashes: Hashes, unique: bool = False
+        self, worker: int, edits: Edits, hashes: Hashes, unique: bool = False
     ) -> tuple[int, int] | None:
         """Apply events in their order. What finds no room is dropped and counted.
 
-        If `unique`, stop at a store of a block that the worker holds in that lane already, and return the
-        step and how many of its hashes are done; otherwise such a store changes nothing.
+        If `unique`, stop at a store of a block that the worker holds in that area already, and return the
+        edit and how many of its hashes are done; otherwise such a store changes nothing.
         """
 
-    def store(self, worker: int, lane: int, hashes: Hashes) -> npt.NDArray[np.bool_]:
+    def store(self, worker: int, area: int, hashes: Hashes) -> npt.NDArray[np.bool_]:
         """Add the worker to the blocks' holders; return which of them it did not hold there before."""
 
     def refuse(self, worker: int, count: int) -> None:
@@ -145,15 +145,15 @@ class Table(Protocol):
         """Return `[query, worker, column]` for the queries `hashes[offsets[i]:offsets[i + 1]]`."""
 
     def holds(self, worker: int, hashes: Hashes) -> npt.NDArray[np.bool_]:
-        """Tell of each block whether the worker holds it in any lane."""
+        """Tell of each block whether the worker holds it in any area."""
 
     def holdings(self) -> int:
-        """Return how many blocks all workers hold in all lanes together, each counted once per worker and
-        lane.
+        """Return how many blocks all workers hold in all areas together, each counted once per worker and
+        area.
         """
 
     def held(self, worker: int) -> list[int]:
-        """Return how many blocks the worker holds in each lane."""
+        """Return how many blocks the worker holds in each area."""
 
     def dropped(self, worker: int) -> int:
         """Return how many of a worker's blocks were refused since it was last cleared."""
@@ -178,11 +178,11 @@ def columns_of(workers: tuple[str | None, ...], columns: Columns) -> Match:
     return Match(workers, columns[..., 0], columns[..., 1:4], columns[..., 4:7])
 
 
-def usable_tiers(held: int, needed: int, lanes: Sequence[IndexLane]) -> int:
-    """Return on which tiers (a bit for each) a block in the lanes `held` is there for all groups
+def usable_tiers(held: int, needed: int, areas: Sequence[IndexArea]) -> int:
+    """Return on which tiers (a bit for each) a block in the areas `held` is there for all groups
     `needed`.
     """
     groups = [0] * TIERS
-    for number, (tier, group) in enumerate(lanes):
+    for number, (tier, group) in enumerate(areas):
         groups[tier] |= (held >> number & 1) << group
     return sum(1 << tier for tier in range(TIERS) if needed and groups[tier] & needed == needed)

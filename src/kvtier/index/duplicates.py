@@ -44,21 +44,21 @@ class DuplicateCounts:
     def __len__(self) -> int:
         return len(self._more)
 
-    def add(self, lane: int, block_hash: int) -> None:
+    def add(self, area: int, block_hash: int) -> None:
         """Count one more copy of a block that is held already."""
-        more = self._more.get((lane, block_hash), 0)
+        more = self._more.get((area, block_hash), 0)
         if more or self._allowance.take(_COUNT_BYTES):
-            self._more[lane, block_hash] = more + 1
+            self._more[area, block_hash] = more + 1
         else:
             self.dropped += 1
 
-    def take(self, lane: int, block_hash: int) -> bool:
+    def take(self, area: int, block_hash: int) -> bool:
         """Count one copy less; `False` where there is but one, which is not counted here."""
-        more = self._more.get((lane, block_hash), 0)
+        more = self._more.get((area, block_hash), 0)
         if more > 1:
-            self._more[lane, block_hash] = more - 1
+            self._more[area, block_hash] = more - 1
         elif more:
-            del self._more[lane, block_hash]
+            del self._more[area, block_hash]
             self._allowance.give(_COUNT_BYTES)
         return more > 0
 

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.events.wire import Batch, decode_batch
-from kvtier.index.base import Columns, Hashes, IndexLane, Steps, Table, TableStats
+from kvtier.index.base import Columns, Edits, Hashes, IndexArea, Table, TableStats
 from kvtier.index.forms import Keys
 from kvtier.index.names import NamePart, Names, PlainNames
 from kvtier.index.plain import PlainTable
@@ -56,7 +56,7 @@ class PlainParts(NamedTuple):
 
 
 class CompiledParts(NamedTuple):
-    """The compiled form, which is empty and has the same workers and lanes."""
+    """The compiled form, which is empty and has the same workers and areas."""
 
     table: CompiledTable
     names: CompiledNames | None
@@ -127,9 +127,9 @@ class SwitchingDecoder:
 
 
 def move(lock: threading.RLock, old: PlainParts, new: CompiledParts, use: Use) -> Iterator[None]:
-    """Copy what there is, one slice for each step, and then use the new form.
+    """Copy what there is, one slice for each turn, and then use the new form.
 
-    Nobody else holds the lock between steps.
+    The lock is free between turns.
     """
     both = MovingTable(old.table, new.table)
     names = None
@@ -159,8 +159,8 @@ def _copy_blocks(lock: threading.RLock, old: PlainTable, new: CompiledTable) -> 
             part = next(slices, None)
             if part is None:
                 return
-            for (worker, lane), keys in old.holders(part).items():
-                new.store(worker, lane, np.array(keys, np.uint64))
+            for (worker, area), keys in old.holders(part).items():
+                new.store(worker, area, np.array(keys, np.uint64))
         yield
 
 
@@ -188,27 +188,27 @@ class MovingTable:
     def grow(self, workers: int) -> bool:
         return self._new.grow(workers) and self._old.grow(workers)
 
-    def add_lane(self, lane: IndexLane) -> int | None:
-        number = self._new.add_lane(lane)
-        return None if number is None else self._old.add_lane(lane)
+    def add_area(self, area: IndexArea) -> int | None:
+        number = self._new.add_area(area)
+        return None if number is None else self._old.add_area(area)
 
     def require(self, worker: int, groups: int) -> None:
         self._old.require(worker, groups)
         self._new.require(worker, groups)
 
     def apply(
-        self, worker: int, steps: Steps, hashes: Hashes, unique: bool = False
+        self, worker: int, edits: Edits, hashes: Hashes, unique: bool = False
     ) -> tuple[int, int] | None:
-        stopped = self._old.apply(worker, steps, hashes, unique)
+        stopped = self._old.apply(worker, edits, hashes, unique)
         if stopped is not None:
-            steps = steps[: stopped[0] + 1].copy()
-            steps[-1, 2] = stopped[1]
-        self._new.apply(worker, steps, hashes)
+            edits = edits[: stopped[0] + 1].copy()
+            edits[-1, 2] = stopped[1]
+        self._new.apply(worker, edits, hashes)
         return stopped
 
-    def store(self, worker: int, lane: int, hashes: Hashes) -> npt.NDArray[np.bool_]:
-        fresh = self._old.store(worker, lane, hashes)
-        self._new.store(worker, lane, hashes[fresh])
+    def store(self, worker: int, area: int, hashes: Hashes) -> npt.NDArray[np.bool_]:
+        fresh = self._old.store(worker, area, hashes)
+        self._new.store(worker, area, hashes[fresh])
         return fresh
 
     def refuse(self, worker: int, count: int) -> None:

@@ -1,6 +1,6 @@
 """Where a worker can hold blocks, which tier that is, and which of its groups count.
 
-An event names a medium, and perhaps a group, an owner and a locality. Each combination is a lane of its own,
+An event names a medium, and perhaps a group, an owner and a locality. Each combination is an area of its own,
 so that a removal from one never takes a block from another. Media that nobody has heard of count as storage.
 
 Only groups of full attention count, and where a worker has several, a block counts on a tier if all of them
@@ -19,12 +19,12 @@ from collections.abc import Iterable
 
 from kvtier.events.types import MEDIUM_CPU, MEDIUM_GPU, MEDIUM_STORAGE, BlockStored
 from kvtier.events.wire import Place
-from kvtier.index.base import MAX_LANES, IndexLane, StorageTier, Table
+from kvtier.index.base import MAX_AREAS, IndexArea, StorageTier, Table
 
-__all__ = ["FULL_ATTENTION", "PLACES", "Groups", "Lanes", "tier_of"]
+__all__ = ["FULL_ATTENTION", "PLACES", "Areas", "Groups", "tier_of"]
 
 PLACES: tuple[Place, ...] = tuple((medium, 0, "", "") for medium in (MEDIUM_GPU, MEDIUM_CPU, MEDIUM_STORAGE))
-"""The places that every index knows from the start, in the order of their lanes."""
+"""The places that every index knows from the start, in the order of their areas."""
 
 FULL_ATTENTION = ("full_attention", "mla_attention", "sink_full_attention")
 
@@ -41,16 +41,16 @@ def tier_of(medium: str) -> StorageTier:
     return _TIER_OF.get(medium.upper(), StorageTier.STORAGE)
 
 
-class Lanes:
-    """The lanes of an index: one for each place in which any worker holds blocks."""
+class Areas:
+    """The areas of an index: one for each place in which any worker holds blocks."""
 
     def __init__(self) -> None:
-        self.lanes = [IndexLane(tier_of(place[0]), 0) for place in PLACES]
+        self.areas = [IndexArea(tier_of(place[0]), 0) for place in PLACES]
         self._by_place = {place: number for number, place in enumerate(PLACES)}
         self._groups = {0: 0}
 
     def get(self, place: Place) -> int | None:
-        """Return the lane of a place."""
+        """Return the area of a place."""
         return self._by_place.get(place)
 
     def needed(self, groups: Iterable[int]) -> int:
@@ -60,29 +60,29 @@ class Lanes:
         """
         numbers = [self._group(group) for group in groups]
         return (
-            (1 << MAX_LANES) - 1
+            (1 << MAX_AREAS) - 1
             if None in numbers
             else sum(1 << number for number in numbers if number is not None)
         )
 
     def _group(self, group: int) -> int | None:
         """Return the number of a group, `None` where there can be no more of them."""
-        if group not in self._groups and len(self._groups) < MAX_LANES:
+        if group not in self._groups and len(self._groups) < MAX_AREAS:
             self._groups[group] = len(self._groups)
         return self._groups.get(group)
 
     def make(self, place: Place, table: Table) -> int | None:
-        """Return the lane of a place, and add it to the table if it is new; `None` where there can be no
+        """Return the area of a place, and add it to the table if it is new; `None` where there can be no
         more.
         """
         number = self._by_place.get(place)
         group = self._group(place[1])
         if number is None and group is not None:
-            lane = IndexLane(tier_of(place[0]), group)
-            number = table.add_lane(lane)
+            area = IndexArea(tier_of(place[0]), group)
+            number = table.add_area(area)
             if number is not None:
                 self._by_place[place] = number
-                self.lanes.append(lane)
+                self.areas.append(area)
         return number
 
 

@@ -16,15 +16,15 @@ import numpy.typing as npt
 
 from kvtier.errors import IntegrityError
 from kvtier.index.base import (
-    LANES,
-    MAX_LANES,
+    AREAS,
+    MAX_AREAS,
     MAX_WORKERS,
     TIERS,
     Columns,
+    Edits,
     Hashes,
-    IndexLane,
+    IndexArea,
     Op,
-    Steps,
     StorageTier,
     TableStats,
     usable_tiers,
@@ -34,13 +34,13 @@ __all__ = ["PlainTable"]
 
 _BLOCK_BYTES = 128
 _SET_BYTES = 512  # a set's object, its mask, and its places in two dicts
-_LANE_BITS = (1 << MAX_LANES) - 1
+_AREA_BITS = (1 << MAX_AREAS) - 1
 _SLICE = 1024
 """How many blocks are told at a time."""
 
 
 class _Holders:
-    """A holder set: bit `worker * MAX_LANES + lane` of `mask` for each holder, and how many
+    """A holder set: bit `worker * MAX_AREAS + area` of `mask` for each holder, and how many
     blocks have it.
     """
 
@@ -62,7 +62,7 @@ class PlainTable:
         self._sets: dict[int, _Holders] = {}  # by mask
         self._all: dict[_Holders, None] = {}  # also those that became equal to another, or empty, by a clear
         self._dead = 0  # entries of `_blocks` that nobody holds
-        self._lanes = [IndexLane(StorageTier(number), 0) for number in range(LANES)]
+        self._areas = [IndexArea(StorageTier(number), 0) for number in range(AREAS)]
         self._needed: list[int] = []
         self._held: list[list[int]] = []
         self._drops: list[int] = []
@@ -77,16 +77,16 @@ class PlainTable:
         if workers > MAX_WORKERS:
             return False
         while len(self._held) < workers:
-            self._held.append([0] * MAX_LANES)
+            self._held.append([0] * MAX_AREAS)
             self._needed.append(0)
             self._drops.append(0)
         return True
 
-    def add_lane(self, lane: IndexLane) -> int | None:
-        if len(self._lanes) == MAX_LANES:
+    def add_area(self, area: IndexArea) -> int | None:
+        if len(self._areas) == MAX_AREAS:
             return None
-        self._lanes.append(lane)
-        return len(self._lanes) - 1
+        self._areas.append(area)
+        return len(self._areas) - 1
 
     def require(self, worker: int, groups: int) -> None:
         self._needed[worker] = groups
@@ -94,26 +94,26 @@ class PlainTable:
     # -- changes -----------------------------------------------------------------------------------
 
     def apply(
-        self, worker: int, steps: Steps, hashes: Hashes, unique: bool = False
+        self, worker: int, edits: Edits, hashes: Hashes, unique: bool = False
     ) -> tuple[int, int] | None:
         keys, start = hashes.tolist(), 0
-        for step, (op, lane, count) in enumerate(steps[:, :3].tolist()):
+        for edit, (op, area, count) in enumerate(edits[:, :3].tolist()):
             part = keys[start : start + count]
             start += count
             if op == Op.CLEARED:
                 self.clear(worker)
             elif op == Op.REMOVED:
-                self._remove(worker, lane, part)
-            elif unique and (done := self._new_ones(worker, lane, part)) < count:
-                self._store(worker, lane, part[:done])
-                return step, done
+                self._remove(worker, area, part)
+            elif unique and (done := self._new_ones(worker, area, part)) < count:
+                self._store(worker, area, part[:done])
+                return edit, done
             else:
-                self._store(worker, lane, part)
+                self._store(worker, area, part)
         return None
 
-    def _new_ones(self, worker: int, lane: int, keys: list[int]) -> int:
-        """Return how many leading blocks the worker does not hold in that lane, nor names twice."""
-        bit, seen = 1 << (worker * MAX_LANES + lane), set[int]()
+    def _new_ones(self, worker: int, area: int, keys: list[int]) -> int:
+        """Return how many leading blocks the worker does not hold in that area, nor names twice."""
+        bit, seen = 1 << (worker * MAX_AREAS + area), set[int]()
         for number, key in enumerate(keys):
             holders = self._blocks.get(key)
             if key in seen or (holders is not None and holders.mask & bit):
@@ -121,11 +121,11 @@ class PlainTable:
             seen.add(key)
         return len(keys)
 
-    def store(self, worker: int, lane: int, hashes: Hashes) -> npt.NDArray[np.bool_]:
-        return np.array(self._store(worker, lane, hashes.tolist()), np.bool_)
+    def store(self, worker: int, area: int, hashes: Hashes) -> npt.NDArray[np.bool_]:
+        return np.array(self._store(worker, area, hashes.tolist()), np.bool_)
 
-    def _store(self, worker: int, lane: int, keys: list[int]) -> list[bool]:
-        bit = 1 << (worker * MAX_LANES + lane)
+    def _store(self, worker: int, area: int, keys: list[int]) -> list[bool]:
+        bit = 1 << (worker * MAX_AREAS + area)
         fresh = []
         for key in keys:
             old = self._blocks.get(key)
@@ -139,18 +139,18 @@ class PlainTable:
                 continue
             old = self._blocks.get(key)  # a sweep for room may have removed it, if nobody held it
             self._replace(key, old, new or self._new_set(bit if old is None else old.mask | bit))
-            self._held[worker][lane] += 1
+            self._held[worker][area] += 1
             fresh.append(True)
         return fresh
 
-    def _remove(self, worker: int, lane: int, keys: list[int]) -> None:
-        bit = 1 << (worker * MAX_LANES + lane)
+    def _remove(self, worker: int, area: int, keys: list[int]) -> None:
+        bit = 1 << (worker * MAX_AREAS + area)
         for key in keys:
             old = self._blocks.get(key)
             if old is None or not old.mask & bit:
                 self._unknown += 1
                 continue
-            self._held[worker][lane] -= 1
+            self._held[worker][area] -= 1
             rest = old.mask ^ bit
             new = self._sets.get(rest)
             if rest and new is None and self._has_room(False, True):
@@ -166,8 +166,8 @@ class PlainTable:
     def _forget(self, mask: int) -> None:
         """Count a block out for its holders: an index may know too little, never too much."""
         self._dropped += 1
-        for worker, lane in _holders(mask):
-            self._held[worker][lane] -= 1
+        for worker, area in _holders(mask):
+            self._held[worker][area] -= 1
             self._drops[worker] += 1
 
     def _has_room(self, for_block: bool, for_set: bool) -> bool:
@@ -201,9 +201,9 @@ class PlainTable:
                 del self._sets[holders.mask]
 
     def clear(self, worker: int) -> None:
-        self._held[worker] = [0] * MAX_LANES
+        self._held[worker] = [0] * MAX_AREAS
         self._drops[worker] = 0
-        keep = ~(_LANE_BITS << (worker * MAX_LANES))
+        keep = ~(_AREA_BITS << (worker * MAX_AREAS))
         self._sets.clear()
         for holders in self._all:
             holders.mask &= keep
@@ -233,8 +233,8 @@ class PlainTable:
         return out
 
     def _walk(self, keys: list[int]) -> dict[int, list[int]]:
-        """Return the columns of each worker that holds the first block; runs of blocks with equal holders
-        count as one step.
+        """Return the columns of each worker that holds the first block; a run of blocks with equal holders
+        counts as one block.
         """
         columns: dict[int, list[int]] = {}
         walkers: dict[int, list[int]] = {}  # worker -> which columns still run
@@ -265,15 +265,15 @@ class PlainTable:
     def _tiers_of(self, mask: int) -> dict[int, int]:
         """Return the workers that hold a block on any tier, and a bit per tier that each holds it on."""
         held: dict[int, int] = {}
-        for worker, lane in _holders(mask):
-            held[worker] = held.get(worker, 0) | 1 << lane
+        for worker, area in _holders(mask):
+            held[worker] = held.get(worker, 0) | 1 << area
         on = {
-            worker: usable_tiers(lanes, self._needed[worker], self._lanes) for worker, lanes in held.items()
+            worker: usable_tiers(areas, self._needed[worker], self._areas) for worker, areas in held.items()
         }
         return {worker: tiers for worker, tiers in on.items() if tiers}
 
     def holds(self, worker: int, hashes: Hashes) -> npt.NDArray[np.bool_]:
-        bits = _LANE_BITS << (worker * MAX_LANES)
+        bits = _AREA_BITS << (worker * MAX_AREAS)
         masks = (self._blocks[key].mask if key in self._blocks else 0 for key in hashes.tolist())
         return np.array([bool(mask & bits) for mask in masks], np.bool_)
 
@@ -281,7 +281,7 @@ class PlainTable:
         return sum(map(sum, self._held))
 
     def held(self, worker: int) -> list[int]:
-        return self._held[worker][: len(self._lanes)]
+        return self._held[worker][: len(self._areas)]
 
     def dropped(self, worker: int) -> int:
         return self._drops[worker]
@@ -297,7 +297,7 @@ class PlainTable:
         return [on[mask] for mask in masks]
 
     def holders(self, hashes: Hashes) -> dict[tuple[int, int], list[int]]:
-        """Return which of the blocks each worker holds in each lane: `(worker, lane)` to hashes."""
+        """Return which of the blocks each worker holds in each area: `(worker, area)` to hashes."""
         by_mask: dict[int, list[int]] = {}
         for key in hashes.tolist():
             if key in self._blocks:
@@ -317,7 +317,7 @@ class PlainTable:
 
     def check(self) -> None:
         counted = Counter(place for holders in self._blocks.values() for place in _holders(holders.mask))
-        held = {(w, lane): n for w, lanes in enumerate(self._held) for lane, n in enumerate(lanes) if n}
+        held = {(w, area): n for w, areas in enumerate(self._held) for area, n in enumerate(areas) if n}
         wrong = {
             "blocks of a set": Counter(self._blocks.values())
             != Counter({known: known.blocks for known in self._all}),
@@ -335,10 +335,10 @@ class PlainTable:
 
 
 def _holders(mask: int) -> Iterator[tuple[int, int]]:
-    """Yield `(worker, lane)` of each bit."""
+    """Yield `(worker, area)` of each bit."""
     while mask:
         lowest = mask & -mask
-        yield divmod(lowest.bit_length() - 1, MAX_LANES)
+        yield divmod(lowest.bit_length() - 1, MAX_AREAS)
         mask ^= lowest
 
 

@@ -39,12 +39,12 @@ from kvtier.events.types import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, Bloc
 from kvtier.events.updates import Received, Reset, Update
 from kvtier.events.wire import Batch, DecodedBatch, EventEncoder, decode_batch, frame_batch, place_of, to_u64
 from kvtier.index import moving
-from kvtier.index.base import LANES, MAX_LANES, Hashes, Match, Op, Steps, StorageTier, Table, columns_of
+from kvtier.index.base import AREAS, MAX_AREAS, Edits, Hashes, Match, Op, StorageTier, Table, columns_of
 from kvtier.index.duplicates import Allowance, DuplicateCounts
 from kvtier.index.forms import AUTO, Keys, allowance_of, choose_form, make_form
 from kvtier.index.names import Names
-from kvtier.index.places import Lanes
-from kvtier.index.translate import Step, Translator
+from kvtier.index.places import Areas
+from kvtier.index.translate import Edit, Translator
 from kvtier.index.workers import KnownWorker
 from kvtier.index.xxh3 import chain_keys, local_hashes, seed_of, token_array
 from kvtier.keys import extra_keys_of, hash_to_u64
@@ -127,7 +127,7 @@ class PrefixIndex:
         self._lock = RLock()
         self._workers: dict[str, KnownWorker] = {}
         self._names: tuple[str | None, ...] = ()
-        self._lanes = Lanes()
+        self._areas = Areas()
         self._ignored = self._past_refused = self._past_orphans = 0
         if self._form == AUTO:
             moving.start(self)
@@ -195,16 +195,16 @@ class PrefixIndex:
                 worker.translator.move(book, table)
 
     def go_over(self) -> Iterator[None]:
-        """Go over from the plain form to the compiled one, a slice for each step: see
+        """Go over from the plain form to the compiled one, a slice for each turn: see
         `kvtier.index.moving`.
         """
         with self._lock:
             table, book = self._make_form("numba")
-            for lane in self._lanes.lanes[LANES:]:
-                table.add_lane(lane)
+            for area in self._areas.areas[AREAS:]:
+                table.add_area(area)
             table.grow(max(1, len(self._names)))
             for worker in self._workers.values():
-                table.require(worker.slot, self._lanes.needed(worker.groups.counted))
+                table.require(worker.number, self._areas.needed(worker.groups.counted))
             old, new = moving.PlainParts(self._table, self._book), moving.CompiledParts(table, book)  # type: ignore[arg-type]
         yield from moving.move(self._lock, old, new, self._use)
 
@@ -225,23 +225,23 @@ class PrefixIndex:
                 self._add(worker, counting or self.counting)
 
     def _add(self, name: str, counting: Counting) -> KnownWorker:
-        slot = self._names.index(None) if None in self._names else len(self._names)
-        if not self._table.grow(slot + 1):
+        number = self._names.index(None) if None in self._names else len(self._names)
+        if not self._table.grow(number + 1):
             raise InputError(
-                f"worker {name!r}: the index has no room for more than {slot} workers; raise its budget"
+                f"worker {name!r}: the index has no room for more than {number} workers; raise its budget"
             )
         counts, translator = counting == "count", None
         if self._book is not None:
             translator = Translator(
-                slot,
+                number,
                 self._book,
                 self._table,
                 allowance=self._allowance,
                 limit=self._orphan_limit,
                 counts=counts,
             )
-        self._names = (*self._names[:slot], name, *self._names[slot + 1 :])
-        made = KnownWorker(name, slot, DuplicateCounts(self._allowance) if counts else None, translator)
+        self._names = (*self._names[:number], name, *self._names[number + 1 :])
+        made = KnownWorker(name, number, DuplicateCounts(self._allowance) if counts else None, translator)
         self._workers[name] = made
         return made
 
@@ -251,7 +251,7 @@ class PrefixIndex:
             if (gone := self._workers.get(worker)) is not None:
                 self.clear(worker)
                 del self._workers[worker]
-                self._names = (*self._names[: gone.slot], None, *self._names[gone.slot + 1 :])
+                self._names = (*self._names[: gone.number], None, *self._names[gone.number + 1 :])
 
     def clear(self, worker: str) -> None:
         """Forget all that a worker holds, and which groups it has. Unknown ones are ignored."""
@@ -259,13 +259,13 @@ class PrefixIndex:
             if (known := self._workers.get(worker)) is not None:
                 self._wipe(known)
                 known.groups.clear()
-                self._table.require(known.slot, 0)
+                self._table.require(known.number, 0)
 
     def _wipe(self, worker: KnownWorker) -> None:
         """Forget all that a worker holds, and that anything of it was refused."""
         self._past_refused += worker.refused
         self._past_orphans += worker.orphans_dropped
-        self._table.clear(worker.slot)
+        self._table.clear(worker.number)
         worker.clear()
 
     # -- changes -----------------------------------------------------------------------------------
@@ -283,10 +283,10 @@ class PrefixIndex:
             known = self._workers.get(worker) or self._add(worker, self.counting)
             if isinstance(batch, DecodedBatch):
                 self._apply_events(known, batch.events)
-            elif not self._is_plain(known, batch, steps := batch.steps):
+            elif not self._is_plain(known, batch, edits := batch.edits):
                 self._apply_events(known, batch.events())
             elif known.translator is None:
-                self._run(known, steps, batch.hashes)
+                self._run(known, edits, batch.hashes)
             else:
                 self._apply_scanned(known, known.translator, batch)
             if known.translator is not None and self._book is not None:
@@ -305,20 +305,20 @@ class PrefixIndex:
                 for batch in parts if is_decoded else parts[0].join(parts):
                     self.apply(worker, batch)
 
-    def _is_plain(self, worker: KnownWorker, batch: Any, steps: Steps) -> bool:
+    def _is_plain(self, worker: KnownWorker, batch: Any, edits: Edits) -> bool:
         """Tell whether scanned events, which are of the first group, can be applied without a look at each
         of them.
         """
-        if worker.groups.first_counts is None and (steps[:, 0] == Op.STORED).any():
+        if worker.groups.first_counts is None and (edits[:, 0] == Op.STORED).any():
             worker.groups.counted.add(0)
-            self._table.require(worker.slot, self._lanes.needed((0,)))
+            self._table.require(worker.number, self._areas.needed((0,)))
         if worker.groups.first_counts is False:
             return False
         if worker.translator is not None:
             return self.form == "numba"
-        if worker.is_marred and (steps[:, 0] == Op.CLEARED).any():
+        if worker.is_marred and (edits[:, 0] == Op.CLEARED).any():
             return False
-        return self.block_size is not None and bool(batch.have_size(steps, self.block_size))
+        return self.block_size is not None and bool(batch.have_size(edits, self.block_size))
 
     def _apply_events(self, worker: KnownWorker, events: Iterable[Event]) -> None:
         """Apply events one by one."""
@@ -326,86 +326,88 @@ class PrefixIndex:
             if is_clear:
                 self._wipe(worker)
             elif worker.translator is not None:
-                apply = partial(self._run_steps, worker)
-                worker.translator.translate(part, partial(self._lane, worker), apply)  # type: ignore[arg-type]
+                apply = partial(self._run_edits, worker)
+                worker.translator.translate(part, partial(self._area, worker), apply)  # type: ignore[arg-type]
             else:
-                self._run_steps(worker, self._steps_of(worker, part))  # type: ignore[arg-type]
+                self._run_edits(worker, self._edits_of(worker, part))  # type: ignore[arg-type]
 
-    def _steps_of(self, worker: KnownWorker, events: Iterable[BlockStored | BlockRemoved]) -> Iterator[Step]:
-        """Yield events as steps over the engine's hashes."""
+    def _edits_of(self, worker: KnownWorker, events: Iterable[BlockStored | BlockRemoved]) -> Iterator[Edit]:
+        """Yield events as edits over the engine's hashes."""
         for event in events:
-            if (lane := self._lane(worker, event)) is not None:
+            if (area := self._area(worker, event)) is not None:
                 op = Op.STORED if isinstance(event, BlockStored) else Op.REMOVED
-                yield op, lane, [to_u64(block_hash) for block_hash in event.block_hashes]
+                yield op, area, [to_u64(block_hash) for block_hash in event.block_hashes]
 
     def _apply_scanned(self, worker: KnownWorker, translator: Translator, batch: Any) -> None:
         """Name blocks by their tokens with compiled loops, but for the events that those leave to us."""
         book: Any = self._book
-        steps, hashes = batch.steps, batch.hashes
+        edits, hashes = batch.edits, batch.hashes
         keys = np.empty_like(hashes)
-        step = first = 0
-        while step < len(steps):
+        edit = first = 0
+        while edit < len(edits):
             strict, block_size = not translator.is_plain, -1 if self.block_size is None else self.block_size
-            stop, end = book.translate(worker.slot, block_size, strict, batch, step, first, keys)
-            self._run(worker, steps[step:stop], keys[first:end])
+            stop, end = book.translate(worker.number, block_size, strict, batch, edit, first, keys)
+            self._run(worker, edits[edit:stop], keys[first:end])
             if len(translator.waiting):
-                translator.release(hashes[first:end].tolist(), partial(self._run_steps, worker))
-            if stop < len(steps):
+                translator.release(hashes[first:end].tolist(), partial(self._run_edits, worker))
+            if stop < len(edits):
                 self._apply_events(worker, [batch.event(stop, end)])
-                end += int(steps[stop, 2])
-            step, first = stop + 1, end
+                end += int(edits[stop, 2])
+            edit, first = stop + 1, end
 
-    def _run_steps(self, worker: KnownWorker, steps: Iterable[Step]) -> None:
-        self._run(worker, *_pack(steps))
+    def _run_edits(self, worker: KnownWorker, edits: Iterable[Edit]) -> None:
+        self._run(worker, *_pack(edits))
 
-    def _run(self, worker: KnownWorker, steps: Steps, hashes: Hashes) -> None:
-        """Apply steps over keys."""
-        if not len(steps):
+    def _run(self, worker: KnownWorker, edits: Edits, hashes: Hashes) -> None:
+        """Apply edits over keys."""
+        if not len(edits):
             return
         if worker.duplicates is None:
-            self._table.apply(worker.slot, steps, hashes)
+            self._table.apply(worker.number, edits, hashes)
         elif len(worker.duplicates):
-            self._run_counting(worker, worker.duplicates, steps, hashes)
-        elif (stopped := self._table.apply(worker.slot, steps, hashes, unique=True)) is not None:
-            self._run_counting(worker, worker.duplicates, steps, hashes, *stopped)
+            self._run_counting(worker, worker.duplicates, edits, hashes)
+        elif (stopped := self._table.apply(worker.number, edits, hashes, unique=True)) is not None:
+            self._run_counting(worker, worker.duplicates, edits, hashes, *stopped)
 
     def _run_counting(
         self,
         worker: KnownWorker,
         duplicates: DuplicateCounts,
-        steps: Steps,
+        edits: Edits,
         hashes: Hashes,
         first: int = 0,
         done: int = 0,
     ) -> None:
-        """Apply steps of a worker that has two copies of a block, one by one, since each depends on those
+        """Apply edits of a worker that has two copies of a block, one by one, since each depends on those
         before.
 
-        Begins at step `first`, of which `done` hashes are done.
+        Begins at edit `first`, of which `done` hashes are done.
         """
-        start = int(steps[:first, 2].sum()) + done
-        for op, lane, count in steps[first:, :3].tolist():
+        start = int(edits[:first, 2].sum()) + done
+        for op, area, count in edits[first:, :3].tolist():
             part = hashes[start : start + count - done]
             start, done = start + len(part), 0
             if op == Op.CLEARED:
-                self._table.clear(worker.slot)
+                self._table.clear(worker.number)
                 duplicates.clear()
             elif op == Op.STORED:
-                fresh = self._table.store(worker.slot, lane, part)
+                fresh = self._table.store(worker.number, area, part)
                 for again in part[~fresh].tolist():
-                    duplicates.add(lane, again)
+                    duplicates.add(area, again)
             else:
-                last = [key for key in part.tolist() if not duplicates.take(lane, key)]
-                self._table.apply(worker.slot, np.array([(op, lane, len(last))]), np.array(last, np.uint64))
+                last = [key for key in part.tolist() if not duplicates.take(area, key)]
+                self._table.apply(
+                    worker.number, np.array([(op, area, len(last))]), np.array(last, np.uint64)
+                )
 
-    def _lane(self, worker: KnownWorker, event: BlockStored | BlockRemoved) -> int | None:
-        """Return the lane of an event's place, `None` for one that is of no interest or refused.
+    def _area(self, worker: KnownWorker, event: BlockStored | BlockRemoved) -> int | None:
+        """Return the area of an event's place, `None` for one that is of no interest or refused.
 
         A store makes it if need be.
         """
         place, count = place_of(event), len(event.block_hashes)
         if isinstance(event, BlockRemoved):
-            return self._lanes.get(place)
+            return self._areas.get(place)
         if not self._admit(worker, event):
             self._ignored += count
             return None
@@ -415,10 +417,10 @@ class PrefixIndex:
             worker.other_size = event.block_size
             worker.of_other_size += count
             return None
-        lane = self._lanes.make(place, self._table)
-        if lane is None:
-            worker.no_lane += count
-        return lane
+        area = self._areas.make(place, self._table)
+        if area is None:
+            worker.no_area += count
+        return area
 
     def _admit(self, worker: KnownWorker, event: BlockStored) -> bool:
         """Tell whether a store's group counts; a group that is new is needed from now on, whatever becomes
@@ -427,7 +429,7 @@ class PrefixIndex:
         counted = set(worker.groups.counted)
         counts = worker.groups.admit(event)
         if worker.groups.counted != counted:
-            self._table.require(worker.slot, self._lanes.needed(worker.groups.counted))
+            self._table.require(worker.number, self._areas.needed(worker.groups.counted))
         return counts
 
     def _tell(self, worker: KnownWorker) -> None:
@@ -437,7 +439,7 @@ class PrefixIndex:
             logger.warning("the index knows less of worker %r than it was told: %s", worker.name, reason)
 
     def _reason(self, worker: KnownWorker) -> str:
-        dropped = self._table.dropped(worker.slot)
+        dropped = self._table.dropped(worker.number)
         return worker.reason(dropped, self.block_size) if dropped or worker.is_marred else ""
 
     # -- questions ---------------------------------------------------------------------------------
@@ -541,8 +543,8 @@ class PrefixIndex:
         return [
             (name, called, tier)
             for called, only, held in zip(hashes.tolist(), wanted, self._table.usable(keys), strict=True)
-            for slot, tiers in (held.items() if only is None else ((only, held.get(only, 0)),))
-            if (name := self._names[slot]) is not None
+            for number, tiers in (held.items() if only is None else ((only, held.get(only, 0)),))
+            if (name := self._names[number]) is not None
             for tier in StorageTier
             if tiers >> tier & 1
         ]
@@ -554,15 +556,15 @@ class PrefixIndex:
         """
         with self._lock:
             known = self._workers[worker]
-            needed = self._lanes.needed(known.groups.counted)
+            needed = self._areas.needed(known.groups.counted)
             held: dict[StorageTier, Counter[int]] = {tier: Counter() for tier in StorageTier}
-            for lane, count in zip(self._lanes.lanes, self._table.held(known.slot), strict=True):
-                held[lane.tier][lane.group] += count
-            groups = [group for group in range(MAX_LANES) if needed >> group & 1]
+            for area, count in zip(self._areas.areas, self._table.held(known.number), strict=True):
+                held[area.tier][area.group] += count
+            groups = [group for group in range(MAX_AREAS) if needed >> group & 1]
             blocks = {
                 tier: min((counts[group] for group in groups), default=0) for tier, counts in held.items()
             }
-            return WorkerStats(blocks, known.waiting, self._table.dropped(known.slot))
+            return WorkerStats(blocks, known.waiting, self._table.dropped(known.number))
 
     def incomplete(self) -> dict[str, str]:
         """Return the workers of which less is known than was told, and why; a clear of a worker takes it out
@@ -623,8 +625,8 @@ def _as_hashes(hashes: npt.ArrayLike) -> Hashes:
         raise InputError(f"hashes: expected integers, got something else ({error})") from None
 
 
-def _pack(steps: Iterable[Step]) -> tuple[Steps, Hashes]:
-    """Return steps as arrays."""
-    steps = list(steps)
-    table = np.array([(op, lane, len(hashes)) for op, lane, hashes in steps], np.int64).reshape(-1, 3)
-    return table, np.array([key for _, _, hashes in steps for key in hashes], np.uint64)
+def _pack(edits: Iterable[Edit]) -> tuple[Edits, Hashes]:
+    """Return edits as arrays."""
+    edits = list(edits)
+    table = np.array([(op, area, len(hashes)) for op, area, hashes in edits], np.int64).reshape(-1, 3)
+    return table, np.array([key for _, _, hashes in edits for key in hashes], np.uint64)

@@ -24,18 +24,18 @@ from kvtier.index.names import SLACK, NamePart, Names, parts_of
 from kvtier.index.orphans import Orphans
 from kvtier.index.xxh3 import chain_keys, extra_hashes, local_hashes, lora_of, salt_of, seed_of
 
-__all__ = ["Name", "Step", "Translator"]
+__all__ = ["Edit", "Name", "Translator"]
 
 # of a block that waits, beside its tokens and extra keys; `tests/unit/test_index_bounds.py` weighs it
 _ORPHAN_BYTES = 1024
 _SALTED_BYTES = 320  # of a name under a salt
 
-Step = tuple[Op, int, list[int]]
-"""What an event does, in which lane, to which keys."""
-LaneOf = Callable[[BlockStored | BlockRemoved], int | None]
-"""Gives an event's lane; `None`: it is of no interest, or refused."""
-Run = Callable[[list[Step]], None]
-"""Applies steps to the table."""
+Edit = tuple[Op, int, list[int]]
+"""What an event does, in which area, to which keys."""
+AreaOf = Callable[[BlockStored | BlockRemoved], int | None]
+"""Gives an event's area; `None`: it is of no interest, or refused."""
+Run = Callable[[list[Edit]], None]
+"""Applies edits to the table."""
 
 
 class Name(NamedTuple):
@@ -46,9 +46,9 @@ class Name(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Consecutive blocks that were stored in a lane. `tokens` are u32, none where the event had none."""
+    """Consecutive blocks that were stored in an area. `tokens` are u32, none where the event had none."""
 
-    lane: int
+    area: int
     hashes: list[int]
     parent: int | None
     tokens: bytes
@@ -71,8 +71,8 @@ class _Run(NamedTuple):
         return _ORPHAN_BYTES + len(self.tokens) + sum(64 + 40 * len(hashes) for hashes in self.extra)
 
 
-class _Steps(list[Step]):
-    """Steps that are to be applied together."""
+class _Edits(list[Edit]):
+    """Edits that are to be applied together."""
 
     def __init__(self, apply: Run) -> None:
         super().__init__()
@@ -125,27 +125,27 @@ class Translator:
         self.waiting.clear()
         self.misfits = 0
 
-    def translate(self, events: Iterable[BlockStored | BlockRemoved], lane_of: LaneOf, apply: Run) -> None:
+    def translate(self, events: Iterable[BlockStored | BlockRemoved], area_of: AreaOf, apply: Run) -> None:
         """Apply what the events do to keys."""
-        steps = _Steps(apply)
+        edits = _Edits(apply)
         for event in events:
-            if (lane := lane_of(event)) is None:
+            if (area := area_of(event)) is None:
                 continue
             if isinstance(event, BlockRemoved):
-                steps.append((Op.REMOVED, lane, self._remove(event, lane)))
-            elif (run := _run_of(event, lane)) is not None:
-                self._store([run], steps)
+                edits.append((Op.REMOVED, area, self._remove(event, area)))
+            elif (run := _run_of(event, area)) is not None:
+                self._store([run], edits)
             else:
                 self.misfits += len(event.block_hashes)
-        steps.flush()
+        edits.flush()
 
     def release(self, hashes: Iterable[int], apply: Run) -> None:
         """Apply the stores that waited for these blocks."""
-        steps = _Steps(apply)
+        edits = _Edits(apply)
         self._store(
-            [waited for engine_hash in hashes for waited in self.waiting.release(engine_hash)], steps
+            [waited for engine_hash in hashes for waited in self.waiting.release(engine_hash)], edits
         )
-        steps.flush()
+        edits.flush()
 
     def tidy(self) -> None:
         """Forget names of salted blocks that are gone, if they are many."""
@@ -166,31 +166,31 @@ class Translator:
         key = self._names.get(self.worker, engine_hash)
         return self._salted.get(engine_hash) if key is None else Name(key)
 
-    def _remove(self, event: BlockRemoved, lane: int) -> list[int]:
+    def _remove(self, event: BlockRemoved, area: int) -> list[int]:
         """Return the keys of removed blocks, 0 for one that is unknown; those that wait cease to."""
         keys = []
         for engine_hash in map(to_u64, event.block_hashes):
-            waited = len(self.waiting) > 0 and self.waiting.discard((lane, engine_hash))
+            waited = len(self.waiting) > 0 and self.waiting.discard((area, engine_hash))
             if not (waited and self._counts):  # of an engine that counts, that was one copy of several
                 name = self._get(engine_hash)
                 keys.append(0 if name is None else name.key)
         return keys
 
-    def _store(self, ready: list[_Run], steps: _Steps) -> None:
+    def _store(self, ready: list[_Run], edits: _Edits) -> None:
         """Name the runs' blocks, then those that waited for them, and so on."""
         while ready:
             run = ready.pop()
             if run.tokens:
-                hashes, keys = self._name(run, steps)
+                hashes, keys = self._name(run, edits)
             else:
                 hashes, keys = self._named(run)
             if not keys:
                 continue
-            steps.append((Op.STORED, run.lane, keys))
+            edits.append((Op.STORED, run.area, keys))
             if len(self.waiting):
                 ready += [waited for engine_hash in hashes for waited in self.waiting.release(engine_hash)]
 
-    def _name(self, run: _Run, steps: _Steps) -> tuple[list[int], list[int]]:
+    def _name(self, run: _Run, edits: _Edits) -> tuple[list[int], list[int]]:
         """Name blocks that came with tokens; return their hashes and keys.
 
         Those before the first that can be named wait.
@@ -212,16 +212,16 @@ class Translator:
         )
         keys = chain_keys(local, None if run.parent is None else parent.key)
         hashes = run.hashes[first:]
-        if self._is_taken(hashes, keys.tolist(), steps):
+        if self._is_taken(hashes, keys.tolist(), edits):
             self.misfits += len(hashes)
             hashes, keys = [], keys[:0]
-        elif not self._remember(hashes, keys.tolist(), salt, steps):
+        elif not self._remember(hashes, keys.tolist(), salt, edits):
             self._table.refuse(self.worker, len(hashes))
             hashes, keys = [], keys[:0]
         known = [run.hashes[first - 1]] if first else []
         return known + hashes, [parent.key] * len(known) + keys.tolist()
 
-    def _is_taken(self, hashes: list[int], keys: list[int], steps: _Steps) -> bool:
+    def _is_taken(self, hashes: list[int], keys: list[int], edits: _Edits) -> bool:
         """Tell whether one of the blocks is held under another key: by a second name, no removal would find
         the first.
         """
@@ -231,10 +231,10 @@ class Translator:
         ]
         if not others:
             return False
-        steps.flush()
+        edits.flush()
         return bool(self._table.holds(self.worker, np.array(others, np.uint64)).any())
 
-    def _remember(self, hashes: list[int], keys: list[int], salt: str | None, steps: _Steps) -> bool:
+    def _remember(self, hashes: list[int], keys: list[int], salt: str | None, edits: _Edits) -> bool:
         """Remember names; `False` where there is no room.
 
         A full book forgets the names of what the table does not hold, so the table must first hold what was
@@ -244,7 +244,7 @@ class Translator:
             named = np.array(keys, np.uint64)
             if self._names.put(self.worker, hashes, named):
                 return True
-            steps.flush()
+            edits.flush()
             self._names.sweep()
             return self._names.put(self.worker, hashes, named)
         new = sum(engine_hash not in self._salted for engine_hash in set(hashes))
@@ -270,7 +270,7 @@ class Translator:
         self._wait(block.parent, block)
 
     def _wait(self, parent: int, block: _Run) -> None:
-        key = block.lane, block.hashes[0]
+        key = block.area, block.hashes[0]
         if not self._counts:
             self.waiting.discard(key)
         self.waiting.park(parent, key, block, block.size)
@@ -291,17 +291,17 @@ class Translator:
         self.waiting.check()
         if not self._counts and len(self.waiting) != len(self.waiting.keys()):
             raise IntegrityError(
-                "orphans: a block waits twice in a lane, of an engine that announces it once"
+                "orphans: a block waits twice in an area, of an engine that announces it once"
             )
 
 
-def _run_of(event: BlockStored, lane: int) -> _Run | None:
+def _run_of(event: BlockStored, area: int) -> _Run | None:
     """Return an event's blocks; `None` where its tokens or its extra keys are not those of whole blocks."""
     hashes = [to_u64(block_hash) for block_hash in event.block_hashes]
     parent = None if event.parent_block_hash is None else to_u64(event.parent_block_hash)
     lora, extra_keys = event.lora_name, event.extra_keys or []
     if not event.token_ids:
-        return _Run(lane, hashes, parent, b"", None, None, [])
+        return _Run(area, hashes, parent, b"", None, None, [])
     if len(event.token_ids) != len(hashes) * event.block_size or len(extra_keys) not in (0, len(hashes)):
         return None
     salt = salt_of(extra_keys, lora) if parent is None else None
@@ -310,4 +310,4 @@ def _run_of(event: BlockStored, lane: int) -> _Run | None:
         extra = [extra_hashes(keys, lora, salt) for keys in extra_keys]
     except (OverflowError, TypeError, ValueError, RecursionError):
         return None
-    return _Run(lane, hashes, parent, tokens, lora_of(lora, event.lora_id), salt, extra)
+    return _Run(area, hashes, parent, tokens, lora_of(lora, event.lora_id), salt, extra)

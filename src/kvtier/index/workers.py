@@ -7,7 +7,7 @@ so until the worker is cleared. Not for several threads at once.
 
 from __future__ import annotations
 
-from kvtier.index.base import MAX_LANES
+from kvtier.index.base import MAX_AREAS
 from kvtier.index.duplicates import DuplicateCounts
 from kvtier.index.places import Groups
 from kvtier.index.translate import Translator
@@ -16,12 +16,12 @@ __all__ = ["KnownWorker"]
 
 
 class KnownWorker:
-    """A worker of an index. `slot` is its number in the table."""
+    """A worker of an index. `number` is the one that it has in the table."""
 
     def __init__(
-        self, name: str, slot: int, duplicates: DuplicateCounts | None, translator: Translator | None
+        self, name: str, number: int, duplicates: DuplicateCounts | None, translator: Translator | None
     ) -> None:
-        self.name, self.slot = name, slot
+        self.name, self.number = name, number
         self.duplicates, self.translator = duplicates, translator
         self.groups = Groups()
         # The newest block size that was refused, and how many blocks.
@@ -29,7 +29,7 @@ class KnownWorker:
             0,
             0,
         )
-        self.no_lane = 0  # blocks refused since there can be no more lanes
+        self.no_area = 0  # blocks refused since there can be no more areas
         self.is_told = False  # it was logged that something is amiss
 
     @property
@@ -38,7 +38,7 @@ class KnownWorker:
         not counted.
         """
         misfits = 0 if self.translator is None else self.translator.misfits
-        return self.no_lane + self.of_other_size + misfits
+        return self.no_area + self.of_other_size + misfits
 
     @property
     def waiting(self) -> int:
@@ -53,7 +53,7 @@ class KnownWorker:
     @property
     def is_marred(self) -> bool:
         """Whether anything is amiss, what the table dropped not counted."""
-        if self.of_other_size or self.no_lane or self.groups.unclear:
+        if self.of_other_size or self.no_area or self.groups.unclear:
             return True
         if self.duplicates is not None and self.duplicates.dropped:
             return True
@@ -81,9 +81,9 @@ class KnownWorker:
                 f"{translator.misfits} blocks came with tokens or extra keys that are not those of whole blocks, "
                 "or not those that they had before"
             )
-        if self.no_lane:
+        if self.no_area:
             reasons.append(
-                f"{self.no_lane} blocks are in places beyond the {MAX_LANES} that an index can tell apart"
+                f"{self.no_area} blocks are in places beyond the {MAX_AREAS} that an index can tell apart"
             )
         if dropped:
             reasons.append(f"{dropped} blocks found no room: raise the index's budget")
@@ -103,7 +103,7 @@ class KnownWorker:
 
     def clear(self) -> None:
         """Forget what was held, and that anything was refused. Groups stay: it is the same engine."""
-        self.other_size = self.of_other_size = self.no_lane = 0
+        self.other_size = self.of_other_size = self.no_area = 0
         self.groups.unclear.clear()
         self.is_told = False
         if self.duplicates is not None:

@@ -1,6 +1,6 @@
 """What events do to the compiled table: stores, removals, whole batches.
 
-All arrays of the table go in; see `slots` and `sets` for what they are. `held[worker, lane]` counts a
+All arrays of the table go in; see `cells` and `sets` for what they are. `held[worker, area]` counts a
 worker's blocks, and its last column those that found no room.
 """
 
@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from kvtier.index.base import Op
-from kvtier.index.compiled.jit import jit, lowest_bit
-from kvtier.index.compiled.sets import toggled
-from kvtier.index.compiled.slots import (
+from kvtier.index.compiled.cells import (
     AGAIN,
+    CELLS,
     CLOSED,
     DEAD,
     DROPPED,
@@ -23,7 +22,6 @@ from kvtier.index.compiled.slots import (
     HARD_LIMIT,
     LIMIT,
     SEGMENTS,
-    SLOTS,
     UNKNOWN,
     erase,
     expect,
@@ -34,89 +32,91 @@ from kvtier.index.compiled.slots import (
     segment_of,
     split,
 )
+from kvtier.index.compiled.jit import jit, lowest_bit
+from kvtier.index.compiled.sets import toggled
 
 __all__ = ["WIDTH", "apply", "store"]
 
 WIDTH = 3
-"""Words of a block's slot: its hash's halves, and the number of its holder set."""
+"""Words of a block's cell: its hash's halves, and the number of its holder set."""
 _STORED, _CLEARED = int(Op.STORED), int(Op.CLEARED)
 _ONE, _NO_TAG = np.uint64(1), np.uint32(0)
 _AHEAD = 8  # as many loads as a core has under way without trouble
-_WORTH = SLOTS // 16  # a sweep that frees fewer slots than this does not spare the split
+_WORTH = CELLS // 16  # a sweep that frees fewer cells than this does not spare the split
 
 
 @jit
 def _settle(
-    meta: Any, directory: Any, slots: Any, segments: Any, refs: Any, alias: Any, segment: Any
+    meta: Any, directory: Any, cells: Any, segments: Any, refs: Any, alias: Any, segment: Any
 ) -> None:
     """Give a segment's blocks the numbers that their sets have now, and leave out those that
     nobody holds.
     """
-    base = segment * (SLOTS * WIDTH)
-    for place in range(base + 2, base + SLOTS * WIDTH, WIDTH):
-        number = slots[place]
+    base = segment * (CELLS * WIDTH)
+    for place in range(base + 2, base + CELLS * WIDTH, WIDTH):
+        number = cells[place]
         if number != 0 and alias[number] != number:
             holders = alias[number]
             refs[number] -= 1
             refs[holders] += holders != 0
             meta[DEAD] -= holders == 0
-            slots[place] = holders
-    rehash(meta, directory, slots, segments, WIDTH, False, segment)
+            cells[place] = holders
+    rehash(meta, directory, cells, segments, WIDTH, False, segment)
 
 
 @jit
 def _make_room(
-    meta: Any, directory: Any, slots: Any, segments: Any, refs: Any, alias: Any, mixed: Any
+    meta: Any, directory: Any, cells: Any, segments: Any, refs: Any, alias: Any, mixed: Any
 ) -> Any:
     """Sweep or split the segment that a mixed hash belongs to; `False` when neither can be done."""
     if meta[DEAD] > 0:
         segment = segment_of(meta, directory, mixed)
-        _settle(meta, directory, slots, segments, refs, alias, segment)
+        _settle(meta, directory, cells, segments, refs, alias, segment)
         if segments[segment, FILL] <= LIMIT - _WORTH:
             return True
-    return split(meta, directory, slots, segments, WIDTH, False, mixed)
+    return split(meta, directory, cells, segments, WIDTH, False, mixed)
 
 
 @jit
-def _sweep(meta: Any, directory: Any, slots: Any, segments: Any, refs: Any, alias: Any, budget: Any) -> None:
+def _sweep(meta: Any, directory: Any, cells: Any, segments: Any, refs: Any, alias: Any, budget: Any) -> None:
     """Sweep some segments for blocks that nobody holds, going round."""
     for _ in range(budget):
         if meta[DEAD] == 0:
             return
         meta[HAND] = (meta[HAND] + 1) % meta[SEGMENTS]
-        _settle(meta, directory, slots, segments, refs, alias, meta[HAND])
+        _settle(meta, directory, cells, segments, refs, alias, meta[HAND])
 
 
 @jit
 def store(
-    meta: Any, directory: Any, slots: Any, segments: Any, rows: Any, refs: Any, alias: Any, intern: Any, free: Any, held: Any,
-    worker: Any, lane: Any, hashes: Any, start: Any, stop: Any, fresh: Any, unique: Any,
+    meta: Any, directory: Any, cells: Any, segments: Any, rows: Any, refs: Any, alias: Any, intern: Any, free: Any, held: Any,
+    worker: Any, area: Any, hashes: Any, start: Any, stop: Any, fresh: Any, unique: Any,
 ) -> Any:  # fmt: skip
     """Add a holder to `hashes[start:stop]`; return where it stopped.
 
     That is before `stop` for want of a set's number; and, if `unique`, at a block that the worker holds in
-    that lane already, with `meta[AGAIN]` set. Tells in `fresh`, if it is not empty, which ones it did not
+    that area already, with `meta[AGAIN]` set. Tells in `fresh`, if it is not empty, which ones it did not
     hold.
     """
-    word, bit = lane * ((held.shape[0] + 63) >> 6) + (worker >> 6), _ONE << np.uint64(worker & 63)
+    word, bit = area * ((held.shape[0] + 63) >> 6) + (worker >> 6), _ONE << np.uint64(worker & 63)
     drops = held.shape[1] - 1
     known, next_set = np.int64(-2), np.int64(0)
     for i in range(start, stop):
         if i + _AHEAD < stop:
-            expect(meta, directory, slots, WIDTH, hashes[i + _AHEAD], _NO_TAG)
+            expect(meta, directory, cells, WIDTH, hashes[i + _AHEAD], _NO_TAG)
         key = hashes[i]
         mixed = mixed_of(meta, key, _NO_TAG)
         segment = segment_of(meta, directory, mixed)
-        place = find(slots, WIDTH, segment, mixed, key, _NO_TAG)
+        place = find(cells, WIDTH, segment, mixed, key, _NO_TAG)
         if place < 0 and segments[segment, FILL] >= LIMIT:
-            room = _make_room(meta, directory, slots, segments, refs, alias, mixed)
+            room = _make_room(meta, directory, cells, segments, refs, alias, mixed)
             segment = segment_of(meta, directory, mixed)
             if not room and segments[segment, FILL] >= HARD_LIMIT:
                 meta[DROPPED] += 1
                 held[worker, drops] += 1
                 continue
-            place = find(slots, WIDTH, segment, mixed, key, _NO_TAG)
-        number = np.int64(0) if place < 0 else np.int64(slots[place + 2])
+            place = find(cells, WIDTH, segment, mixed, key, _NO_TAG)
+        number = np.int64(0) if place < 0 else np.int64(cells[place + 2])
         holders = np.int64(alias[number])
         if rows[holders, word] & bit:
             if unique:
@@ -134,13 +134,13 @@ def store(
                 continue
             known = holders
         if place < 0:
-            fill(meta, slots, segments, segment, ~place, key, next_set)
+            fill(meta, cells, segments, segment, ~place, key, next_set)
         else:
             refs[number] -= 1
             meta[DEAD] -= holders == 0
-            slots[place + 2] = next_set
+            cells[place + 2] = next_set
         refs[next_set] += 1
-        held[worker, lane] += 1
+        held[worker, area] += 1
         if fresh.size:
             fresh[i] = True
     return stop
@@ -148,24 +148,24 @@ def store(
 
 @jit
 def _remove(
-    meta: Any, directory: Any, slots: Any, segments: Any, rows: Any, refs: Any, alias: Any, intern: Any, free: Any, held: Any,
-    worker: Any, lane: Any, hashes: Any, start: Any, stop: Any,
+    meta: Any, directory: Any, cells: Any, segments: Any, rows: Any, refs: Any, alias: Any, intern: Any, free: Any, held: Any,
+    worker: Any, area: Any, hashes: Any, start: Any, stop: Any,
 ) -> Any:  # fmt: skip
     """Take a holder from `hashes[start:stop]`; return where it stopped, as `store` does.
 
     Where no smaller set can be made any more, the block is forgotten whole: an index may know too little,
     never too much.
     """
-    word, bit = lane * ((held.shape[0] + 63) >> 6) + (worker >> 6), _ONE << np.uint64(worker & 63)
+    word, bit = area * ((held.shape[0] + 63) >> 6) + (worker >> 6), _ONE << np.uint64(worker & 63)
     known, next_set = np.int64(-2), np.int64(0)
     for i in range(start, stop):
         if i + _AHEAD < stop:
-            expect(meta, directory, slots, WIDTH, hashes[i + _AHEAD], _NO_TAG)
+            expect(meta, directory, cells, WIDTH, hashes[i + _AHEAD], _NO_TAG)
         key = hashes[i]
         mixed = mixed_of(meta, key, _NO_TAG)
         segment = segment_of(meta, directory, mixed)
-        place = find(slots, WIDTH, segment, mixed, key, _NO_TAG)
-        number = np.int64(0) if place < 0 else np.int64(slots[place + 2])
+        place = find(cells, WIDTH, segment, mixed, key, _NO_TAG)
+        number = np.int64(0) if place < 0 else np.int64(cells[place + 2])
         holders = np.int64(alias[number])
         if not rows[holders, word] & bit:
             meta[UNKNOWN] += 1
@@ -177,15 +177,15 @@ def _remove(
                     return i
                 _forget(meta, rows, held, holders)
                 next_set = np.int64(0)
-                held[worker, lane] += 1  # taken back below
+                held[worker, area] += 1  # taken back below
             known = holders if next_set else np.int64(-2)
         refs[number] -= 1
-        held[worker, lane] -= 1
+        held[worker, area] -= 1
         if next_set:
-            slots[place + 2] = next_set
+            cells[place + 2] = next_set
             refs[next_set] += 1
         else:
-            erase(meta, slots, segments, WIDTH, False, segment, place)
+            erase(meta, cells, segments, WIDTH, False, segment, place)
     return stop
 
 
@@ -205,30 +205,30 @@ def _forget(meta: Any, rows: Any, held: Any, holders: Any) -> None:
 
 @jit
 def apply(
-    meta: Any, directory: Any, slots: Any, segments: Any, rows: Any, refs: Any, alias: Any, intern: Any, free: Any, held: Any,
-    worker: Any, steps: Any, hashes: Any, step: Any, done: Any, unique: Any,
+    meta: Any, directory: Any, cells: Any, segments: Any, rows: Any, refs: Any, alias: Any, intern: Any, free: Any, held: Any,
+    worker: Any, edits: Any, hashes: Any, edit: Any, done: Any, unique: Any,
 ) -> Any:  # fmt: skip
-    """Apply events from `step` on, of which `done` hashes are done already.
+    """Apply events from `edit` on, of which `done` hashes are done already.
 
-    Returns `(step, done)`: at the end `(len(steps), 0)`; at a clear, which is the caller's; or where `store`
+    Returns `(edit, done)`: at the end `(len(edits), 0)`; at a clear, which is the caller's; or where `store`
     stopped.
     """
     nothing = np.empty(0, np.bool_)
     first = np.int64(0)
-    for at in range(step):
-        first += steps[at, 2]
-    while step < steps.shape[0]:
-        op, lane, count = steps[step, 0], steps[step, 1], steps[step, 2]
+    for at in range(edit):
+        first += edits[at, 2]
+    while edit < edits.shape[0]:
+        op, area, count = edits[edit, 0], edits[edit, 1], edits[edit, 2]
         if op == _CLEARED:
-            return step, np.int64(0)
+            return edit, np.int64(0)
         start, stop = first + done, first + count
         if op == _STORED:
-            end = store(meta, directory, slots, segments, rows, refs, alias, intern, free, held, worker, lane, hashes, start, stop, nothing, unique)  # fmt: skip  # noqa: E501
+            end = store(meta, directory, cells, segments, rows, refs, alias, intern, free, held, worker, area, hashes, start, stop, nothing, unique)  # fmt: skip  # noqa: E501
         else:
-            end = _remove(meta, directory, slots, segments, rows, refs, alias, intern, free, held, worker, lane, hashes, start, stop)  # fmt: skip  # noqa: E501
+            end = _remove(meta, directory, cells, segments, rows, refs, alias, intern, free, held, worker, area, hashes, start, stop)  # fmt: skip  # noqa: E501
         if end < stop:
-            return step, end - first
+            return edit, end - first
         first, done = stop, np.int64(0)
-        step += 1
-    _sweep(meta, directory, slots, segments, refs, alias, 1 + hashes.size // 64)
-    return step, np.int64(0)
+        edit += 1
+    _sweep(meta, directory, cells, segments, refs, alias, 1 + hashes.size // 64)
+    return edit, np.int64(0)

@@ -103,13 +103,13 @@ def _hash_large(tokens: Any, start: Any, count: Any, seed: Any) -> Any:
 
 
 @jit
-def _accumulate(lanes: Any, tokens: Any, at: Any, secret: Any, seed: Any) -> None:
+def _accumulate(state: Any, tokens: Any, at: Any, secret: Any, seed: Any) -> None:
     """Take in 64 bytes."""
-    for lane in range(8):
-        data = _read(tokens, at + 2 * lane)
-        key = data ^ _seeded(secret + 8 * lane, seed)
-        lanes[lane ^ 1] += data
-        lanes[lane] += (key & _LOW) * (key >> _S32)
+    for word in range(8):
+        data = _read(tokens, at + 2 * word)
+        key = data ^ _seeded(secret + 8 * word, seed)
+        state[word ^ 1] += data
+        state[word] += (key & _LOW) * (key >> _S32)
 
 
 @jit
@@ -127,19 +127,19 @@ def _seeded(at: Any, seed: Any) -> Any:
 @jit
 def _hash_long(tokens: Any, start: Any, count: Any, seed: Any) -> Any:
     """Hash more than 240 bytes, 64 at a time."""
-    lanes = _START.copy()
+    state = _START.copy()
     stripes = (4 * count - 1) // 64
     for stripe in range(stripes):
-        _accumulate(lanes, tokens, start + 16 * stripe, 8 * (stripe % 16), seed)
+        _accumulate(state, tokens, start + 16 * stripe, 8 * (stripe % 16), seed)
         if stripe % 16 == 15:
-            for lane in range(8):
-                value = lanes[lane]
-                lanes[lane] = (value ^ (value >> np.uint64(47)) ^ _seeded(128 + 8 * lane, seed)) * _P32_1
-    _accumulate(lanes, tokens, start + count - 16, 121, seed)
+            for word in range(8):
+                value = state[word]
+                state[word] = (value ^ (value >> np.uint64(47)) ^ _seeded(128 + 8 * word, seed)) * _P32_1
+    _accumulate(state, tokens, start + count - 16, 121, seed)
     total = np.uint64(4 * count) * _P64_1
     for pair in range(4):
         left, right = _seeded(11 + 16 * pair, seed), _seeded(19 + 16 * pair, seed)
-        total += fold_product(lanes[2 * pair] ^ left, lanes[2 * pair + 1] ^ right)
+        total += fold_product(state[2 * pair] ^ left, state[2 * pair + 1] ^ right)
     return _avalanche(total)
 
 

@@ -135,7 +135,7 @@ def skip_integers(data: Any, at: Any, count: Any) -> Any:
     Where an integer begins is known only once those before it were looked at, so a core does little but
     wait. Long lists are therefore walked from two places at once, the second one guessed:
 
-        at ---- steps ----> goal ---- steps ----> ahead
+        at ---- taken ----> goal ---- taken ----> ahead
 
     If the first walk meets the place where the second one began, both together are one walk; else the second
     was in vain.
@@ -145,19 +145,19 @@ def skip_integers(data: Any, at: Any, count: Any) -> Any:
         goal = at + count - 8
         while goal < at + count and data[goal] & 0xFC != 0xCC:  # tokens of several bytes begin like this
             goal += 1
-        ahead, steps = goal, np.int64(0)  # at most `count` steps, as each takes a byte
+        ahead, taken = goal, np.int64(0)  # at most `count` are taken, as an integer has a byte at least
         while at < goal:
             length = _length(np.int64(data[at]))
             if length == 0:
                 return np.int64(-1)
             at += length
-            steps += 1
+            taken += 1
             if ahead >= 0:
                 length = _length(np.int64(data[ahead])) if ahead < size else 0
                 ahead = ahead + length if length else np.int64(-1)
-        count -= steps
-        if at == goal and 0 <= ahead <= size and steps <= count:
-            at, count = ahead, count - steps
+        count -= taken
+        if at == goal and 0 <= ahead <= size and taken <= count:
+            at, count = ahead, count - taken
     for _ in range(count):
         length = _length(np.int64(data[at])) if at < size else 0
         if length == 0:

@@ -1,6 +1,6 @@
 """Names in arrays, and the compiled way from scanned tokens to keys.
 
-A name is a slot of the compiled hash table (see `slots`): the engine's hash, the worker's tag, the key. A
+A name is a cell of the compiled hash table (see `cells`): the engine's hash, the worker's tag, the key. A
 worker's tag changes when it is cleared, and so all its names are gone at once; they are swept out later. Not
 for several threads at once.
 """
@@ -14,24 +14,13 @@ import numpy as np
 
 from kvtier.errors import IntegrityError
 from kvtier.index.base import MAX_WORKERS, Hashes, Op
-from kvtier.index.compiled.hashing import chain_one, hash_block
-from kvtier.index.compiled.jit import jit
-from kvtier.index.compiled.questions import holds_one
-from kvtier.index.compiled.scan import (
-    FIRST_TOKEN,
-    HAS_PARENT,
-    PARENT,
-    SCANNED_BLOCK_SIZE,
-    TOKEN_COUNT,
-    Scanned,
-)
-from kvtier.index.compiled.slots import (
+from kvtier.index.compiled.cells import (
+    CELLS,
     FILL,
     LIMIT,
     SEGMENTS,
-    SLOTS,
     USED,
-    Slots,
+    Cells,
     expect,
     fill,
     find,
@@ -43,53 +32,64 @@ from kvtier.index.compiled.slots import (
     word_at,
     words_of,
 )
+from kvtier.index.compiled.hashing import chain_one, hash_block
+from kvtier.index.compiled.jit import jit
+from kvtier.index.compiled.questions import holds_one
+from kvtier.index.compiled.scan import (
+    FIRST_TOKEN,
+    HAS_PARENT,
+    PARENT,
+    SCANNED_BLOCK_SIZE,
+    TOKEN_COUNT,
+    Scanned,
+)
 from kvtier.index.compiled.table import CompiledTable
 from kvtier.index.names import SLACK, NamePart
 from kvtier.index.xxh3 import SEED
 
 __all__ = ["CompiledNames"]
 
-_WIDTH, _TAG, _KEY = 5, 2, 3  # words of a slot, and which of them are the tag and the key
+_WIDTH, _TAG, _KEY = 5, 2, 3  # words of a cell, and which of them are the tag and the key
 _WORKER_BITS = 12  # enough for MAX_WORKERS
 _STORED, _REMOVED = int(Op.STORED), int(Op.REMOVED)
 _BLOCK_SEED = np.uint64(SEED)
 
 
 @jit
-def _get(meta: Any, directory: Any, slots: Any, engine_hash: Any, tag: Any) -> Any:
+def _get(meta: Any, directory: Any, cells: Any, engine_hash: Any, tag: Any) -> Any:
     """Return whether there is a name, and its key."""
     mixed = mixed_of(meta, engine_hash, tag)
-    place = find(slots, _WIDTH, segment_of(meta, directory, mixed), mixed, engine_hash, tag)
-    return (True, word_at(slots, place + _KEY)) if place >= 0 else (False, np.uint64(0))
+    place = find(cells, _WIDTH, segment_of(meta, directory, mixed), mixed, engine_hash, tag)
+    return (True, word_at(cells, place + _KEY)) if place >= 0 else (False, np.uint64(0))
 
 
 @jit
 def _put(
-    meta: Any, directory: Any, slots: Any, segments: Any, engine_hash: Any, tag: Any, key: Any, keeps: Any
+    meta: Any, directory: Any, cells: Any, segments: Any, engine_hash: Any, tag: Any, key: Any, keeps: Any
 ) -> Any:  # fmt: skip
     """Remember a name; `False` when there is no room, or if `keeps` and it is the name of something else."""
     mixed = mixed_of(meta, engine_hash, tag)
     while True:
         segment = segment_of(meta, directory, mixed)
-        place = find(slots, _WIDTH, segment, mixed, engine_hash, tag)
+        place = find(cells, _WIDTH, segment, mixed, engine_hash, tag)
         if place >= 0 or segments[segment, FILL] < LIMIT:
             break
-        if not split(meta, directory, slots, segments, _WIDTH, True, mixed):
+        if not split(meta, directory, cells, segments, _WIDTH, True, mixed):
             return False
     if place < 0:
         place = ~place
-        fill(meta, slots, segments, segment, place, engine_hash, tag)
-    elif keeps and word_at(slots, place + _KEY) != key:
+        fill(meta, cells, segments, segment, place, engine_hash, tag)
+    elif keeps and word_at(cells, place + _KEY) != key:
         return False
-    put_word(slots, place + _KEY, key)
+    put_word(cells, place + _KEY, key)
     return True
 
 
 @jit
-def _put_all(meta: Any, directory: Any, slots: Any, segments: Any, hashes: Any, tag: Any, keys: Any) -> Any:
+def _put_all(meta: Any, directory: Any, cells: Any, segments: Any, hashes: Any, tag: Any, keys: Any) -> Any:
     done = 0
     while done < hashes.size and _put(
-        meta, directory, slots, segments, hashes[done], tag, keys[done], False
+        meta, directory, cells, segments, hashes[done], tag, keys[done], False
     ):
         done += 1
     return done == hashes.size
@@ -97,78 +97,78 @@ def _put_all(meta: Any, directory: Any, slots: Any, segments: Any, hashes: Any, 
 
 @jit
 def _sweep(
-    meta: Any, directory: Any, slots: Any, segments: Any, tags: Any,
-    table_meta: Any, table_directory: Any, table_slots: Any, rows: Any, alias: Any, words: Any, first: Any, count: Any,
+    meta: Any, directory: Any, cells: Any, segments: Any, tags: Any,
+    table_meta: Any, table_directory: Any, table_cells: Any, rows: Any, alias: Any, words: Any, first: Any, count: Any,
 ) -> None:  # fmt: skip
     """Forget the names in some segments whose worker was cleared, or does not hold the block."""
-    for step in range(count):
-        segment = (first + step) % meta[SEGMENTS]
-        base = segment * (SLOTS * _WIDTH)
-        for place in range(base, base + SLOTS * _WIDTH, _WIDTH):
-            tag = slots[place + _TAG]
+    for number in range(count):
+        segment = (first + number) % meta[SEGMENTS]
+        base = segment * (CELLS * _WIDTH)
+        for place in range(base, base + CELLS * _WIDTH, _WIDTH):
+            tag = cells[place + _TAG]
             worker = np.int64(tag) & (MAX_WORKERS - 1)
             if tag and not (
                 tags[worker] == tag
                 and holds_one(
                     table_meta,
                     table_directory,
-                    table_slots,
+                    table_cells,
                     rows,
                     alias,
                     words,
                     worker,
-                    word_at(slots, place + _KEY),
+                    word_at(cells, place + _KEY),
                 )
             ):
-                slots[place + _TAG] = 0
-        rehash(meta, directory, slots, segments, _WIDTH, True, segment)
+                cells[place + _TAG] = 0
+        rehash(meta, directory, cells, segments, _WIDTH, True, segment)
 
 
 @jit
 def _translate(
-    meta: Any, directory: Any, slots: Any, segments: Any, tag: Any, block_size: Any, strict: Any,
-    steps: Any, hashes: Any, tokens: Any, step: Any, first: Any, keys: Any,
+    meta: Any, directory: Any, cells: Any, segments: Any, tag: Any, block_size: Any, strict: Any,
+    edits: Any, hashes: Any, tokens: Any, edit: Any, first: Any, keys: Any,
 ) -> Any:  # fmt: skip
-    """Find the keys of a batch's blocks from `step` on; return where it stopped, and how many hashes come
+    """Find the keys of a batch's blocks from `edit` on; return where it stopped, and how many hashes come
     before.
 
     Stops at a clear, and at stores that are not plain: an unknown parent, tokens that do not fit, no room
     for a name, or one that something else has. If `strict`, also at a removal of a block without a name;
     otherwise such a block gets key 0.
     """
-    while step < steps.shape[0]:
-        op, count = steps[step, 0], steps[step, 2]
+    while edit < edits.shape[0]:
+        op, count = edits[edit, 0], edits[edit, 2]
         if op == _REMOVED:
             for i in range(first, first + count):
-                found, keys[i] = _get(meta, directory, slots, hashes[i], tag)
+                found, keys[i] = _get(meta, directory, cells, hashes[i], tag)
                 if strict and not found:
-                    return step, first
+                    return edit, first
         elif (
             op != _STORED
-            or steps[step, SCANNED_BLOCK_SIZE] != block_size
-            or steps[step, TOKEN_COUNT] != count * block_size
+            or edits[edit, SCANNED_BLOCK_SIZE] != block_size
+            or edits[edit, TOKEN_COUNT] != count * block_size
         ):
-            return step, first
+            return edit, first
         else:
             found, parent = False, np.uint64(0)
-            if steps[step, HAS_PARENT]:
-                found, parent = _get(meta, directory, slots, np.uint64(steps[step, PARENT]), tag)
+            if edits[edit, HAS_PARENT]:
+                found, parent = _get(meta, directory, cells, np.uint64(edits[edit, PARENT]), tag)
                 if not found:
-                    return step, first
-            at = steps[step, FIRST_TOKEN]
+                    return edit, first
+            at = edits[edit, FIRST_TOKEN]
             for i in range(first, first + count):
-                expect(meta, directory, slots, _WIDTH, hashes[i], tag)
+                expect(meta, directory, cells, _WIDTH, hashes[i], tag)
                 local = hash_block(tokens, at, block_size, _BLOCK_SEED)
                 parent = chain_one(parent, local) if found else local
                 found, keys[i] = True, parent
                 at += block_size
-            # a loop of its own, so that slots are loaded while keys are computed
+            # a loop of its own, so that cells are loaded while keys are computed
             for i in range(first, first + count):
-                if not _put(meta, directory, slots, segments, hashes[i], tag, keys[i], True):
-                    return step, first
+                if not _put(meta, directory, cells, segments, hashes[i], tag, keys[i], True):
+                    return edit, first
         first += count
-        step += 1
-    return step, first
+        edit += 1
+    return edit, first
 
 
 class CompiledNames:
@@ -177,28 +177,28 @@ class CompiledNames:
     def __init__(self, table: CompiledTable, budget: int) -> None:
         """Name blocks of `table`, in at most `budget` bytes; memory is taken as it is needed."""
         self._table = table
-        self._slots = Slots.reserve(max(2, budget // Slots.segment_bytes(_WIDTH)), _WIDTH)
-        self._meta = self._slots.meta
+        self._cells = Cells.reserve(max(2, budget // Cells.segment_bytes(_WIDTH)), _WIDTH)
+        self._meta = self._cells.meta
         self._tags = (1 << _WORKER_BITS) | np.arange(MAX_WORKERS, dtype=np.uint32)
         self._untidy, self._hand, self._left = SLACK, 0, 0
 
     def get(self, worker: int, engine_hash: int) -> int | None:
-        found, key = _get(*self._slots[:3], np.uint64(engine_hash), self._tags[worker])
+        found, key = _get(*self._cells[:3], np.uint64(engine_hash), self._tags[worker])
         return int(key) if found else None
 
     def put(self, worker: int, hashes: Sequence[int], keys: Hashes) -> bool:
-        return bool(_put_all(*self._slots, np.array(hashes, np.uint64), self._tags[worker], keys))
+        return bool(_put_all(*self._cells, np.array(hashes, np.uint64), self._tags[worker], keys))
 
     def translate(
-        self, worker: int, block_size: int, strict: bool, batch: Scanned, step: int, first: int, keys: Hashes
+        self, worker: int, block_size: int, strict: bool, batch: Scanned, edit: int, first: int, keys: Hashes
     ) -> tuple[int, int]:
-        """Fill in the keys of a scanned batch's blocks from `step` on, before which come `first` hashes.
+        """Fill in the keys of a scanned batch's blocks from `edit` on, before which come `first` hashes.
 
-        Returns the first step that must be done by hand, and how many hashes come before that.
+        Returns the first edit that must be done by hand, and how many hashes come before that.
         """
         tag = self._tags[worker]
         stopped: tuple[int, int] = _translate(
-            *self._slots, tag, block_size, strict, batch.steps, batch.hashes, batch.tokens, step, first, keys
+            *self._cells, tag, block_size, strict, batch.edits, batch.hashes, batch.tokens, edit, first, keys
         )
         return stopped
 
@@ -224,19 +224,19 @@ class CompiledNames:
         self._sweep(int(self._meta[SEGMENTS]))
 
     def _sweep(self, count: int) -> None:
-        _sweep(*self._slots, self._tags, *self._table.holders_state, self._hand, count)
+        _sweep(*self._cells, self._tags, *self._table.holders_state, self._hand, count)
         self._hand = (self._hand + count) % int(self._meta[SEGMENTS])
 
     def parts(self) -> Iterator[NamePart]:
-        for part in self._slots.parts(_WIDTH):
+        for part in self._cells.parts(_WIDTH):
             workers = part[:, _TAG] & np.uint32(MAX_WORKERS - 1)
             now = part[self._tags[workers] == part[:, _TAG]]
             yield NamePart(now[:, _TAG] & np.uint32(MAX_WORKERS - 1), words_of(now, 0), words_of(now, _KEY))
 
     def bytes(self) -> int:
-        return int(self._meta[SEGMENTS]) * Slots.segment_bytes(_WIDTH)
+        return int(self._meta[SEGMENTS]) * Cells.segment_bytes(_WIDTH)
 
     def check(self) -> None:
-        """Raise `IntegrityError` where the counts are not those of the slots."""
-        if not self._slots.fills(_WIDTH):
-            raise IntegrityError("index names: the counts are not those of the slots")
+        """Raise `IntegrityError` where the counts are not those of the cells."""
+        if not self._cells.fills(_WIDTH):
+            raise IntegrityError("index names: the counts are not those of the cells")

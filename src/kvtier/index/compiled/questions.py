@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from kvtier.index.compiled.cells import DEPTH, SECRET, find, mix, mixed_of, segment_at, segment_of
 from kvtier.index.compiled.changes import WIDTH
 from kvtier.index.compiled.jit import jit, lowest_bit
-from kvtier.index.compiled.slots import DEPTH, SECRET, find, mix, mixed_of, segment_at, segment_of
 
 __all__ = ["find_all", "holds", "holds_one", "match"]
 
@@ -25,15 +25,15 @@ def _record(out: Any, query: Any, column: Any, word: Any, bits: Any, depth: Any)
 
 
 @jit
-def _holders_of(meta: Any, directory: Any, slots: Any, alias: Any, key: Any) -> Any:
+def _holders_of(meta: Any, directory: Any, cells: Any, alias: Any, key: Any) -> Any:
     """Return a block's holder set, 0 where nobody holds it."""
     mixed = mixed_of(meta, key, _NO_TAG)
-    place = find(slots, WIDTH, segment_of(meta, directory, mixed), mixed, key, _NO_TAG)
-    return alias[slots[place + 2]] if place >= 0 else np.uint32(0)
+    place = find(cells, WIDTH, segment_of(meta, directory, mixed), mixed, key, _NO_TAG)
+    return alias[cells[place + 2]] if place >= 0 else np.uint32(0)
 
 
 @jit
-def _look_up(meta: Any, directory: Any, slots: Any, alias: Any, hashes: Any, found: Any) -> Any:
+def _look_up(meta: Any, directory: Any, cells: Any, alias: Any, hashes: Any, found: Any) -> Any:
     """Put each block's holder set into `found`, up to the first block that nobody holds; return how many
     there are.
     """
@@ -44,15 +44,15 @@ def _look_up(meta: Any, directory: Any, slots: Any, alias: Any, hashes: Any, fou
     )
     for i in range(hashes.size):
         mixed = mix(hashes[i], secret)
-        place = find(slots, WIDTH, segment_at(directory, depth, mixed), mixed, hashes[i], _NO_TAG)
-        found[i] = alias[slots[place + 2]] if place >= 0 else 0
+        place = find(cells, WIDTH, segment_at(directory, depth, mixed), mixed, hashes[i], _NO_TAG)
+        found[i] = alias[cells[place + 2]] if place >= 0 else 0
         if found[i] == 0:
             return i
     return hashes.size
 
 
 @jit
-def _on_tiers(rows: Any, lanes: Any, needed: Any, words: Any, holders: Any, word: Any) -> Any:
+def _on_tiers(rows: Any, areas: Any, needed: Any, words: Any, holders: Any, word: Any) -> Any:
     """Return which of 64 workers hold a block on each tier: those that hold it there in every group that
     they need.
     """
@@ -63,12 +63,12 @@ def _on_tiers(rows: Any, lanes: Any, needed: Any, words: Any, holders: Any, word
         if wants == 0:
             continue
         on_gpu = on_cpu = on_storage = _ZERO
-        for lane in range(lanes.shape[0]):
-            if lanes[lane, 1] == group:
-                bits = rows[holders, lane * words + word]
-                on_gpu |= bits if lanes[lane, 0] == 0 else _ZERO
-                on_cpu |= bits if lanes[lane, 0] == 1 else _ZERO
-                on_storage |= bits if lanes[lane, 0] == 2 else _ZERO
+        for area in range(areas.shape[0]):
+            if areas[area, 1] == group:
+                bits = rows[holders, area * words + word]
+                on_gpu |= bits if areas[area, 0] == 0 else _ZERO
+                on_cpu |= bits if areas[area, 0] == 1 else _ZERO
+                on_storage |= bits if areas[area, 0] == 2 else _ZERO
         gpu &= on_gpu | ~wants
         cpu &= on_cpu | ~wants
         storage &= on_storage | ~wants
@@ -78,7 +78,7 @@ def _on_tiers(rows: Any, lanes: Any, needed: Any, words: Any, holders: Any, word
 
 @jit
 def _race(
-    rows: Any, lanes: Any, needed: Any, words: Any, found: Any, count: Any, query: Any, word: Any, out: Any
+    rows: Any, areas: Any, needed: Any, words: Any, found: Any, count: Any, query: Any, word: Any, out: Any
 ) -> None:
     """Find how far each of 64 workers comes.
 
@@ -87,13 +87,13 @@ def _race(
     everywhere = cpus = storages = walk_gpu = ~_ZERO
     walk_cpu = walk_storage = _ZERO
     last = np.uint32(0)
-    one_group, wants = lanes.shape[0] == 3, needed[0, word]
+    one_group, wants = areas.shape[0] == 3, needed[0, word]
     for depth in range(count + 1):
         holders = found[depth] if depth < count else np.uint32(0)
         if holders == last and depth < count:
             continue
         last = holders
-        if one_group:  # and one lane for each tier, as nearly always
+        if one_group:  # and one area for each tier, as nearly always
             gpu, cpu, storage = (
                 rows[holders, word],
                 rows[holders, words + word],
@@ -101,7 +101,7 @@ def _race(
             )
             gpu, cpu, storage = gpu & wants, cpu & wants, storage & wants
         else:
-            gpu, cpu, storage = _on_tiers(rows, lanes, needed, words, holders, word)
+            gpu, cpu, storage = _on_tiers(rows, areas, needed, words, holders, word)
         held = gpu | cpu | storage
         if depth == 0:  # who does not hold the first block keeps the zeros that are there
             everywhere, cpus, storages = held, cpu, storage
@@ -141,23 +141,23 @@ def _race(
 
 @jit
 def match(
-    meta: Any, directory: Any, slots: Any, rows: Any, alias: Any, lanes: Any, needed: Any, hashes: Any, offsets: Any, out: Any,
+    meta: Any, directory: Any, cells: Any, rows: Any, alias: Any, areas: Any, needed: Any, hashes: Any, offsets: Any, out: Any,
 ) -> None:  # fmt: skip
     """Answer each query: look its blocks up, then race 64 workers at a time along them."""
     words = out.shape[1] >> 6
     found = np.empty(hashes.size, np.uint32)
     for query in range(offsets.size - 1):
-        count = _look_up(meta, directory, slots, alias, hashes[offsets[query] : offsets[query + 1]], found)
+        count = _look_up(meta, directory, cells, alias, hashes[offsets[query] : offsets[query + 1]], found)
         for word in range(words):
-            _race(rows, lanes, needed, words, found, count, query, word, out)
+            _race(rows, areas, needed, words, found, count, query, word, out)
 
 
 @jit
 def holds_one(
-    meta: Any, directory: Any, slots: Any, rows: Any, alias: Any, words: Any, worker: Any, key: Any
+    meta: Any, directory: Any, cells: Any, rows: Any, alias: Any, words: Any, worker: Any, key: Any
 ) -> Any:
-    """Tell whether a worker holds a block in any lane."""
-    holders = _holders_of(meta, directory, slots, alias, key)
+    """Tell whether a worker holds a block in any area."""
+    holders = _holders_of(meta, directory, cells, alias, key)
     bits = _ZERO
     for at in range(worker >> 6, rows.shape[1], words):
         bits |= rows[holders, at]
@@ -166,19 +166,19 @@ def holds_one(
 
 @jit
 def holds(
-    meta: Any, directory: Any, slots: Any, rows: Any, alias: Any, words: Any, worker: Any, hashes: Any
+    meta: Any, directory: Any, cells: Any, rows: Any, alias: Any, words: Any, worker: Any, hashes: Any
 ) -> Any:
     """Tell of each block whether a worker holds it."""
     found = np.empty(hashes.size, np.bool_)
     for i in range(hashes.size):
-        found[i] = holds_one(meta, directory, slots, rows, alias, words, worker, hashes[i])
+        found[i] = holds_one(meta, directory, cells, rows, alias, words, worker, hashes[i])
     return found
 
 
 @jit
-def find_all(meta: Any, directory: Any, slots: Any, alias: Any, hashes: Any) -> Any:
+def find_all(meta: Any, directory: Any, cells: Any, alias: Any, hashes: Any) -> Any:
     """Return each hash's holder set, 0 where nobody holds it."""
     found = np.zeros(hashes.size, np.uint32)
     for i in range(hashes.size):
-        found[i] = _holders_of(meta, directory, slots, alias, hashes[i])
+        found[i] = _holders_of(meta, directory, cells, alias, hashes[i])
     return found

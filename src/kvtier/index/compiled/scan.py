@@ -20,7 +20,7 @@ import numpy.typing as npt
 from kvtier.events.shapes import Event
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored, Mark
 from kvtier.events.wire import Change, DecodedBatch, decode_batch, place_weight
-from kvtier.index.base import Hashes, Op, Steps
+from kvtier.index.base import Edits, Hashes, Op
 from kvtier.index.compiled.jit import jit
 from kvtier.index.compiled.msgpack import head, integer, read_u32, skip_integers, text, word_in
 from kvtier.index.places import PLACES
@@ -43,9 +43,9 @@ _STORED, _REMOVED, _CLEARED = int(Op.STORED), int(Op.REMOVED), int(Op.CLEARED)
 _OTHER, _FULL = -1, -2  # not for us; no room in the arrays that were given
 
 # Fields of `totals`: how full the arrays are, and what the batch is and does.
-_HASHES, _STEPS, _TOKENS, _RANK, _HAS_RANK, _WIPED, _BLOCKS, _DIGEST, _TOTALS = range(9)
-# Columns of a scanned batch's steps, behind those that all steps have.
-_OP, _LANE, _COUNT, PARENT, HAS_PARENT, FIRST_TOKEN, TOKEN_COUNT, SCANNED_BLOCK_SIZE, _COLUMNS = range(9)
+_HASHES, _EDITS, _TOKENS, _RANK, _HAS_RANK, _WIPED, _BLOCKS, _DIGEST, _TOTALS = range(9)
+# Columns of a scanned batch's edits, behind those that all edits have.
+_OP, _AREA, _COUNT, PARENT, HAS_PARENT, FIRST_TOKEN, TOKEN_COUNT, SCANNED_BLOCK_SIZE, _COLUMNS = range(9)
 
 # What a field may be. A field is known by its place in the event; `_FIELDS` gives the names that maps use.
 _F_HASHES, _F_PARENT, _F_TOKENS, _F_INT, _F_TEXT, _F_MEDIUM, _F_ZERO, _F_KIND, _F_NIL, _F_WHOLE = range(10)
@@ -136,8 +136,8 @@ def _plain(data: Any, at: Any, form: Any) -> Any:
 
 
 @jit
-def _lane_of(data: Any, at: Any) -> Any:
-    """Read a medium; return its lane and what follows."""
+def _area_of(data: Any, at: Any) -> Any:
+    """Read a medium; return its area and what follows."""
     if at < data.size and data[at] == 0xC0:
         return 0, at + 1
     start, stop = text(data, at)
@@ -147,8 +147,8 @@ def _lane_of(data: Any, at: Any) -> Any:
 
 
 @jit
-def _event(data: Any, at: Any, hashes: Any, steps: Any, tokens: Any, totals: Any) -> Any:
-    """Read one event into the next step; return what follows, or why not."""
+def _event(data: Any, at: Any, hashes: Any, edits: Any, tokens: Any, totals: Any) -> Any:
+    """Read one event into the next edit; return what follows, or why not."""
     as_map = data[at] < 0x90 or data[at] == 0xDE
     size, at = head(data, at, 0x80, 16, 0xDE) if as_map else head(data, at, 0x90, 16, 0xDC)
     if size < 1:
@@ -161,10 +161,10 @@ def _event(data: Any, at: Any, hashes: Any, steps: Any, tokens: Any, totals: Any
     tag = word_in(data, start, at, _TAGS, _TAG_ENDS) if start >= 0 else -1
     if tag < 0 or (tag == 2 and size > 1):
         return np.int64(_OTHER)
-    seen, lane, count = 0, 0, np.int64(0)
-    row = totals[_STEPS]
+    seen, area, count = 0, 0, np.int64(0)
+    row = totals[_EDITS]
     for column in range(_COLUMNS):
-        steps[row, column] = 0
+        edits[row, column] = 0
     for i in range(size - 1):
         if as_map:
             start, at = text(data, at)
@@ -181,10 +181,10 @@ def _event(data: Any, at: Any, hashes: Any, steps: Any, tokens: Any, totals: Any
             if count < 0:
                 return count
         elif _FORMS[field] == _F_TOKENS and tokens.size:
-            steps[row, FIRST_TOKEN] = totals[_TOKENS]
-            steps[row, TOKEN_COUNT], at = _token_list(data, at, tokens, totals)
-            if steps[row, TOKEN_COUNT] < 0:
-                return steps[row, TOKEN_COUNT]
+            edits[row, FIRST_TOKEN] = totals[_TOKENS]
+            edits[row, TOKEN_COUNT], at = _token_list(data, at, tokens, totals)
+            if edits[row, TOKEN_COUNT] < 0:
+                return edits[row, TOKEN_COUNT]
         elif _FORMS[field] == _F_WHOLE or (
             _FORMS[field] == _F_PARENT and at < data.size and data[at] != 0xC0
         ):
@@ -192,12 +192,12 @@ def _event(data: Any, at: Any, hashes: Any, steps: Any, tokens: Any, totals: Any
             if at < 0:
                 return np.int64(_OTHER)
             if _FORMS[field] == _F_WHOLE:
-                steps[row, SCANNED_BLOCK_SIZE] = np.int64(value)
+                edits[row, SCANNED_BLOCK_SIZE] = np.int64(value)
             else:
-                steps[row, PARENT], steps[row, HAS_PARENT] = np.int64(value), 1
+                edits[row, PARENT], edits[row, HAS_PARENT] = np.int64(value), 1
         elif _FORMS[field] == _F_MEDIUM:
-            lane, at = _lane_of(data, at)
-            if lane < 0:
+            area, at = _area_of(data, at)
+            if area < 0:
                 return np.int64(_OTHER)
         else:
             # an adapter is part of what tokens are hashed with
@@ -209,30 +209,30 @@ def _event(data: Any, at: Any, hashes: Any, steps: Any, tokens: Any, totals: Any
                 return np.int64(_OTHER)
     if tag < 2 and not seen & 1:
         return np.int64(_OTHER)
-    steps[row, _OP], steps[row, _LANE], steps[row, _COUNT] = tag + 1, lane, count
+    edits[row, _OP], edits[row, _AREA], edits[row, _COUNT] = tag + 1, area, count
     return at
 
 
 @jit
-def _add_up(hashes: Any, steps: Any, totals: Any) -> None:
-    """Add the newest step to the batch's change. The digest is modulo 2^64; its sign means nothing."""
-    row = totals[_STEPS]
-    op, lane, count = steps[row, _OP], steps[row, _LANE], steps[row, _COUNT]
+def _add_up(hashes: Any, edits: Any, totals: Any) -> None:
+    """Add the newest edit to the batch's change. The digest is modulo 2^64; its sign means nothing."""
+    row = totals[_EDITS]
+    op, area, count = edits[row, _OP], edits[row, _AREA], edits[row, _COUNT]
     if op == _CLEARED:
         totals[_WIPED], totals[_BLOCKS], totals[_DIGEST] = 1, 0, 0
     total = np.uint64(0)
     for i in range(totals[_HASHES], totals[_HASHES] + count):
         total += hashes[i]
-    total *= _WEIGHTS[lane]
+    total *= _WEIGHTS[area]
     totals[_DIGEST] += np.int64(total) if op == _STORED else -np.int64(total)
     totals[_BLOCKS] += count if op == _STORED else -count
     totals[_HASHES] += count
-    totals[_TOKENS] += steps[row, TOKEN_COUNT]
-    totals[_STEPS] += 1
+    totals[_TOKENS] += edits[row, TOKEN_COUNT]
+    totals[_EDITS] += 1
 
 
 @jit
-def _scan(data: Any, hashes: Any, steps: Any, tokens: Any, totals: Any) -> Any:
+def _scan(data: Any, hashes: Any, edits: Any, tokens: Any, totals: Any) -> Any:
     """Read a batch into the arrays, behind what `totals` says is in them already; return 0, or why not."""
     totals[_RANK:] = 0
     if data.size < 12 or data[0] != 0x93 or data[1] != 0xCB:
@@ -241,12 +241,12 @@ def _scan(data: Any, hashes: Any, steps: Any, tokens: Any, totals: Any) -> Any:
     for _ in range(events):
         if at >= data.size:
             return _OTHER
-        if totals[_STEPS] == steps.shape[0]:
+        if totals[_EDITS] == edits.shape[0]:
             return _FULL
-        at = _event(data, at, hashes, steps, tokens, totals)
+        at = _event(data, at, hashes, edits, tokens, totals)
         if at < 0:
             return at
-        _add_up(hashes, steps, totals)
+        _add_up(hashes, edits, totals)
     if events < 0 or at >= data.size:
         return _OTHER
     if data[at] == 0xC0:
@@ -259,11 +259,11 @@ def _scan(data: Any, hashes: Any, steps: Any, tokens: Any, totals: Any) -> Any:
 
 
 @jit
-def _all_of_size(steps: Any, block_size: Any) -> Any:
+def _all_of_size(edits: Any, block_size: Any) -> Any:
     """Tell whether all stores are of blocks of that size, or do not say."""
-    for step in range(steps.shape[0]):
-        size = steps[step, SCANNED_BLOCK_SIZE]
-        if steps[step, _OP] == _STORED and size != block_size and size != 0:
+    for edit in range(edits.shape[0]):
+        size = edits[edit, SCANNED_BLOCK_SIZE]
+        if edits[edit, _OP] == _STORED and size != block_size and size != 0:
             return False
     return True
 
@@ -275,32 +275,32 @@ class ScanBuffers:
     What is written stays; the arrays live as long as any of their batches.
     """
 
-    __slots__ = ("hashes", "steps", "tokens")
+    __slots__ = ("edits", "hashes", "tokens")
 
-    def __init__(self, hashes: int, steps: int, tokens: int) -> None:
-        """Make room for so many hashes, steps and tokens."""
+    def __init__(self, hashes: int, edits: int, tokens: int) -> None:
+        """Make room for so many hashes, edits and tokens."""
         self.hashes = np.empty(hashes, np.uint64)
-        self.steps = np.empty((steps, _COLUMNS), np.int64)
+        self.edits = np.empty((edits, _COLUMNS), np.int64)
         self.tokens = np.empty(tokens, np.uint32)
 
 
 class Scanned:
-    """Events as arrays: their steps, the hashes of all of them one behind the other, and the tokens that
-    steps point into.
+    """Events as arrays: their edits, the hashes of all of them one behind the other, and the tokens that
+    edits point into.
     """
 
     __slots__ = ("_begin", "_buffers", "_end")
 
     def __init__(self, buffers: ScanBuffers, begin: Sequence[int], end: Sequence[int]) -> None:
-        """Take what lies in the arrays from `begin` to `end`, each the numbers of hashes and of steps before
+        """Take what lies in the arrays from `begin` to `end`, each the numbers of hashes and of edits before
         it.
         """
         self._buffers, self._begin, self._end = buffers, begin, end
 
     @property
-    def steps(self) -> Steps:
+    def edits(self) -> Edits:
         """One row for each event."""
-        return self._buffers.steps[self._begin[_STEPS] : self._end[_STEPS]]
+        return self._buffers.edits[self._begin[_EDITS] : self._end[_EDITS]]
 
     @property
     def hashes(self) -> Hashes:
@@ -313,23 +313,23 @@ class Scanned:
         return self._buffers.tokens
 
     @staticmethod
-    def have_size(steps: Steps, block_size: int) -> bool:
+    def have_size(edits: Edits, block_size: int) -> bool:
         """Tell whether all stores are of blocks of that size, or do not say."""
-        return bool(_all_of_size(steps, block_size))
+        return bool(_all_of_size(edits, block_size))
 
     def events(self) -> Iterator[Event]:
         """Yield the events as objects."""
         first = 0
-        for step, count in enumerate(self.steps[:, _COUNT].tolist()):
-            yield self.event(step, first)
+        for edit, count in enumerate(self.edits[:, _COUNT].tolist()):
+            yield self.event(edit, first)
             first += count
 
-    def event(self, step: int, first: int) -> Event:
+    def event(self, edit: int, first: int) -> Event:
         """Return one of the events as an object; `first` hashes come before its own."""
-        op, lane, count, parent, has_parent, start, tokens, block_size = self.steps[step].tolist()
+        op, area, count, parent, has_parent, start, tokens, block_size = self.edits[edit].tolist()
         if op == Op.CLEARED:
             return AllBlocksCleared()
-        hashes, medium = self.hashes[first : first + count].tolist(), PLACES[lane][0]
+        hashes, medium = self.hashes[first : first + count].tolist(), PLACES[area][0]
         if op == Op.REMOVED:
             return BlockRemoved(hashes, medium)
         ids = self.tokens[start : start + tokens].tolist()
@@ -383,7 +383,7 @@ class Scanner:
         """Read a batch in either encoding. Raises `ValueError` where the payload is not a batch at all."""
         data = np.frombuffer(payload, np.uint8)
         while status := _scan(
-            data, self._buffers.hashes, self._buffers.steps, self._buffers.tokens, self._totals
+            data, self._buffers.hashes, self._buffers.edits, self._buffers.tokens, self._totals
         ):
             self._totals[:_RANK] = self._begin[:_RANK]
             if status == _OTHER:
@@ -401,7 +401,7 @@ class Scanner:
         """
         full, times = self._buffers, 1 if any(self._begin[:_RANK]) else 2
         self._buffers = ScanBuffers(
-            times * len(full.hashes), times * len(full.steps), times * len(full.tokens)
+            times * len(full.hashes), times * len(full.edits), times * len(full.tokens)
         )
         self._begin = [0] * _TOTALS
         self._totals[:] = 0

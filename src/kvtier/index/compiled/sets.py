@@ -1,8 +1,8 @@
 """The compiled table's holder sets: who holds a block, as a row of bits that many blocks share.
 
-A row has a word per lane for 64 workers. Sets are interned: equal rows have equal numbers; set 0 is that of
+A row has a word per area for 64 workers. Sets are interned: equal rows have equal numbers; set 0 is that of
 nobody. Clearing a worker takes its bits out of every row and interns anew; `alias` then points a set to its
-equal, or to 0 when nobody is left in it. `refs` counts the slots with each number; one that no slot has may
+equal, or to 0 when nobody is left in it. `refs` counts the cells with each number; one that no cell has may
 be given to another set.
 """
 
@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from kvtier.index.compiled.cells import DEAD, FREE, mix
 from kvtier.index.compiled.jit import jit
-from kvtier.index.compiled.slots import DEAD, FREE, mix
 
 __all__ = ["intern_all", "toggled"]
 

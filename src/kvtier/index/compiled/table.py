@@ -17,21 +17,21 @@ import numpy.typing as npt
 
 from kvtier.errors import InputError, IntegrityError
 from kvtier.index.base import (
-    LANES,
-    MAX_LANES,
+    AREAS,
+    MAX_AREAS,
     MAX_WORKERS,
     Columns,
+    Edits,
     Hashes,
-    IndexLane,
+    IndexArea,
     Op,
-    Steps,
     StorageTier,
     Table,
     TableStats,
     usable_tiers,
 )
 from kvtier.index.compiled import changes, questions, sets
-from kvtier.index.compiled.slots import (
+from kvtier.index.compiled.cells import (
     AGAIN,
     CLOSED,
     DEAD,
@@ -41,7 +41,7 @@ from kvtier.index.compiled.slots import (
     SEGMENTS,
     UNKNOWN,
     USED,
-    Slots,
+    Cells,
     words_of,
 )
 
@@ -49,7 +49,7 @@ __all__ = ["MIN_BUDGET", "CompiledTable"]
 
 MIN_BUDGET = 256 << 10
 _FIRST_SETS = 64
-_SEGMENT_BYTES = Slots.segment_bytes(changes.WIDTH)
+_SEGMENT_BYTES = Cells.segment_bytes(changes.WIDTH)
 # A set's reference count, alias, two seats, place on the free list; its row comes on top.
 _SET_BYTES = 8 + 4 + 2 * 4 + 4
 
@@ -66,14 +66,14 @@ class CompiledTable:
                 f"budget: expected at least {MIN_BUDGET} bytes for a compiled table, got {budget}"
             )
         self._budget = budget
-        self._slots = Slots.reserve(budget // _SEGMENT_BYTES, changes.WIDTH)
-        self._meta = self._slots.meta
-        self._lanes = np.array([(number, 0) for number in range(LANES)], np.int64)
-        self._needed = np.zeros((MAX_LANES, 1), np.uint64)
-        self._held = np.zeros((64, MAX_LANES + 1), np.int64)
+        self._cells = Cells.reserve(budget // _SEGMENT_BYTES, changes.WIDTH)
+        self._meta = self._cells.meta
+        self._areas = np.array([(number, 0) for number in range(AREAS)], np.int64)
+        self._needed = np.zeros((MAX_AREAS, 1), np.uint64)
+        self._held = np.zeros((64, MAX_AREAS + 1), np.int64)
         self._words = 1
         self._refs = np.zeros(1, np.int64)
-        self._make_sets(_FIRST_SETS, np.zeros((1, LANES, 1), np.uint64))
+        self._make_sets(_FIRST_SETS, np.zeros((1, AREAS, 1), np.uint64))
 
     # -- shape -------------------------------------------------------------------------------------
 
@@ -82,29 +82,29 @@ class CompiledTable:
         if workers <= have:
             return True
         wanted = max(-(-workers // 64) * 64, min(2 * have, MAX_WORKERS))
-        if workers > MAX_WORKERS or not self._fits(self._room, len(self._lanes), wanted // 64):
+        if workers > MAX_WORKERS or not self._fits(self._room, len(self._areas), wanted // 64):
             return False
-        held = np.zeros((wanted, MAX_LANES + 1), np.int64)
+        held = np.zeros((wanted, MAX_AREAS + 1), np.int64)
         held[:have] = self._held
-        needed = np.zeros((MAX_LANES, wanted // 64), np.uint64)
+        needed = np.zeros((MAX_AREAS, wanted // 64), np.uint64)
         needed[:, : self._words] = self._needed
         rows = self._grid()
         self._held, self._needed, self._words = held, needed, wanted // 64
         self._make_sets(self._room, rows)
         return True
 
-    def add_lane(self, lane: IndexLane) -> int | None:
-        number = len(self._lanes)
-        if number == MAX_LANES or not self._fits(self._room, number + 1, self._words):
+    def add_area(self, area: IndexArea) -> int | None:
+        number = len(self._areas)
+        if number == MAX_AREAS or not self._fits(self._room, number + 1, self._words):
             return None
         rows = self._grid()
-        self._lanes = np.vstack((self._lanes, np.array([lane], np.int64)))
+        self._areas = np.vstack((self._areas, np.array([area], np.int64)))
         self._make_sets(self._room, rows)
         return number
 
     def require(self, worker: int, groups: int) -> None:
         word, bit = worker >> 6, np.uint64(1 << (worker & 63))
-        for group in range(MAX_LANES):
+        for group in range(MAX_AREAS):
             self._needed[group, word] &= ~bit
             if groups >> group & 1:
                 self._needed[group, word] |= bit
@@ -115,29 +115,29 @@ class CompiledTable:
         return len(self._refs)
 
     def _grid(self) -> npt.NDArray[np.uint64]:
-        """Return the sets' rows as `[set, lane, word]`."""
-        return self._rows[: self._room].reshape(self._room, len(self._lanes), self._words)
+        """Return the sets' rows as `[set, area, word]`."""
+        return self._rows[: self._room].reshape(self._room, len(self._areas), self._words)
 
-    def _sets_bytes(self, room: int, lanes: int, words: int) -> int:
-        workers = words * (64 * (MAX_LANES + 1) * 8 + MAX_LANES * 8)
-        return room * _SET_BYTES + (room + 1) * lanes * words * 8 + workers
+    def _sets_bytes(self, room: int, areas: int, words: int) -> int:
+        workers = words * (64 * (MAX_AREAS + 1) * 8 + MAX_AREAS * 8)
+        return room * _SET_BYTES + (room + 1) * areas * words * 8 + workers
 
-    def _fits(self, room: int, lanes: int, words: int) -> bool:
+    def _fits(self, room: int, areas: int, words: int) -> bool:
         """Tell whether sets of that shape can be made while the present ones are still there."""
-        return self._bytes() + self._sets_bytes(room, lanes, words) <= self._budget
+        return self._bytes() + self._sets_bytes(room, areas, words) <= self._budget
 
     def _make_sets(self, room: int, rows: npt.NDArray[np.uint64]) -> None:
         """Make room for sets in the present shape, and take over what there is."""
-        lanes, words = len(self._lanes), self._words
-        have, old_lanes, old_words = rows.shape
-        grid = np.zeros((room + 1, lanes, words), np.uint64)  # the last row is scratch
-        grid[:have, :old_lanes, :old_words] = rows
+        areas, words = len(self._areas), self._words
+        have, old_areas, old_words = rows.shape
+        grid = np.zeros((room + 1, areas, words), np.uint64)  # the last row is scratch
+        grid[:have, :old_areas, :old_words] = rows
         refs = np.zeros(room, np.int64)
         refs[:have] = self._refs
-        self._rows, self._refs = grid.reshape(room + 1, lanes * words), refs
+        self._rows, self._refs = grid.reshape(room + 1, areas * words), refs
         self._alias, self._free = np.zeros(room, np.uint32), np.zeros(room, np.uint32)
         self._intern = np.zeros(2 * room, np.uint32)
-        self._meta[MAX_SEGMENTS] = (self._budget - self._sets_bytes(room, lanes, words)) // _SEGMENT_BYTES
+        self._meta[MAX_SEGMENTS] = (self._budget - self._sets_bytes(room, areas, words)) // _SEGMENT_BYTES
         self._intern_all()
 
     def _intern_all(self) -> None:
@@ -150,7 +150,7 @@ class CompiledTable:
         self._intern_all()
         if self._meta[FREE] >= self._room // 4:
             return
-        if self._fits(2 * self._room, len(self._lanes), self._words):
+        if self._fits(2 * self._room, len(self._areas), self._words):
             self._make_sets(2 * self._room, self._grid())
         elif not self._meta[FREE]:
             self._meta[CLOSED] = 1
@@ -159,38 +159,38 @@ class CompiledTable:
 
     @property
     def _state(self) -> tuple[npt.NDArray[Any], ...]:
-        return (*self._slots, self._rows, self._refs, self._alias, self._intern, self._free, self._held)
+        return (*self._cells, self._rows, self._refs, self._alias, self._intern, self._free, self._held)
 
     def apply(
-        self, worker: int, steps: Steps, hashes: Hashes, unique: bool = False
+        self, worker: int, edits: Edits, hashes: Hashes, unique: bool = False
     ) -> tuple[int, int] | None:
-        step, done = 0, 0
-        while step < len(steps):
-            step, done = changes.apply(*self._state, worker, steps, hashes, step, done, unique)
-            if step == len(steps):
+        edit, done = 0, 0
+        while edit < len(edits):
+            edit, done = changes.apply(*self._state, worker, edits, hashes, edit, done, unique)
+            if edit == len(edits):
                 break
-            if steps[step, 0] == Op.CLEARED:
+            if edits[edit, 0] == Op.CLEARED:
                 self.clear(worker)
-                step, done = step + 1, 0
+                edit, done = edit + 1, 0
             elif self._meta[AGAIN]:
                 self._meta[AGAIN] = 0
-                return step, done
+                return edit, done
             else:
                 self._more_sets()
         return None
 
-    def store(self, worker: int, lane: int, hashes: Hashes) -> npt.NDArray[np.bool_]:
+    def store(self, worker: int, area: int, hashes: Hashes) -> npt.NDArray[np.bool_]:
         fresh = np.zeros(len(hashes), np.bool_)
         start = 0
         while (
-            start := changes.store(*self._state, worker, lane, hashes, start, len(hashes), fresh, False)
+            start := changes.store(*self._state, worker, area, hashes, start, len(hashes), fresh, False)
         ) < len(hashes):
             self._more_sets()
         return fresh
 
     def refuse(self, worker: int, count: int) -> None:
         self._meta[DROPPED] += count
-        self._held[worker, MAX_LANES] += count
+        self._held[worker, MAX_AREAS] += count
 
     def clear(self, worker: int) -> None:
         self._held[worker] = 0
@@ -203,28 +203,28 @@ class CompiledTable:
     def match(self, hashes: Hashes, offsets: npt.NDArray[np.int64]) -> Columns:
         out = np.zeros((len(offsets) - 1, len(self._held), 7), np.int32)
         questions.match(
-            *self._slots[:3], self._rows, self._alias, self._lanes, self._needed, hashes, offsets, out
+            *self._cells[:3], self._rows, self._alias, self._areas, self._needed, hashes, offsets, out
         )
         return out
 
     @property
     def holders_state(self) -> tuple[Any, ...]:
         """What `questions.holds_one` needs to know of the table."""
-        return (*self._slots[:3], self._rows, self._alias, self._words)
+        return (*self._cells[:3], self._rows, self._alias, self._words)
 
     def holds(self, worker: int, hashes: Hashes) -> npt.NDArray[np.bool_]:
         found: npt.NDArray[np.bool_] = questions.holds(*self.holders_state, worker, hashes)
         return found
 
     def holdings(self) -> int:
-        return int(self._held[:, :MAX_LANES].sum())
+        return int(self._held[:, :MAX_AREAS].sum())
 
     def held(self, worker: int) -> list[int]:
-        counts: list[int] = self._held[worker, : len(self._lanes)].tolist()
+        counts: list[int] = self._held[worker, : len(self._areas)].tolist()
         return counts
 
     def dropped(self, worker: int) -> int:
-        return int(self._held[worker, MAX_LANES])
+        return int(self._held[worker, MAX_AREAS])
 
     def adopt(self, other: Table, workers: int) -> None:
         """Go on with the counters of a table with so many workers, whose blocks were copied into
@@ -232,14 +232,14 @@ class CompiledTable:
         """
         stats = other.stats()
         self._meta[[DROPPED, UNKNOWN]] = stats.dropped, stats.unknown
-        self._held[:workers, MAX_LANES] = [other.dropped(worker) for worker in range(workers)]
+        self._held[:workers, MAX_AREAS] = [other.dropped(worker) for worker in range(workers)]
 
     def hashes(self) -> Iterator[Hashes]:
-        for part in self._slots.parts(changes.WIDTH):
+        for part in self._cells.parts(changes.WIDTH):
             yield words_of(part, 0)
 
     def usable(self, hashes: Hashes) -> list[Mapping[int, int]]:
-        numbers = questions.find_all(*self._slots[:3], self._alias, hashes).tolist()
+        numbers = questions.find_all(*self._cells[:3], self._alias, hashes).tolist()
         on = {number: self._tiers_of(number) for number in set(numbers)}
         return [on[number] for number in numbers]
 
@@ -247,11 +247,11 @@ class CompiledTable:
         """Return the workers of a holder set that hold its blocks on any tier, and a bit for
         each such tier.
         """
-        lanes = [IndexLane(StorageTier(tier), group) for tier, group in self._lanes.tolist()]
+        areas = [IndexArea(StorageTier(tier), group) for tier, group in self._areas.tolist()]
         held: dict[int, int] = {}
-        for worker, lane in self._holders(number):
-            held[worker] = held.get(worker, 0) | 1 << lane
-        on = {worker: usable_tiers(bits, self._needs(worker), lanes) for worker, bits in held.items()}
+        for worker, area in self._holders(number):
+            held[worker] = held.get(worker, 0) | 1 << area
+        on = {worker: usable_tiers(bits, self._needs(worker), areas) for worker, bits in held.items()}
         return {worker: tiers for worker, tiers in on.items() if tiers}
 
     def _needs(self, worker: int) -> int:
@@ -260,11 +260,11 @@ class CompiledTable:
 
     def _holders(self, number: int) -> list[tuple[int, int]]:
         bits = np.unpackbits(self._grid()[number].view(np.uint8), axis=1, bitorder="little")
-        return [(int(worker), int(lane)) for lane, worker in zip(*np.nonzero(bits), strict=True)]
+        return [(int(worker), int(area)) for area, worker in zip(*np.nonzero(bits), strict=True)]
 
     def _bytes(self) -> int:
         return int(self._meta[SEGMENTS]) * _SEGMENT_BYTES + self._sets_bytes(
-            self._room, len(self._lanes), self._words
+            self._room, len(self._areas), self._words
         )
 
     def stats(self) -> TableStats:
@@ -280,23 +280,23 @@ class CompiledTable:
         )
 
     def check(self) -> None:
-        parts = list(self._slots.parts(changes.WIDTH))
+        parts = list(self._cells.parts(changes.WIDTH))
         keys = np.concatenate([words_of(part, 0) for part in parts])
         numbers = np.concatenate([part[:, 2] for part in parts])
         meta, alias = self._meta, self._alias
-        found = questions.find_all(*self._slots[:3], alias, keys)
-        counted = np.zeros_like(self._held[:, :MAX_LANES])
+        found = questions.find_all(*self._cells[:3], alias, keys)
+        counted = np.zeros_like(self._held[:, :MAX_AREAS])
         for number, count in zip(*np.unique(alias[numbers], return_counts=True), strict=True):
-            for worker, lane in self._holders(int(number)):
-                counted[worker, lane] += count
+            for worker, area in self._holders(int(number)):
+                counted[worker, area] += count
         wrong = {
             "entries": len(keys) != meta[USED],
             "a hash twice": len(np.unique(keys)) != len(keys),
             "dead entries": np.count_nonzero(alias[numbers] == 0) != meta[DEAD],
-            "segment fills": not self._slots.fills(changes.WIDTH),
+            "segment fills": not self._cells.fills(changes.WIDTH),
             "a hash out of its place": (found != alias[numbers]).any(),
             "reference counts": (np.bincount(numbers, minlength=self._room) != self._refs).any(),
-            "blocks per worker": (counted != self._held[:, :MAX_LANES]).any(),
+            "blocks per worker": (counted != self._held[:, :MAX_AREAS]).any(),
             "bytes": self._bytes() > self._budget,
         }
         if any(wrong.values()):

@@ -2,9 +2,9 @@
 
 Blocks and names are both kept in one.
 
-The table grows by segments of 1,024 slots. A directory, indexed by the leading bits of the mixed hash, names
+The table grows by segments of 1,024 cells. A directory, indexed by the leading bits of the mixed hash, names
 the segment; within it, linear probing. A full segment is split in two, so growth never copies the table nor
-needs it twice. A slot is `width` words: the hash's halves, a word that is 0 in an empty slot only, and what
+needs it twice. A cell is `width` words: the hash's halves, a word that is 0 in an empty cell only, and what
 the owner keeps besides. Removal shifts what follows back, so there are no tombstones.
 
     blocks (width 3)    hash, hash, number of the holder set
@@ -27,29 +27,55 @@ import numpy.typing as npt
 from kvtier.index.compiled.jit import jit, prefetch
 
 __all__ = [
-    "AGAIN", "CLOSED", "DEAD", "DEPTH", "DROPPED", "FILL", "FREE", "HAND", "HARD_LIMIT", "LIMIT",
-    "MAX_SEGMENTS", "SECRET", "SEGMENTS", "SLOTS", "UNKNOWN", "USED", "Slots", "erase", "expect", "fill",
-    "find", "mix", "mixed_of", "put_word", "rehash", "segment_at", "segment_of", "split", "word_at",
+    "AGAIN",
+    "CELLS",
+    "CLOSED",
+    "DEAD",
+    "DEPTH",
+    "DROPPED",
+    "FILL",
+    "FREE",
+    "HAND",
+    "HARD_LIMIT",
+    "LIMIT",
+    "MAX_SEGMENTS",
+    "SECRET",
+    "SEGMENTS",
+    "UNKNOWN",
+    "USED",
+    "Cells",
+    "erase",
+    "expect",
+    "fill",
+    "find",
+    "mix",
+    "mixed_of",
+    "put_word",
+    "rehash",
+    "segment_at",
+    "segment_of",
+    "split",
+    "word_at",
     "words_of",
 ]  # fmt: skip
 
-SLOTS = 1024
-LIMIT = SLOTS * 4 // 5
+CELLS = 1024
+LIMIT = CELLS * 4 // 5
 """A segment this full is split."""
-HARD_LIMIT = SLOTS * 15 // 16
+HARD_LIMIT = CELLS * 15 // 16
 """A segment may become this full when the budget allows no more of them."""
 
 # Fields of `meta`: those of every table, then those of the table of blocks.
 USED, SEGMENTS, MAX_SEGMENTS, DEPTH, MAX_DEPTH, SECRET = range(6)
 DEAD, FREE, DROPPED, UNKNOWN, HAND, CLOSED, AGAIN, _META = range(6, 14)
-# Columns of `segments`: slots in use, and by how many leading bits the segment is known.
+# Columns of `segments`: cells in use, and by how many leading bits the segment is known.
 FILL, _LOCAL = 0, 1
 
 _M1, _M2 = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 _ONE, _LOW = np.uint64(1), np.uint64(0xFFFFFFFF)
 _S29, _S32, _S33 = np.uint64(29), np.uint64(32), np.uint64(33)
-_MASK = np.uint64(SLOTS - 1)
+_MASK = np.uint64(CELLS - 1)
 
 
 @jit
@@ -76,59 +102,59 @@ def segment_of(meta: Any, directory: Any, mixed: Any) -> Any:
 
 
 @jit
-def word_at(slots: Any, place: Any) -> Any:
-    """Return the 64 bits at a place: a slot's hash, or a key."""
-    return np.uint64(slots[place]) | (np.uint64(slots[place + 1]) << _S32)
+def word_at(cells: Any, place: Any) -> Any:
+    """Return the 64 bits at a place: a cell's hash, or a key."""
+    return np.uint64(cells[place]) | (np.uint64(cells[place + 1]) << _S32)
 
 
 @jit
-def put_word(slots: Any, place: Any, word: Any) -> None:
-    slots[place], slots[place + 1] = np.uint32(word & _LOW), np.uint32(word >> _S32)
+def put_word(cells: Any, place: Any, word: Any) -> None:
+    cells[place], cells[place + 1] = np.uint32(word & _LOW), np.uint32(word >> _S32)
 
 
 @jit
-def find(slots: Any, width: Any, segment: Any, mixed: Any, key: Any, tag: Any) -> Any:
-    """Return the place of a hash in its segment, or `~place` of the empty slot where it belongs."""
+def find(cells: Any, width: Any, segment: Any, mixed: Any, key: Any, tag: Any) -> Any:
+    """Return the place of a hash in its segment, or `~place` of the empty cell where it belongs."""
     low, high = np.uint32(key & _LOW), np.uint32(key >> _S32)
-    base, at = segment * (SLOTS * width), mixed & _MASK
+    base, at = segment * (CELLS * width), mixed & _MASK
     while True:
         place = base + np.int64(at) * width
-        if slots[place + 2] == 0:
+        if cells[place + 2] == 0:
             return ~place
-        if slots[place] == low and slots[place + 1] == high and (tag == 0 or slots[place + 2] == tag):
+        if cells[place] == low and cells[place + 1] == high and (tag == 0 or cells[place + 2] == tag):
             return place
         at = (at + _ONE) & _MASK
 
 
 @jit
-def expect(meta: Any, directory: Any, slots: Any, width: Any, key: Any, tag: Any) -> None:
-    """Begin to load the slot of a hash wanted soon: tables are larger than caches, and waiting is most of
+def expect(meta: Any, directory: Any, cells: Any, width: Any, key: Any, tag: Any) -> None:
+    """Begin to load the cell of a hash wanted soon: tables are larger than caches, and waiting is most of
     the work.
     """
     mixed = mixed_of(meta, key, tag)
-    prefetch(slots, (segment_of(meta, directory, mixed) * SLOTS + np.int64(mixed & _MASK)) * width)
+    prefetch(cells, (segment_of(meta, directory, mixed) * CELLS + np.int64(mixed & _MASK)) * width)
 
 
 @jit
-def fill(meta: Any, slots: Any, segments: Any, segment: Any, place: Any, key: Any, mark: Any) -> None:
-    """Put a hash and its third word into an empty slot."""
-    put_word(slots, place, key)
-    slots[place + 2] = np.uint32(mark)
+def fill(meta: Any, cells: Any, segments: Any, segment: Any, place: Any, key: Any, mark: Any) -> None:
+    """Put a hash and its third word into an empty cell."""
+    put_word(cells, place, key)
+    cells[place + 2] = np.uint32(mark)
     segments[segment, FILL] += 1
     meta[USED] += 1
 
 
 @jit
 def rehash(
-    meta: Any, directory: Any, slots: Any, segments: Any, width: Any, tagged: Any, segment: Any
+    meta: Any, directory: Any, cells: Any, segments: Any, width: Any, tagged: Any, segment: Any
 ) -> None:
     """Put a segment's entries where the directory now sends them.
 
-    Slots whose third word was set to 0 are left out.
+    Cells whose third word was set to 0 are left out.
     """
-    base, size = segment * (SLOTS * width), SLOTS * width
-    old = slots[base : base + size].copy()
-    slots[base : base + size] = 0
+    base, size = segment * (CELLS * width), CELLS * width
+    old = cells[base : base + size].copy()
+    cells[base : base + size] = 0
     meta[USED] -= segments[segment, FILL]
     segments[segment, FILL] = 0
     for place in range(0, size, width):
@@ -137,15 +163,15 @@ def rehash(
         key, tag = word_at(old, place), old[place + 2] if tagged else np.uint32(0)
         mixed = mixed_of(meta, key, tag)
         target = segment_of(meta, directory, mixed)
-        to = ~find(slots, width, target, mixed, key, tag)
+        to = ~find(cells, width, target, mixed, key, tag)
         for word in range(width):
-            slots[to + word] = old[place + word]
+            cells[to + word] = old[place + word]
         segments[target, FILL] += 1
         meta[USED] += 1
 
 
 @jit
-def split(meta: Any, directory: Any, slots: Any, segments: Any, width: Any, tagged: Any, mixed: Any) -> Any:
+def split(meta: Any, directory: Any, cells: Any, segments: Any, width: Any, tagged: Any, mixed: Any) -> Any:
     """Split the segment that a mixed hash belongs to; `False` when there is no other."""
     segment = segment_of(meta, directory, mixed)
     local = segments[segment, _LOCAL]
@@ -162,49 +188,49 @@ def split(meta: Any, directory: Any, slots: Any, segments: Any, width: Any, tagg
     first = (np.int64(mixed >> np.uint64(64 - local)) * 2 + 1) * span
     for at in range(first, first + span):
         directory[at] = new
-    rehash(meta, directory, slots, segments, width, tagged, segment)
+    rehash(meta, directory, cells, segments, width, tagged, segment)
     return True
 
 
 @jit
-def erase(meta: Any, slots: Any, segments: Any, width: Any, tagged: Any, segment: Any, place: Any) -> None:
-    """Empty a slot and move later entries of its run back, so that probing never stops short."""
-    base = segment * (SLOTS * width)
+def erase(meta: Any, cells: Any, segments: Any, width: Any, tagged: Any, segment: Any, place: Any) -> None:
+    """Empty a cell and move later entries of its run back, so that probing never stops short."""
+    base = segment * (CELLS * width)
     hole = np.uint64((place - base) // width)
     at = hole
     while True:
         at = (at + _ONE) & _MASK
         source = base + np.int64(at) * width
-        if slots[source + 2] == 0:
+        if cells[source + 2] == 0:
             break
-        home = mixed_of(meta, word_at(slots, source), slots[source + 2] if tagged else np.uint32(0)) & _MASK
+        home = mixed_of(meta, word_at(cells, source), cells[source + 2] if tagged else np.uint32(0)) & _MASK
         if ((at - home) & _MASK) >= ((at - hole) & _MASK):
             target = base + np.int64(hole) * width
             for word in range(width):
-                slots[target + word] = slots[source + word]
+                cells[target + word] = cells[source + word]
             hole = at
-    slots[base + np.int64(hole) * width + 2] = 0
+    cells[base + np.int64(hole) * width + 2] = 0
     segments[segment, FILL] -= 1
     meta[USED] -= 1
 
 
-class Slots(NamedTuple):
+class Cells(NamedTuple):
     """The arrays of a table."""
 
     meta: npt.NDArray[np.int64]
     directory: npt.NDArray[np.uint32]
-    slots: npt.NDArray[np.uint32]
+    cells: npt.NDArray[np.uint32]
     segments: npt.NDArray[np.int32]
 
     @staticmethod
     def segment_bytes(width: int) -> int:
-        """Return what a segment takes: its slots, its row in `segments`, its eight entries in the directory
+        """Return what a segment takes: its cells, its row in `segments`, its eight entries in the directory
         at most.
         """
-        return SLOTS * width * 4 + 2 * 4 + 8 * 4
+        return CELLS * width * 4 + 2 * 4 + 8 * 4
 
     @classmethod
-    def reserve(cls, most: int, width: int) -> Slots:
+    def reserve(cls, most: int, width: int) -> Cells:
         """Reserve address space for so many segments, and begin with two of them."""
         meta = np.zeros(_META, np.int64)
         meta[[DEPTH, SEGMENTS, MAX_SEGMENTS]] = 1, 2, most
@@ -212,10 +238,10 @@ class Slots(NamedTuple):
         directory, segments = np.zeros(1 << int(meta[MAX_DEPTH]), np.uint32), np.zeros((most, 2), np.int32)
         directory[1] = 1
         segments[:2, _LOCAL] = 1
-        return cls(meta, directory, np.zeros(most * SLOTS * width, np.uint32), segments)
+        return cls(meta, directory, np.zeros(most * CELLS * width, np.uint32), segments)
 
     def parts(self, width: int) -> Iterator[npt.NDArray[np.uint32]]:
-        """Yield the slots in use, `[slot, word]`, a segment at a time. The table may change meanwhile.
+        """Yield the cells in use, `[cell, word]`, a segment at a time. The table may change meanwhile.
 
         Segments come in the order of the directory: one that is split later is passed as two at the same
         place, so what stays in the table comes once.
@@ -224,16 +250,16 @@ class Slots(NamedTuple):
         while done < 1 << 64:
             segment = int(self.directory[done >> (64 - int(self.meta[DEPTH]))])
             done += 1 << (64 - int(self.segments[segment, _LOCAL]))
-            part = self.slots[segment * SLOTS * width : (segment + 1) * SLOTS * width].reshape(SLOTS, width)
+            part = self.cells[segment * CELLS * width : (segment + 1) * CELLS * width].reshape(CELLS, width)
             yield part[part[:, 2] != 0]
 
     def fills(self, width: int) -> bool:
-        """Tell whether the counts are those of the slots."""
-        used = self.slots[2::width][: int(self.meta[SEGMENTS]) * SLOTS].reshape(-1, SLOTS)
+        """Tell whether the counts are those of the cells."""
+        used = self.cells[2::width][: int(self.meta[SEGMENTS]) * CELLS].reshape(-1, CELLS)
         fills = np.count_nonzero(used, axis=1)
         return bool(fills.sum() == self.meta[USED] and (fills == self.segments[: len(fills), FILL]).all())
 
 
 def words_of(part: npt.NDArray[np.uint32], at: int) -> npt.NDArray[np.uint64]:
-    """Return the 64 bits at word `at` of each slot."""
+    """Return the 64 bits at word `at` of each cell."""
     return part[:, at].astype(np.uint64) | (part[:, at + 1].astype(np.uint64) << _S32)
