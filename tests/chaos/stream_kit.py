@@ -43,7 +43,7 @@ MEDIA = ("GPU", "CPU", "STORAGE")
 
 def stored(hashes: list[int], parent: int | None = None, medium: str = "GPU") -> BlockStored:
     """Return a store of blocks whose tokens follow from their hashes."""
-    tokens = [(each + i) & 0xFFFF for each in hashes for i in range(BLOCK_SIZE)]
+    tokens = [(block + i) & 0xFFFF for block in hashes for i in range(BLOCK_SIZE)]
     return BlockStored(list(hashes), parent, tokens, BLOCK_SIZE, None, medium, None)
 
 
@@ -78,7 +78,7 @@ class Picture:
 
     def _fold_blocks(self, event: BlockStored | BlockRemoved) -> None:
         place = place_of(event)
-        for key in ((place, to_u64(each)) for each in event.block_hashes):
+        for key in ((place, to_u64(block)) for block in event.block_hashes):
             if isinstance(event, BlockStored):
                 self.blocks[key] += 1
             elif self.blocks[key] > 1:
@@ -128,7 +128,7 @@ class Workload:
 
     def _removal(self, held: list[tuple[Place, int]]) -> BlockRemoved:
         place, _ = self.rng.choice(held)
-        there = [each for where, each in held if where == place]
+        there = [block for where, block in held if where == place]
         return BlockRemoved(self.rng.sample(there, self.rng.randint(1, min(4, len(there)))), place[0])
 
     def _known_store(self, held: list[tuple[Place, int]]) -> BlockStored:
@@ -147,9 +147,9 @@ class Workload:
         return stored(chain, parent, self.rng.choice(MEDIA))
 
     def _link(self, chain: list[int], parent: int | None) -> None:
-        for each in chain:
-            self._parents.setdefault(each, parent)
-            parent = each
+        for block in chain:
+            self._parents.setdefault(block, parent)
+            parent = block
 
     def _new_hash(self) -> int:
         return self.rng.getrandbits(63) | 1 << 62
@@ -228,9 +228,9 @@ class ModelPublisher:
             return [event]
         place = place_of(event)
         if isinstance(event, BlockRemoved):
-            gone_now = [each for each in event.block_hashes if held[place, to_u64(each)] == 1]
+            gone_now = [block for block in event.block_hashes if held[place, to_u64(block)] == 1]
             return [BlockRemoved(gone_now, event.medium)] if gone_now else []
-        new = [i for i, each in enumerate(event.block_hashes) if not held[place, to_u64(each)]]
+        new = [i for i, block in enumerate(event.block_hashes) if not held[place, to_u64(block)]]
         return [blocks_of(event, i, i + 1) for i in new]
 
     def _send(self, events: list[Event], *, marked: bool) -> Message:
@@ -249,7 +249,7 @@ class ModelPublisher:
 
     def mark(self) -> Mark:
         """Return what the publisher says of its state."""
-        digest = sum(each * place_weight(place) for place, each in self.truth.blocks)
+        digest = sum(block * place_weight(place) for place, block in self.truth.blocks)
         return Mark(self.epoch, len(self.truth.blocks), digest % (1 << 64))
 
     # -- what a subscriber asks --------------------------------------------------------------------
@@ -271,14 +271,14 @@ class ModelPublisher:
         if len(parts) > len(numbers):
             whole = [
                 AllBlocksCleared(),
-                *(stored([each], None, place[0]) for place, each in self.truth.blocks),
+                *(stored([block], None, place[0]) for place, block in self.truth.blocks),
             ]
             parts = [self._frame(whole, marked=True)]
         empty = self._frame([], marked=False)
         return [(seq, parts[i] if i < len(parts) else empty) for i, seq in enumerate(numbers)]
 
     def _snapshot(self) -> list[bytes]:
-        blocks = [stored([each], None, place[0]) for place, each in self.truth.blocks]
+        blocks = [stored([block], None, place[0]) for place, block in self.truth.blocks]
         parts: list[list[Event]] = [[AllBlocksCleared()]]
         parts += [list(blocks[i : i + 7]) for i in range(0, len(blocks), 7)]
         return [self._frame(part, marked=part is parts[-1]) for part in parts]

@@ -339,7 +339,7 @@ class Site:
         """Stop the traffic and the losses until every subscriber has the truth and says so."""
         self.link.loss = 0.0
         until = time.monotonic() + PATIENCE
-        while not all(self.has_the_truth(*each) for each in self.subscribers):
+        while not all(self.has_the_truth(*subscriber) for subscriber in self.subscribers):
             self.serve()
             assert time.monotonic() < until, [
                 (subscriber.status("p"), len(picture.held), len(self.workload.truth.held))

@@ -63,7 +63,7 @@ def _batches(encoder: EventEncoder) -> list[bytes]:
         [encoder.event(BlockRemoved(digests, "CPU", 0, "LOCAL", "disk"))],
         small * 20,
     ]
-    return [frame_batch(1.5, each, 0) for each in events]
+    return [frame_batch(1.5, part, 0) for part in events]
 
 
 def _stored(hashes: list[int] | list[bytes], **more: object) -> KVCacheEvent:

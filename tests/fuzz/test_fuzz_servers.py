@@ -66,9 +66,9 @@ def ask_for_everything(one: ZmqEventPublisher) -> set[int]:
             if seq == END:
                 return held
             held |= {
-                int(each)
+                int(block)
                 for event in decode_batch(payload).events
-                for each in getattr(event, "block_hashes", ())
+                for block in getattr(event, "block_hashes", ())
             }
     raise AssertionError("no answer within ten seconds")
 
@@ -134,9 +134,9 @@ class Impostor:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self._rng, self._samples = random.Random(SEED), corpus()
         self._pub, self._router = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
-        for each in (self._pub, self._router):
-            each.linger = 0
-        live, replay = (each.bind_to_random_port("tcp://127.0.0.1") for each in (self._pub, self._router))
+        for end in (self._pub, self._router):
+            end.linger = 0
+        live, replay = (end.bind_to_random_port("tcp://127.0.0.1") for end in (self._pub, self._router))
         self.source = Source("impostor", f"tcp://127.0.0.1:{live}", f"tcp://127.0.0.1:{replay}")
 
     def send(self, seq: int) -> None:

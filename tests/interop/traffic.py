@@ -68,7 +68,7 @@ class Traffic:
         while block:
             blocks.append(block)
             block = self._parents[block]
-        known = [token for each in reversed(blocks) for token in tokens_of(each)]
+        known = [token for parent in reversed(blocks) for token in tokens_of(parent)]
         return known + [1 << 20] * self._random.randrange(2 * BLOCK_SIZE)
 
     def _event(self) -> KVCacheEvent | None:

@@ -281,10 +281,10 @@ def test_a_recording_of_several_ranks_is_forgotten_for_each() -> None:
 def write_recording(file: Path, *batches: KVEventBatch) -> None:
     encoder = EventEncoder()
     with RecordingWriter(file) as writer:
-        for at, each in enumerate(batches):
+        for at, batch in enumerate(batches):
             writer.write(
                 RecordedBatch(
-                    float(at), at, frame_batch(each.ts, [encoder.event(event) for event in each.events], 0)
+                    float(at), at, frame_batch(batch.ts, [encoder.event(event) for event in batch.events], 0)
                 )
             )
 

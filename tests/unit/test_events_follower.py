@@ -443,7 +443,7 @@ def test_a_hole_in_a_stock_replay_is_asked_for_again() -> None:
     bench.answer()
     request = bench.follower.request
     assert request is not None
-    for reply in [each for each in bench.publisher.answer(request.data) if each[0] not in (4, 5)]:
+    for reply in [answer for answer in bench.publisher.answer(request.data) if answer[0] not in (4, 5)]:
         bench.follower.reply(request, *reply, bench.now)
     bench.answer_all()
     bench.assert_exact()

@@ -259,7 +259,7 @@ def test_the_factory_takes_an_engines_own_config() -> None:
         ("heartbeat_interval", 10**400),
         ("topic", "\ud800"),
     ],
-    ids=lambda each: each if isinstance(each, str) and len(each) < 40 else type(each).__name__,
+    ids=lambda value: value if isinstance(value, str) and len(value) < 40 else type(value).__name__,
 )
 def test_a_bad_setting_is_named(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=field) as caught:
@@ -507,12 +507,12 @@ def test_more_batches_that_wait_travel_together(client: Client) -> None:
         sent = replay(made, 0, client)
         batches = [decode_batch(payload) for _, payload in sent]
         assert numbers(sent) == list(range(len(sent)))
-        assert [event for each in batches for event in each.events] == [
+        assert [event for message in batches for event in message.events] == [
             stored([n + 1], n or None) for n in range(300)
         ]
-        sizes = [len(each.events) for each in batches]
+        sizes = [len(message.events) for message in batches]
         assert (max(sizes), sizes[0], set(sizes[-60:])) == (32, 32, {1})
-        assert all(each.ts == float(each.events[-1].block_hashes[0] - 1) for each in batches)
+        assert all(message.ts == float(message.events[-1].block_hashes[0] - 1) for message in batches)
         assert (made.stats().joined, made.stats().sent) == (300 - len(sent), len(sent))
 
 

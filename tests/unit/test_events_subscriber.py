@@ -42,7 +42,7 @@ QUICK = Limits(reply_timeout=0.5, probe_interval=0.3, catch_up_delay=0.05, backo
 
 
 def publish(publisher: ZmqEventPublisher, *hashes: int) -> None:
-    publisher.publish(KVEventBatch(time.time(), [stored([each]) for each in hashes]))
+    publisher.publish(KVEventBatch(time.time(), [stored([block]) for block in hashes]))
 
 
 def until(
@@ -109,7 +109,7 @@ class StockPublisher(threading.Thread):
 
     def publish(self, *hashes: int, is_lost: bool = False) -> None:
         self.ring.append(
-            frame_batch(time.time(), [self.encoder.event(stored([each])) for each in hashes], None)
+            frame_batch(time.time(), [self.encoder.event(stored([block])) for block in hashes], None)
         )
         if not is_lost:
             self.send(len(self.ring) - 1, self.ring[-1])
@@ -243,7 +243,7 @@ def test_a_publisher_that_sends_as_little_as_any_is_followed() -> None:
         until(subscriber, is_exact(subscriber, "s", 22), pictures)
         stock.publish(103, is_lost=True)  # the tail: found by asking
         until(subscriber, is_exact(subscriber, "s", 23), pictures)
-        assert {each for _, each in pictures["s"].held} == {*range(20), 100, 101, 102, 103}
+        assert {block for _, block in pictures["s"].held} == {*range(20), 100, 101, 102, 103}
         assert subscriber.status("s").kind is Kind.STOCK
         assert subscriber.status("s").counters.lost_batches == 0
     stock.stop()

@@ -390,8 +390,8 @@ def test_switched_off_the_stream_has_hashes_alone() -> None:
     host.cache(Request("a", list(range(8))))
     events = list(host.scheduler.take_events())
     assert [(event.block_hashes, event.block_size) for event in events] == [  # type: ignore[attr-defined]
-        ([get_offload_block_hash(make_offload_key(each, 0))], 0)
-        for each in hash_blocks(list(range(8)), BLOCK)
+        ([get_offload_block_hash(make_offload_key(block, 0))], 0)
+        for block in hash_blocks(list(range(8)), BLOCK)
     ]
     assert not host.scheduler._tracker.enabled
 

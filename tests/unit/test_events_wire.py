@@ -133,7 +133,7 @@ def test_arrays_have_the_fields_of_their_version(version: str, of_stored: int, o
     ):
         name, *values = msgspec.msgpack.decode(encoder.event(event))
         expected = [
-            list(each) if isinstance(each, tuple) else each for each in msgspec.structs.astuple(event)
+            list(value) if isinstance(value, tuple) else value for value in msgspec.structs.astuple(event)
         ]
         assert (name, values) == (type(event).__name__, expected[:count])
 
@@ -312,7 +312,7 @@ def test_sglangs_salt_is_an_extra_key_of_a_chains_first_block(
         batch = decode_batch(
             pack(first, as_map | {"parent_block_hash": 2}, as_map | {"cache_salt": 5}), tokens
         )
-        assert [each.extra_keys for each in batch.events if isinstance(each, BlockStored)] == [
+        assert [event.extra_keys for event in batch.events if isinstance(event, BlockStored)] == [
             [keys, None],
             None,
             None,

@@ -68,8 +68,8 @@ class Model:
             if isinstance(event, AllBlocksCleared):
                 held.clear()
                 continue
-            for each in event.block_hashes:
-                self._change(held, (place_of(event), each), isinstance(event, BlockStored))
+            for block in event.block_hashes:
+                self._change(held, (place_of(event), block), isinstance(event, BlockStored))
 
     def _change(self, held: Counter[Any], block: Any, is_stored: bool) -> None:
         count = held[block] + (1 if is_stored else -1)
@@ -79,16 +79,18 @@ class Model:
         held += Counter()  # drops zeros
 
     def depths(self, worker: str, hashes: list[int]) -> tuple[int, list[int], list[int]]:
-        tiers = {(tier_of(place[0]), each) for (place, each), count in self.workers[worker].items() if count}
+        tiers = {
+            (tier_of(place[0]), block) for (place, block), count in self.workers[worker].items() if count
+        }
 
         def lead(start: int, wanted: Callable[[int], bool]) -> int:
             return start + len(list(takewhile(wanted, hashes[start:])))
 
-        everywhere = lead(0, lambda each: any((tier, each) in tiers for tier in StorageTier))
-        alone = [lead(0, lambda each, tier=tier: (tier, each) in tiers) for tier in StorageTier]
+        everywhere = lead(0, lambda block: any((tier, block) in tiers for tier in StorageTier))
+        alone = [lead(0, lambda block, tier=tier: (tier, block) in tiers) for tier in StorageTier]
         reach, at = [], 0
         for tier in StorageTier:
-            at = lead(at, lambda each, tier=tier: (tier, each) in tiers)
+            at = lead(at, lambda block, tier=tier: (tier, block) in tiers)
             reach.append(at)
         return everywhere, alone, reach
 
@@ -160,7 +162,7 @@ def test_answers_are_those_of_the_model(counting: Any, edits: Any, query: list[i
         assert_same(index, model, query)
         for name in model.workers:
             tiers = {
-                (each, tier_of(place[0])) for (place, each), count in model.workers[name].items() if count
+                (block, tier_of(place[0])) for (place, block), count in model.workers[name].items() if count
             }
             assert held_by(index, name) == tiers
         assert index.stats().dropped == 0
@@ -189,7 +191,7 @@ def test_batch_queries_are_single_queries(form: str) -> None:
     index.apply("a", batch(stored([1, 2, 3])))
     index.apply("b", batch(stored([1]), stored([2, 3, 4], "CPU")))
     queries = [[1, 2, 3, 4], [], [2], [9, 1], [1]]
-    many = index.match_many([np.array(each, np.uint64) for each in queries])
+    many = index.match_many([np.array(query, np.uint64) for query in queries])
     for row, query in enumerate(queries):
         single = index.match(query)
         assert many.any[row].tolist() == single.any.tolist()
@@ -279,7 +281,9 @@ def test_a_full_index_never_claims_what_was_removed(form: str) -> None:
     assert index.stats().bytes <= 268 * KiB
     index.check()
     for name in model.workers:
-        truth = {(each, tier_of(place[0])) for (place, each), count in model.workers[name].items() if count}
+        truth = {
+            (block, tier_of(place[0])) for (place, block), count in model.workers[name].items() if count
+        }
         assert held_by(index, name) <= truth
 
 
@@ -322,10 +326,10 @@ def test_places_beyond_the_last_area_are_refused_and_told(form: str) -> None:
 def test_tokens_are_hashed_as_the_engine_does(form: str) -> None:
     index = PrefixIndex(form=form, budget=MiB, block_size=4, seed="s")
     tokens = list(range(14))
-    plain = [hash_to_u64(each) for each in hash_blocks(tokens, 4, seed="s")]
+    plain = [hash_to_u64(block) for block in hash_blocks(tokens, 4, seed="s")]
     special = [
-        hash_to_u64(each)
-        for each in hash_blocks(tokens, 4, seed="s", extra_keys={0: [LoRAKey("x"), SaltKey("y")]})
+        hash_to_u64(block)
+        for block in hash_blocks(tokens, 4, seed="s", extra_keys={0: [LoRAKey("x"), SaltKey("y")]})
     ]
     index.apply("a", batch(stored(plain)))
     index.apply("b", batch(stored(special[:2])))
@@ -388,7 +392,7 @@ def test_batches_applied_together_are_batches_applied_one_by_one(form: str, keys
         batches.append(decode(frame_batch(1.0, events, 0)))
         parent = hashes[1] if rng.random() < 0.8 else None
     together.apply_all("a", batches)
-    for each in batches:
-        singly.apply("a", each)
+    for batch in batches:
+        singly.apply("a", batch)
     assert set(together.entries()) == set(singly.entries()) != set()
     together.check()

@@ -59,7 +59,7 @@ removed_st = st.builds(
     BlockRemoved, st.lists(hash_st, max_size=5), st.sampled_from([None, "GPU", "CPU", "FS"])
 )
 batches_st = st.builds(
-    lambda encoder, events, rank: frame_batch(1.5, [encoder.event(each) for each in events], rank),
+    lambda encoder, events, rank: frame_batch(1.5, [encoder.event(event) for event in events], rank),
     st.sampled_from(ENCODERS),
     st.lists(stored_st | removed_st | st.just(AllBlocksCleared()), max_size=20),
     st.none() | st.integers(-3, 70000),
@@ -71,9 +71,9 @@ def told(read: Any) -> tuple[Any, ...]:
     events = list(read.events()) if isinstance(read, ScannedBatch) else read.events
     said = [
         ("cleared",)
-        if isinstance(each, AllBlocksCleared)
-        else (type(each).__name__, place_of(each), [to_u64(block) for block in each.block_hashes])
-        for each in events
+        if isinstance(event, AllBlocksCleared)
+        else (type(event).__name__, place_of(event), [to_u64(block) for block in event.block_hashes])
+        for event in events
     ]
     ts = None if math.isnan(read.ts) else read.ts
     return said, read.change(), read.data_parallel_rank, read.mark, read.skipped, ts
@@ -111,7 +111,7 @@ def test_damaged_payloads_are_read_alike() -> None:
         BlockRemoved([1, 2], None),
         AllBlocksCleared(),
     ]
-    payloads = [frame_batch(1.0, [encoder.event(each) for each in events], 0) for encoder in ENCODERS]
+    payloads = [frame_batch(1.0, [encoder.event(event) for event in events], 0) for encoder in ENCODERS]
     scanner, seen = SCANNERS[False], SCANNERS[False].scanned
     for _ in range(8000):
         payload = damaged(rng, rng.choice(payloads))
@@ -174,11 +174,11 @@ def test_a_clear_starts_the_change_anew() -> None:
         AllBlocksCleared(),
         BlockRemoved([5], "GPU"),
     ]
-    read = Scanner()(frame_batch(1.0, [ENCODERS[0].event(each) for each in events], 0))
+    read = Scanner()(frame_batch(1.0, [ENCODERS[0].event(event) for event in events], 0))
     assert isinstance(read, ScannedBatch)
     assert (
         read.change()
-        == decode_batch(frame_batch(1.0, [ENCODERS[0].event(each) for each in events], 0)).change()
+        == decode_batch(frame_batch(1.0, [ENCODERS[0].event(event) for event in events], 0)).change()
     )
     assert read.change()[:2] == Change(True, -1, 0)[:2]
 
@@ -189,7 +189,7 @@ def test_big_batches_make_the_arrays_grow() -> None:
         BlockRemoved([1], "GPU")
     ] * 1000
     for tokens in (False, True):
-        read = Scanner(tokens)(frame_batch(1.0, [ENCODERS[0].event(each) for each in events], 0))
+        read = Scanner(tokens)(frame_batch(1.0, [ENCODERS[0].event(event) for event in events], 0))
         assert isinstance(read, ScannedBatch)
         assert read.hashes[:20_000].tolist() == hashes
         assert next(read.events()).token_ids == ([7] * 200_000 if tokens else [])
@@ -225,9 +225,9 @@ def test_neighbours_are_joined_and_say_the_same(tokens: bool) -> None:
     assert 1 < len(joined) < 10
     for parts in (batches, joined):
         events = [event for part in parts for event in part.events()]  # type: ignore[union-attr]
-        assert [each.token_ids for each in events] == [each.token_ids for each in expected]  # type: ignore[union-attr]
-        assert [each.block_hashes for each in events] == [
-            [to_u64(b) for b in each.block_hashes] for each in expected
+        assert [event.token_ids for event in events] == [event.token_ids for event in expected]  # type: ignore[union-attr]
+        assert [event.block_hashes for event in events] == [
+            [to_u64(b) for b in event.block_hashes] for event in expected
         ]  # type: ignore[union-attr]
 
 

@@ -113,7 +113,7 @@ class Feed:
 
     def send(self, worker: str, *events: Any) -> None:
         self.index.apply(
-            worker, self._decode(frame_batch(1.0, [self._encoder.event(each) for each in events], 0))
+            worker, self._decode(frame_batch(1.0, [self._encoder.event(event) for event in events], 0))
         )
         self.index.check()
 
@@ -284,7 +284,7 @@ def test_both_forms_agree_on_random_trees(edits: list[tuple[str, int, int, str, 
     feeds = [Feed(form, counting="count") for form in FORMS]
     for worker, node, length, medium, what in edits:
         hashes = [node + 10 * depth for depth in range(length + 1)]
-        tokens = [token for each in hashes for token in (each, each, each, each)]
+        tokens = [token for block in hashes for token in (block, block, block, block)]
         parent = hashes[0] - 10 if hashes[0] >= 10 else None
         events = {
             0: BlockRemoved(hashes, medium),

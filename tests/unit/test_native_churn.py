@@ -289,10 +289,10 @@ def churn_table(churn: Churn, budget: int, workers: int, operations: int) -> Non
     for hashes in table.hashes():
         for key, held in zip(hashes.tolist(), table.usable(hashes), strict=True):
             tiers = {
-                each: sum(1 << area for area in range(3) if (key, each, area) in model)
-                for each in range(workers)
+                holder: sum(1 << area for area in range(3) if (key, holder, area) in model)
+                for holder in range(workers)
             }
-            assert held == {each: bits for each, bits in tiers.items() if bits}
+            assert held == {holder: bits for holder, bits in tiers.items() if bits}
 
 
 def churn_names(churn: Churn, budget: int, operations: int) -> None:

@@ -238,7 +238,7 @@ def test_models_and_groups_are_kept_apart(client: Client) -> None:
         )
         assert client.query(T)["scores"] == {"1": {"0": 4}}
         listed = client("GET", "/workers")[1]
-        assert [(each["model_name"], each["routing_group"]) for each in listed] == [
+        assert [(worker["model_name"], worker["routing_group"]) for worker in listed] == [
             ("m", "default"),
             ("n", "default"),
         ]
@@ -252,7 +252,7 @@ def test_hashes_instead_of_tokens(client: Client) -> None:
         client("POST", "/register", registered(publisher))
         publish(publisher, stored([1, 2, 3], None, T[:12]))
         until(lambda: client.query(T)["scores"] == {"1": {"0": 12}})
-        signed = [each - (1 << 64) if each >> 63 else each for each in local.tolist()]
+        signed = [number - (1 << 64) if number >> 63 else number for number in local.tolist()]
         for hashes in (
             {"block_hashes": local.tolist()},
             {"block_hashes": signed},
@@ -298,7 +298,7 @@ def test_mooncakes_dialect(client: Client) -> None:
 
 def test_keys_of_the_engine() -> None:
     settings = Settings(keys="engine", seed="s", budget=4 << 20, form="python")
-    hashes = [hash_to_u64(each) for each in hash_blocks(T[:12], 4, seed="s")]
+    hashes = [hash_to_u64(block) for block in hash_blocks(T[:12], 4, seed="s")]
     with IndexServer(settings=settings) as server, publishing() as publisher:
         client = Client(server.url)
         client("POST", "/register", registered(publisher))
@@ -318,9 +318,9 @@ def test_the_dump_has_the_engines_hashes(client: Client) -> None:
     assert dump["m:default"]["block_size"] == 4
     events = dump["m:default"]["events"]
     found = {
-        (each["worker_id"], each["event"]["dp_rank"], each["storage_tier"], block["block_hash"])
-        for each in events
-        for block in each["event"]["data"]["stored"]["blocks"]
+        (event["worker_id"], event["event"]["dp_rank"], event["storage_tier"], block["block_hash"])
+        for event in events
+        for block in event["event"]["data"]["stored"]["blocks"]
     }
     assert found == {(1, 0, "device", 71), (1, 0, "device", 72), (1, 0, "disk", 71)}
 
@@ -329,7 +329,7 @@ def test_a_worker_whose_blocks_found_no_room_is_degraded() -> None:
     with IndexServer(settings=Settings(budget=20_000, form="python")) as server, publishing() as publisher:
         client = Client(server.url)
         client("POST", "/register", registered(publisher))
-        publish(publisher, *(stored([each], None, [each] * 4) for each in range(1000)))
+        publish(publisher, *(stored([block], None, [block] * 4) for block in range(1000)))
         until(lambda: client.query([0] * 4)["states"] == {"1": {"0": "degraded"}})
 
 

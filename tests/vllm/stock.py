@@ -67,7 +67,7 @@ def _load_sglang(version: str) -> ModuleType:
     try:
         return importlib.import_module("sglang.srt.disaggregation.kv_events")
     finally:
-        for name in [each for each in sys.modules if each.split(".")[0] == "sglang"]:
+        for name in [module for module in sys.modules if module.split(".")[0] == "sglang"]:
             del sys.modules[name]  # so that another version can be loaded too
 
 
@@ -182,4 +182,4 @@ def serve_until(engine: Engine, consumers: list[Consumer], done: Callable[[], bo
         engine.link.pump()
         for consumer in consumers:
             consumer.serve()
-        assert time.monotonic() < deadline, [each.status for each in consumers]
+        assert time.monotonic() < deadline, [consumer.status for consumer in consumers]
