@@ -180,7 +180,7 @@ class VllmEngine:
         """Return what kvtier has counted; nothing with another connector."""
         return {} if self.kvtier is None else asdict(self.kvtier.stats)
 
-    def facts(self) -> dict[str, Any]:
+    def setup(self) -> dict[str, Any]:
         """Return what results depend on and vLLM has chosen."""
         config = self._engine.vllm_config
         return {

@@ -93,7 +93,7 @@ def _serve(plan: ArmPlan, pipe: Connection) -> None:
     engine = VllmEngine(plan.model, plan.transfer, **plan.options)
     gc.collect()
     gc.freeze()
-    pipe.send({"start_seconds": time.perf_counter() - started} | engine.facts())
+    pipe.send({"start_seconds": time.perf_counter() - started} | engine.setup())
     while True:
         task, named = pipe.recv()
         gc.collect()
@@ -148,7 +148,7 @@ def open_disk(engine: VllmEngine, seconds: float) -> dict[str, Any]:
 def fill_disk(engine: VllmEngine, length: int, seconds: float) -> dict[str, Any]:
     """Compute a prompt and wait until the disk has all of it, or for so long; return how long that took."""
     manager, begin = engine.kvtier.manager, time.perf_counter()
-    before, rows = manager.tier_stats()[0].demoted, length // engine.facts()["block_size"]
+    before, rows = manager.tier_stats()[0].demoted, length // engine.setup()["block_size"]
     answer = _run(engine, _prompt(length, 0))
     while (
         written := manager.tier_stats()[0].demoted - before
@@ -168,7 +168,7 @@ def disk_first_tokens(engine: VllmEngine, length: int) -> dict[str, Any]:
     Also return what the cost rule expects of either way by what it has learnt.
     """
     core, prompt = engine.kvtier, _prompt(length, 0)
-    pool, block_size = core.manager.pool, engine.facts()["block_size"]
+    pool, block_size = core.manager.pool, engine.setup()["block_size"]
     engine.forget()
     computed = _run(engine, prompt, max_load_tokens=0)
     engine.forget()
@@ -209,7 +209,7 @@ def chats(engine: VllmEngine, kind: Chats, seed: int, rate: float | None = None)
     waiting = [
         (chat, turn) for turn in range(kind.turns) for chat in source.sample(range(kind.chats), kind.chats)
     ]
-    pauses = [0.0 if rate is None else source.expovariate(rate) for _ in waiting]
+    gaps = [0.0 if rate is None else source.expovariate(rate) for _ in waiting]
     said: list[list[int]] = [[] for _ in messages]
     running: dict[str, tuple[int, int]] = {}
     answers: list[tuple[int, Answer]] = []  # with the turn
@@ -218,7 +218,7 @@ def chats(engine: VllmEngine, kind: Chats, seed: int, rate: float | None = None)
     while waiting or running:
         while waiting and _may_start(waiting[0][0], running, kind, rate, due):
             chat, turn = waiting.pop(0)
-            due += pauses[len(waiting)]
+            due += gaps[len(waiting)]
             said[chat] += messages[chat][turn]
             running[engine.submit(said[chat], kind.answer)] = chat, turn
         if not engine.busy:

@@ -314,8 +314,8 @@ def plot_first(results: Results, name: str) -> str:
 
 def show(results: Results) -> None:
     """Print all tables."""
-    for name, facts in results["arms"].items():
-        print(f"{name:14}", *(f"{key} {value}" for key, value in facts.items()), sep="  ")
+    for name, setup in results["arms"].items():
+        print(f"{name:14}", *(f"{key} {value}" for key, value in setup.items()), sep="  ")
     for row in results.get("first", []):
         bus = f"bus {row['bus_bytes_per_second'] / 1e9:.1f} GB/s, {row['bus_ms']:.2f} ms"
         print(

@@ -1,6 +1,6 @@
 """A naive publisher and a naive consumer of the event stream, to hold the real ones against.
 
-`ModelPublisher` keeps a dictionary and answers requests at once; `Picture` is what a consumer holds that
+`ModelPublisher` keeps a dictionary and answers requests at once; `ModelReplica` is what a consumer holds that
 applies updates one by one; `Workload` draws what an engine might do; `LossyLink` carries a live stream
 badly.
 """
@@ -47,7 +47,7 @@ def stored(hashes: list[int], parent: int | None = None, medium: str = "GPU") ->
     return BlockStored(list(hashes), parent, tokens, BLOCK_SIZE, None, medium, None)
 
 
-class Picture:
+class ModelReplica:
     """What a consumer holds: how often each block is held in each place."""
 
     def __init__(self) -> None:
@@ -66,17 +66,17 @@ class Picture:
                 self.exact_seen += update.state is State.EXACT
             else:
                 assert isinstance(update, Received)
-                self.fold(update.batch.events)
+                self.apply_events(update.batch.events)
 
-    def fold(self, events: Iterable[Event]) -> None:
+    def apply_events(self, events: Iterable[Event]) -> None:
         """Apply events."""
         for event in events:
             if isinstance(event, AllBlocksCleared):
                 self.blocks.clear()
             else:
-                self._fold_blocks(event)
+                self._apply_blocks(event)
 
-    def _fold_blocks(self, event: BlockStored | BlockRemoved) -> None:
+    def _apply_blocks(self, event: BlockStored | BlockRemoved) -> None:
         place = place_of(event)
         for key in ((place, to_u64(block)) for block in event.block_hashes):
             if isinstance(event, BlockStored):
@@ -98,7 +98,7 @@ class Workload:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
-        self.truth = Picture()
+        self.truth = ModelReplica()
         self._parents: dict[int, int | None] = {}
 
     def batch(self) -> list[Event]:
@@ -107,12 +107,12 @@ class Workload:
 
     def restart(self) -> None:
         """Forget everything, as a new process does."""
-        self.truth = Picture()
+        self.truth = ModelReplica()
         self._parents.clear()
 
     def _event(self) -> Event:
         event = self._draw()
-        self.truth.fold([event])
+        self.truth.apply_events([event])
         return event
 
     def _draw(self) -> Event:
@@ -166,7 +166,7 @@ class ModelPublisher:
         self.rng = rng
         self.is_stock = is_stock
         self.newest = -1
-        self.truth = Picture()
+        self.truth = ModelReplica()
         self.first_seq = 0
         self.history: dict[
             tuple[int, int], set[tuple[Place, int]]
@@ -183,7 +183,7 @@ class ModelPublisher:
         """Start, or start again: empty, under another epoch."""
         self._runs += 1
         self.epoch = self._runs << 32 | self.rng.getrandbits(31)
-        self.truth = Picture()
+        self.truth = ModelReplica()
         self._ring.clear()
         self.newest += 10 if keeps_sequence else -self.newest - 1
         self.first_seq = self.newest + 1
@@ -219,7 +219,7 @@ class ModelPublisher:
         sent: list[Event] = []
         for event in events:
             sent += [event] if self.is_stock else self._set_like(event)
-            self.truth.fold([event])
+            self.truth.apply_events([event])
         return sent
 
     def _set_like(self, event: Event) -> list[Event]:

@@ -1,4 +1,4 @@
-"""Whatever is lost, cut or restarted: when the traffic pauses, every picture is what the publisher holds,
+"""Whatever is lost, cut or restarted: when the traffic pauses, every replica is what the publisher holds,
 and is known to be.
 
 Two layers. Followers against a model publisher, without sockets and with a clock of their own: thousands of
@@ -14,7 +14,7 @@ from collections import Counter, deque
 from pathlib import Path
 
 import pytest
-from tests.chaos.stream_kit import LossyLink, Message, ModelPublisher, Picture, Workload
+from tests.chaos.stream_kit import LossyLink, Message, ModelPublisher, ModelReplica, Workload
 
 from kvtier.errors import OutsideError
 from kvtier.events import (
@@ -35,12 +35,12 @@ LIMITS = Limits(backoff=0.1, backoff_max=2.0, pending_batches=30, pending_bytes=
 
 
 class Client:
-    """A follower behind a lossy link, and the picture that its updates give."""
+    """A follower behind a lossy link, and the replica that its updates give."""
 
     def __init__(self, name: str, rng: random.Random, now: float) -> None:
         self.rng = rng
         self.follower = Follower(name, decode_batch, limits=LIMITS, now=now)
-        self.picture = Picture()
+        self.replica = ModelReplica()
         self.loss = 0.2
         self.live: deque[Message] = deque()
         self.replies: deque[Message] | None = None  # None: not answered yet
@@ -71,7 +71,7 @@ class Client:
         self._converse(publisher, now, budget)
         if now >= self.follower.deadline:
             self.follower.tick(now)
-        self.picture.apply(self.follower.take_updates())
+        self.replica.apply(self.follower.take_updates())
         self.follower.check()
 
     def _converse(self, publisher: ModelPublisher, now: float, budget: int) -> None:
@@ -185,13 +185,13 @@ class World:
         Only a restart that it cannot know of yet excuses it: one that lost batches hide until the next mark.
         """
         for client in self.clients:
-            client.picture.apply(client.follower.take_updates())
+            client.replica.apply(client.follower.take_updates())
             if self.publisher.is_stock:
-                assert not self.has_all(client) or client.picture.blocks == self.publisher.truth.blocks
+                assert not self.has_all(client) or client.replica.blocks == self.publisher.truth.blocks
             elif client.follower.state is State.EXACT and not self.is_restart_hidden(client):
                 epoch, seq = client.follower.epoch, client.follower.seq
                 assert epoch is not None
-                assert client.picture.held == self.publisher.history[epoch, seq]
+                assert client.replica.held == self.publisher.history[epoch, seq]
 
     def is_restart_hidden(self, client: Client) -> bool:
         """Say whether a client has live batches of a publisher that it does not know to be there."""
@@ -214,9 +214,9 @@ def test_followers_have_the_truth_whenever_the_traffic_pauses(seed: int, encodin
         for client in world.clients:
             follower = client.follower
             assert world.has_all(client), (turn, took, follower.state, follower.reason)
-            assert client.picture.state is State.EXACT
-            assert client.picture.held == world.publisher.truth.held
-            assert follower.blocks == len(client.picture.held)
+            assert client.replica.state is State.EXACT
+            assert client.replica.held == world.publisher.truth.held
+            assert follower.blocks == len(client.replica.held)
         world.go_on()
     happened = sum((Counter(client.follower.counters.as_dict()) for client in world.everybody), Counter())
     assert all(
@@ -274,7 +274,7 @@ class Site:
         self.publisher = ZmqEventPublisher(0, "tcp://*:0", "tcp://*:0", config=self.options)
         self.config = self.publisher.get_publisher_config()
         self.link = LossyLink(self.rng, self.publisher.endpoint)
-        self.subscribers: list[tuple[Subscriber[DecodedBatch], Picture]] = []
+        self.subscribers: list[tuple[Subscriber[DecodedBatch], ModelReplica]] = []
         self.happened: Counter[str] = Counter()
         self.join(self.link.endpoint)
         self.join(self.publisher.endpoint)
@@ -282,7 +282,7 @@ class Site:
     def join(self, endpoint: str) -> None:
         """Let one more subscriber come."""
         source = Source("p", endpoint, self.publisher.replay_endpoint)
-        self.subscribers.append((Subscriber([source], limits=SOCKET_LIMITS), Picture()))
+        self.subscribers.append((Subscriber([source], limits=SOCKET_LIMITS), ModelReplica()))
 
     def leave(self, i: int) -> None:
         """Let a subscriber go."""
@@ -332,8 +332,8 @@ class Site:
 
     def serve(self) -> None:
         self.link.pump()
-        for subscriber, picture in self.subscribers:
-            picture.apply(subscriber.poll(0))
+        for subscriber, replica in self.subscribers:
+            replica.apply(subscriber.poll(0))
 
     def pause(self) -> None:
         """Stop the traffic and the losses until every subscriber has the truth and says so."""
@@ -342,16 +342,16 @@ class Site:
         while not all(self.has_the_truth(*subscriber) for subscriber in self.subscribers):
             self.serve()
             assert time.monotonic() < until, [
-                (subscriber.status("p"), len(picture.held), len(self.workload.truth.held))
-                for subscriber, picture in self.subscribers
+                (subscriber.status("p"), len(replica.held), len(self.workload.truth.held))
+                for subscriber, replica in self.subscribers
             ]
         self.link.loss = self.rng.choice((0.0, 0.05, 0.3))
 
-    def has_the_truth(self, subscriber: Subscriber[DecodedBatch], picture: Picture) -> bool:
+    def has_the_truth(self, subscriber: Subscriber[DecodedBatch], replica: ModelReplica) -> bool:
         status = subscriber.status("p")
-        if picture.state is not State.EXACT or status.state is not State.EXACT:
+        if replica.state is not State.EXACT or status.state is not State.EXACT:
             return False
-        return status.epoch == self.publisher.stats().epoch and picture.held == self.workload.truth.held
+        return status.epoch == self.publisher.stats().epoch and replica.held == self.workload.truth.held
 
     def meet_everything(self) -> None:
         """Let each kind of trouble happen once more to subscribers that are exact, so that none depends on

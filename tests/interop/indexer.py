@@ -62,7 +62,7 @@ class IndexerClient:
         return {name: instance.get(name, 0) for name in ("longest_matched", "gpu", "cpu", "disk")}
 
     def wait_until_holds(self, worker: Worker, truth: Collection[Block]) -> None:
-        """Ask until its picture is the truth; fail with the difference when that takes too long."""
+        """Ask until its replica is the truth; fail with the difference when that takes too long."""
         wanted, deadline = set(map(self._as_dumped, truth)), time.monotonic() + PATIENCE
         while (held := set(map(self._as_dumped, self.held(worker)))) != wanted:
             if time.monotonic() > deadline:

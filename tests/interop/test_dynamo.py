@@ -261,7 +261,7 @@ def test_one_trouble_after_the_other(dynamo: DynamoIndexer, encoding: str, seed:
 def test_what_hangs_from_a_removed_block(dynamo: DynamoIndexer) -> None:
     """Dynamo drops a removed GPU block's descendants, which nobody can match.
 
-    Who joins late gets the same picture.
+    Who joins late gets the same replica.
     """
     hashes = [2**62 + at for at in range(6)]
     kept = {Block("GPU", hashes[0], 0), Block("GPU", hashes[1], hashes[0])}

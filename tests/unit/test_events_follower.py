@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from tests.chaos.stream_kit import Message, ModelPublisher, Picture, stored
+from tests.chaos.stream_kit import Message, ModelPublisher, ModelReplica, stored
 
 from kvtier.errors import IntegrityError
 from kvtier.events import (
@@ -36,7 +36,7 @@ ENCODER = EventEncoder()
 
 
 class Bench:
-    """A follower, a publisher to request, and the picture that a consumer has."""
+    """A follower, a publisher to request, and the replica that a consumer has."""
 
     def __init__(
         self, *, is_stock: bool = False, can_ask: bool = True, ring: int = 100, limits: Limits = LIMITS
@@ -45,7 +45,7 @@ class Bench:
         self.publisher = ModelPublisher(random.Random(1), ring=ring, is_stock=is_stock)
         self.publisher.rng.random = lambda: 0.5  # type: ignore[method-assign]  # no marks but where a test wants them
         self.follower = Follower("p", decode_batch, can_ask=can_ask, limits=limits, now=self.now)
-        self.picture = Picture()
+        self.replica = ModelReplica()
         self.updates: list[object] = []
         self.hash = 1 << 62
 
@@ -72,7 +72,7 @@ class Bench:
     def take(self) -> None:
         updates = self.follower.take_updates()
         self.updates += updates
-        self.picture.apply(updates)
+        self.replica.apply(updates)
         self.follower.check()
 
     def answer(self, *, upto: int | None = None) -> RequestKind:
@@ -121,8 +121,8 @@ class Bench:
     def assert_exact(self) -> None:
         self.take()
         assert self.state is State.EXACT, self.follower.reason
-        assert self.picture.state is State.EXACT
-        assert self.picture.held == self.publisher.truth.held
+        assert self.replica.state is State.EXACT
+        assert self.replica.held == self.publisher.truth.held
         assert self.follower.reason == ""
 
 
@@ -187,7 +187,7 @@ def test_an_empty_publisher_is_joined(make: Callable[[], Bench]) -> None:
 
 
 @pytest.mark.parametrize("make", [ours, stock])
-def test_live_batches_wait_for_the_picture_and_are_not_applied_twice(make: Callable[[], Bench]) -> None:
+def test_live_batches_wait_for_the_replica_and_are_not_applied_twice(make: Callable[[], Bench]) -> None:
     bench = make()
     for _ in range(5):
         bench.publish()
@@ -206,7 +206,7 @@ def test_live_batches_wait_for_the_picture_and_are_not_applied_twice(make: Calla
         bench.follower.reply(request, *reply, bench.now)
     bench.follower.end(request, bench.now)
     bench.assert_exact()
-    assert max(bench.picture.blocks.values()) == 1
+    assert max(bench.replica.blocks.values()) == 1
     bench.live(bench.publish())
     bench.assert_exact()
 
@@ -228,7 +228,7 @@ def test_a_stock_publisher_whose_buffer_lost_its_beginning_is_degraded_until_it_
     bench.assert_exact()
 
 
-def test_after_a_clear_a_stock_picture_can_be_rebuilt_again() -> None:
+def test_after_a_clear_a_stock_replica_can_be_rebuilt_again() -> None:
     bench = stock(ring=10)
     for _ in range(30):
         bench.publish()
@@ -431,7 +431,7 @@ def test_a_stock_gap_wider_than_the_buffer_leaves_what_the_buffer_has() -> None:
     assert any(isinstance(update, Reset) for update in bench.updates)
     assert bench.follower.counters.truncated_replays == 1
     assert bench.follower.counters.lost_batches == 16
-    assert bench.picture.held < bench.publisher.truth.held
+    assert bench.replica.held < bench.publisher.truth.held
 
 
 def test_a_hole_in_a_stock_replay_is_asked_for_again() -> None:
@@ -626,11 +626,11 @@ def test_batches_of_a_publisher_that_was_replaced_while_it_was_joined_are_not_ta
     for _ in range(20):
         bench.wait(0.5)
         bench.answer_all()
-        assert bench.state is not State.EXACT or bench.picture.held == bench.publisher.truth.held
+        assert bench.state is not State.EXACT or bench.replica.held == bench.publisher.truth.held
     while bench.publisher.newest < old[9][0] + 5:
         bench.live(bench.publish())
         bench.answer_all()
-        assert bench.state is not State.EXACT or bench.picture.held == bench.publisher.truth.held
+        assert bench.state is not State.EXACT or bench.replica.held == bench.publisher.truth.held
     bench.wait(0.5)
     bench.answer_all()
     bench.assert_exact()
@@ -639,7 +639,7 @@ def test_batches_of_a_publisher_that_was_replaced_while_it_was_joined_are_not_ta
 
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_a_snapshot_by_a_publisher_that_took_over_unties_the_live_stream(is_cut: bool) -> None:
-    """The live stream was shown to be the old one's; the picture is the new one's now."""
+    """The live stream was shown to be the old one's; the replica is the new one's now."""
     bench = ours()
     bench.join()
     bench.live(heartbeat(bench))
@@ -661,7 +661,7 @@ def test_a_snapshot_by_a_publisher_that_took_over_unties_the_live_stream(is_cut:
     for _ in range(20):
         bench.wait(0.5)
         bench.answer_all()
-        assert bench.state is not State.EXACT or bench.picture.held == bench.publisher.truth.held
+        assert bench.state is not State.EXACT or bench.replica.held == bench.publisher.truth.held
     bench.assert_exact()
     assert bench.follower.epoch == bench.publisher.epoch
     assert bench.follower.counters.digest_mismatches == 1  # the false mark
@@ -770,7 +770,7 @@ def test_a_stock_publisher_that_restarted_empty_is_seen() -> None:
     bench.follower.connected(bench.now)
     bench.answer_all()
     bench.assert_exact()
-    assert bench.picture.held == set()
+    assert bench.replica.held == set()
 
 
 def test_a_publisher_that_is_gone_is_degraded_and_says_so() -> None:
@@ -895,7 +895,7 @@ def false_mark(bench: Bench) -> Message:
     return message
 
 
-def test_a_picture_that_is_disproved_is_replaced() -> None:
+def test_a_replica_that_is_disproved_is_replaced() -> None:
     bench = ours()
     bench.join()
     bench.live(bench.publish())
@@ -909,7 +909,7 @@ def test_a_picture_that_is_disproved_is_replaced() -> None:
     bench.assert_exact()
 
 
-def test_a_picture_that_is_disproved_again_and_again_is_degraded_with_growing_pauses() -> None:
+def test_a_replica_that_is_disproved_again_and_again_is_degraded_with_growing_pauses() -> None:
     bench = ours()
     bench.join()
     snapshots = 0
@@ -981,7 +981,7 @@ def test_a_replayed_state_that_breaks_off_is_not_taken_for_true() -> None:
 # -- trouble with answers --------------------------------------------------------------------------
 
 
-def test_answers_that_never_come_degrade_the_picture_and_live_batches_go_on() -> None:
+def test_answers_that_never_come_degrade_the_replica_and_live_batches_go_on() -> None:
     bench = ours()
     bench.join()
     bench.live(bench.publish())
@@ -1053,7 +1053,7 @@ def test_a_live_batch_that_cannot_be_read_is_replayed(make: Callable[[], Bench])
     assert bench.follower.counters.bad_frames == 1
 
 
-def test_a_batch_that_nobody_can_read_costs_a_stock_picture() -> None:
+def test_a_batch_that_nobody_can_read_costs_a_stock_replica() -> None:
     bench = stock()
     bench.join()
     bench.live(bench.publish())
@@ -1067,7 +1067,7 @@ def test_a_batch_that_nobody_can_read_costs_a_stock_picture() -> None:
     bench.assert_exact()
 
 
-def test_events_that_cannot_be_read_cost_a_stock_picture_and_make_ours_ask() -> None:
+def test_events_that_cannot_be_read_cost_a_stock_replica_and_make_ours_ask() -> None:
     unknown = b"\x92\xa7Unknown\x01"
     bench = stock()
     bench.join()
@@ -1104,7 +1104,7 @@ def test_without_replay_losses_that_cancel_are_not_called_exact() -> None:
     bench.live(bench.publish(), heartbeat(bench))
     bench.assert_exact()
     bench.live(lose_so_that_it_cancels(bench), heartbeat(bench))
-    assert bench.picture.held != bench.publisher.truth.held
+    assert bench.replica.held != bench.publisher.truth.held
     assert bench.state is State.DEGRADED
     bench.live(bench.publisher.publish([AllBlocksCleared()]), heartbeat(bench))
     bench.assert_exact()
@@ -1136,11 +1136,11 @@ def test_with_replays_that_fail_losses_that_cancel_are_not_called_exact() -> Non
     while bench.follower.request is not None:
         bench.wait(0.5)
     bench.live(lose_so_that_it_cancels(bench))
-    assert bench.picture.held == bench.publisher.truth.held or bench.state is not State.EXACT
+    assert bench.replica.held == bench.publisher.truth.held or bench.state is not State.EXACT
     for _ in range(8):
         bench.wait(2)
         bench.live(heartbeat(bench))
-        assert bench.picture.held == bench.publisher.truth.held or bench.state is not State.EXACT
+        assert bench.replica.held == bench.publisher.truth.held or bench.state is not State.EXACT
     while bench.state is not State.EXACT:
         bench.wait(0.5)
         bench.answer_all()
@@ -1196,7 +1196,7 @@ def test_without_replay_a_late_joiner_is_degraded_until_a_clear() -> None:
     bench.assert_exact()
 
 
-def test_without_replay_a_mark_that_adds_up_proves_the_picture() -> None:
+def test_without_replay_a_mark_that_adds_up_proves_the_replica() -> None:
     bench = ours(can_ask=False)
     bench.live(bench.publish())
     assert bench.state is State.DEGRADED

@@ -449,7 +449,7 @@ def test_the_engines_own_classes_are_as_good_as_ours(client: Client) -> None:
 # -- a full queue ----------------------------------------------------------------------------------
 
 
-class Held:
+class BusyThread:
     """Keeps a publisher's thread busy while it is open."""
 
     def __init__(self, made: ZmqEventPublisher) -> None:
@@ -467,7 +467,7 @@ class Held:
 def test_a_full_queue_leaves_a_gap_that_replay_fills(client: Client) -> None:
     with publisher(max_queue_size=3, heartbeat_interval=60.0, clear_on_start=False) as made:
         sub = client.subscribe(made)
-        with Held(made):
+        with BusyThread(made):
             for n in range(1, 11):
                 made.publish(batch(stored([n], n - 1 or None)))
             made.publish(batch(removed([2, 9])))
@@ -492,7 +492,7 @@ def test_a_full_queue_leaves_a_gap_that_replay_fills(client: Client) -> None:
 
 def test_up_to_64_batches_that_wait_keep_their_numbers(client: Client) -> None:
     with publisher(**PLAIN) as made:
-        with Held(made):
+        with BusyThread(made):
             for n in range(64):
                 made.publish(batch(stored([n + 1])))
         assert numbers(replay(made, 0, client)) == list(range(64))
@@ -501,7 +501,7 @@ def test_up_to_64_batches_that_wait_keep_their_numbers(client: Client) -> None:
 
 def test_more_batches_that_wait_travel_together(client: Client) -> None:
     with publisher(**PLAIN) as made:
-        with Held(made):
+        with BusyThread(made):
             for n in range(300):
                 made.publish(batch(stored([n + 1], n or None), ts=float(n)))
         sent = replay(made, 0, client)
@@ -518,7 +518,7 @@ def test_more_batches_that_wait_travel_together(client: Client) -> None:
 
 def test_a_joined_message_is_not_large(client: Client) -> None:
     with publisher(**PLAIN) as made:
-        with Held(made):
+        with BusyThread(made):
             for n in range(100):
                 made.publish(batch(stored([1000 * n + k + 1 for k in range(1000)])))
         sizes = [len(payload) for _, payload in replay(made, 0, client)]
@@ -530,7 +530,7 @@ def test_what_is_joined_keeps_ranks_clears_and_faults_apart(
 ) -> None:
     monkeypatch.setattr("kvtier.events.publish.loop._BEHIND", 0)
     with publisher(heartbeat_interval=60.0, clear_on_start=False) as made:
-        with Held(made):
+        with BusyThread(made):
             made._loop.sender._mark_due = True
             made.publish(batch(stored([1, 2])))
             made.publish(batch(stored([3], lora_name=object())))
@@ -551,7 +551,7 @@ def test_what_is_joined_keeps_ranks_clears_and_faults_apart(
 
 def test_tasks_and_overflows_come_after_what_was_joined_before_them(client: Client) -> None:
     with publisher(max_queue_size=100, **PLAIN) as made:
-        with Held(made):
+        with BusyThread(made):
             for n in range(150):
                 made.publish(batch(stored([n + 1])))
         sent = replay(made, 0, client)
@@ -561,7 +561,7 @@ def test_tasks_and_overflows_come_after_what_was_joined_before_them(client: Clie
 
 
 def test_publishing_never_waits() -> None:
-    with publisher(max_queue_size=10, **PLAIN) as made, Held(made):
+    with publisher(max_queue_size=10, **PLAIN) as made, BusyThread(made):
         start = time.monotonic()
         for n in range(20_000):
             made.publish(batch(stored([n + 1])))
@@ -592,14 +592,14 @@ def test_shutdown_sends_what_waits_and_is_final(client: Client) -> None:
 
 def test_shutdown_returns_when_the_thread_is_stuck_and_the_queue_full() -> None:
     made = ZmqEventPublisher(0, "tcp://127.0.0.1:0", max_queue_size=2)
-    held = Held(made)
-    held.__enter__()
+    busy = BusyThread(made)
+    busy.__enter__()
     for n in range(9):
         made.publish(batch(stored([n + 1])))
     start = time.monotonic()
     made.shutdown()
     assert time.monotonic() - start < ZmqEventPublisher.SHUTDOWN_TIMEOUT + LATE
-    held.gate.set()
+    busy.gate.set()
     made._loop.thread.join(10)
     assert not made._loop.thread.is_alive()
 
@@ -719,7 +719,7 @@ def of_ranks(messages: list[tuple[int, bytes]]) -> dict[int | None, set[Any]]:
 
 def test_an_overflow_leaves_numbers_for_a_state_of_several_ranks(client: Client) -> None:
     with publisher(max_queue_size=1, **PLAIN) as made:
-        with Held(made):
+        with BusyThread(made):
             for rank in (0, 1, 2, 3):
                 made.publish(EventBatch(1.0, [stored([rank + 1])], rank))
         made.check()

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import zmq
-from tests.chaos.stream_kit import Picture, stored
+from tests.chaos.stream_kit import ModelReplica, stored
 
 from kvtier.errors import InputError
 from kvtier.events import (
@@ -46,7 +46,7 @@ def publish(publisher: ZmqEventPublisher, *hashes: int) -> None:
 
 
 def until(
-    subscriber: Subscriber[Any], done: Callable[[], bool], pictures: dict[str, Picture] | None = None
+    subscriber: Subscriber[Any], done: Callable[[], bool], replicas: dict[str, ModelReplica] | None = None
 ) -> list[Update]:
     """Poll until `done`; return what came meanwhile."""
     updates: list[Update] = []
@@ -54,9 +54,9 @@ def until(
     while not done():
         new = subscriber.poll(0.05)
         updates += new
-        for update in new if pictures is not None else ():
-            assert pictures is not None
-            pictures.setdefault(update.source, Picture()).apply([update])
+        for update in new if replicas is not None else ():
+            assert replicas is not None
+            replicas.setdefault(update.source, ModelReplica()).apply([update])
         assert time.monotonic() < deadline, subscriber.statuses()
     return updates
 
@@ -188,11 +188,11 @@ def test_a_late_joiner_gets_all_and_follows(publisher: ZmqEventPublisher) -> Non
     for i in range(100):
         publish(publisher, 1 << 40 | i)
     with Subscriber([source_of(publisher)]) as subscriber:
-        pictures: dict[str, Picture] = {}
-        until(subscriber, holds(subscriber, "p", 100), pictures)
+        replicas: dict[str, ModelReplica] = {}
+        until(subscriber, holds(subscriber, "p", 100), replicas)
         publish(publisher, 5 << 40)
-        until(subscriber, holds(subscriber, "p", 101), pictures)
-        assert len(pictures["p"].held) == 101
+        until(subscriber, holds(subscriber, "p", 101), replicas)
+        assert len(replicas["p"].held) == 101
         status = subscriber.status("p")
         assert (status.kind, status.blocks, status.connected) == (Kind.KVTIER, 101, True)
         assert status.epoch == publisher.stats().epoch
@@ -234,16 +234,16 @@ def test_a_publisher_that_sends_as_little_as_any_is_followed() -> None:
     stock = StockPublisher(has_topic=False, encoding="array")
     for i in range(20):
         stock.publish(i)
-    pictures: dict[str, Picture] = {}
+    replicas: dict[str, ModelReplica] = {}
     with Subscriber([Source("s", stock.endpoint, stock.replay_endpoint)], limits=QUICK) as subscriber:
-        until(subscriber, is_exact(subscriber, "s", 19), pictures)
+        until(subscriber, is_exact(subscriber, "s", 19), replicas)
         stock.publish(100)
         stock.publish(101, is_lost=True)
         stock.publish(102)
-        until(subscriber, is_exact(subscriber, "s", 22), pictures)
+        until(subscriber, is_exact(subscriber, "s", 22), replicas)
         stock.publish(103, is_lost=True)  # the tail: found by asking
-        until(subscriber, is_exact(subscriber, "s", 23), pictures)
-        assert {block for _, block in pictures["s"].held} == {*range(20), 100, 101, 102, 103}
+        until(subscriber, is_exact(subscriber, "s", 23), replicas)
+        assert {block for _, block in replicas["s"].held} == {*range(20), 100, 101, 102, 103}
         assert subscriber.status("s").kind is Kind.STOCK
         assert subscriber.status("s").counters.lost_batches == 0
     stock.stop()

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import zmq
-from tests.chaos.stream_kit import Event, LossyLink, Picture, Workload, stored
+from tests.chaos.stream_kit import Event, LossyLink, ModelReplica, Workload, stored
 
 from kvtier.events import (
     DecodedBatch,
@@ -92,7 +92,7 @@ class Engine:
         self.module = load(name)
         self.rng = random.Random(seed)
         self.workload = Workload(self.rng)
-        self.truth = Picture()
+        self.truth = ModelReplica()
         self.newest = -1
         self.endpoint, self.replay_endpoint = free_addresses()
         self._buffer_steps = buffer_steps
@@ -112,7 +112,7 @@ class Engine:
 
     def publish(self, events: list[Event]) -> None:
         """Publish a batch."""
-        self.truth.fold(events)
+        self.truth.apply_events(events)
         self.publish_own([as_engine(self.module, event) for event in events])
 
     def publish_own(self, events: list[Any], rank: int | None = None) -> None:
@@ -124,7 +124,7 @@ class Engine:
         """Start the publisher anew at the same addresses."""
         self._stop()
         self.workload.restart()
-        self.truth, self.newest = Picture(), -1
+        self.truth, self.newest = ModelReplica(), -1
         self._publisher = self._start()
 
     def _start(self) -> Any:
@@ -147,13 +147,13 @@ class Engine:
 
 
 class Consumer:
-    """A subscriber, its updates, and the picture that they give."""
+    """A subscriber, its updates, and the replica that they give."""
 
     def __init__(self, endpoint: str, replay_endpoint: str | None) -> None:
         source = Source("engine", endpoint, replay_endpoint, topic="kv")
         self.subscriber: Subscriber[DecodedBatch] = Subscriber([source], limits=LIMITS)
         self.updates: list[Update] = []
-        self.picture = Picture()
+        self.replica = ModelReplica()
 
     @property
     def status(self) -> SourceStatus:
@@ -162,7 +162,7 @@ class Consumer:
     def serve(self) -> None:
         new = self.subscriber.poll(0.002)
         self.updates += new
-        self.picture.apply(new)
+        self.replica.apply(new)
 
     def is_degraded_at(self, seq: int) -> bool:
         return self.status.state is State.DEGRADED and self.status.seq == seq

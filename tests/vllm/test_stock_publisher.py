@@ -2,7 +2,7 @@
 restarts.
 
 Their protocol has sequence numbers and a buffer, no marks. So: whenever the subscriber says exact and has
-the newest batch, its picture is the truth. Where the buffer has lost what is missing, it must not say exact
+the newest batch, its replica is the truth. Where the buffer has lost what is missing, it must not say exact
 until the cache is cleared. What stays unseen is a lost tail, until the stream has been silent for the probe
 interval.
 """
@@ -74,7 +74,7 @@ def test_a_subscriber_has_the_truth_whenever_the_traffic_pauses(
         engine.link.loss = 0.0
         serve_until(engine, consumers, lambda: all(consumer.says_exact_of(engine) for consumer in consumers))
         for consumer in consumers:
-            assert consumer.picture.blocks == engine.truth.blocks
+            assert consumer.replica.blocks == engine.truth.blocks
         consumers.append(follow(engine.endpoint, engine.replay_endpoint))
     counters = consumers[0].status.counters
     assert counters.gaps
@@ -102,7 +102,7 @@ def test_what_the_buffer_has_lost_is_known_to_be_missing(start: Start, follow: F
     engine.publish([AllBlocksCleared()])
     engine.store(5)
     serve_until(engine, both, lambda: all(consumer.says_exact_of(engine) for consumer in both))
-    assert all(consumer.picture.blocks == engine.truth.blocks for consumer in both)
+    assert all(consumer.replica.blocks == engine.truth.blocks for consumer in both)
 
 
 def test_a_long_history_is_replayed_whole(start: Start, follow: Follow) -> None:
@@ -113,7 +113,7 @@ def test_a_long_history_is_replayed_whole(start: Start, follow: Follow) -> None:
     engine.store(4_000)
     consumer = follow(engine.endpoint, engine.replay_endpoint)
     serve_until(engine, [consumer], lambda: consumer.says_exact_of(engine))
-    assert consumer.picture.blocks == engine.truth.blocks
+    assert consumer.replica.blocks == engine.truth.blocks
     assert consumer.status.counters.lost_batches == 0
 
 
@@ -126,7 +126,7 @@ def test_a_lost_tail_is_found_after_the_probe_interval(start: Start, follow: Fol
     engine.step(4)
     before = consumer.status.counters.replays
     serve_until(engine, [consumer], lambda: consumer.says_exact_of(engine))
-    assert consumer.picture.blocks == engine.truth.blocks
+    assert consumer.replica.blocks == engine.truth.blocks
     assert consumer.status.counters.replays > before
 
 
@@ -148,7 +148,7 @@ def test_without_a_replay_endpoint_nothing_is_claimed_that_was_not_seen(
     assert "joined at batch" in consumer.status.reason
     engine.publish([AllBlocksCleared()])
     serve_until(engine, [consumer], lambda: consumer.says_exact_of(engine))
-    assert consumer.picture.blocks == engine.truth.blocks
+    assert consumer.replica.blocks == engine.truth.blocks
 
 
 def test_the_bytes_are_read_whole(start: Start, follow: Follow) -> None:

@@ -179,7 +179,7 @@ class IOThreads:
         self._queued_bytes = [0, 0]
         self._running_bytes = [0, 0]
         self._running: dict[_Batch, float] = {}  # since when
-        self._held: set[Direction] = set()
+        self._on_hold: set[Direction] = set()
         self._busy: dict[int, float] = {}  # threads, with rows or calls, and since when
         self._stuck: set[_Batch] = set()
         self._stuck_bytes = 0
@@ -284,12 +284,12 @@ class IOThreads:
     def hold(self, direction: Direction) -> None:
         """Begin no rows of a direction until `resume`. They may be submitted, withdrawn, and late."""
         with self._lock:
-            self._held.add(direction)
+            self._on_hold.add(direction)
 
     def resume(self, direction: Direction) -> None:
         """Begin rows of a direction again."""
         with self._lock:
-            self._held.discard(direction)
+            self._on_hold.discard(direction)
             self._lock.notify_all()
 
     def poll(self) -> list[IOReport]:
@@ -354,7 +354,7 @@ class IOThreads:
         until = time.monotonic() + timeout
         self._settle_all()
         self._give_up_late()
-        for direction in self._held:  # what they wait for comes after them, if at all
+        for direction in self._on_hold:  # what they wait for comes after them, if at all
             self.give_up(Outcome.LATE, direction, "the tier was closed")
         with self._lock:
             self._closed = True
@@ -525,7 +525,7 @@ class IOThreads:
     def _next_batch(self, direction: Direction) -> _Batch | None:
         """Take the next rows of the first job that has any, if there is room for them; under the lock."""
         queue, running = self._queues[direction], sum(self._running_bytes) - self._stuck_bytes
-        while queue and direction not in self._held:
+        while queue and direction not in self._on_hold:
             work = queue[0][2]
             if not work.num_queued or work.deadline <= self._clock():  # `poll` will report them as late
                 heapq.heappop(queue)

@@ -15,7 +15,7 @@ from tests.vllm.test_same_tokens import STRESS
 
 
 @pytest.fixture
-def steps_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def async_scheduling(monkeypatch: pytest.MonkeyPatch) -> None:
     """Turn it on."""
     from vllm.platforms import current_platform
 
@@ -29,7 +29,7 @@ def steps_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "check_and_update_config", staticmethod(check_and_turn_on))
 
 
-@pytest.mark.usefixtures("steps_ahead")
+@pytest.mark.usefixtures("async_scheduling")
 def test_the_last_block_is_kept_and_tokens_are_the_same(model: Path, reference: Reference) -> None:
     """The key of a generated block is known a step late, and a request that has ended had none left."""
     prompt = make_prompt(0, 20)
