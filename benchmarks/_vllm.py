@@ -61,7 +61,8 @@ SCHEDULER_HOOKS = (
 def save_model(folder: Path, **changes: Any) -> Path:
     """Save a Llama with random weights, wide enough apart that rounding does not choose the tokens."""
     torch.manual_seed(0)
-    model: Any = LlamaForCausalLM(LlamaConfig(**(MODEL | {"initializer_range": 0.1} | changes)))  # type: ignore[no-untyped-call]
+    config = LlamaConfig(**(MODEL | {"initializer_range": 0.1} | changes))
+    model: Any = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
     model.to(torch.float32).save_pretrained(folder)
     return folder
 

@@ -273,7 +273,8 @@ def bus(engine: VllmEngine, size: int, repetitions: int) -> dict[str, Any]:
     device = torch.empty(size, dtype=torch.int8, device="cuda")
     seconds = []
     for _ in range(repetitions):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        event: Any = torch.cuda.Event
+        begin, end = event(enable_timing=True), event(enable_timing=True)
         begin.record()
         device.copy_(host, non_blocking=True)
         end.record()

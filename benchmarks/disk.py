@@ -500,12 +500,14 @@ def show(results: dict[str, Any]) -> None:
         seconds, cpu = result["open_seconds"], result["open_cpu_seconds"]
         print(f"{result['slots']:>9,} slots: open in {seconds:.2f} s ({cpu:.2f} of CPU)", end="")
         print(
-            f", {result['bytes_per_slot']:.0f} bytes a slot, lookup {result['lookup_ns_per_key']:.0f} ns a key"
+            f", {result['bytes_per_slot']:.0f} bytes a slot, "
+            f"lookup {result['lookup_ns_per_key']:.0f} ns a key"
         )
     for result in results.get("thread", ()):
         alone, beside, ratio = result["alone_p99_us"], result["beside_p99_us"], result["p99_ratio"]
         print(
-            f"a thread beside I/O of {result['row_bytes'] >> 10} KiB rows: p99 {alone:.0f} -> {beside:.0f} µs,",
+            f"a thread beside I/O of {result['row_bytes'] >> 10} KiB rows: "
+            f"p99 {alone:.0f} -> {beside:.0f} µs,",
             end="",
         )
         print(f" {ratio:.1f} × (at most 3)")

@@ -287,7 +287,8 @@ def bench(
         speed = statistics.median(busy.gbps for _, busy, _ in some)
         which = " and ".join(ways)
         print(
-            f"{name:22} {which:14} {kind:12} keeps {kept:.3f}, at the same clock {cycles:.3f}; {speed:5.1f} GB/s moved"
+            f"{name:22} {which:14} {kind:12} keeps {kept:.3f}, at the same clock {cycles:.3f}; "
+            f"{speed:5.1f} GB/s moved"
         )
         row = {
             "work": name,
@@ -352,7 +353,8 @@ def bench_copies(rig: Rig, ways: tuple[str, ...]) -> list[dict[str, Any]]:
             row |= {f"{name}_p50": p50, f"{name}_p95": p95, f"{name}_worst": worst, f"{name}_gbps": gbps}
             print(
                 f"{'8 bytes ' + name.replace('_', ' '):22} {' and '.join(ways):14} {kind:12}"
-                f" {1000 * p50:.2f} ms, p95 {1000 * p95:.2f}, at worst {1000 * worst:.2f}; {gbps:5.1f} GB/s moved"
+                f" {1000 * p50:.2f} ms, p95 {1000 * p95:.2f}, at worst {1000 * worst:.2f}; "
+                f"{gbps:5.1f} GB/s moved"
             )
         rows.append(row)
     return rows

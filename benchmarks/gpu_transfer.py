@@ -139,7 +139,8 @@ def bench_growth(page: int, repetitions: int) -> list[dict[str, Any]]:
 
 
 STYLE = """<style>
-.line { fill: none; stroke-width: 2.4 } .load { stroke-dasharray: 5 4 } .grid { stroke: #dfe4ea } .axis { stroke: #5b6876 }
+.line { fill: none; stroke-width: 2.4 } .load { stroke-dasharray: 5 4 }
+.grid { stroke: #dfe4ea } .axis { stroke: #5b6876 }
 .line.limit { stroke: #8a94a0 } .line.batched { stroke: #e59a3c } .line.ours { stroke: #1c6dd0 }
 text { font: 12px sans-serif; fill: #5b6876; stroke: none; text-anchor: middle }
 text.end { text-anchor: end } text.start { text-anchor: start }
@@ -171,7 +172,8 @@ def show(results: dict[str, Any]) -> None:
     """Print all tables."""
     print("GB/s for the caller, and as parts of the limit: on the device's clock and (for the caller)")
     print(
-        "job MiB page KiB way     limit batched kernel | slots side by side      | slots scattered         row KiB"
+        "job MiB page KiB way     limit batched kernel | slots side by side      | slots scattered    "
+        "     row KiB"
     )
     for row in results["pages"]:
         cells = [f"{row['bytes'] >> 20:7d} {row['page'] >> 10:8d} {row['way']:5}"]
@@ -183,11 +185,13 @@ def show(results: dict[str, Any]) -> None:
     for row in results["both_ways"]:
         of = row["ours"] / row["limit"]
         print(
-            f"both ways, {row['page'] >> 10} KiB pages: {row['ours']:.1f} of {row['limit']:.1f} GB/s, {of:.3f}"
+            f"both ways, {row['page'] >> 10} KiB pages: {row['ours']:.1f} of {row['limit']:.1f} GB/s, "
+            f"{of:.3f}"
         )
     for row in results["small"]:
         print(
-            f"{row['chunks']:2d} chunks, {row['page'] >> 10} KiB pages, {row['way']:5}: {row['least_us']:6.1f} us at the limit,"
+            f"{row['chunks']:2d} chunks, {row['page'] >> 10} KiB pages, {row['way']:5}: "
+            f"{row['least_us']:6.1f} us at the limit,"
             f" + {row['device_us']:.1f} us on the device (one copy {row['bare_device_us']:.1f}),"
             f" + {row['wall_us']:.1f} us for the caller (one copy {row['bare_us']:.1f})"
         )

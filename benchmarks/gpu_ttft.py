@@ -127,7 +127,8 @@ def main() -> None:
     rows = []
     print(f"the bus: {limit / 1e9:.1f} GB/s; milliseconds to the first token")
     print(
-        "tokens  recompute     tier      gpu  bus alone   faster by  the bus allows  reached   of the bus with no last token"
+        "tokens  recompute     tier      gpu  bus alone   faster by  the bus allows  reached   of the bus "
+        "with no last token"
     )
     for length in options.tokens:
         row = bench_length(engine, length, options.repetitions, random.Random(length))
@@ -138,8 +139,8 @@ def main() -> None:
         rows.append(row | {"faster": faster, "allowed": allowed, "bare": bare, "limit": limit})
         ms = [1e3 * row[name] for name in ("recompute", "tier", "gpu", "bus")]
         print(
-            f"{length:6d} {ms[0]:10.1f} {ms[1]:8.2f} {ms[2]:8.2f} {ms[3]:10.2f} {faster:10.1f}x {allowed:14.1f}x"
-            f" {faster / allowed:8.2f}   {faster / bare:.2f} of {bare:.1f}x"
+            f"{length:6d} {ms[0]:10.1f} {ms[1]:8.2f} {ms[2]:8.2f} {ms[3]:10.2f} {faster:10.1f}x "
+            f"{allowed:14.1f}x {faster / allowed:8.2f}   {faster / bare:.2f} of {bare:.1f}x"
         )
     engine.close()
     if options.json:

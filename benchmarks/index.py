@@ -1,10 +1,10 @@
 """Claim: the index takes in at least twice the blocks per second that Dynamo's indexer does, at 40 bytes a
 block or fewer, and matches 1,000 blocks against 64 workers in less than 15 microseconds.
 
-*From the wire*: the same pre-encoded batches (64 blocks of 16 tokens each) go by ZeroMQ to Dynamo's standalone indexer and to
-`kvtier index serve`, one after the other, each a process of its own that is asked over HTTP until its
-picture is complete. With `keys=xxh3` both do the same work: they hash every token. With `keys=engine` the
-engine's hashes are the keys.
+*From the wire*: the same pre-encoded batches (64 blocks of 16 tokens each) go by ZeroMQ to Dynamo's
+standalone indexer and to `kvtier index serve`, one after the other, each a process of its own that is asked
+over HTTP until it has everything. With `keys=xxh3` both do the same work: they hash every token. With
+`keys=engine` the engine's hashes are the keys.
 *Match* and *growth* run in this process; the peer's match is that of its Python binding.
 
 Dynamo runs in the Python given by `--dynamo-python`, by default this one, and is left out where it is not
@@ -259,7 +259,10 @@ def wait_for(indexer: Indexer, part: Part) -> None:
 
 
 def has_dynamo(python: str) -> bool:
-    code = "import importlib.util as u, sys; sys.exit(u.find_spec('dynamo') is None or u.find_spec('dynamo.indexer') is None)"
+    code = (
+        "import importlib.util as u, sys; "
+        "sys.exit(u.find_spec('dynamo') is None or u.find_spec('dynamo.indexer') is None)"
+    )
     return subprocess.run([python, "-c", code], capture_output=True).returncode == 0
 
 
@@ -497,7 +500,8 @@ def is_met(console: Console, result: dict[str, Any], forms: list[str]) -> bool:
     if "numba" not in forms:
         console.print("without numba nothing is claimed")
         return True
-    checks = [(row["bytes_per_block"] <= TARGETS["bytes_per_block"], f"{row['bytes_per_block']:.1f} bytes a block") for row in result["growth"]["numba"]]  # fmt: skip  # noqa: E501
+    sizes = [row["bytes_per_block"] for row in result["growth"]["numba"]]
+    checks = [(size <= TARGETS["bytes_per_block"], f"{size:.1f} bytes a block") for size in sizes]
     hot = result["match"]["kvtier numba"]["hot_us"]
     checks.append((hot < TARGETS["match_us"], f"match {hot:.1f} us"))
     if "dynamo" in result["wire"]:

@@ -269,14 +269,16 @@ def main() -> int:
         }
     except ModuleNotFoundError as error:
         print(
-            f"benchmarks/manager.py: {error}; run it with an environment that has vLLM, as `make bench` does",
+            f"benchmarks/manager.py: {error}; run it with an environment that has vLLM, "
+            "as `make bench` does",
             file=sys.stderr,
         )
         return 2
     blocks = sum(len(request.keys) for request in trace) / len(trace)
     report = sys.stderr if arguments.json == "-" else sys.stdout
     print(
-        f"{len(trace)} requests of {blocks:.0f} blocks, {arguments.capacity} slots, kvtier's in {SLOTS_BY}\n",
+        f"{len(trace)} requests of {blocks:.0f} blocks, {arguments.capacity} slots, "
+        f"kvtier's in {SLOTS_BY}\n",
         file=report,
     )
     print(

@@ -227,7 +227,8 @@ def show(console: Console, result: dict[str, Any], arguments: argparse.Namespace
     console.print(f"Of a step's {result['step_us']:.0f} µs: {', '.join(spent)}")
     stored, evicted = result["stored_bytes_per_run"] / 2**20, result["evicted_chunks_per_run"]
     console.print(
-        f"A run stores {stored:.1f} MiB in {result['stores_per_run']:.0f} jobs and evicts {evicted:.0f} chunks"
+        f"A run stores {stored:.1f} MiB in {result['stores_per_run']:.0f} jobs and evicts "
+        f"{evicted:.0f} chunks"
     )
     if arguments.disk is not None or arguments.tier is not None:
         written, asked = result["demoted_bytes_per_run"] / 2**20, result["questions_per_run"]

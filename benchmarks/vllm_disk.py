@@ -145,7 +145,8 @@ def measure_length(
     """
     filled = arm.ask("fill_disk", clock.left, length=length, seconds=clock.left - 1)
     clock.say(
-        f"{length:,} tokens: {filled['written']} of {filled['rows']} rows written in {filled['seconds']:.1f} s"
+        f"{length:,} tokens: {filled['written']} of {filled['rows']} rows written in "
+        f"{filled['seconds']:.1f} s"
     )
     runs: list[Result] = []
     took = 0.0

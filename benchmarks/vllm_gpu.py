@@ -304,7 +304,8 @@ def plot_first(results: Results, name: str) -> str:
         for kind, colour in COLOURS.items()
     )
     style = (
-        "<style>.line { fill: none; stroke-width: 2.4 } .line.least { stroke-dasharray: 5 4 } .grid { stroke: #dfe4ea }"
+        "<style>.line { fill: none; stroke-width: 2.4 } .line.least { stroke-dasharray: 5 4 }"
+        " .grid { stroke: #dfe4ea }"
         " text { font: 12px sans-serif; fill: #5b6876; text-anchor: middle } text.end { text-anchor: end }"
         f" text.start {{ text-anchor: start }} {styles}</style>"
     )
@@ -319,7 +320,8 @@ def show(results: Results) -> None:
     for row in results.get("first", []):
         bus = f"bus {row['bus_bytes_per_second'] / 1e9:.1f} GB/s, {row['bus_ms']:.2f} ms"
         print(
-            f"\nfirst token, {row['tokens']:,} tokens ({bus})     computed  evicted      hit  of hit + bus   cached"
+            f"\nfirst token, {row['tokens']:,} tokens ({bus})     "
+            "computed  evicted      hit  of hit + bus   cached"
         )
         for name in results["arms"]:
             if name in row:

@@ -253,7 +253,8 @@ def measure_scheduler(own: VllmEngine, on: VllmEngine, seconds: float) -> dict[s
 def show(console: Console, chats: dict[str, Any], unique: dict[str, Any], scheduler: dict[str, Any]) -> None:
     """Print the numbers."""
     console.print(
-        f"{chats['rounds']} rounds of {CHATS.chats} chats of {CHATS.turns} turns on vLLM's CPU build, float32"
+        f"{chats['rounds']} rounds of {CHATS.chats} chats of {CHATS.turns} turns on vLLM's CPU build, "
+        "float32"
     )
     table = Table("", "vLLM alone", "with kvtier", "")
     for title, name in (("first token", "ttft_ms"), ("first token, later turns", "later_ttft_ms")):
@@ -277,7 +278,8 @@ def show(console: Console, chats: dict[str, Any], unique: dict[str, Any], schedu
     console.print(f"Same answers: {chats['same_answers']} of {chats['answers']}")
     blocks = scheduler["blocks_of_longest_prompt"]
     console.print(
-        f"vLLM's scheduler in its connector, µs a step; {scheduler['steps']} steps, prompts up to {blocks} blocks"
+        f"vLLM's scheduler in its connector, µs a step; {scheduler['steps']} steps, "
+        f"prompts up to {blocks} blocks"
     )
     table = Table("", "p50", "p99", "mean")
     for title, name in (("kvtier", "on"), ("vLLM's own connector and manager", "own")):

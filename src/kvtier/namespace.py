@@ -101,7 +101,8 @@ def _look(folder: Path) -> dict[Path, FileState] | str:
     try:
         return {path: FileState.of(path) for path in sorted(_walk(folder))}
     except OSError as error:
-        return f"{error.filename or folder}: expected a file or folder that can be read: {error.strerror or error}"
+        path, problem = error.filename or folder, error.strerror or error
+        return f"{path}: expected a file or folder that can be read: {problem}"
 
 
 def _walk(folder: Path) -> Iterator[Path]:

@@ -1,7 +1,7 @@
 """A naive publisher and a naive consumer of the event stream, to hold the real ones against.
 
-`ModelPublisher` keeps a dictionary and answers requests at once; `ModelReplica` is what a consumer holds that
-applies updates one by one; `Workload` draws what an engine might do; `LossyLink` carries a live stream
+`ModelPublisher` keeps a dictionary and answers requests at once; `ModelReplica` is what a consumer holds
+that applies updates one by one; `Workload` draws what an engine might do; `LossyLink` carries a live stream
 badly.
 """
 

@@ -145,7 +145,7 @@ def test_over_real_sockets_what_is_called_exact_is_what_the_publisher_holds(seed
             for _ in range(random.randint(1, 12)):
                 publisher.publish(_as_published(model.step()[1]))
             goal = _sent_before(publisher)
-            _wait_until(link, parties, lambda party, goal=goal: party.status.seq >= goal)  # type: ignore[misc]
+            _wait_until(link, parties, lambda party, goal=goal: party.status.seq >= goal)
             for party in parties:
                 assert party.status.state is not State.EXACT or party.has_truth(model.truth.held), (
                     party.status

@@ -59,7 +59,7 @@ class FakeConnector:
         self._held: set[str] = set()
         self._invalid: set[int] = set()
         self._allocated: set[int] = set()
-        self.engine.connector = self.engine.worker = self.engine._scheduler._connector = self  # type: ignore[assignment]
+        self.engine.connector = self.engine.worker = self.engine._scheduler._connector = self
 
     # -- the scheduler's side --
 

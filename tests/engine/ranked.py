@@ -185,7 +185,7 @@ class VLLMLike:
         return getattr(self._connector, name)
 
     def request_finished(self, request: Request, block_ids: BlockIds) -> tuple[bool, None]:
-        state = self._connector.connector_scheduler._requests.get(request.request_id)  # type: ignore[union-attr]
+        state = self._connector.connector_scheduler._requests.get(request.request_id)
         is_loading = state is not None and state.load_job is not None
         hold, _ = self._connector.request_finished(request, block_ids)
         return hold and (is_loading or not self._frees_at_once), None
@@ -227,7 +227,7 @@ class RankedEngine(Engine):
         scheduler = OffloadingConnector(configs[0], ConnectorRole.SCHEDULER, self.specs[0], Request.describe)
         self.connector = scheduler
         if self._frees_at_once or self._by_workers:
-            self.connector = VLLMLike(self, scheduler, self._frees_at_once, self._by_workers)  # type: ignore[assignment]
+            self.connector = VLLMLike(self, scheduler, self._frees_at_once, self._by_workers)
         workers = []
         for config, spec in zip(configs, self.specs, strict=True):
             caches = allocate_kv(self.model.config, self.config, self.groups)

@@ -293,11 +293,13 @@ def test_the_same_seed_gives_the_same_demo(capsys: pytest.CaptureFixture[str]) -
         (["--device", "tpu"], "--device: expected one of 'cpu', 'cuda', got 'tpu'"),
         (
             ["--model", "nowhere"],
-            "nowhere: expected a model folder, there is none; a model folder has config.json and *.safetensors",
+            "nowhere: expected a model folder, there is none; "
+            "a model folder has config.json and *.safetensors",
         ),
         (
             ["--model", "."],
-            "config.json: expected a JSON file, there is none; a model folder has config.json and *.safetensors; for one: pip",
+            "config.json: expected a JSON file, there is none; "
+            "a model folder has config.json and *.safetensors; for one: pip",
         ),
     ],
 )

@@ -32,7 +32,8 @@ class Raises:
     def __len__(self) -> int:
         raise ZeroDivisionError
 
-    __iter__ = __index__ = __hash__ = __repr__ = __bool__ = __str__ = __float__ = __len__  # type: ignore[assignment]
+    __iter__ = __index__ = __hash__ = __repr__ = __len__  # type: ignore[assignment]
+    __bool__ = __str__ = __float__ = __len__  # type: ignore[assignment]
 
     def __eq__(self, other: object) -> bool:
         raise ZeroDivisionError
@@ -79,18 +80,21 @@ class Name(StrEnum):
 
 ODD: list[Any] = [
     None, True, False, np.True_, 0, 1, -1, 63, 64, 2**31, 2**32, 2**63, 2**64, 10**400, -(10**400), 10**5000,
-    0.0, 1.0, -0.0, 0.5, 2.5, 1e-320, 5e-324, 1e308, math.inf, -math.inf, math.nan, np.float32(0.5), np.float64(0.5),
-    Decimal("0.5"), Fraction(1, 2), 1j, np.int64(3), np.uint8(3), np.int32(-3), torch.tensor(3), torch.tensor(0.5),
+    0.0, 1.0, -0.0, 0.5, 2.5, 1e-320, 5e-324, 1e308, math.inf, -math.inf, math.nan,
+    np.float32(0.5), np.float64(0.5), Decimal("0.5"), Fraction(1, 2), 1j, np.int64(3), np.uint8(3),
+    np.int32(-3), torch.tensor(3), torch.tensor(0.5),
     "", "a", "1", "\ud800", "a\udfff", "\0", "ü" * 2_000_000, UnhashableText("u"), Name.ONE, np.str_("n"),
     b"", b"abc", bytearray(b"abc"), memoryview(b"abc"),
-    (), [], {}, set(), [1], (1,), {1: 1}, {1}, frozenset({1}), [[1]], [[1], [2, 3]], [None], ["a"], [b"a"], [1, 2.0], [1, True],
-    [1, 10**5000], [-1], [64], (1, 2, 3), range(5), range(0), range(10**9), range(10**30), array("i", [1, 2]), array("d", [1.0]),
-    deque([1, 2]), iter([1, 2]), (n for n in (1, 2)), [1] * 10_000,
-    np.array([1, 2, 3]), np.array([1, 2], np.uint8), np.array([1.0]), np.array([True]), np.array(1), np.array([[1, 2]]),
-    np.array([1, "a"], object), np.array([]), np.array(["a"]), np.ma.masked_array([1, 2], [0, 1]), [np.int64(5), np.uint16(6)],
+    (), [], {}, set(), [1], (1,), {1: 1}, {1}, frozenset({1}), [[1]], [[1], [2, 3]], [None], ["a"], [b"a"],
+    [1, 2.0], [1, True], [1, 10**5000], [-1], [64], (1, 2, 3), range(5), range(0), range(10**9),
+    range(10**30), array("i", [1, 2]), array("d", [1.0]), deque([1, 2]), iter([1, 2]), (n for n in (1, 2)),
+    [1] * 10_000,
+    np.array([1, 2, 3]), np.array([1, 2], np.uint8), np.array([1.0]), np.array([True]), np.array(1),
+    np.array([[1, 2]]), np.array([1, "a"], object), np.array([]), np.array(["a"]),
+    np.ma.masked_array([1, 2], [0, 1]), [np.int64(5), np.uint16(6)],
     torch.tensor([1, 2]), torch.tensor([1.5]), torch.tensor([[1]]), torch.tensor([True]),
-    object(), Raises(), Endless(), Growing(), Short([1, 2]), [Raises()], (Raises(),), SamplingParams, SamplingParams(), len,
-    NotImplemented, ...,
+    object(), Raises(), Endless(), Growing(), Short([1, 2]), [Raises()], (Raises(),), SamplingParams,
+    SamplingParams(), len, NotImplemented, ...,
 ]  # fmt: skip
 
 Throw = Callable[[Engine, Any], Any]
@@ -123,7 +127,7 @@ FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop_token_ids
 for drawn in (0.0, 1.0):
     for name in FIELDS:
         if drawn or name != "temperature":
-            PLACES[f"{name} at temperature {drawn}"] = lambda engine, odd, name=name, drawn=drawn: add(  # type: ignore[misc]
+            PLACES[f"{name} at temperature {drawn}"] = lambda engine, odd, name=name, drawn=drawn: add(
                 engine, sampling=params(**{"temperature": drawn} | {name: odd})
             )
 PLACES["stop token"] = lambda engine, odd: add(engine, sampling=params(stop_token_ids=(1, odd)))

@@ -132,7 +132,10 @@ def request(rng: random.Random) -> bytes:
         + rng.choice((*[""] * 12, "Origin: null\r\n"))
     )
     kind = rng.choice((*["application/json"] * 12, "text/plain"))
-    head = f"{method} {path} HTTP/1.1\r\nHost: {who}Content-Type: {kind}\r\nContent-Length: {size}\r\n{extra}\r\n"
+    head = (
+        f"{method} {path} HTTP/1.1\r\nHost: {who}Content-Type: {kind}\r\n"
+        f"Content-Length: {size}\r\n{extra}\r\n"
+    )
     whole = head.encode() + content
     return mutate(rng, [whole]) if rng.random() < 0.1 else whole
 

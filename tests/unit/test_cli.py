@@ -225,8 +225,8 @@ def test_a_difference_fails(
     out = capsys.readouterr().out
     assert "DIFFERENT" in out
     assert (
-        "✗ tokens differ, first in conversation 4, turn 1, answer token 2: token 1 without kvtier, 4242 with it"
-        in out
+        "✗ tokens differ, first in conversation 4, turn 1, answer token 2: token 1 without kvtier, "
+        "4242 with it" in out
     )
     assert "✗ tokens differ" in (here / "kvtier-report.html").read_text()
 
@@ -347,7 +347,9 @@ BAD_POLICIES = {
     "def __getattr__(name): raise OSError('no')": "OSError: no",
     "Class = 5": "expected a subclass of kvtier.policies.CachePolicy",
     "import kvtier.policies as p\nclass Class(p.CachePolicy): pass": "TypeError",
-    "import kvtier.policies as p\nclass Class(p.LRUPolicy):\n def __init__(self, capacity): exit(1)": "SystemExit: 1",
+    "import kvtier.policies as p\nclass Class(p.LRUPolicy):\n def __init__(self, capacity): exit(1)": (
+        "SystemExit: 1"
+    ),
 }
 
 

@@ -101,7 +101,8 @@ def test_lines_for_people() -> None:
     said = [line.split("  ", 1)[1] for line in HumanLines().batch(0.0, 7, EVERYTHING)]
     assert said == [
         "       7  cleared",
-        "       7  stored   CPU group 1  2 blocks 8000000000000001 … ffffffffffffffff  after 00000000000000ff  32 tokens  lora sql",  # noqa: E501
+        "       7  stored   CPU group 1  2 blocks 8000000000000001 … ffffffffffffffff  "
+        "after 00000000000000ff  32 tokens  lora sql",
         "       7  stored   GPU  1 block 0101010101010101  from the start  0 tokens",
         "       7  removed  GPU  1 block ffffffffffffffff",
         "       7  mark     epoch 000000000000000a  1,234 blocks  digest 000000000000000b",
@@ -136,7 +137,7 @@ def test_lines_for_programs() -> None:
 
 def test_lines_for_programs_have_keys_of_all_types() -> None:
     keys: list[Any] = [None, True, b"\0x", (1, b"a"), 1.5, 2**64 - 1, "text"]
-    event = BlockStored([1], None, [], 0, None, "GPU", None, extra_keys=[[dict.fromkeys(keys, 1)]])  # type: ignore[list-item]
+    event = BlockStored([1], None, [], 0, None, "GPU", None, extra_keys=[[dict.fromkeys(keys, 1)]])
     (text,) = JSONLines().batch(0.0, 7, DecodedBatch(1.0, [event]))
     (found,) = json.loads(text)["events"][0]["extra_keys"][0]
     assert list(found) == ["None", "True", "0078", "[1, '61']", "1.5", "18446744073709551615", "text"]
@@ -516,7 +517,10 @@ def test_bad_input_is_one_line(
 
 
 def test_help_needs_no_sockets() -> None:
-    code = "import sys; sys.modules['zmq'] = None; from kvtier.cli import main; sys.exit(main(['events', 'tail', '--help']))"
+    code = (
+        "import sys; sys.modules['zmq'] = None; from kvtier.cli import main; "
+        "sys.exit(main(['events', 'tail', '--help']))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )

@@ -634,7 +634,8 @@ class TestGeometry:
             ),
             (
                 {"settings": settings(block_size=32), "groups": (group(), group(block_size=32))},
-                "chunk_tokens: expected groups of one block size, got [16, 32]; set blocks_per_chunk instead",
+                "chunk_tokens: expected groups of one block size, got [16, 32]; "
+                "set blocks_per_chunk instead",
             ),
         ],
     )

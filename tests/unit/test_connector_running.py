@@ -23,15 +23,17 @@ REQUEST = RequestState(Request("r", [1]), ReqContext(), ())
 def load(*keys: OffloadKey, ranks: int = 1) -> LoadJob:
     end = GPULoadStoreSpec(list(range(1, 1 + len(keys))), [len(keys)], [0])
     return LoadJob(
-        request=REQUEST, keys=list(keys), gpu_end=end, blocks_per_chunk=1, num_bytes=8, missing_ranks=set(range(ranks)),
-        deadline=2.0, local=0, end=16 * len(keys), block_sizes=(16,), patience=1.0,
+        request=REQUEST, keys=list(keys), gpu_end=end, blocks_per_chunk=1, num_bytes=8,
+        missing_ranks=set(range(ranks)), deadline=2.0, local=0, end=16 * len(keys), block_sizes=(16,),
+        patience=1.0,
     )  # fmt: skip
 
 
 def store(*blocks: int) -> StoreJob:
     end = GPULoadStoreSpec(list(blocks), [len(blocks)], [0])
     return StoreJob(
-        request=REQUEST, keys=[A], gpu_end=end, blocks_per_chunk=len(blocks), num_bytes=8, missing_ranks={0}, deadline=30.0,
+        request=REQUEST, keys=[A], gpu_end=end, blocks_per_chunk=len(blocks), num_bytes=8,
+        missing_ranks={0}, deadline=30.0,
     )  # fmt: skip
 
 

@@ -355,7 +355,7 @@ def test_results_that_a_handler_lost_are_reported_as_failed_when_asked_for(confi
     rank.worker.clear_connector_metadata()
     assert store.wait({7}, 30)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store, "get_finished", lambda: [store._results.clear(), 1 / 0])  # type: ignore[attr-defined]
+        patch.setattr(store, "get_finished", lambda: [store._results.clear(), 1 / 0])
         assert rank.step(OffloadingConnectorMetadata()).reports == []
     order = OffloadingConnectorMetadata(jobs_to_end={7: EndOrder("a", frozenset({0}), (), void=True)})
     reports = [report for _ in range(2) for report in rank.step(order).reports]

@@ -91,7 +91,10 @@ class TestComputed:
 
     def test_the_other_process_gives_way(self, file: Path) -> None:
         """It says with which priority it has run."""
-        code = "import atexit, os, sys; atexit.register(lambda: print(os.nice(0))); from kvtier.file_hasher import main; "
+        code = (
+            "import atexit, os, sys; atexit.register(lambda: print(os.nice(0))); "
+            "from kvtier.file_hasher import main; "
+        )
         with file.open("rb") as stream:
             command = [sys.executable, "-c", f"{code} main({os.getpid()})"]
             done = subprocess.run(command, stdin=stream, capture_output=True, text=True, timeout=60)
@@ -330,9 +333,10 @@ class TestMapped:
         self, kind: str, kept: bool, file: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         device = file.stat().st_dev
+        number = f"{os.major(device)}:{os.minor(device)}"
         mounts = f"""\
 1 1 0:1000 / /dev/shm rw - tmpfs tmpfs rw
-2 1 {os.major(device)}:{os.minor(device)} / /mnt/a\\040-\\040b rw,relatime shared:3 master:2 - {kind} - rw,size=4k
+2 1 {number} / /mnt/a\\040-\\040b rw,relatime shared:3 master:2 - {kind} - rw,size=4k
 3 1 0:1001 / /ram rw - ramfs none rw
 """
         monkeypatch.setattr(module, "_MOUNTS", file.with_name("mountinfo"))

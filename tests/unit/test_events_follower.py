@@ -43,7 +43,7 @@ class Bench:
     ) -> None:
         self.now = 50.0
         self.publisher = ModelPublisher(random.Random(1), ring=ring, is_stock=is_stock)
-        self.publisher.rng.random = lambda: 0.5  # type: ignore[method-assign]  # no marks but where a test wants them
+        self.publisher.rng.random = lambda: 0.5  # no marks but where a test wants them
         self.follower = Follower("p", decode_batch, can_ask=can_ask, limits=limits, now=self.now)
         self.replica = ModelReplica()
         self.updates: list[object] = []

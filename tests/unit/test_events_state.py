@@ -272,7 +272,7 @@ def test_an_overflow_converts_hashes() -> None:
 def test_an_overflow_survives_what_it_cannot_read() -> None:
     state = PublishedState(EventEncoder())
     overflow = Overflow()
-    overflow.add(ranked([stored([1]), object(), stored([2], lora_name=object()), BlockRemoved(7, None)]))  # type: ignore[arg-type]
+    overflow.add(ranked([stored([1]), object(), stored([2], lora_name=object()), BlockRemoved(7, None)]))
     overflow.add(ranked([stored([1])], rank=[]))  # type: ignore[arg-type]
     assert overflow.apply(0, state, as_it_is) == 1
     assert state.blocks == 1

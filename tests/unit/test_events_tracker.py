@@ -159,7 +159,7 @@ def test_a_chunk_stored_again_before_its_removal_is_told() -> None:
     tracker.record_store(prompt, Group(), 0, prompt.key(0))
     (gone,) = told(tracker, True, prompt.key(0))
     (back,) = told(tracker, False, prompt.key(0))
-    assert gone.block_hashes == back.block_hashes == [block(prompt, 0), block(prompt, 1)]  # type: ignore[attr-defined]
+    assert gone.block_hashes == back.block_hashes == [block(prompt, 0), block(prompt, 1)]
 
 
 def test_a_description_lasts_as_long_as_any_medium_holds_the_chunk() -> None:
@@ -174,7 +174,7 @@ def test_a_description_lasts_as_long_as_any_medium_holds_the_chunk() -> None:
     )
     assert isinstance(in_memory, BlockStored)
     assert isinstance(on_disk, BlockStored)
-    assert (on_disk.token_ids, on_disk.medium, left_memory.medium) == (in_memory.token_ids, "STORAGE", "CPU")  # type: ignore[attr-defined]
+    assert (on_disk.token_ids, on_disk.medium, left_memory.medium) == (in_memory.token_ids, "STORAGE", "CPU")
     assert len(tracker) == 1
     (left_disk,) = told(tracker, True, key, medium="STORAGE")
     assert left_disk == BlockRemoved(in_memory.block_hashes, "STORAGE", group_idx=0)
@@ -225,13 +225,13 @@ def test_blocks_that_chunks_share_are_stored_with_the_first_and_removed_with_the
     first, second = prompt.key(0), other.key(0)
     tracker = make(prompt, 0)
     tracker.record_store(other, Group(), 0, second)
-    assert told(tracker, False, first)[0].block_hashes == [block(prompt, 0), block(prompt, 1)]  # type: ignore[attr-defined]
+    assert told(tracker, False, first)[0].block_hashes == [block(prompt, 0), block(prompt, 1)]
     (rest,) = told(tracker, False, second)
     assert isinstance(rest, BlockStored)
     assert (rest.block_hashes, rest.parent_block_hash) == ([block(other, 1)], block(prompt, 0))
     assert (rest.token_ids, rest.extra_keys) == ([40, 41, 42, 43], None)
     (below,) = told(tracker, False, second, medium="STORAGE")
-    assert below.block_hashes == [block(other, 0), block(other, 1)], "media are apart"  # type: ignore[attr-defined]
+    assert below.block_hashes == [block(other, 0), block(other, 1)], "media are apart"
     again = [(event.medium, event.block_hashes) for event in tracker.retell()]  # type: ignore[attr-defined]
     both = [block(prompt, 0), block(prompt, 1)]
     assert again == [
@@ -266,7 +266,7 @@ def test_what_is_held_can_be_told_again_parents_first() -> None:
         ("STORAGE", [block(prompt, 4), block(prompt, 5)]),
     ]
     assert again[2] == BlockStored([block(prompt, 1)], None, [], 0, None, "CPU", None, group_idx=1)
-    assert (again[0].token_ids, again[1].extra_keys) == (list(range(24)), [("salt",), None])  # type: ignore[attr-defined]
+    assert (again[0].token_ids, again[1].extra_keys) == (list(range(24)), [("salt",), None])
 
 
 def test_reset_forgets_everything() -> None:
@@ -318,7 +318,7 @@ class Listener:
         if event.block_size == 0:
             assert event.group_idx == 1, "only the windowed group goes undescribed"
             return
-        hashes = hash_blocks(event.token_ids, event.block_size, parent=event.parent_block_hash)  # type: ignore[arg-type]
+        hashes = hash_blocks(event.token_ids, event.block_size, parent=event.parent_block_hash)
         assert hashes == event.block_hashes
 
 

@@ -225,7 +225,7 @@ def test_neighbours_are_joined_and_say_the_same(tokens: bool) -> None:
     assert 1 < len(joined) < 10
     for parts in (batches, joined):
         events = [event for part in parts for event in part.events()]  # type: ignore[union-attr]
-        assert [event.token_ids for event in events] == [event.token_ids for event in expected]  # type: ignore[union-attr]
+        assert [event.token_ids for event in events] == [event.token_ids for event in expected]
         assert [event.block_hashes for event in events] == [
             [to_u64(b) for b in event.block_hashes] for event in expected
         ]  # type: ignore[union-attr]
@@ -245,7 +245,7 @@ def test_what_cannot_be_scanned_leaves_no_trace_in_the_room() -> None:
     with pytest.raises(ValueError, match=r".+"):
         scanner(half[:-3])
     second = scanner(half)
-    assert [part.hashes[::2].tolist() for part in first.join([first, second])] == [[1, 2]]  # type: ignore[union-attr, list-item]
+    assert [part.hashes[::2].tolist() for part in first.join([first, second])] == [[1, 2]]
 
 
 def test_long_lists_of_integers_are_skipped_like_one_by_one() -> None:

@@ -46,8 +46,8 @@ def test_the_summary_tells_what_has_changed_and_nothing_else() -> None:
     clock.now += INTERVAL
     summary.tell_changes()
     assert told.pop() == (
-        "kvtier, last 60 s: 1,500 prompt tokens loaded instead of computed (75% of the 2,000 that were not on the GPU);"
-        " 3.0 MiB loaded, 1.0 MiB stored, 1 of 10 transfers failed"
+        "kvtier, last 60 s: 1,500 prompt tokens loaded instead of computed (75% of the 2,000 that were not "
+        "on the GPU); 3.0 MiB loaded, 1.0 MiB stored, 1 of 10 transfers failed"
     )
     clock.now += INTERVAL
     summary.tell_changes()

@@ -55,7 +55,7 @@ def store(
     assert output is not None
     manager.complete_store(output.keys_to_store)
     manager.check()
-    return list(output.keys_to_store), list(output.evicted_keys), output.store_spec.block_ids.tolist()  # type: ignore[attr-defined]
+    return list(output.keys_to_store), list(output.evicted_keys), output.store_spec.block_ids.tolist()
 
 
 def test_the_tail_of_a_prompt_leaves_first() -> None:

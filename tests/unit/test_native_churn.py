@@ -206,7 +206,7 @@ def churn_recency(churn: Churn, capacity: int, operations: int) -> None:
             other.use(array(slots))
             use(slots)
         elif churn.random.random() < 0.3:
-            answers = [recency.renew(array(slots)).tolist() for recency in (one, other)]  # type: ignore[attr-defined]
+            answers = [recency.renew(array(slots)).tolist() for recency in (one, other)]
             assert answers[0] == answers[1] == [slot for slot in slots if slot not in model]
             use([slot for slot in slots if slot in model])
         elif churn.random.random() < 0.5:

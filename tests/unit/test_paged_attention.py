@@ -48,7 +48,11 @@ for sequences, rows, ends in ((1, 1, [1]), (1, 1, [171]), (1, 5, [67]), (3, 1, [
                 mask &= keys[None] > queries[:, None] - window
             asked = q[index * rows : (index + 1) * rows].transpose(0, 1)
             seen = F.scaled_dot_product_attention(
-                asked, k.rows[at].transpose(0, 1), v.rows[at].transpose(0, 1), attn_mask=mask, enable_gqa=True
+                asked,
+                k.rows[at].transpose(0, 1),
+                v.rows[at].transpose(0, 1),
+                attn_mask=mask,
+                enable_gqa=True,
             )
             expected.append(seen.transpose(0, 1))
         paged = PagedAttention(sequences, rows, heads, kv_heads, dim, torch.device("cpu"))

@@ -435,7 +435,8 @@ while True:
     if child == 0:
         run(step)
     _, status = os.waitpid(child, 0)
-    fresh = Pool.open("engine", 9, 4096, 2, directory=directory)  # another size: attaching to a leftover would fail
+    # Of another size: attaching to a leftover would fail.
+    fresh = Pool.open("engine", 9, 4096, 2, directory=directory)
     fresh.close()
     left += [str(path) for path in directory.iterdir()]
     if os.WIFEXITED(status):

@@ -59,7 +59,8 @@ def _load_sglang(version: str) -> ModuleType:
     folder = Path(sys.prefix, "sglang", version)
     if not folder.exists():
         pytest.skip(
-            f"SGLang {version} is not in {Path(sys.prefix).name}/sglang; `make test-vllm` puts it there where it can"
+            f"SGLang {version} is not in {Path(sys.prefix).name}/sglang; "
+            "`make test-vllm` puts it there where it can"
         )
     for name in ("sglang", "sglang.srt", "sglang.srt.disaggregation", "sglang.srt.utils"):
         sys.modules[name] = package = ModuleType(name)

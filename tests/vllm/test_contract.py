@@ -157,10 +157,10 @@ def test_what_is_said_and_counted(llama: Path, said: list[str]) -> None:
     policy, start, summary, rest = said
     assert "kv_load_failure_policy is now 'recompute'" in policy
     assert "4.0 MiB of host memory keep 85 chunks of 32 tokens (48.0 KiB each); policy lru" in start
-    told = "kvtier, last 60 s: 96 prompt tokens loaded instead of computed (46% of the 210 that were not on the GPU);"
-    assert (
-        summary
-        == f"{told} 144.0 KiB loaded, 144.0 KiB stored, 0 of {found['vllm:kvtier_stores'] + 1:.0f} transfers failed"
+    assert summary == (
+        "kvtier, last 60 s: 96 prompt tokens loaded instead of computed (46% of the 210 that were not on "
+        "the GPU); 144.0 KiB loaded, 144.0 KiB stored, "
+        f"0 of {found['vllm:kvtier_stores'] + 1:.0f} transfers failed"
     )
     assert "0 prompt tokens loaded instead of computed (0% of the 20 that were not on the GPU)" in rest
     assert found["vllm:kvtier_loads"] == 1
@@ -313,7 +313,10 @@ def test_ranks_on_several_machines_are_refused(llama: Path, cache_config: Any) -
     parallel = config.parallel_config
     assert describe_engine(config, cache_config).world_size == 2
     parallel.nnodes = 2
-    refusal = r"^nnodes: expected 1 for each engine, got 2: .*; keep tensor_parallel_size within a machine and use data_"
+    refusal = (
+        r"^nnodes: expected 1 for each engine, got 2: .*; "
+        r"keep tensor_parallel_size within a machine and use data_"
+    )
     with pytest.raises(ConfigError, match=refusal) as caught:
         describe_engine(config, cache_config)
     assert "\n" not in str(caught.value)
@@ -351,7 +354,10 @@ def test_ranks_that_ray_has_spread_are_refused(
     if all(together):
         assert describe_engine(config, cache_config, ConnectorRole.WORKER).world_size == 2
     else:
-        refusal = r"^tensor_parallel_size: expected 2 ranks on one machine, got 1: .*; keep tensor_parallel_size within"
+        refusal = (
+            r"^tensor_parallel_size: expected 2 ranks on one machine, got 1: .*; "
+            r"keep tensor_parallel_size within"
+        )
         with pytest.raises(ConfigError, match=refusal):
             describe_engine(config, cache_config, ConnectorRole.WORKER)
 
@@ -378,7 +384,10 @@ def test_recurrent_models_are_refused(llama: Path, cache_config: Any) -> None:
         cache_config,
         kv_cache_groups=[*cache_config.kv_cache_groups, KVCacheGroupSpec(["model.layers.9.mixer"], state)],
     )
-    refusal = r"^KV cache group 1: expected one of FullAttentionSpec, .*, got MambaSpec; vLLM's own OffloadingConnector"
+    refusal = (
+        r"^KV cache group 1: expected one of FullAttentionSpec, .*, got MambaSpec; "
+        r"vLLM's own OffloadingConnector"
+    )
     with pytest.raises(InputError, match=refusal) as caught:
         describe_engine(engine_config(llama), hybrid)
     assert "\n" not in str(caught.value)

@@ -63,8 +63,8 @@ _Model = Annotated[
     Path | None,
     Option(
         metavar="FOLDER",
-        help=f"A folder with config.json and *.safetensors of a {_FAMILIES} model, as `hf download Qwen/Qwen3-0.6B "
-        "--local-dir FOLDER` makes it.",
+        help=f"A folder with config.json and *.safetensors of a {_FAMILIES} model, "
+        "as `hf download Qwen/Qwen3-0.6B --local-dir FOLDER` makes it.",
         show_default="built-in, random weights",
     ),
 ]

@@ -143,7 +143,8 @@ def _report_state(
         return StreamReport(is_good, latest.lines if is_good else [state, *latest.lines, *hint])
     lines = [
         f"{state}; {announced.blocks:,} blocks announced",
-        f"no mark in {timeout:g} s: stock publishers (vLLM, SGLang) send none; only their numbers tell what is missing",
+        f"no mark in {timeout:g} s: stock publishers (vLLM, SGLang) send none; "
+        "only their numbers tell what is missing",
         *_oddities(announced),
     ]
     is_exact = status.state is State.EXACT

@@ -183,7 +183,8 @@ def replay_command(
     factor = _speed(speed)
     if endpoint is None and (replay or keep or curve_key or curve_clients or topic):
         raise InputError(
-            "--replay, --topic, --keep and keys: expected --endpoint ENDPOINT too, without which nothing is published"
+            "--replay, --topic, --keep and keys: expected --endpoint ENDPOINT too, "
+            "without which nothing is published"
         )
     with RecordingReader(file) as reader, ending_quietly():
         if endpoint is None:

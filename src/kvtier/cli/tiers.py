@@ -71,7 +71,8 @@ class TierCheck(NamedTuple):
         ):
             return f"{self.tier}: {self.problem}"
         text = f"{self.tier}: opens in {self.open_seconds * 1e3:.1f} ms, "
-        text += f"puts {format_size(int(self.put_bytes_per_second))}/s, gets {format_size(int(self.get_bytes_per_second))}/s"
+        text += f"puts {format_size(int(self.put_bytes_per_second))}/s, "
+        text += f"gets {format_size(int(self.get_bytes_per_second))}/s"
         text += f", looks up in {(self.lookup_seconds or 0.0) * 1e3:.2f} ms"
         return text + (f"; but {self.problem}" if self.problem else "")
 

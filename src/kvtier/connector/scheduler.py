@@ -399,7 +399,8 @@ class OffloadingConnectorScheduler:
         """
         self.stats.expired += 1
         logger.warning(
-            "job %d of request %s: no report from rank(s) %s after %.3g s; its %d slots are set aside until there is one",
+            "job %d of request %s: no report from rank(s) %s after %.3g s; "
+            "its %d slots are set aside until there is one",
             job.job_id, job.req_id, sorted(job.missing_ranks), self._clock() - job.started, len(job.keys),
         )  # fmt: skip
         if isinstance(job, LoadJob):

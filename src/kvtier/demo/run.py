@@ -120,7 +120,8 @@ def _note_capacity(settings: DemoSettings, engine: Engine, watcher: Watcher) -> 
     needed, capacity = settings.workload.total() * token_bytes(engine), settings.kvtier.cpu.capacity
     if needed > capacity:
         watcher.note(
-            f"all conversations need about {format_size(needed)} of KV, the CPU tier has {format_size(capacity)}: "
+            f"all conversations need about {format_size(needed)} of KV, "
+            f"the CPU tier has {format_size(capacity)}: "
             "expect evictions"
         )
 

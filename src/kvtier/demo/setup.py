@@ -130,7 +130,10 @@ def _refuse_misfits(settings: DemoSettings) -> None:
     )
     cache, memory = settings.num_blocks * settings.block_size * token, _physical_memory()
     if settings.device == "cpu" and 2 * cache > memory:
-        problem = f"expected two caches that fit into {format_size(memory)} of memory, got {format_size(cache)} each"
+        problem = (
+            f"expected two caches that fit into {format_size(memory)} of memory, "
+            f"got {format_size(cache)} each"
+        )
         raise ConfigError("num_blocks", problem)
 
 

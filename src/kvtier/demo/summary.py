@@ -39,7 +39,9 @@ MEANINGS = {
     "too slow": "A tier below the pool did not bring it in time.",
     "suspended": "The tier that has it is not asked for a while: its calls failed or hung.",
     "not open yet": "The tier below the pool is being opened, or belongs to another process.",
-    "namespace not known yet": "The weights are still being digested; until then nothing below the pool may be used.",
+    "namespace not known yet": (
+        "The weights are still being digested; until then nothing below the pool may be used."
+    ),
     "lost with its files": "The tier's files are gone.",
     "no room in the pool to promote it": "Other promotions had taken their share of the pool.",
 }

@@ -3,7 +3,9 @@ forgot them.
 
     turn 1   system | opening message                                       -> answer 1
     turn 2   system | opening message | answer 1 | message 2                -> answer 2
-    ...      (each prompt is all that was said before, so that all but its last message has been computed once already)
+    ...
+
+Each prompt is all that was said before, so that all but its last message has been computed once already.
 
 Every round takes all conversations in a new order, as people come back when they like. Tokens are drawn from
 a seed, the same on every platform; answers are the engine's own. Immutable; any thread.

@@ -531,8 +531,10 @@ class Engine:
         # Before it is read: a range can have any length.
         length = count_items(where, prompt, "a list of token ids")
         if not 0 < length < self.max_model_len:
-            limit = f"{self.max_model_len - 1}, what {self.config.num_blocks} blocks and max_model_len leave room for"
-            raise InputError(f"{where}: expected 1 to {limit}, got {length} tokens")
+            raise InputError(
+                f"{where}: expected 1 to {self.max_model_len - 1}, what {self.config.num_blocks} blocks "
+                f"and max_model_len leave room for, got {length} tokens"
+            )
         return read_tokens(where, prompt, length, self.model.config.vocab_size)
 
     def _read_id(self, value: str) -> str:

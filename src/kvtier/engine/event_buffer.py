@@ -47,7 +47,8 @@ class EventBuffer:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "KV events of more than %d blocks were not taken and are dropped; take_events() goes on with "
+                "KV events of more than %d blocks were not taken and are dropped; "
+                "take_events() goes on with "
                 "AllBlocksCleared. Call it after every step, or leave kv_events off.",
                 self._most_blocks,
             )

@@ -85,8 +85,8 @@ def split_kv(cache: Tensor) -> tuple[Tensor, Tensor]:
     """
     if cache.ndim != 5 or list(cache.shape[:2]).count(2) != 1:
         raise InputError(
-            "kv cache: expected (num_blocks, 2, block_size, heads, dim) or (2, num_blocks, block_size, heads, dim) "
-            f"with more than two blocks, got {tuple(cache.shape)}"
+            "kv cache: expected (num_blocks, 2, block_size, heads, dim) or (2, num_blocks, block_size, "
+            f"heads, dim) with more than two blocks, got {tuple(cache.shape)}"
         )
     k, v = cache.unbind(1 if cache.shape[1] == 2 else 0)
     return k, v
@@ -128,7 +128,8 @@ def _span(
     stride: int,
     dtype: torch.dtype,
 ) -> _Span:
-    #  0 ........ first .............. end - R ..... end        keys in [first, first + L), queries in [end - R, end)
+    #  0 ........ first .............. end - R ..... end
+    #             keys in [first, first + L)   queries in [end - R, end)
     device = sequences[0].block_tables[group].device
     num_rows = sequences[0].end - sequences[0].start
     num_keys = max(s.context_len - s.first_key(window) for s in sequences)

@@ -25,8 +25,8 @@ _FEW_QUERIES = 32
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend_share(  # type: ignore[no-untyped-def]
     q, k, v, table, positions, out, maxima, sums, scale, block_tokens, token_stride, table_width,
-    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr,
-    DIM: tl.constexpr, KEYS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
+    QUERIES: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Attend over one share of the keys; leave what was seen, and the maximum and sum of its softmax."""
     split, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -133,7 +133,8 @@ class PagedAttention:
         keys, stages = (128, 2) if self._queries <= _FEW_QUERIES else (64, 3)
         shape = {"ROWS": self._rows, "GROUP": self._group, "QUERIES": self._queries, "DIM": self._dim}
         _attend_share[self._splits, self._kv_heads, self._sequences](
-            q.contiguous(), k, v, table, positions, *between, self._dim**-0.5, block_tokens, k.stride(0), table.stride(0),
+            q.contiguous(), k, v, table, positions, *between,
+            self._dim**-0.5, block_tokens, k.stride(0), table.stride(0),
             BLOCK_SIZE=block_size, WINDOW=window or 0, KEYS=keys, **shape, num_stages=stages,
         )  # fmt: skip
         queries = self._rows * self._group

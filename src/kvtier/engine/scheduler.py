@@ -1,9 +1,11 @@
 """Decides which tokens are computed in a step: continuous batching with chunked prefill, oldest request
 first.
 
-    waiting --admit--> running --finish--> gone            Every queue is ordered by arrival.
-       |  ^--preempt----'   ^        '---> held --> gone   held: finished, but a transfer still uses its blocks
+    waiting --admit--> running --finish--> gone
+       |  ^--preempt----'   ^        '---> held --> gone
        '--admit--> loading -'
+
+Every queue is ordered by arrival. A held request is finished, but a transfer still uses its blocks.
 
 It never deadlocks. A request is admitted only if blocks for all of its tokens can be had beside what those
 before it still need. When blocks run out anyway, the youngest running request gives its own back and is

@@ -123,7 +123,10 @@ def _expect_folder(folder: Path) -> None:
 def _how_to_get_one(folder: str) -> str:
     """Say what a model folder is, and a command after which there is one."""
     download = f"hf download Qwen/Qwen3-0.6B --local-dir {shlex.quote(folder)}"
-    return f"a model folder has config.json and *.safetensors; for one: pip install huggingface_hub && {download}"
+    return (
+        "a model folder has config.json and *.safetensors; "
+        f"for one: pip install huggingface_hub && {download}"
+    )
 
 
 def _files(folder: Path) -> list[Path]:

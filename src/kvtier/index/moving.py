@@ -95,7 +95,10 @@ def _compile_aside(keys: Keys) -> None:
     if keys in _compiled or not sys.executable:
         return
     _compiled.add(keys)
-    code = f"from kvtier.index import PrefixIndex; PrefixIndex(keys={keys!r}, form='numba', budget=1 << 20).warm_up()"
+    code = (
+        "from kvtier.index import PrefixIndex; "
+        f"PrefixIndex(keys={keys!r}, form='numba', budget=1 << 20).warm_up()"
+    )
     nothing = subprocess.DEVNULL
     child = subprocess.Popen([sys.executable, "-c", code], stdin=nothing, stdout=nothing, stderr=nothing)
     atexit.register(child.kill)

@@ -1,7 +1,8 @@
 """Where a worker can hold blocks, which tier that is, and which of its groups count.
 
-An event names a medium, and perhaps a group, an owner and a locality. Each combination is an area of its own,
-so that a removal from one never takes a block from another. Media that nobody has heard of count as storage.
+An event names a medium, and perhaps a group, an owner and a locality. Each combination is an area of its
+own, so that a removal from one never takes a block from another. Media that nobody has heard of count as
+storage.
 
 Only groups of full attention count, and where a worker has several, a block counts on a tier if all of them
 hold it there. Of a group with a sliding window or a recurrent state a prefix match says nothing: an engine

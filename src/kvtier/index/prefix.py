@@ -205,7 +205,8 @@ class PrefixIndex:
             table.grow(max(1, len(self._names)))
             for worker in self._workers.values():
                 table.require(worker.number, self._areas.needed(worker.groups.counted))
-            old, new = moving.PlainParts(self._table, self._book), moving.CompiledParts(table, book)  # type: ignore[arg-type]
+            old = moving.PlainParts(self._table, self._book)  # type: ignore[arg-type]
+            new = moving.CompiledParts(table, book)  # type: ignore[arg-type]
         yield from moving.move(self._lock, old, new, self._use)
 
     # -- workers -----------------------------------------------------------------------------------
@@ -326,8 +327,8 @@ class PrefixIndex:
             if is_clear:
                 self._wipe(worker)
             elif worker.translator is not None:
-                apply = partial(self._run_edits, worker)
-                worker.translator.translate(part, partial(self._area, worker), apply)  # type: ignore[arg-type]
+                area_of, apply = partial(self._area, worker), partial(self._run_edits, worker)
+                worker.translator.translate(part, area_of, apply)  # type: ignore[arg-type]
             else:
                 self._run_edits(worker, self._edits_of(worker, part))  # type: ignore[arg-type]
 
@@ -619,8 +620,9 @@ def _as_hashes(hashes: npt.ArrayLike) -> Hashes:
         and hashes.flags.c_contiguous
     ):
         return hashes
+    numbers: Any = hashes
     try:
-        return np.array([int(number) & _U64 for number in hashes], np.uint64)  # type: ignore[union-attr, arg-type]
+        return np.array([int(number) & _U64 for number in numbers], np.uint64)
     except (TypeError, ValueError) as error:
         raise InputError(f"hashes: expected integers, got something else ({error})") from None
 

@@ -164,7 +164,8 @@ class Followed:
         if len(ranks) > 1:
             of, all_ranks = self.registration.instance_id, ", ".join(map(str, sorted(ranks)))
             raise Conflict(
-                f"instance {of} is registered without dp_rank, and its one stream speaks for ranks {all_ranks}: "
+                f"instance {of} is registered without dp_rank, "
+                f"and its one stream speaks for ranks {all_ranks}: "
                 f"unregister it without dp_rank, or register each rank's endpoint with one"
             )
         return True

@@ -74,12 +74,13 @@ class KnownWorker:
         if self.of_other_size:
             size = self.other_size
             reasons.append(
-                f"events have blocks of {size} tokens, the index has {block_size}: register with block_size {size}"
+                f"events have blocks of {size} tokens, the index has {block_size}: "
+                f"register with block_size {size}"
             )
         if translator is not None and translator.misfits:
             reasons.append(
-                f"{translator.misfits} blocks came with tokens or extra keys that are not those of whole blocks, "
-                "or not those that they had before"
+                f"{translator.misfits} blocks came with tokens or extra keys that are not those of "
+                "whole blocks, or not those that they had before"
             )
         if self.no_area:
             reasons.append(

@@ -3,11 +3,11 @@
 Every loop is written twice: in C in this folder, and in Python in the module that calls it. The Python form
 is the specification; a test runs the two beside each other.
 
-    loop    in C       in Python                                              compared by
-    chain   _chain.c   kvtier.keys: _chain_python                             tests/unit/test_keys.py
-    slots   _slots.c   kvtier.policies.slots: PythonBook and its neighbours   tests/unit/test_slots.py
-    pages   _pages.c   kvtier.transfer.pages: store_python, load_python       tests/unit/test_pages.py
-    cuda    _cuda.c    kvtier.transfer.cuda.commands: PythonSubmitter                tests/unit/test_cuda_commands.py
+    loop    in C       in Python                                              compared in tests/unit by
+    chain   _chain.c   kvtier.keys: _chain_python                             test_keys.py
+    slots   _slots.c   kvtier.policies.slots: PythonBook and its neighbours   test_slots.py
+    pages   _pages.c   kvtier.transfer.pages: store_python, load_python       test_pages.py
+    cuda    _cuda.c    kvtier.transfer.cuda.commands: PythonSubmitter         test_cuda_commands.py
 
 C is used where it was compiled, unless the environment says `KVTIER_NATIVE=python`. The choice is made once,
 when the module that calls a loop is imported; results are the same either way. Any thread may call this.

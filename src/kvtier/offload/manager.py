@@ -321,8 +321,8 @@ class CPUOffloadingManager(OffloadingManager):
         keys = self._book.release(victims) if len(victims) <= count else None
         if keys is None:
             raise InputError(
-                f"policy {self._policy_name()}: expected evict to return at most {count} different evictable slots, "
-                f"got {victims.tolist()}"
+                f"policy {self._policy_name()}: expected evict to return at most {count} different "
+                f"evictable slots, got {victims.tolist()}"
             )
         return keys
 

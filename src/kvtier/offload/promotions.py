@@ -1,6 +1,8 @@
 """Promotions: rows on their way from tiers into the pool, and the requests that wait for them.
 
-    wish --submit--> under way --results--> over          a wish takes no slot; submitting takes slots and starts I/O
+    wish --submit--> under way --results--> over
+
+A wish takes no slot; submitting it takes slots and starts I/O.
 
 Asking is cheap and changes nothing: `is_waiting` answers in O(1). A row is brought once, whoever waits for
 it. It stays pinned for each of them until that request's load, its end, or its deadline, and is then an

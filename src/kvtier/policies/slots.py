@@ -263,6 +263,7 @@ def _array(slots: list[int]) -> Slots:
 if uses_c("slots"):
     from kvtier.native._slots import GhostLists, RecencyList, SlotBook
 else:
-    GhostLists, RecencyList, SlotBook = PythonGhosts, PythonRecency, PythonBook  # type: ignore[misc, assignment]
+    GhostLists, RecencyList = PythonGhosts, PythonRecency  # type: ignore[misc, assignment]
+    SlotBook = PythonBook  # type: ignore[misc, assignment]
 
 SLOTS_BY = form_of("slots")

@@ -100,7 +100,10 @@ def _restarted(result: DemoResult) -> str:
 def _caution(result: DemoResult) -> str:
     if not result.config.get("model", {}).get("random_weights"):
         return ""
-    return " The model's weights are random: its answers are nonsense, but it computes as a trained one of its size does."
+    return (
+        " The model's weights are random: its answers are nonsense, "
+        "but it computes as a trained one of its size does."
+    )
 
 
 def _verdict(result: DemoResult) -> str:
@@ -180,9 +183,10 @@ def _reason(reason: str) -> _Html:
 
 def _method(result: DemoResult, command: Sequence[str]) -> str:
     repeat = f"<p>Repeat it:</p><pre>{escape(shlex.join(command))}</pre>" if command else ""
-    return f"""<p>The same requests ran twice on one engine and one model: first without kvtier, then with it. Nothing else
-differs. Each prompt is everything said so far in its conversation, so all but its end had been computed before; what the GPU
-cache forgot is computed again in one run and loaded from host memory in the other. Answers are greedy. Activations are
+    return f"""<p>The same requests ran twice on one engine and one model: first without kvtier, then with
+it. Nothing else differs. Each prompt is everything said so far in its conversation, so all but its end had
+been computed before; what the GPU cache forgot is computed again in one run and loaded from host memory in
+the other. Answers are greedy. Activations are
 {escape(_precision(result.config))}</p>{_restart_method(result)}
 {repeat}
 {_table(("setting", "value"), _settings(result.config), css="words")}"""
@@ -200,8 +204,14 @@ all rows of the prompts were written; nothing was put in order.</p>"""
 def _precision(config: dict[str, Any]) -> str:
     compute = str(config.get("engine", {}).get("compute_dtype"))
     if compute == "float64":
-        return "float64: rounding does not depend on which requests share a batch, so tokens can be compared one by one."
-    return f"{compute}: rounding depends on which requests share a batch, so single tokens may differ for that reason."
+        return (
+            "float64: rounding does not depend on which requests share a batch, "
+            "so tokens can be compared one by one."
+        )
+    return (
+        f"{compute}: rounding depends on which requests share a batch, "
+        "so single tokens may differ for that reason."
+    )
 
 
 def _settings(config: dict[str, Any]) -> Iterator[tuple[str, str]]:

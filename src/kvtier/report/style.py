@@ -33,7 +33,10 @@ p { margin: 0 0 10px; }
   overflow-wrap: anywhere;
 }
 .lead { color: var(--soft); font-size: 18px; max-width: 46em; margin: 0 0 22px; }
-.badge { display: inline-block; padding: 5px 14px; border-radius: 16px; font-weight: 600; font-size: 15px; margin: 0 0 16px; }
+.badge {
+  display: inline-block; padding: 5px 14px; border-radius: 16px; font-weight: 600; font-size: 15px;
+  margin: 0 0 16px;
+}
 .good { color: var(--good); background: var(--good-back); }
 .bad { color: var(--bad); background: var(--bad-back); }
 .tiles { display: grid; grid-template-columns: repeat(4, 1fr); gap: 14px; }
@@ -41,7 +44,10 @@ p { margin: 0 0 10px; }
   background: var(--card); border: 1px solid var(--line); border-radius: 12px; padding: 16px 18px;
 }
 .tile p { margin: 0; color: var(--soft); font-size: 14px; }
-.tile p.value { color: var(--ink); font-size: 20px; margin-top: 2px; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.tile p.value {
+  color: var(--ink); font-size: 20px; margin-top: 2px; font-variant-numeric: tabular-nums;
+  white-space: nowrap;
+}
 .tile strong { color: var(--on); }
 .was { color: var(--soft); }
 section, details { margin-top: 18px; }
@@ -64,7 +70,8 @@ svg text.value.off { fill: var(--soft); } svg text.value.on { fill: var(--on); }
 .axis { stroke: var(--soft); stroke-width: 1.2; }
 .band { fill: var(--band); }
 .line { fill: none; stroke-width: 2.4; stroke-linejoin: round; stroke-linecap: round; }
-.line.off { stroke: var(--off); } .line.on { stroke: var(--on); } .line.link { stroke: var(--line); stroke-width: 1.4; }
+.line.off { stroke: var(--off); } .line.on { stroke: var(--on); }
+.line.link { stroke: var(--line); stroke-width: 1.4; }
 .dot.off { fill: var(--card); stroke: var(--off); stroke-width: 1.8; } .dot.on { fill: var(--on); }
 .dot.single { fill: var(--ink); fill-opacity: 0.45; }
 .fill.gpu { fill: var(--gpu); } .fill.cpu { fill: var(--cpu); } .fill.recomputed { fill: var(--recomputed); }
@@ -79,7 +86,10 @@ th + th, td + td { text-align: right; padding: 6px 0 6px 18px; }
 .wide td { white-space: nowrap; }
 .sub { display: block; padding-left: 18px; }
 .soft { color: var(--soft); font-size: 14px; }
-pre { background: var(--page); border-radius: 8px; padding: 10px 14px; overflow-x: auto; font-size: 14px; margin: 0 0 14px; }
+pre {
+  background: var(--page); border-radius: 8px; padding: 10px 14px; overflow-x: auto; font-size: 14px;
+  margin: 0 0 14px;
+}
 summary { cursor: pointer; font-weight: 650; }
 footer { max-width: 1120px; margin: 0 auto; padding: 16px 20px 40px; color: var(--soft); font-size: 14px; }
 @media (max-width: 1000px) {

@@ -87,11 +87,13 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
         self.block_indices: tuple[int, ...] | None = None if block_indices is None else tuple(block_indices)
         if sum(self.group_sizes) != len(self.block_ids):
             raise InputError(
-                f"group_sizes: expected to sum to the number of block ids ({len(self.block_ids)}), got {self.group_sizes}"
+                f"group_sizes: expected to sum to the number of block ids ({len(self.block_ids)}), "
+                f"got {self.group_sizes}"
             )
         if self.block_indices is not None and len(self.block_indices) != len(self.group_sizes):
             raise InputError(
-                f"block_indices: expected one per group ({len(self.group_sizes)}), got {len(self.block_indices)}"
+                f"block_indices: expected one per group ({len(self.group_sizes)}), "
+                f"got {len(self.block_indices)}"
             )
 
     @staticmethod

@@ -645,6 +645,7 @@ class Follower(Generic[B]):
         self.replica.check()
         if (self.state is State.EXACT) != self._is_exact:
             raise IntegrityError(
-                f"{self.name}: says {self.state}, but connected={self.is_connected}, whole={self.replica.is_whole}, "
+                f"{self.name}: says {self.state}, but connected={self.is_connected}, "
+                f"whole={self.replica.is_whole}, "
                 f"doubted={self.replica.is_doubted}, at {self.seq} of {self.replica.newest}"
             )

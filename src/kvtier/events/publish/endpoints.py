@@ -36,7 +36,8 @@ def offset_endpoint(endpoint: str | None, rank: int) -> str | None:
     if "inproc" in endpoint or "ipc" in endpoint:
         return f"{endpoint}_dp{rank}" if rank else endpoint
     raise InputError(
-        f"{endpoint!r} is no address of a publisher: expected one that begins with tcp://, ipc:// or inproc://"
+        f"{endpoint!r} is no address of a publisher: expected one that begins with tcp://, "
+        "ipc:// or inproc://"
     )
 
 
@@ -61,7 +62,8 @@ def check_ports(endpoint: str, replay_endpoint: str | None, rank: int) -> None:
     port, replay_port = _split_tcp(endpoint)[1], _split_tcp(replay_endpoint)[1]
     if port and replay_port and abs(replay_port - port) <= rank:
         raise InputError(
-            f"ports {port} (endpoint) and {replay_port} (replay_endpoint) are {abs(replay_port - port)} apart, so rank {rank} "
+            f"ports {port} (endpoint) and {replay_port} (replay_endpoint) are {abs(replay_port - port)} "
+            f"apart, so rank {rank} "
             f"meets a lower rank's: put them further apart than there are data-parallel ranks"
         )
 

@@ -81,7 +81,8 @@ class SequenceFile:
         if text and not text.isdecimal():
             self._drop()
             raise InputError(
-                f"{self.path}: expected one number, got {text!r}; is it a sequence file? Remove it to start at 0"
+                f"{self.path}: expected one number, got {text!r}; "
+                "is it a sequence file? Remove it to start at 0"
             )
         return int(text or 0)
 

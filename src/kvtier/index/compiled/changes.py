@@ -89,7 +89,8 @@ def _sweep(meta: Any, directory: Any, cells: Any, segments: Any, refs: Any, alia
 
 @jit
 def store(
-    meta: Any, directory: Any, cells: Any, segments: Any, rows: Any, refs: Any, alias: Any, intern: Any, free: Any, held: Any,
+    meta: Any, directory: Any, cells: Any, segments: Any,
+    rows: Any, refs: Any, alias: Any, intern: Any, free: Any, held: Any,
     worker: Any, area: Any, hashes: Any, start: Any, stop: Any, fresh: Any, unique: Any,
 ) -> Any:  # fmt: skip
     """Add a holder to `hashes[start:stop]`; return where it stopped.
@@ -148,7 +149,8 @@ def store(
 
 @jit
 def _remove(
-    meta: Any, directory: Any, cells: Any, segments: Any, rows: Any, refs: Any, alias: Any, intern: Any, free: Any, held: Any,
+    meta: Any, directory: Any, cells: Any, segments: Any,
+    rows: Any, refs: Any, alias: Any, intern: Any, free: Any, held: Any,
     worker: Any, area: Any, hashes: Any, start: Any, stop: Any,
 ) -> Any:  # fmt: skip
     """Take a holder from `hashes[start:stop]`; return where it stopped, as `store` does.
@@ -205,7 +207,8 @@ def _forget(meta: Any, rows: Any, held: Any, holders: Any) -> None:
 
 @jit
 def apply(
-    meta: Any, directory: Any, cells: Any, segments: Any, rows: Any, refs: Any, alias: Any, intern: Any, free: Any, held: Any,
+    meta: Any, directory: Any, cells: Any, segments: Any,
+    rows: Any, refs: Any, alias: Any, intern: Any, free: Any, held: Any,
     worker: Any, edits: Any, hashes: Any, edit: Any, done: Any, unique: Any,
 ) -> Any:  # fmt: skip
     """Apply events from `edit` on, of which `done` hashes are done already.
@@ -223,9 +226,15 @@ def apply(
             return edit, np.int64(0)
         start, stop = first + done, first + count
         if op == _STORED:
-            end = store(meta, directory, cells, segments, rows, refs, alias, intern, free, held, worker, area, hashes, start, stop, nothing, unique)  # fmt: skip  # noqa: E501
+            end = store(
+                meta, directory, cells, segments, rows, refs, alias, intern, free, held,
+                worker, area, hashes, start, stop, nothing, unique,
+            )  # fmt: skip
         else:
-            end = _remove(meta, directory, cells, segments, rows, refs, alias, intern, free, held, worker, area, hashes, start, stop)  # fmt: skip  # noqa: E501
+            end = _remove(
+                meta, directory, cells, segments, rows, refs, alias, intern, free, held,
+                worker, area, hashes, start, stop,
+            )  # fmt: skip
         if end < stop:
             return edit, end - first
         first, done = stop, np.int64(0)

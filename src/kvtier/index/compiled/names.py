@@ -98,7 +98,8 @@ def _put_all(meta: Any, directory: Any, cells: Any, segments: Any, hashes: Any, 
 @jit
 def _sweep(
     meta: Any, directory: Any, cells: Any, segments: Any, tags: Any,
-    table_meta: Any, table_directory: Any, table_cells: Any, rows: Any, alias: Any, words: Any, first: Any, count: Any,
+    table_meta: Any, table_directory: Any, table_cells: Any, rows: Any, alias: Any, words: Any,
+    first: Any, count: Any,
 ) -> None:  # fmt: skip
     """Forget the names in some segments whose worker was cleared, or does not hold the block."""
     for number in range(count):

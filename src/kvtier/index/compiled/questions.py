@@ -141,7 +141,8 @@ def _race(
 
 @jit
 def match(
-    meta: Any, directory: Any, cells: Any, rows: Any, alias: Any, areas: Any, needed: Any, hashes: Any, offsets: Any, out: Any,
+    meta: Any, directory: Any, cells: Any, rows: Any, alias: Any, areas: Any, needed: Any,
+    hashes: Any, offsets: Any, out: Any,
 ) -> None:  # fmt: skip
     """Answer each query: look its blocks up, then race 64 workers at a time along them."""
     words = out.shape[1] >> 6

@@ -50,13 +50,15 @@ _OP, _AREA, _COUNT, PARENT, HAS_PARENT, FIRST_TOKEN, TOKEN_COUNT, SCANNED_BLOCK_
 # What a field may be. A field is known by its place in the event; `_FIELDS` gives the names that maps use.
 _F_HASHES, _F_PARENT, _F_TOKENS, _F_INT, _F_TEXT, _F_MEDIUM, _F_ZERO, _F_KIND, _F_NIL, _F_WHOLE = range(10)
 _STORED_FIELDS = (
-    ("block_hashes", _F_HASHES), ("parent_block_hash", _F_PARENT), ("token_ids", _F_TOKENS), ("block_size", _F_WHOLE),
-    ("lora_id", _F_INT), ("medium", _F_MEDIUM), ("lora_name", _F_TEXT), ("extra_keys", _F_NIL), ("group_idx", _F_ZERO),
-    ("kv_cache_spec_kind", _F_KIND), ("kv_cache_spec_sliding_window", _F_INT), ("locality", _F_NIL), ("ownership", _F_NIL),
+    ("block_hashes", _F_HASHES), ("parent_block_hash", _F_PARENT), ("token_ids", _F_TOKENS),
+    ("block_size", _F_WHOLE), ("lora_id", _F_INT), ("medium", _F_MEDIUM), ("lora_name", _F_TEXT),
+    ("extra_keys", _F_NIL), ("group_idx", _F_ZERO), ("kv_cache_spec_kind", _F_KIND),
+    ("kv_cache_spec_sliding_window", _F_INT), ("locality", _F_NIL), ("ownership", _F_NIL),
     ("session_id", _F_TEXT),
 )  # fmt: skip
 _REMOVED_FIELDS = (
-    ("block_hashes", _F_HASHES), ("medium", _F_MEDIUM), ("group_idx", _F_ZERO), ("locality", _F_NIL), ("ownership", _F_NIL),
+    ("block_hashes", _F_HASHES), ("medium", _F_MEDIUM), ("group_idx", _F_ZERO), ("locality", _F_NIL),
+    ("ownership", _F_NIL),
 )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """kvtier inside vLLM: `KVTierConnector`, found by vLLM through one flag (docs/vllm.md).
 
-    --kv-transfer-config '{"kv_connector": "KVTierConnector", "kv_connector_module_path": "kvtier.integrations.vllm",
-                           "kv_role": "kv_both", "kv_connector_extra_config": {"cpu": {"capacity": "8GiB"}}}'
+    --kv-transfer-config '{"kv_connector": "KVTierConnector", "kv_role": "kv_both",
+                           "kv_connector_module_path": "kvtier.integrations.vllm",
+                           "kv_connector_extra_config": {"cpu": {"capacity": "8GiB"}}}'
 
 vLLM makes one of these beside its scheduler and one in each worker, as a rule in separate processes. Each
 holds the matching half of `OffloadingConnector` and translates: vLLM's requests, steps and results into ours
@@ -27,7 +28,11 @@ from kvtier.integrations import expect_version
 
 expect_version("vllm", vllm.__version__, at_least="0.32", below="0.33")
 
-from kvtier.integrations.vllm.connector import KVTierConnector, KVTierMetadata, KVTierWorkerMetadata  # noqa: E402
+from kvtier.integrations.vllm.connector import (  # noqa: E402
+    KVTierConnector,
+    KVTierMetadata,
+    KVTierWorkerMetadata,
+)
 from kvtier.integrations.vllm.describe import describe_engine  # noqa: E402
 from kvtier.integrations.vllm.metrics import KVTierMetrics, KVTierStats  # noqa: E402
 

@@ -184,7 +184,8 @@ def summarize(config: OffloadingConfig) -> str:
     chunk = settings.blocks_per_chunk * min(group.block_size for group in config.groups)
     namespace = config.namespace_nowait()
     return (
-        f"kvtier {__version__}: {format_size(settings.cpu.capacity)} of host memory keep {config.num_slots:,} chunks"
+        f"kvtier {__version__}: {format_size(settings.cpu.capacity)} of host memory keep "
+        f"{config.num_slots:,} chunks"
         f" of {chunk} tokens ({format_size(config.row_bytes)} each); policy {settings.cpu.policy},"
         f" {len(config.groups)} KV cache group(s), {config.world_size} worker(s),"
         f" namespace {'being computed' if namespace is None else namespace[:12]}"

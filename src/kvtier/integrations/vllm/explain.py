@@ -89,8 +89,8 @@ class RequestLog:
             return None
         at = explanation.first_missing_token or 0
         return (
-            f"{explanation.recomputed:,} of {prompt:,} prompt tokens were computed: what begins at token {at:,}"
-            f" was {miss.value} ({_ADVICE[miss]})"
+            f"{explanation.recomputed:,} of {prompt:,} prompt tokens were computed: "
+            f"what begins at token {at:,} was {miss.value} ({_ADVICE[miss]})"
         )
 
 

@@ -1,7 +1,7 @@
 """A lane takes the pieces of one direction over the bus, in order, and says when each has arrived.
 
-    store   kernel stream:  gather piece n into buffer n % BUFFERS  --ready-->  copy stream:  buffer to rows  --done
-    load    copy stream:    rows to buffer n % BUFFERS  --ready-->  kernel stream:  scatter piece n            --done
+    store   kernels: gather piece n into buffer n % BUFFERS  --ready-->  copies: buffer to rows   --done
+    load    copies: rows to buffer n % BUFFERS  --ready-->  kernels: scatter piece n              --done
 
 A kernel waits for its buffer on the device, never on the host, and the bus goes on while kernels wait for
 the engine's own. The bus carries pieces one after the other, so that the last kernel has little to do; if
