@@ -168,9 +168,8 @@ class ModelPublisher:
         self.newest = -1
         self.truth = ModelReplica()
         self.first_seq = 0
-        self.history: dict[
-            tuple[int, int], set[tuple[Place, int]]
-        ] = {}  # by epoch and number: what was held then
+        # By epoch and number: what was held then.
+        self.history: dict[tuple[int, int], set[tuple[Place, int]]] = {}
         self.sent_by: dict[bytes, int] = {}  # the epochs of live batches
         self._encoder = EventEncoder(encoding)
         self._ring: deque[Message] = deque(maxlen=ring)

@@ -94,14 +94,12 @@ class Translator:
         """Let at most `limit` blocks wait. `counts`: the engine announces every copy of a block."""
         self.worker = worker
         self.waiting: Orphans[_Run] = Orphans(limit, allowance)
-        self.misfits = (
-            0  # blocks with tokens or extra keys not of whole blocks, or not as before; since the last clear
-        )
+        # Blocks with tokens or extra keys not of whole blocks, or not as before; since the last clear.
+        self.misfits = 0
         self._names, self._table = names, table
         self._allowance, self._counts = allowance, counts
-        self._salted: dict[
-            int, Name
-        ] = {}  # engine hash -> name of a block under a salt; the others are in `_names`
+        # By engine hash, the names of blocks under a salt; the others are in `_names`.
+        self._salted: dict[int, Name] = {}
         self._untidy = SLACK
 
     @property

@@ -25,10 +25,7 @@ class KnownWorker:
         self.duplicates, self.translator = duplicates, translator
         self.groups = Groups()
         # The newest block size that was refused, and how many blocks.
-        self.other_size, self.of_other_size = (
-            0,
-            0,
-        )
+        self.other_size, self.of_other_size = 0, 0
         self.no_area = 0  # blocks refused since there can be no more areas
         self.is_told = False  # it was logged that something is amiss
 

@@ -28,10 +28,7 @@ Ints = npt.NDArray[np.int64]
 
 _FEW = 64
 # Shared: making arrays is most of a small plan's time.
-_COUNT, _NOTHING = (
-    np.arange(4096),
-    np.zeros(4096, np.int64),
-)
+_COUNT, _NOTHING = np.arange(4096), np.zeros(4096, np.int64)
 _COUNT.flags.writeable = _NOTHING.flags.writeable = False
 _STAGES = (8 / 32, 16 / 32, 22 / 32, 26 / 32, 29 / 32, 31 / 32, 1)
 

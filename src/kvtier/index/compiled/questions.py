@@ -38,10 +38,7 @@ def _look_up(meta: Any, directory: Any, cells: Any, alias: Any, hashes: Any, fou
     there are.
     """
     # Read once: nobody may think that a write to `found` changes them.
-    secret, depth = (
-        meta[SECRET],
-        meta[DEPTH],
-    )
+    secret, depth = meta[SECRET], meta[DEPTH]
     for i in range(hashes.size):
         mixed = mix(hashes[i], secret)
         place = find(cells, WIDTH, segment_at(directory, depth, mixed), mixed, hashes[i], _NO_TAG)
