@@ -325,6 +325,20 @@ def test_the_dump_has_the_engines_hashes(client: Client) -> None:
     assert found == {(1, 0, "device", 71), (1, 0, "device", 72), (1, 0, "disk", 71)}
 
 
+def test_a_dump_names_instances_as_they_were_registered(client: Client) -> None:
+    """Texts that are the same number to `int` are different instances."""
+    ids = ["7", "07", " 7", "\u0667", 8, "x"]
+    with publishing() as publisher:
+        for instance_id in ids:
+            client("POST", "/register", registered(publisher, instance_id=instance_id))
+        publish(publisher, stored([71], None, T[:4]))
+        until(lambda: len(client.query(T)["instances"]) == len(ids))
+        dump = client("GET", "/dump")[1]
+    assert sorted(map(repr, ids)) == sorted(
+        repr(event["worker_id"]) for event in dump["m:default"]["events"]
+    )
+
+
 def test_a_worker_whose_blocks_found_no_room_is_degraded() -> None:
     with IndexServer(settings=Settings(budget=20_000, form="python")) as server, publishing() as publisher:
         client = Client(server.url)
