@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -117,10 +117,17 @@ class Player:
     counts: Counter[str] = field(default_factory=Counter)
 
     def play(self) -> None:
-        random, steps = self.scenario.random, 0
+        random = self.scenario.random
         prompts = [
             tokens(random.randint(9, 40), seed=random.randrange(10**6)) for _ in range(self.num_prompts)
         ]
+        for _ in self.turns(prompts):
+            pass
+        self._settle()
+
+    def turns(self, prompts: list[list[int]]) -> Iterator[None]:
+        """Ask for prompts and step until all is answered; yield after every step."""
+        random, steps = self.scenario.random, 0
         left = random.randint(*self.num_requests)
         while left or self.engine.has_unfinished():
             steps += 1
@@ -129,7 +136,7 @@ class Player:
                 left -= self._add(random.choice(prompts))
             self._disturb()
             self._step()
-        self._settle()
+            yield
 
     def _add(self, base: list[int]) -> bool:
         """Ask for a part of a prompt that others ask for as well, under one of few names."""

@@ -20,59 +20,50 @@ from typing import Any
 
 import pytest
 from tests.engine.drive import tokens
-from tests.engine.ranked import RankedEngine
-from tests.faults.test_ranks_and_resets import Player, Scenario, Windows
+from tests.faults.tiered_player import (
+    BATCH,
+    FIRST,
+    NUM_SEEDS,
+    RATES,
+    WRONG_BYTES,
+    TieredPlayer,
+    TieredScenario,
+    shorten_backoff,
+)
 from tests.tiers.servers import ValkeyServer
 
-from kvtier.config import KVTierConfig, OffloadingConfig, TierConfig
-from kvtier.engine import EngineConfig
-from kvtier.offload import CPUOffloadingSpec, OffloadingSpec
-from kvtier.offload.tiered import TieredOffloadingManager
-from kvtier.testing.faults import with_faults
-from kvtier.testing.faulty_backend import BackendFault, BackendFaultPlan, FaultyBackend
+from kvtier.config import OffloadingConfig, TierConfig
+from kvtier.testing.faulty_backend import BackendFaultPlan, FaultyBackend
 from kvtier.testing.memory_tier import MemoryServer
-from kvtier.testing.toy_model import ToyModel
 from kvtier.tier_config import ValkeyConfig
-from kvtier.tiers import health, io_tier, shared_tier
+from kvtier.tiers import shared_tier
 from kvtier.tiers.base import Backend, Outcome, Tier
 from kvtier.tiers.shared_tier import SharedTier
 from kvtier.tiers.valkey import ValkeyBackend
 
-FIRST = int(os.environ.get("KVTIER_SEED", "0"))
-NUM_SEEDS = int(os.environ.get("KVTIER_SEEDS", "20"))
 NUM_REAL_SEEDS = int(os.environ.get("KVTIER_REAL_SEEDS", "3"))
-BATCH = 10
-RATES = (0.0, 0.05, 0.1, 0.3)
+FAULT_RATES = (0.0, 0.05, 0.1, 0.3)
 
 
 @dataclass
-class SharedScenario(Scenario):
+class SharedScenario(TieredScenario):
     """What is drawn from a seed for one of the engines over a server."""
 
     server: MemoryServer = field(default_factory=MemoryServer)
     number: int = 0
-    windows: Windows = (None, None)
     blocks_per_chunk: int = 1
-    check_seals: bool = True
-    kinds: tuple[BackendFault, ...] = BackendFaultPlan().kinds
     rate: float | None = None
-    settings: dict[str, Any] = field(init=False)
     faulty: FaultyBackend = field(init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.random = random = Random(f"{self.seed} {self.number}")
         self.num_ranks, self.fault_rate = 1, random.choice((0.0, 0.0, 0.1))
-        rate = random.choice(RATES) if self.rate is None else self.rate
+        rate = random.choice(FAULT_RATES) if self.rate is None else self.rate
         self.faulty = FaultyBackend(
             self.server, BackendFaultPlan(2 * self.seed + self.number, rate, self.kinds)
         )
-        self.engine_config = EngineConfig(
-            num_blocks=random.randint(26, 40) * (2 if 12 in self.windows else 1),
-            block_size=4,
-            max_num_seqs=random.randint(2, 6),
-            max_num_batched_tokens=random.choice((8, 16, 64)),
-        )
+        self.draw_engine()
         self.settings = {
             "cpu": {"capacity": random.choice((4, 16, 24)) * 4096, "policy": random.choice(("lru", "arc"))},
             "blocks_per_chunk": self.blocks_per_chunk,
@@ -97,38 +88,17 @@ class SharedScenario(Scenario):
     def open_backend(self, config: OffloadingConfig) -> Backend:
         return self.faulty
 
-    def make_spec(self, config: OffloadingConfig) -> OffloadingSpec:
-        spec = CPUOffloadingSpec(config, make_tier=self.make_tier)
-        plan = self.faults(100 * self.seed + config.rank, self.fault_rate)
-        return with_faults(spec, plan) if self.fault_rate else spec
 
-    def engine(self) -> RankedEngine:
-        more: dict[str, Any] = {"num_ranks": self.num_ranks, "wire": self.wire, "make_spec": self.make_spec}
-        settings = KVTierConfig.from_dict(self.settings)
-        return RankedEngine(
-            ToyModel(self.windows), self.engine_config, settings, weights_id="toy", **more, **self.host
-        )
-
-
-class SharedPlayer(Player):
+class SharedPlayer(TieredPlayer):
     """Plays in turns with another over one server, and does to the server what befalls servers."""
 
     scenario: SharedScenario
+    tier_name = "valkey"
     bad_until: float | None = None
 
     def turns(self, prompts: list[list[int]]) -> Iterator[None]:
-        random, steps, left = self.scenario.random, 0, self.scenario.random.randint(*self.num_requests)
-        while left or self.engine.has_unfinished():
-            steps += 1
-            assert steps < self.max_steps, f"seed {self.scenario.seed}: a request is stuck"
-            if left and random.random() < 0.3:
-                left -= self._add(random.choice(prompts))
-            self._disturb()
-            self._step()
-            yield
-        self._mend()
+        yield from super().turns(prompts)
         self._settle()
-        self._collect()
 
     def _disturb(self) -> None:
         random, scenario = self.scenario.random, self.scenario
@@ -171,39 +141,6 @@ class SharedPlayer(Player):
     def _mend(self) -> None:
         self.bad_until, self.scenario.faulty.broken = None, None
         self.scenario.faulty.release()
-
-    def _restart(self) -> None:
-        """End this engine and start another with the weights of the first, which may have been swapped."""
-        self.counts["restarts"] += 1
-        self._collect()
-        self._mend()
-        self.engine.close()
-        self.scenario.wire.pipeline.clear()
-        self.scenario.wire.late.clear()
-        asked = [(name, self.asked[name]) for name in self.engine._requests]
-        self.engine = self.scenario.engine()
-        for name, (prompt, params) in asked:
-            self.tainted.discard(name)
-            self.engine.add_request(prompt, params, request_id=name)
-
-    def _judge(self, output: Any) -> None:
-        super()._judge(output)
-        self.counts["from the server"] += output.source.tiers.get("valkey", 0) if output.source else 0
-
-    def _collect(self) -> None:
-        manager = self.scheduler.manager
-        assert isinstance(manager, TieredOffloadingManager)
-        (stats,) = manager.tier_stats()
-        self.counts += Counter(
-            {
-                "promoted": stats.promoted,
-                "demoted": stats.demoted,
-                "failed checks": stats.failed_checks,
-                "gone": stats.evicted,
-                "questions": stats.questions,
-                "late": stats.late,
-            }
-        )
 
 
 @dataclass
@@ -256,13 +193,12 @@ def play(seed: int, max_steps: int = 6000, real: ValkeyServer | None = None, **m
     player_class = SharedPlayer
     if real is not None:
         make, player_class = partial(RealScenario, real=real, **make.keywords), RealPlayer
-    rates = {"reset_rate": 0.15, "swap_rate": 0.003, "tiers_too": 0.02}
     players: list[SharedPlayer] = []
     try:
         for number in range(2):
             scenario = make(seed=seed, number=number)
             engine = scenario.engine()
-            players.append(player_class(scenario, engine, max_steps, num_requests=(20, 40), **rates))
+            players.append(player_class(scenario, engine, max_steps, num_requests=(20, 40), **RATES))
         running = [player.turns(prompts) for player in players]
         while running:
             running = [turns for turns in running if next(turns, "over") is None]
@@ -274,12 +210,9 @@ def play(seed: int, max_steps: int = 6000, real: ValkeyServer | None = None, **m
 
 
 @pytest.fixture(autouse=True)
-def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A workload lasts a second: a tier that is suspended must come back within it, and a no be
-    forgotten.
-    """
-    monkeypatch.setattr(health, "_FIRST_PAUSE", 0.02)
-    monkeypatch.setattr(io_tier, "_STUCK_AFTER", 0.05)
+def _short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A no is forgotten soon, too."""
+    shorten_backoff(monkeypatch)
     monkeypatch.setattr(shared_tier, "_NO_SECONDS", 0.02)
 
 
@@ -300,7 +233,7 @@ def test_the_workloads_exercised_what_they_claim(totals: Counter[str]) -> None:
         pytest.skip("runs after test_same_tokens_over_a_server_that_goes_wrong in the same session only")
     for what in (
         "judged",
-        "from the server",
+        "from the tier",
         "promoted",
         "demoted",
         "questions",
@@ -309,7 +242,7 @@ def test_the_workloads_exercised_what_they_claim(totals: Counter[str]) -> None:
         "downs",
     ):
         assert totals[what] > NUM_SEEDS // 4, (what, totals)
-    for what in ("restarts", "swaps", "emptied", "failed checks"):
+    for what in ("restarts", "swaps", "emptied", "failed_checks"):
         assert totals[what], (what, totals)
 
 
@@ -327,16 +260,15 @@ def test_same_tokens_over_a_real_server_that_is_killed_and_started_again(real: V
         counts.update(play(seed, real=real))
     assert counts["judged"]
     if NUM_REAL_SEEDS >= 20:  # what befalls few of them depends on how fast they run
-        for what in ("from the server", "promoted", "demoted", "downs", "hangs", "evictions"):
+        for what in ("from the tier", "promoted", "demoted", "downs", "hangs", "evictions"):
             assert counts[what] > NUM_REAL_SEEDS // 4, (what, counts)
 
 
 def test_without_the_check_tokens_change() -> None:
     """With no seal checked, flips of rows that were read are noticed: the test above would notice them."""
-    kinds = (BackendFault.FLIP, BackendFault.SWAP, BackendFault.TORN)
     for seed in range(300):
         try:
-            play(seed, max_steps=600, check_seals=False, kinds=kinds, rate=0.3)
+            play(seed, max_steps=600, check_seals=False, kinds=WRONG_BYTES, rate=0.3)
         except (AssertionError, RuntimeWarning):  # wrong tokens, or numbers that no page holds
             return
     raise AssertionError("wrong bytes of a server were not noticed")

@@ -9,7 +9,7 @@ from dataclasses import fields
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.test_server import SMALL, Client, T, publish, publishing, registered, stored, until
+from tests.unit.server_kit import SMALL, Client, T, publish, publishing, registered, stored, until
 
 from kvtier.connector import ConnectorStats
 from kvtier.connector.stats import METRICS, is_of_tiers

@@ -308,11 +308,11 @@ class Api:
                 name, size = msgspec.json.encode(":".join(key)), msgspec.json.encode(group.block_size)
                 yield b'%b%b:{"block_size":%b,"events":[' % (opening, name, size)
                 first, number = b"", 0
-                slices = group.index.dump()
+                slices, ids = group.index.dump(), self.service.instance_ids(key)
                 # the first turn may look at the whole, the others are short
                 part = await asyncio.to_thread(next, slices, None)
                 while part is not None:
-                    if events := list(_stores(part, number)):
+                    if events := list(_stores(part, number, ids)):
                         yield first + b",".join(map(msgspec.json.encode, events))
                         first, number = b",", number + len(events)
                     await asyncio.sleep(_PAUSE)
@@ -425,8 +425,12 @@ def _mooncake(
     return said
 
 
-def _stores(part: list[tuple[str, int, StorageTier]], number: int) -> Iterator[dict[str, Any]]:
-    """Yield one store for each worker and tier in a slice, as Dynamo writes it."""
+def _stores(
+    part: list[tuple[str, int, StorageTier]], number: int, ids: dict[str, int | str]
+) -> Iterator[dict[str, Any]]:
+    """Yield one store for each worker and tier in a slice, as Dynamo writes it; `ids` are the instances' as
+    they were registered.
+    """
     held: defaultdict[tuple[str, StorageTier], list[int]] = defaultdict(list)
     for name, block_hash, tier in part:
         held[name, tier].append(block_hash)
@@ -435,7 +439,7 @@ def _stores(part: list[tuple[str, int, StorageTier]], number: int) -> Iterator[d
         blocks = [{"block_hash": value, "tokens_hash": None, "mm_extra_info": None} for value in hashes]
         stored = {"parent_hash": None, "start_position": None, "blocks": blocks}
         yield {
-            "worker_id": int(worker.instance) if worker.instance.isdecimal() else worker.instance,
+            "worker_id": ids.get(worker.instance, worker.instance),
             "storage_tier": _TIER_NAMES[tier],
             "residency_domain": "worker",
             "event": {"event_id": at, "data": {"stored": stored}, "dp_rank": worker.rank},

@@ -46,7 +46,7 @@ class Areas:
     """The areas of an index: one for each place in which any worker holds blocks."""
 
     def __init__(self) -> None:
-        self.areas = [IndexArea(tier_of(place[0]), 0) for place in PLACES]
+        self.all = [IndexArea(tier_of(place[0]), 0) for place in PLACES]
         self._by_place = {place: number for number, place in enumerate(PLACES)}
         self._groups = {0: 0}
 
@@ -83,7 +83,7 @@ class Areas:
             number = table.add_area(area)
             if number is not None:
                 self._by_place[place] = number
-                self.areas.append(area)
+                self.all.append(area)
         return number
 
 

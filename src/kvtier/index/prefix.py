@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from threading import RLock
@@ -34,17 +34,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import InputError, IntegrityError
-from kvtier.events.shapes import Event
-from kvtier.events.types import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored
+from kvtier.events.types import MEDIUM_GPU, BlockRemoved, BlockStored
 from kvtier.events.updates import Received, Reset, Update
-from kvtier.events.wire import Batch, DecodedBatch, EventEncoder, decode_batch, frame_batch, place_of, to_u64
+from kvtier.events.wire import Batch, DecodedBatch, EventEncoder, decode_batch, frame_batch
 from kvtier.index import moving
-from kvtier.index.base import AREAS, MAX_AREAS, Edits, Hashes, Match, Op, StorageTier, Table, columns_of
+from kvtier.index.base import AREAS, MAX_AREAS, Hashes, Match, StorageTier, Table, columns_of
 from kvtier.index.duplicates import Allowance, DuplicateCounts
 from kvtier.index.forms import AUTO, Keys, allowance_of, choose_form, make_form
+from kvtier.index.intake import Intake
 from kvtier.index.names import Names
-from kvtier.index.places import Areas
-from kvtier.index.translate import Edit, Translator
+from kvtier.index.translate import Translator
 from kvtier.index.workers import KnownWorker
 from kvtier.index.xxh3 import chain_keys, local_hashes, seed_of, token_array
 from kvtier.keys import extra_keys_of, hash_to_u64
@@ -58,7 +57,6 @@ Counting = Literal["set", "count"]
 Entry = tuple[str, int, StorageTier]
 """A worker, what it holds, and on which tier."""
 _NO_HASHES = np.empty(0, np.uint64)
-_MAX_BLOCK_SIZE = 1 << 20
 _U64 = (1 << 64) - 1
 
 
@@ -119,7 +117,7 @@ class PrefixIndex:
             raise InputError(f"keys: expected engine or xxh3, got {keys!r}")
         if block_size is not None and block_size < 1:
             raise InputError(f"block_size: expected at least 1 token, got {block_size}")
-        self.keys, self.block_size, self.seed, self.counting = keys, block_size, seed, counting
+        self.keys, self.seed, self.counting = keys, seed, counting
         self._form = choose_form(form)
         self._budget, self._orphan_limit = budget, orphan_limit
         self._allowance = Allowance(allowance_of(keys, budget))
@@ -127,10 +125,14 @@ class PrefixIndex:
         self._lock = RLock()
         self._workers: dict[str, KnownWorker] = {}
         self._names: tuple[str | None, ...] = ()
-        self._areas = Areas()
-        self._ignored = self._past_refused = self._past_orphans = 0
+        self._intake = Intake(self._table, self._book, block_size)
         if self._form == AUTO:
             moving.start(self)
+
+    @property
+    def block_size(self) -> int | None:
+        """How many tokens a block has; `None` where no store has said so yet."""
+        return self._intake.block_size
 
     @property
     def form(self) -> str:
@@ -190,6 +192,7 @@ class PrefixIndex:
     def _use(self, table: Table, book: Names | None) -> None:
         """Use this table and these names from now on."""
         self._table, self._book = table, book
+        self._intake.use(table, book)
         for worker in self._workers.values():
             if worker.translator is not None and book is not None:
                 worker.translator.move(book, table)
@@ -200,11 +203,11 @@ class PrefixIndex:
         """
         with self._lock:
             table, book = self._make_form("numba")
-            for area in self._areas.areas[AREAS:]:
+            for area in self._intake.areas.all[AREAS:]:
                 table.add_area(area)
             table.grow(max(1, len(self._names)))
             for worker in self._workers.values():
-                table.require(worker.number, self._areas.needed(worker.groups.counted))
+                table.require(worker.number, self._intake.areas.needed(worker.groups.counted))
             old = moving.PlainParts(self._table, self._book)  # type: ignore[arg-type]
             new = moving.CompiledParts(table, book)  # type: ignore[arg-type]
         yield from moving.move(self._lock, old, new, self._use)
@@ -216,8 +219,8 @@ class PrefixIndex:
         still said.
         """
         with self._lock:
-            if self.block_size is None:
-                self.block_size = block_size
+            if self._intake.block_size is None:
+                self._intake.block_size = block_size
 
     def add_worker(self, worker: str, counting: Counting | None = None) -> None:
         """Make a worker known, so that matches list it. Applying a batch does the same."""
@@ -258,16 +261,9 @@ class PrefixIndex:
         """Forget all that a worker holds, and which groups it has. Unknown ones are ignored."""
         with self._lock:
             if (known := self._workers.get(worker)) is not None:
-                self._wipe(known)
+                self._intake.wipe(known)
                 known.groups.clear()
                 self._table.require(known.number, 0)
-
-    def _wipe(self, worker: KnownWorker) -> None:
-        """Forget all that a worker holds, and that anything of it was refused."""
-        self._past_refused += worker.refused
-        self._past_orphans += worker.orphans_dropped
-        self._table.clear(worker.number)
-        worker.clear()
 
     # -- changes -----------------------------------------------------------------------------------
 
@@ -282,17 +278,7 @@ class PrefixIndex:
         """Apply a batch of a worker's events: a decoded one, or what `decoder()` made of it."""
         with self._lock:
             known = self._workers.get(worker) or self._add(worker, self.counting)
-            if isinstance(batch, DecodedBatch):
-                self._apply_events(known, batch.events)
-            elif not self._is_plain(known, batch, edits := batch.edits):
-                self._apply_events(known, batch.events())
-            elif known.translator is None:
-                self._run(known, edits, batch.hashes)
-            else:
-                self._apply_scanned(known, known.translator, batch)
-            if known.translator is not None and self._book is not None:
-                known.translator.tidy()
-                self._book.tidy()
+            self._intake.apply(known, batch)
             self._tell(known)
 
     def apply_all(self, worker: str, batches: Sequence[Any]) -> None:
@@ -305,133 +291,6 @@ class PrefixIndex:
                 parts = list(run)
                 for batch in parts if is_decoded else parts[0].join(parts):
                     self.apply(worker, batch)
-
-    def _is_plain(self, worker: KnownWorker, batch: Any, edits: Edits) -> bool:
-        """Tell whether scanned events, which are of the first group, can be applied without a look at each
-        of them.
-        """
-        if worker.groups.first_counts is None and (edits[:, 0] == Op.STORED).any():
-            worker.groups.counted.add(0)
-            self._table.require(worker.number, self._areas.needed((0,)))
-        if worker.groups.first_counts is False:
-            return False
-        if worker.translator is not None:
-            return self.form == "numba"
-        if worker.is_marred and (edits[:, 0] == Op.CLEARED).any():
-            return False
-        return self.block_size is not None and bool(batch.have_size(edits, self.block_size))
-
-    def _apply_events(self, worker: KnownWorker, events: Iterable[Event]) -> None:
-        """Apply events one by one."""
-        for is_clear, part in groupby(events, lambda event: isinstance(event, AllBlocksCleared)):
-            if is_clear:
-                self._wipe(worker)
-            elif worker.translator is not None:
-                area_of, apply = partial(self._area, worker), partial(self._run_edits, worker)
-                worker.translator.translate(part, area_of, apply)  # type: ignore[arg-type]
-            else:
-                self._run_edits(worker, self._edits_of(worker, part))  # type: ignore[arg-type]
-
-    def _edits_of(self, worker: KnownWorker, events: Iterable[BlockStored | BlockRemoved]) -> Iterator[Edit]:
-        """Yield events as edits over the engine's hashes."""
-        for event in events:
-            if (area := self._area(worker, event)) is not None:
-                op = Op.STORED if isinstance(event, BlockStored) else Op.REMOVED
-                yield op, area, [to_u64(block_hash) for block_hash in event.block_hashes]
-
-    def _apply_scanned(self, worker: KnownWorker, translator: Translator, batch: Any) -> None:
-        """Name blocks by their tokens with compiled loops, but for the events that those leave to us."""
-        book: Any = self._book
-        edits, hashes = batch.edits, batch.hashes
-        keys = np.empty_like(hashes)
-        edit = first = 0
-        while edit < len(edits):
-            strict, block_size = not translator.is_plain, -1 if self.block_size is None else self.block_size
-            stop, end = book.translate(worker.number, block_size, strict, batch, edit, first, keys)
-            self._run(worker, edits[edit:stop], keys[first:end])
-            if len(translator.waiting):
-                translator.release(hashes[first:end].tolist(), partial(self._run_edits, worker))
-            if stop < len(edits):
-                self._apply_events(worker, [batch.event(stop, end)])
-                end += int(edits[stop, 2])
-            edit, first = stop + 1, end
-
-    def _run_edits(self, worker: KnownWorker, edits: Iterable[Edit]) -> None:
-        self._run(worker, *_pack(edits))
-
-    def _run(self, worker: KnownWorker, edits: Edits, hashes: Hashes) -> None:
-        """Apply edits over keys."""
-        if not len(edits):
-            return
-        if worker.duplicates is None:
-            self._table.apply(worker.number, edits, hashes)
-        elif len(worker.duplicates):
-            self._run_counting(worker, worker.duplicates, edits, hashes)
-        elif (stopped := self._table.apply(worker.number, edits, hashes, unique=True)) is not None:
-            self._run_counting(worker, worker.duplicates, edits, hashes, *stopped)
-
-    def _run_counting(
-        self,
-        worker: KnownWorker,
-        duplicates: DuplicateCounts,
-        edits: Edits,
-        hashes: Hashes,
-        first: int = 0,
-        done: int = 0,
-    ) -> None:
-        """Apply edits of a worker that has two copies of a block, one by one, since each depends on those
-        before.
-
-        Begins at edit `first`, of which `done` hashes are done.
-        """
-        start = int(edits[:first, 2].sum()) + done
-        for op, area, count in edits[first:, :3].tolist():
-            part = hashes[start : start + count - done]
-            start, done = start + len(part), 0
-            if op == Op.CLEARED:
-                self._table.clear(worker.number)
-                duplicates.clear()
-            elif op == Op.STORED:
-                fresh = self._table.store(worker.number, area, part)
-                for again in part[~fresh].tolist():
-                    duplicates.add(area, again)
-            else:
-                last = [key for key in part.tolist() if not duplicates.take(area, key)]
-                self._table.apply(
-                    worker.number, np.array([(op, area, len(last))]), np.array(last, np.uint64)
-                )
-
-    def _area(self, worker: KnownWorker, event: BlockStored | BlockRemoved) -> int | None:
-        """Return the area of an event's place, `None` for one that is of no interest or refused.
-
-        A store makes it if need be.
-        """
-        place, count = place_of(event), len(event.block_hashes)
-        if isinstance(event, BlockRemoved):
-            return self._areas.get(place)
-        if not self._admit(worker, event):
-            self._ignored += count
-            return None
-        if self.block_size is None and 0 < event.block_size <= _MAX_BLOCK_SIZE:
-            self.block_size = event.block_size
-        if event.block_size not in (0, self.block_size):
-            worker.other_size = event.block_size
-            worker.of_other_size += count
-            return None
-        area = self._areas.make(place, self._table)
-        if area is None:
-            worker.no_area += count
-        return area
-
-    def _admit(self, worker: KnownWorker, event: BlockStored) -> bool:
-        """Tell whether a store's group counts; a group that is new is needed from now on, whatever becomes
-        of the store.
-        """
-        counted = set(worker.groups.counted)
-        counts = worker.groups.admit(event)
-        if worker.groups.counted != counted:
-            self._table.require(worker.number, self._areas.needed(worker.groups.counted))
-        return counts
 
     def _tell(self, worker: KnownWorker) -> None:
         """Log, once until it is cleared, that less is known of a worker than was told."""
@@ -557,9 +416,9 @@ class PrefixIndex:
         """
         with self._lock:
             known = self._workers[worker]
-            needed = self._areas.needed(known.groups.counted)
+            needed = self._intake.areas.needed(known.groups.counted)
             held: dict[StorageTier, Counter[int]] = {tier: Counter() for tier in StorageTier}
-            for area, count in zip(self._areas.areas, self._table.held(known.number), strict=True):
+            for area, count in zip(self._intake.areas.all, self._table.held(known.number), strict=True):
                 held[area.tier][area.group] += count
             groups = [group for group in range(MAX_AREAS) if needed >> group & 1]
             blocks = {
@@ -580,7 +439,7 @@ class PrefixIndex:
         with self._lock:
             size = self._table.stats()
             names = 0 if self._book is None else self._book.bytes()
-            workers = self._workers.values()
+            workers, intake = self._workers.values(), self._intake
             return IndexStats(
                 form=self.form,
                 blocks=size.blocks,
@@ -590,10 +449,10 @@ class PrefixIndex:
                 budget=self._budget,
                 dropped=size.dropped,
                 unknown=size.unknown,
-                ignored=self._ignored,
-                refused=self._past_refused + sum(worker.refused for worker in workers),
+                ignored=intake.ignored,
+                refused=intake.past_refused + sum(worker.refused for worker in workers),
                 waiting=sum(worker.waiting for worker in workers),
-                orphans_dropped=self._past_orphans + sum(worker.orphans_dropped for worker in workers),
+                orphans_dropped=intake.past_orphans + sum(worker.orphans_dropped for worker in workers),
             )
 
     def check(self) -> None:
@@ -625,10 +484,3 @@ def _as_hashes(hashes: npt.ArrayLike) -> Hashes:
         return np.array([int(number) & _U64 for number in numbers], np.uint64)
     except (TypeError, ValueError) as error:
         raise InputError(f"hashes: expected integers, got something else ({error})") from None
-
-
-def _pack(edits: Iterable[Edit]) -> tuple[Edits, Hashes]:
-    """Return edits as arrays."""
-    edits = list(edits)
-    table = np.array([(op, area, len(hashes)) for op, area, hashes in edits], np.int64).reshape(-1, 3)
-    return table, np.array([key for _, _, hashes in edits for key in hashes], np.uint64)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Self
 
 from kvtier.errors import InputError, OutsideError
@@ -46,23 +47,16 @@ def serve(
 
     `on_ready` is called with the address once requests are answered. Port 0 takes a free one.
     """
-    asyncio.run(_serve_until_signalled(host, port, settings, limits, access, list(follow), on_ready))
+    wanted = partial(_serve, host, port, settings, limits, access, list(follow), on_ready)
+    asyncio.run(_serve_until_signalled(wanted))
 
 
-async def _serve_until_signalled(
-    host: str,
-    port: int,
-    settings: Settings | None,
-    limits: HttpLimits | None,
-    access: Access | None,
-    follow: list[Registration],
-    on_ready: Callable[[str], None] | None,
-) -> None:
+async def _serve_until_signalled(serve_until: Callable[[asyncio.Event], Awaitable[None]]) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    await _serve(host, port, settings, limits, access, follow, on_ready, stop)
+    await serve_until(stop)
 
 
 async def _serve(

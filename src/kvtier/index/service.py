@@ -400,6 +400,13 @@ class Service:
         with self._lock:
             return dict(self._groups)
 
+    def instance_ids(self, key: GroupKey) -> dict[str, int | str]:
+        """Return the ids of a group's instances as they were registered, by what workers are called by."""
+        with self._lock:
+            members = self._groups[key].members.values() if key in self._groups else ()
+            ids = [followed.registration.instance_id for followed in members]
+        return {str(instance_id): instance_id for instance_id in ids}
+
     def answer(self, key: GroupKey, hashes: Hashes | None) -> Answer:
         """Return who holds how much of a prefix. Nothing is applied between the match and the states."""
         with self._lock:

@@ -32,7 +32,7 @@ from kvtier.offload.base import (
 )
 from kvtier.offload.miss_history import MissHistory
 from kvtier.policies import CachePolicy, Slots, make_policy
-from kvtier.policies.slots import ABSENT, WRITING, Mask, SlotBook
+from kvtier.policies.slots import ABSENT, WRITING, Mask, SlotBook, broken_rule, held_slots
 from kvtier.transfer.base import CPULoadStoreSpec, LoadStoreSpec
 
 __all__ = ["CPUOffloadingManager", "ManagerStats"]
@@ -258,35 +258,14 @@ class CPUOffloadingManager(OffloadingManager):
         )
 
     def check(self) -> None:
-        self.policy.check()
-        held, doomed, free = self._held_slots(), list(self._doomed), self._book.free_slots()
-        unread = np.zeros(self.num_slots, dtype=np.bool_)
-        unread[held] = self._readers[held] == 0
-        keys = self._book.keys(held)
-        for holds, what in (
-            (len(held) + len(doomed) + len(free) == self.num_slots, "every slot is held, doomed or free"),
-            (len(self._book) == len(keys) == len(held), "a slot has a key iff it is held"),
-            (np.array_equal(self._book.find(keys), held), "keys and slots map to each other"),
-            (self._readers.min(initial=0) >= WRITING, "a chunk has one writer"),
-            (self._readers[doomed].all(), "doomed slots are in use"),
-            (not self._readers[free].any(), "free slots are not in use"),
-            (np.array_equal(self._evictable, unread), "what may be evicted is ready and unread"),
-            (
-                np.array_equal(np.sort(self.policy.ranked()), held),
-                f"{self._policy_name()} ranks what is held",
-            ),
-        ):
-            if not holds:
-                raise IntegrityError(f"CPU manager: expected that {what}; {self.stats()}")
+        rule = broken_rule(self._book, self.policy, self._doomed, self._readers, self._evictable)
+        if rule is not None:
+            raise IntegrityError(f"CPU manager: expected that {rule}; {self.stats()}")
 
     # -- inside ------------------------------------------------------------------------------------
 
     def _held_slots(self) -> Slots:
-        """Return the slots that are neither free nor doomed, in ascending order."""
-        held = np.ones(self.num_slots, dtype=np.bool_)
-        held[self._book.free_slots()] = False
-        held[list(self._doomed)] = False
-        return np.flatnonzero(held)
+        return held_slots(self._book, self.num_slots, self._doomed)
 
     def _choose(self, offered: list[OffloadKey]) -> list[OffloadKey]:
         """Return the keys of an offer, each once, that could be stored and have been offered

@@ -9,6 +9,7 @@ single key costs some 100 ns a call. Called on the scheduler thread only.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection
 from itertools import islice, takewhile
 
 import numpy as np
@@ -16,9 +17,19 @@ import numpy.typing as npt
 
 from kvtier.keys import OffloadKey
 from kvtier.native import form_of, uses_c
-from kvtier.policies.base import Slots
+from kvtier.policies.base import CachePolicy, Slots
 
-__all__ = ["ABSENT", "SLOTS_BY", "WRITING", "GhostLists", "Mask", "RecencyList", "SlotBook"]
+__all__ = [
+    "ABSENT",
+    "SLOTS_BY",
+    "WRITING",
+    "GhostLists",
+    "Mask",
+    "RecencyList",
+    "SlotBook",
+    "broken_rule",
+    "held_slots",
+]
 
 ABSENT = -1
 """The slot of a key that has none, the list of a key that was not evicted."""
@@ -267,3 +278,33 @@ else:
     SlotBook = PythonBook  # type: ignore[misc, assignment]
 
 SLOTS_BY = form_of("slots")
+
+
+def held_slots(book: SlotBook, num_slots: int, doomed: Collection[int]) -> Slots:
+    """Return the slots that are neither free nor doomed, in ascending order."""
+    held = np.ones(num_slots, dtype=np.bool_)
+    held[book.free_slots()] = False
+    held[list(doomed)] = False
+    return np.flatnonzero(held)
+
+
+def broken_rule(
+    book: SlotBook, policy: CachePolicy, doomed: Collection[int], readers: Slots, evictable: Mask
+) -> str | None:
+    """Return the first rule that a book, its arrays and its policy break; `None`: all rules hold."""
+    policy.check()
+    held, used, free = held_slots(book, len(readers), doomed), list(doomed), book.free_slots()
+    unread = np.zeros(len(readers), dtype=np.bool_)
+    unread[held] = readers[held] == 0
+    keys = book.keys(held)
+    rules = (
+        (len(held) + len(used) + len(free) == len(readers), "every slot is held, doomed or free"),
+        (len(book) == len(keys) == len(held), "a slot has a key iff it is held"),
+        (np.array_equal(book.find(keys), held), "keys and slots map to each other"),
+        (readers.min(initial=0) >= WRITING, "a chunk has one writer"),
+        (readers[used].all(), "doomed slots are in use"),
+        (not readers[free].any(), "free slots are not in use"),
+        (np.array_equal(evictable, unread), "what may be evicted is ready and unread"),
+        (np.array_equal(np.sort(policy.ranked()), held), f"{type(policy).__qualname__} ranks what is held"),
+    )
+    return next((rule for holds, rule in rules if not holds), None)

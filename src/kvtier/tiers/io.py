@@ -2,9 +2,8 @@
 
 Work goes by direction and priority: small calls of the tier itself first, then promotions, then demotions;
 of one direction the lower priority, then the older job. A thread takes the next few rows of the first job,
-so one request gets all threads, and its first rows come first. Seals are put on and checked here, in the
-same thread, while the bytes are in its cache. At most `max_in_flight` bytes are with the backend at a
-time: more depth only adds latency, and what waits here can still be reordered or dropped.
+so one request gets all threads, and its first rows come first. At most `max_in_flight` bytes are with the
+backend at a time: more depth only adds latency, and what waits here can still be reordered or dropped.
 
 `poll` tells what has become of rows. At a job's deadline rows that were not begun are late and free; rows
 that a call is working on are late and in use, and a second report says when the call has returned.
@@ -16,7 +15,6 @@ The scheduler thread calls all methods; it never waits, but for a lock that is h
 from __future__ import annotations
 
 import heapq
-import logging
 import threading
 import time
 from collections import deque
@@ -29,20 +27,15 @@ from typing import Any, NamedTuple
 from kvtier.errors import InputError, IntegrityError
 from kvtier.keys import OffloadKey
 from kvtier.tiers.base import Backend, BackendRow, Outcome
-from kvtier.tiers.seal import SealKey, SealScope, seal_of
+from kvtier.tiers.mover import DONE, RowEnd, RowMover
+from kvtier.tiers.seal import SealKey, SealScope
 
 __all__ = ["Direction", "IOReport", "IOThreads"]
-
-logger = logging.getLogger(__name__)
 
 _BATCH_BYTES = 2 << 20
 """What a thread takes at once: enough that small rows cost few calls, little enough that a job spreads."""
 
 _LAST_WAIT = 0.2
-_NOT_OUR_SEAL = (
-    "tier %s: a row under one of our names does not bear a seal of our seal_key_file: it was forged or "
-    "damaged. It is a miss, as are all that follow; they are counted and not told"
-)
 
 
 class Direction(IntEnum):
@@ -123,16 +116,11 @@ class _Batch:
     nbytes: int
 
 
-_RowEnd = tuple[Outcome, str]
-"""What a call came to for one row, and why."""
-_DONE: _RowEnd = (Outcome.DONE, "")
-
-
 class _Ended(NamedTuple):
     """What a call came to, by row."""
 
     batch: _Batch
-    outcomes: list[_RowEnd]
+    outcomes: list[RowEnd]
     seconds: float
 
 
@@ -169,8 +157,7 @@ class IOThreads:
         `check_seals=False` is a negative control for tests: wrong bytes are then not noticed.
         """
         self.backend = backend
-        self._clock, self._check_seals = clock, check_seals
-        self._name, self._seal_key, self._warned = name, seal_key, False
+        self._clock, self._mover = clock, RowMover(name, check_seals, seal_key)
         self._num_threads, self._max_in_flight = threads, max_in_flight
         self._lock = threading.Condition(threading.Lock())
         # Under the lock: what threads take from.
@@ -435,9 +422,9 @@ class IOThreads:
         """Report what a call came to, rows of one outcome together."""
         work, places = ended.batch.work, ended.batch.places
         work.end(places)
-        by_outcome: dict[_RowEnd, list[BackendRow]] = {}
-        if ended.outcomes.count(_DONE) == len(places):
-            by_outcome[_DONE] = [work.rows[at] for at in places]
+        by_outcome: dict[RowEnd, list[BackendRow]] = {}
+        if ended.outcomes.count(DONE) == len(places):
+            by_outcome[DONE] = [work.rows[at] for at in places]
         else:
             for at, told in zip(places, ended.outcomes, strict=True):
                 by_outcome.setdefault(told, []).append(work.rows[at])
@@ -550,48 +537,11 @@ class IOThreads:
         except Exception as error:
             return _Answer(call, None, error)
 
-    def _move(self, batch: _Batch) -> list[_RowEnd]:
-        """Move the rows of a batch. Whatever a backend raises is a failure of these rows."""
-        work, places = batch.work, batch.places
-        rows = [work.rows[at] for at in places]
-        move = self._read if work.direction is Direction.PROMOTE else self._write
+    def _move(self, batch: _Batch) -> list[RowEnd]:
+        """Move the rows of a batch."""
+        work = batch.work
+        rows = [work.rows[at] for at in batch.places]
         if (backend := self.backend) is None:
             return [(Outcome.FAILED, "not open")] * len(rows)
-        try:
-            outcomes = move(backend, rows, work.scope)
-        except OSError as error:
-            return [(Outcome.FAILED, _say(error))] * len(rows)
-        except Exception as error:
-            logger.exception("tier I/O: the backend raised")
-            return [(Outcome.FAILED, f"{type(error).__name__}: {error}")] * len(rows)
-        if len(outcomes) != len(rows):
-            return [
-                (Outcome.FAILED, f"expected {len(rows)} answers of the backend, got {len(outcomes)}")
-            ] * len(rows)
-        return outcomes
-
-    def _read(self, backend: Backend, rows: list[BackendRow], scope: SealScope) -> list[_RowEnd]:
-        return [self._check(row, found, scope) for row, found in zip(rows, backend.read(rows), strict=False)]
-
-    def _check(self, row: BackendRow, found: bytes | OSError | None, scope: SealScope) -> _RowEnd:
-        if found is None:
-            return Outcome.ABSENT, ""
-        if isinstance(found, OSError):
-            return Outcome.FAILED, _say(found)
-        if self._check_seals and found != seal_of(scope, row.key, row.pieces, self._seal_key):
-            if self._seal_key is not None and not self._warned:
-                self._warned = True
-                logger.warning(_NOT_OUR_SEAL, self._name)
-            return Outcome.FAILED_CHECK, ""
-        return _DONE
-
-    def _write(self, backend: Backend, rows: list[BackendRow], scope: SealScope) -> list[_RowEnd]:
-        sealed = [
-            BackendRow(key, pieces, place, number, seal_of(scope, key, pieces, self._seal_key), description)
-            for key, pieces, place, number, _seal, description in rows
-        ]
-        return [_DONE if error is None else (Outcome.FAILED, _say(error)) for error in backend.write(sealed)]
-
-
-def _say(error: OSError) -> str:
-    return error.strerror or str(error) or type(error).__name__
+        move = self._mover.read if work.direction is Direction.PROMOTE else self._mover.write
+        return move(backend, rows, work.scope)

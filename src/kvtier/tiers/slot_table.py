@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvtier.errors import InputError, IntegrityError
 from kvtier.keys import OffloadKey
 from kvtier.policies import CachePolicy, Slots
-from kvtier.policies.slots import ABSENT, WRITING, SlotBook
+from kvtier.policies.slots import ABSENT, WRITING, SlotBook, broken_rule, held_slots
 
 __all__ = ["Reserved", "SlotTable"]
 
@@ -95,10 +95,7 @@ class SlotTable:
 
     def held_slots(self) -> Slots:
         """Return the slots that are neither free nor doomed, in ascending order."""
-        held = np.ones(self.num_slots, dtype=np.bool_)
-        held[self._book.free_slots()] = False
-        held[list(self._doomed)] = False
-        return np.flatnonzero(held)
+        return held_slots(self._book, self.num_slots, self._doomed)
 
     # -- using -------------------------------------------------------------------------------------
 
@@ -247,19 +244,6 @@ class SlotTable:
 
     def check(self) -> None:
         """Raise `IntegrityError` if an invariant is broken."""
-        self.policy.check()
-        held, doomed, free = self.held_slots(), list(self._doomed), self._book.free_slots()
-        unread = np.zeros(self.num_slots, dtype=np.bool_)
-        unread[held] = self._readers[held] == 0
-        keys = self._book.keys(held)
-        for holds, what in (
-            (len(held) + len(doomed) + len(free) == self.num_slots, "every slot is held, doomed or free"),
-            (len(self._book) == len(keys) == len(held), "a slot has a key iff it is held"),
-            (np.array_equal(self._book.find(keys), held), "keys and slots map to each other"),
-            (self._readers[doomed].all(), "doomed slots are in use"),
-            (not self._readers[free].any(), "free slots are not in use"),
-            (np.array_equal(self._evictable, unread), "what may be evicted is ready and unread"),
-            (np.array_equal(np.sort(self.policy.ranked()), held), "the policy ranks what is held"),
-        ):
-            if not holds:
-                raise IntegrityError(f"slot table: expected that {what}")
+        rule = broken_rule(self._book, self.policy, self._doomed, self._readers, self._evictable)
+        if rule is not None:
+            raise IntegrityError(f"slot table: expected that {rule}")

@@ -1,0 +1,90 @@
+"""Rows through a backend: sealed on the way out, checked on the way in.
+
+Whatever a backend answers or raises becomes an outcome of the rows that it was given, so an I/O thread
+outlives every backend. Seals are put on and checked in the thread that moves the bytes, while they are in
+its cache. Called on I/O threads, by any number of them at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from kvtier.tiers.base import Backend, BackendRow, Outcome
+from kvtier.tiers.seal import SealKey, SealScope, seal_of
+
+__all__ = ["DONE", "RowEnd", "RowMover"]
+
+logger = logging.getLogger(__name__)
+
+RowEnd = tuple[Outcome, str]
+"""What a call came to for one row, and why."""
+DONE: RowEnd = (Outcome.DONE, "")
+_NOT_OUR_SEAL = (
+    "tier %s: a row under one of our names does not bear a seal of our seal_key_file: it was forged or "
+    "damaged. It is a miss, as are all that follow; they are counted and not told"
+)
+
+
+class RowMover:
+    """Moves the rows of one tier."""
+
+    def __init__(self, name: str, check_seals: bool, seal_key: SealKey | None) -> None:
+        """With a `seal_key` only rows are taken that were sealed with it; of a first other one is warned."""
+        self._name, self._check_seals, self._seal_key = name, check_seals, seal_key
+        self._warned = False
+
+    def read(self, backend: Backend, rows: list[BackendRow], scope: SealScope) -> list[RowEnd]:
+        """Fill the rows' memory, and say of each what came of it."""
+
+        def move() -> list[RowEnd]:
+            answers = zip(rows, backend.read(rows), strict=False)
+            return [self._check(row, found, scope) for row, found in answers]
+
+        return _ends_of(rows, move)
+
+    def write(self, backend: Backend, rows: list[BackendRow], scope: SealScope) -> list[RowEnd]:
+        """Write the rows, and say of each what came of it."""
+
+        def move() -> list[RowEnd]:
+            sealed = [
+                BackendRow(
+                    key, pieces, place, number, seal_of(scope, key, pieces, self._seal_key), description
+                )
+                for key, pieces, place, number, _seal, description in rows
+            ]
+            errors = backend.write(sealed)
+            return [DONE if error is None else (Outcome.FAILED, _say(error)) for error in errors]
+
+        return _ends_of(rows, move)
+
+    def _check(self, row: BackendRow, found: bytes | OSError | None, scope: SealScope) -> RowEnd:
+        if found is None:
+            return Outcome.ABSENT, ""
+        if isinstance(found, OSError):
+            return Outcome.FAILED, _say(found)
+        if self._check_seals and found != seal_of(scope, row.key, row.pieces, self._seal_key):
+            if self._seal_key is not None and not self._warned:
+                self._warned = True
+                logger.warning(_NOT_OUR_SEAL, self._name)
+            return Outcome.FAILED_CHECK, ""
+        return DONE
+
+
+def _ends_of(rows: list[BackendRow], move: Callable[[], list[RowEnd]]) -> list[RowEnd]:
+    """Move rows. Whatever a backend raises is a failure of all of them."""
+    try:
+        ends = move()
+    except OSError as error:
+        return [(Outcome.FAILED, _say(error))] * len(rows)
+    except Exception as error:
+        logger.exception("tier I/O: the backend raised")
+        return [(Outcome.FAILED, f"{type(error).__name__}: {error}")] * len(rows)
+    if len(ends) != len(rows):
+        why = f"expected {len(rows)} answers of the backend, got {len(ends)}"
+        return [(Outcome.FAILED, why)] * len(rows)
+    return ends
+
+
+def _say(error: OSError) -> str:
+    return error.strerror or str(error) or type(error).__name__
