@@ -191,10 +191,7 @@ class _GPUEnd:
         return GPULoadStoreSpec(self._block_ids, self._sizes, self._indices)
 
     def num_bytes(self, config: OffloadingConfig) -> int:
-        blocks = sum(
-            size * group.bytes_per_block for size, group in zip(self._sizes, config.groups, strict=True)
-        )
-        return blocks * config.world_size
+        return sum(size * config.bytes_of_all_ranks(group) for group, size in enumerate(self._sizes))
 
 
 def plan_load(config: OffloadingConfig, state: RequestState, end: int, patience: float) -> LoadJob:
