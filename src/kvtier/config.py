@@ -216,6 +216,9 @@ class OffloadingConfig:
         row of a slot:  [ image of rank 0 | image of rank 1 | ... | padding to 4096 ]
                           max_image_bytes   max_image_bytes
 
+    Where `replicas` consecutive ranks hold the same bytes, a row has one image for them: the first of them
+    stores it and all load it. Image i is then that of the ranks from `i * replicas` on.
+
     A shorter image, of a group with smaller blocks or of a rank with fewer layers, leaves the rest of its
     place unused. `groups` are those of this rank. Where ranks have different layers (pipeline stages),
     `bytes_by_rank` says for each of them how long a block of each group is; empty: all are like this one.
@@ -239,11 +242,15 @@ class OffloadingConfig:
     engine_index: int = setting(at_least(0), 0)
     num_engines: int = setting(at_least(1), 1)
     bytes_by_rank: tuple[tuple[int, ...], ...] = setting(_read_bytes_by_rank, ())
+    replicas: int = setting(at_least(1), 1)
 
     def __post_init__(self) -> None:
         read_fields(self)
         if self.rank >= self.world_size:
             raise ConfigError("rank", f"expected less than world_size ({self.world_size}), got {self.rank}")
+        if self.world_size % self.replicas:
+            problem = f"expected a divisor of world_size ({self.world_size}), got {self.replicas}"
+            raise ConfigError("replicas", problem)
         if self.bytes_by_rank:
             self._check_bytes_by_rank()
         for i, group in enumerate(self.groups):
@@ -296,10 +303,28 @@ class OffloadingConfig:
         namespace = None if could_not else self.namespace_nowait()
         if namespace is None:
             return None
-        shape = f"{self.settings.blocks_per_chunk}x{self.world_size}x{self.row_bytes}"
+        ranks = f"{self.world_size}/{self.replicas}" if self.replicas > 1 else self.world_size
+        shape = f"{self.settings.blocks_per_chunk}x{ranks}x{self.row_bytes}"
         if self.bytes_by_rank:
             shape += "x" + sha256(json.dumps(self.bytes_by_rank).encode()).hexdigest()[:16]
         return f"{namespace} {shape}"
+
+    @property
+    def storing_ranks(self) -> range:
+        """The ranks that store: the first of those that hold the same bytes."""
+        return range(0, self.world_size, self.replicas)
+
+    def by_image(self) -> Self:
+        """Return the geometry of rows as handlers take it, for whom each image is that of a rank."""
+        if self.replicas == 1:
+            return self
+        return replace(
+            self,
+            world_size=self.world_size // self.replicas,
+            rank=self.rank // self.replicas,
+            bytes_by_rank=self.bytes_by_rank[:: self.replicas],
+            replicas=1,
+        )
 
     def image_bytes(self, group: int) -> int:
         """Return the bytes of one chunk of a group on this rank."""
@@ -320,7 +345,7 @@ class OffloadingConfig:
     @property
     def row_bytes(self) -> int:
         """The bytes of one slot."""
-        return -(-self.world_size * self.max_image_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
+        return -(-len(self.storing_ranks) * self.max_image_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
     @property
     def description_bytes(self) -> int:

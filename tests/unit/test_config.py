@@ -661,6 +661,10 @@ class TestGeometry:
                 {"bytes_by_rank": ((1000,), (0,)), "world_size": 2},
                 "bytes_by_rank[1][0]: expected a whole number of at least 1, got 0",
             ),
+            (
+                {"replicas": 2, "world_size": 3},
+                "replicas: expected a divisor of world_size (3), got 2",
+            ),
             ({"bytes_by_rank": (1000,)}, "bytes_by_rank: expected sizes by group of each rank, got (1000,)"),
             ({"engine_id": ""}, "engine_id: expected a name, got ''"),
             ({"engine_id": "\ud800"}, "engine_id: expected a name, got '\\ud800'"),

@@ -36,7 +36,7 @@ from kvtier.namespace import Namespace
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 __all__ = ["describe_engine", "summarize"]
 
@@ -98,7 +98,25 @@ def describe_engine(
         engine_index=parallel.data_parallel_index,
         num_engines=parallel.data_parallel_size,  # of dense models vLLM has made it 1 by now
         bytes_by_rank=bytes_by_rank,
+        replicas=_num_replicas(vllm_config, kv_cache_config),
     )
+
+
+def _num_replicas(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
+    """Return how many consecutive ranks hold the same KV.
+
+    With MLA all ranks of tensor parallelism do: each computes it of the same input. Where vLLM does not say
+    so of all layers, or ranks have different layers, or a draft model is there, each rank keeps its own.
+    """
+    parallel = vllm_config.parallel_config
+    ranks: int = parallel.tensor_parallel_size
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    is_same = (
+        kv_cache_config.kv_tp_replicas == ranks == parallel.world_size
+        and all(type(_spec_of_layers(spec)) is MLAAttentionSpec for spec in specs)
+        and vllm_config.speculative_config is None
+    )
+    return ranks if is_same else 1
 
 
 def _expect_one_machine(parallel: ParallelConfig, role: ConnectorRole) -> None:
@@ -128,13 +146,11 @@ def _describe_groups(kv_cache_config: KVCacheConfig) -> tuple[GroupConfig, ...]:
 
 def _describe_group(index: int, kv_cache_config: KVCacheConfig) -> GroupConfig:
     group: KVCacheGroupSpec = kv_cache_config.kv_cache_groups[index]
-    spec = group.kv_cache_spec
     if not group.layer_names:
         problem = "expected a layer of every group on every pipeline stage, got none"
         remedy = "divide the layers otherwise (VLLM_PP_LAYER_PARTITION)"
         raise InputError(f"KV cache group {index}: {problem}; {remedy}; {_INSTEAD}")
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        spec = next(iter(spec.kv_cache_specs.values()))
+    spec = _spec_of_layers(group.kv_cache_spec)
     if type(spec) not in _SUPPORTED_SPECS:
         known = ", ".join(kind.__name__ for kind in _SUPPORTED_SPECS)
         raise InputError(
@@ -156,6 +172,13 @@ def _describe_group(index: int, kv_cache_config: KVCacheConfig) -> GroupConfig:
         layer_names=tuple(group.layer_names),
         sliding_window=spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None,
     )
+
+
+def _spec_of_layers(spec: KVCacheSpec) -> KVCacheSpec:
+    """Return the spec of a group's layers, which are of one type: of several the first, as vLLM's scheduler
+    has it.
+    """
+    return next(iter(spec.kv_cache_specs.values())) if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
 def _namespace(
