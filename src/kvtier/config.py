@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from enum import Enum
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self
 
@@ -198,6 +199,16 @@ def _read_groups(path: str, value: object) -> tuple[GroupConfig, ...]:
     return tuple(instance(GroupConfig)(f"{path}[{i}]", group) for i, group in enumerate(value))
 
 
+def _read_bytes_by_rank(path: str, value: object) -> tuple[tuple[int, ...], ...]:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(sizes, (list, tuple)) for sizes in value):
+        raise ConfigError(path, f"expected sizes by group of each rank, got {show_value(value)}")
+    read = at_least(1, LARGEST)
+    return tuple(
+        tuple(read(f"{path}[{rank}][{i}]", size) for i, size in enumerate(sizes))
+        for rank, sizes in enumerate(value)
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadingConfig:
     """A user's settings and an engine's geometry, proven to fit together.
@@ -205,10 +216,16 @@ class OffloadingConfig:
         row of a slot:  [ image of rank 0 | image of rank 1 | ... | padding to 4096 ]
                           max_image_bytes   max_image_bytes
 
-    An image of a group with smaller blocks leaves the rest of its place unused. `launch_id` is what all
-    processes of one start of the engine share and no other start has; a unique `engine_id` needs none. With
-    `scheduler_apart` the scheduler's process is not that of rank 0. Of `num_engines` that serve one model
-    side by side this is number `engine_index`: they share the capacity of a disk.
+    Where `replicas` consecutive ranks hold the same bytes, a row has one image for them: the first of them
+    stores it and all load it. Image i is then that of the ranks from `i * replicas` on.
+
+    A shorter image, of a group with smaller blocks or of a rank with fewer layers, leaves the rest of its
+    place unused. `groups` are those of this rank. Where ranks have different layers (pipeline stages),
+    `bytes_by_rank` says for each of them how long a block of each group is; empty: all are like this one.
+    `launch_id` is what all processes of one start of the engine share and no other start has; a unique
+    `engine_id` needs none. With `scheduler_apart` the scheduler's process is not that of rank 0. Of
+    `num_engines` that serve one model side by side this is number `engine_index`: they share the capacity
+    of a disk.
     """
 
     settings: KVTierConfig = setting(instance(KVTierConfig))
@@ -224,11 +241,18 @@ class OffloadingConfig:
     scheduler_apart: bool = setting(read_flag, False)
     engine_index: int = setting(at_least(0), 0)
     num_engines: int = setting(at_least(1), 1)
+    bytes_by_rank: tuple[tuple[int, ...], ...] = setting(_read_bytes_by_rank, ())
+    replicas: int = setting(at_least(1), 1)
 
     def __post_init__(self) -> None:
         read_fields(self)
         if self.rank >= self.world_size:
             raise ConfigError("rank", f"expected less than world_size ({self.world_size}), got {self.rank}")
+        if self.world_size % self.replicas:
+            problem = f"expected a divisor of world_size ({self.world_size}), got {self.replicas}"
+            raise ConfigError("replicas", problem)
+        if self.bytes_by_rank:
+            self._check_bytes_by_rank()
         for i, group in enumerate(self.groups):
             if group.block_size % self.hash_block_size:
                 expected = f"expected a multiple of hash_block_size ({self.hash_block_size} tokens)"
@@ -238,6 +262,16 @@ class OffloadingConfig:
             expected = f"expected at least one row ({format_size(self.row_bytes)}), or 0 to keep nothing"
             raise ConfigError("cpu.capacity", f"{expected}, got {format_size(self.settings.cpu.capacity)}")
         self._check_tiers()
+
+    def _check_bytes_by_rank(self) -> None:
+        """Refuse lengths that are not those of all ranks and groups, this rank's own among them."""
+        ranks, own = self.bytes_by_rank, tuple(group.bytes_per_block for group in self.groups)
+        if len(ranks) != self.world_size or any(len(sizes) != len(own) for sizes in ranks):
+            expected = f"expected {self.world_size} ranks with {len(own)} group(s) each"
+            raise ConfigError("bytes_by_rank", f"{expected}, got {show_value(ranks)}")
+        if ranks[self.rank] != own:
+            problem = f"expected {show_value(own)}, as its groups have, got {show_value(ranks[self.rank])}"
+            raise ConfigError(f"bytes_by_rank[{self.rank}]", problem)
 
     def _check_tiers(self) -> None:
         """Refuse tiers that could not hold a row, or through no pool."""
@@ -262,28 +296,56 @@ class OffloadingConfig:
         """Return the namespace of rows that outlive the process; None while it is not known.
 
         One that could not be computed is like no other: its rows would only take the place of those of
-        others. A row is named by the last block in it, so how many come before that, of how many ranks, is
-        part of the name.
+        others. A row is named by the last block in it, so how many come before that, of how many ranks and
+        how long, is part of the name.
         """
         could_not = isinstance(self.namespace, Namespace) and self.namespace.problem is not None
         namespace = None if could_not else self.namespace_nowait()
         if namespace is None:
             return None
-        return f"{namespace} {self.settings.blocks_per_chunk}x{self.world_size}x{self.row_bytes}"
+        ranks = f"{self.world_size}/{self.replicas}" if self.replicas > 1 else self.world_size
+        shape = f"{self.settings.blocks_per_chunk}x{ranks}x{self.row_bytes}"
+        if self.bytes_by_rank:
+            shape += "x" + sha256(json.dumps(self.bytes_by_rank).encode()).hexdigest()[:16]
+        return f"{namespace} {shape}"
+
+    @property
+    def storing_ranks(self) -> range:
+        """The ranks that store: the first of those that hold the same bytes."""
+        return range(0, self.world_size, self.replicas)
+
+    def by_image(self) -> Self:
+        """Return the geometry of rows as handlers take it, for whom each image is that of a rank."""
+        if self.replicas == 1:
+            return self
+        return replace(
+            self,
+            world_size=self.world_size // self.replicas,
+            rank=self.rank // self.replicas,
+            bytes_by_rank=self.bytes_by_rank[:: self.replicas],
+            replicas=1,
+        )
 
     def image_bytes(self, group: int) -> int:
-        """Return the bytes of one chunk of a group on one rank."""
+        """Return the bytes of one chunk of a group on this rank."""
         return self.settings.blocks_per_chunk * self.groups[group].bytes_per_block
+
+    def bytes_of_all_ranks(self, group: int) -> int:
+        """Return the bytes of one block of a group, over all ranks."""
+        if self.bytes_by_rank:
+            return sum(sizes[group] for sizes in self.bytes_by_rank)
+        return self.world_size * self.groups[group].bytes_per_block
 
     @property
     def max_image_bytes(self) -> int:
-        """The place of one rank in a row: as much as the largest group needs."""
-        return max(self.image_bytes(group) for group in range(len(self.groups)))
+        """The place of one rank in a row: as much as the largest group of any rank needs."""
+        ranks = self.bytes_by_rank or (tuple(group.bytes_per_block for group in self.groups),)
+        return self.settings.blocks_per_chunk * max(max(sizes) for sizes in ranks)
 
     @property
     def row_bytes(self) -> int:
         """The bytes of one slot."""
-        return -(-self.world_size * self.max_image_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
+        return -(-len(self.storing_ranks) * self.max_image_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
     @property
     def description_bytes(self) -> int:

@@ -17,14 +17,17 @@ from kvtier.connector import (
     OffloadingConnector,
     OffloadingConnectorMetadata,
 )
+from kvtier.offload import OffloadingSpec
 
 
 class Rank:
     """One rank's KV tensor, `(num_blocks, bytes_per_block)`, and its side of the connector."""
 
-    def __init__(self, config: OffloadingConfig, num_blocks: int) -> None:
+    def __init__(
+        self, config: OffloadingConfig, num_blocks: int, spec: OffloadingSpec | None = None
+    ) -> None:
         self.kv = torch.zeros(num_blocks, config.groups[0].bytes_per_block, dtype=torch.int8)
-        self.worker = OffloadingConnector(config, ConnectorRole.WORKER)
+        self.worker = OffloadingConnector(config, ConnectorRole.WORKER, spec)
         self.worker.register_kv_caches({config.groups[0].layer_names[0]: self.kv})
 
     def fill(self, seed: int) -> None:

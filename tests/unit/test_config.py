@@ -222,6 +222,26 @@ def test_rows_of_other_chunks_have_another_namespace_though_they_are_as_long() -
     assert len({config.tier_namespace_nowait() for config in configs}) == len(configs)
 
 
+def test_rows_of_stages_with_other_layers_have_another_namespace() -> None:
+    def config(*sizes: int) -> OffloadingConfig:
+        group = GroupConfig(block_size=4, bytes_per_block=sizes[0], layer_names=("layer",))
+        return OffloadingConfig(
+            settings=KVTierConfig(cpu=CPUConfig(capacity=1 << 20)),
+            groups=(group,),
+            hash_block_size=4,
+            engine_id="test",
+            namespace="known",
+            world_size=len(sizes),
+            bytes_by_rank=tuple((size,) for size in sizes),
+        )
+
+    configs = [config(128, 64, 64), config(128, 128, 64), config(128, 64, 128), config(64, 128, 128)]
+    configs.append(replace(config(128, 128, 128), bytes_by_rank=()))
+    assert len({config.row_bytes for config in configs}) == 1
+    assert len({config.tier_namespace_nowait() for config in configs}) == len(configs)
+    assert replace(configs[-1], rank=1).tier_namespace_nowait() == "known 1x3x4096", "as it was"
+
+
 @pytest.mark.parametrize(
     "tiers",
     [
@@ -581,6 +601,19 @@ class TestGeometry:
         assert config.row_bytes == 12288  # 2 ranks x 6000, up to a multiple of 4096
         assert config.num_slots == 4
 
+    def test_sizes_where_ranks_differ(self) -> None:
+        config = offloading(
+            settings=settings(blocks_per_chunk=2, cpu={"capacity": 50_000}),
+            groups=(group(), group(bytes_per_block=3000)),
+            world_size=2,
+            bytes_by_rank=((1000, 3000), (2000, 4000)),
+        )
+        assert [config.image_bytes(0), config.image_bytes(1)] == [2000, 6000]
+        assert config.max_image_bytes == 8000
+        assert config.row_bytes == 16384  # 2 ranks x 8000, up to a multiple of 4096
+        assert [config.bytes_of_all_ranks(0), config.bytes_of_all_ranks(1)] == [3000, 7000]
+        assert [offloading(world_size=3).bytes_of_all_ranks(0)] == [3000]
+
     @given(st.integers(1, 10**7), st.integers(1, 8), st.integers(1, 9))
     def test_a_row_holds_every_rank_and_wastes_less_than_a_page(
         self, size: int, ranks: int, factor: int
@@ -612,6 +645,27 @@ class TestGeometry:
             ({"world_size": 0}, "world_size: expected a whole number of at least 1, got 0"),
             ({"rank": 1}, "rank: expected less than world_size (1), got 1"),
             ({"rank": -1}, "rank: expected a whole number of at least 0, got -1"),
+            (
+                {"bytes_by_rank": ((1000,), (500,))},
+                "bytes_by_rank: expected 1 ranks with 1 group(s) each, got ((1000,), (500,))",
+            ),
+            (
+                {"bytes_by_rank": ((1000, 500),)},
+                "bytes_by_rank: expected 1 ranks with 1 group(s) each, got ((1000, 500),)",
+            ),
+            (
+                {"bytes_by_rank": ((500,),)},
+                "bytes_by_rank[0]: expected (1000,), as its groups have, got (500,)",
+            ),
+            (
+                {"bytes_by_rank": ((1000,), (0,)), "world_size": 2},
+                "bytes_by_rank[1][0]: expected a whole number of at least 1, got 0",
+            ),
+            (
+                {"replicas": 2, "world_size": 3},
+                "replicas: expected a divisor of world_size (3), got 2",
+            ),
+            ({"bytes_by_rank": (1000,)}, "bytes_by_rank: expected sizes by group of each rank, got (1000,)"),
             ({"engine_id": ""}, "engine_id: expected a name, got ''"),
             ({"engine_id": "\ud800"}, "engine_id: expected a name, got '\\ud800'"),
             (

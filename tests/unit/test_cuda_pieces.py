@@ -146,6 +146,17 @@ def test_places_are_multiples_of_their_alignment(page: int, expected: int) -> No
         assert align >= expected
 
 
+def test_the_image_of_a_rank_begins_behind_the_places_of_those_before_it() -> None:
+    """Places are as long as the longest image, also where this rank's is shorter."""
+    caches = make_caches("cross_layer", page=40)
+    alike = make_config(caches, world_size=3, rank=2)
+    own = alike.groups[0].bytes_per_block
+    longest = own + 4096
+    stages = replace(alike, bytes_by_rank=((own,), (longest,), (own,)))
+    firsts = [PoolMap(1 << 40, config.row_bytes, 1 << 30, config).first for config in (alike, stages)]
+    assert firsts == [(1 << 40) + 2 * own, (1 << 40) + 2 * longest]
+
+
 def test_rows_side_by_side_are_one_range_up_to_a_seam() -> None:
     pool, buffer = (
         map_of(12288, seam=4 * 12288),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import ClassVar
 
 from kvtier.config import OffloadingConfig
@@ -9,7 +11,7 @@ from kvtier.integrations.vllm import KVTierConnector
 from kvtier.offload import GPULoadStoreSpec, OffloadingSpec, TransferType
 from kvtier.testing.faults import Fault, FaultPlan, with_faults
 
-__all__ = ["FaultyConnector", "FaultyRanks", "HalfLoads", "HangingLoads"]
+__all__ = ["FailingStage", "FaultyConnector", "FaultyRanks", "HalfLoads", "HangingLoads"]
 
 
 class FaultyConnector(KVTierConnector):
@@ -29,6 +31,22 @@ class FaultyRanks(KVTierConnector):
     def make_spec(self, config: OffloadingConfig) -> OffloadingSpec:
         kinds = (Fault.REFUSE, Fault.FAIL, Fault.HANG, Fault.SHORT, Fault.SLOW)
         return with_faults(super().make_spec(config), FaultPlan(config.rank, 0.25, kinds))
+
+
+class FailingStage(KVTierConnector):
+    """kvtier whose loads fail on rank 1, and there alone, while a file is there."""
+
+    def make_spec(self, config: OffloadingConfig) -> OffloadingSpec:
+        spec = super().make_spec(config)
+        return with_faults(spec, LoadsFailOnDemand(0, 0.0)) if config.rank == 1 else spec
+
+
+class LoadsFailOnDemand(FaultPlan):
+    """All stores arrive, and all loads while there is no file of the name that the environment gives."""
+
+    def choose(self, transfer_type: TransferType, job_id: int) -> tuple[Fault | None, float]:
+        is_load = transfer_type[1] == GPULoadStoreSpec.medium()
+        return (Fault.FAIL if is_load and Path(os.environ["KVTIER_TEST_FAIL"]).exists() else None), 0.0
 
 
 class HangingLoads(FaultPlan):

@@ -28,10 +28,10 @@ def save_llama(folder: Path) -> Path:
     return _save(folder, num_hidden_layers=3)
 
 
-def save_hybrid(folder: Path) -> Path:
+def save_hybrid(folder: Path, pairs: int = 2) -> Path:
     """Save a Llama whose layers attend in turn to everything and to a window: two KV cache groups."""
-    kinds = ["full_attention", "sliding_attention"] * 2
-    return _save(folder, num_hidden_layers=4, layer_types=kinds, sliding_window=WINDOW)
+    kinds = ["full_attention", "sliding_attention"] * pairs
+    return _save(folder, num_hidden_layers=2 * pairs, layer_types=kinds, sliding_window=WINDOW)
 
 
 def save_adapter(folder: Path, seed: int) -> Path:

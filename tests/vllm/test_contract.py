@@ -16,7 +16,7 @@ import pytest
 from tests.vllm.device import skip_without_devices
 from tests.vllm.engines import BLOCK, Engine, make_prompt, vllm_engine
 
-from kvtier.connector import ConnectorStats
+from kvtier.connector import ConnectorRole, ConnectorStats
 from kvtier.errors import ConfigError, InputError
 from kvtier.integrations.summary import INTERVAL, Summary
 from kvtier.testing.caches import ManualClock
@@ -27,7 +27,6 @@ LEFT_ALONE = {
     "finish_forward": "stores are fenced",
     "get_external_cache_hit_sources": "there is one source: _cache_hit_source",
     "get_finished_count": "every rank reports",
-    "get_handshake_metadata": "nothing to shake hands with",
     "get_kv_connector_kv_cache_events": "events come from the scheduler's side",
     "get_loaded_kv_cache_group_ids": "all prefix-cacheable groups: kvtier refuses others",
     "get_mem_pool_context": "vLLM's own memory will do",
@@ -39,8 +38,7 @@ LEFT_ALONE = {
     "reset_capture_state": "nothing is captured",
     "role": "as given",
     "set_host_xfer_buffer_ops": "copies are our own",
-    "set_xfer_handshake_metadata": "no handshake",
-    "set_xfer_handshake_metadata_pp_aware": "no handshake",
+    "set_xfer_handshake_metadata": "vLLM calls the one that knows of pipeline stages",
     "supports_divergent_local_hybrid_hits": "recurrent models only",
 }
 
@@ -279,10 +277,6 @@ def engine_config(model: Path, **options: Any) -> Any:
     ("name", "advice"),
     [
         (
-            "pipeline_parallel_size",
-            "kvtier does not follow KV over pipeline stages; use tensor_parallel_size; vLLM's own",
-        ),
-        (
             "decode_context_parallel_size",
             "kvtier does not follow KV that is spread over ranks by token; vLLM's own",
         ),
@@ -342,9 +336,6 @@ def test_ranks_that_ray_has_spread_are_refused(
 ) -> None:
     """Only the workers can tell where Ray has put them. vLLM's own question to them is tested by vLLM."""
     skip_without_devices(2)
-    from types import SimpleNamespace
-
-    from kvtier.connector import ConnectorRole
     from kvtier.integrations.vllm import describe, describe_engine
 
     monkeypatch.setattr(describe, "get_tp_group", lambda: SimpleNamespace(cpu_group=None))
@@ -360,6 +351,98 @@ def test_ranks_that_ray_has_spread_are_refused(
         )
         with pytest.raises(ConfigError, match=refusal):
             describe_engine(config, cache_config, ConnectorRole.WORKER)
+
+
+def tell_stages(monkeypatch: pytest.MonkeyPatch, *others: tuple[int, ...] | str) -> list[Any]:
+    """Play the other pipeline stages for this one; return what this one tells them."""
+    import torch
+
+    from kvtier.integrations.vllm import stages
+
+    told: list[Any] = []
+
+    def gather(found: list[Any], own: Any, group: Any) -> None:
+        told.append(own)
+        found[:] = [own, *others]
+
+    pipeline = SimpleNamespace(world_size=1 + len(others), cpu_group=None)
+    monkeypatch.setattr(stages, "get_pp_group", lambda: pipeline)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    return told
+
+
+def test_pipeline_stages_tell_each_other_how_long_their_blocks_are(
+    llama: Path, cache_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skip_without_devices(2)
+    from kvtier.integrations.vllm import describe_engine
+
+    told = tell_stages(monkeypatch, (16384,))
+    config = engine_config(llama, pipeline_parallel_size=2)
+    described = describe_engine(config, cache_config, ConnectorRole.WORKER)
+    assert told == [(49152,)]
+    assert described.bytes_by_rank == ((49152,), (16384,))
+    assert described.row_bytes == 2 * 49152
+    config.parallel_config.tensor_parallel_size, config.parallel_config.world_size = 2, 4
+    described = describe_engine(config, cache_config, ConnectorRole.WORKER)
+    assert described.bytes_by_rank == ((49152,), (49152,), (16384,), (16384,))
+
+
+def test_a_pipeline_stage_that_cannot_be_served_is_refused_by_all(
+    llama: Path, cache_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that gave up alone would leave the others waiting for it."""
+    skip_without_devices(2)
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+
+    from kvtier.integrations.vllm import describe_engine
+
+    config, (group,) = engine_config(llama, pipeline_parallel_size=2), cache_config.kv_cache_groups
+    tell_stages(monkeypatch, "its problem")
+    with pytest.raises(InputError, match=r"^pipeline stage 1: its problem$"):
+        describe_engine(config, cache_config, ConnectorRole.WORKER)
+    told = tell_stages(monkeypatch, (16384, 16384))
+    empty = KVCacheGroupSpec([], group.kv_cache_spec)  # as vLLM has it where a stage has no layer of a group
+    with pytest.raises(
+        InputError, match=r"^pipeline stage 0: KV cache group 1: .*PP_LAYER_PARTITION"
+    ) as caught:
+        describe_engine(config, replace(cache_config, kv_cache_groups=[group, empty]), ConnectorRole.WORKER)
+    assert "\n" not in str(caught.value)
+    assert told == [str(caught.value).removeprefix("pipeline stage 0: ")]
+
+
+def test_pipeline_stages_that_are_not_in_processes_of_one_engine_are_refused(
+    llama: Path, cache_config: Any
+) -> None:
+    skip_without_devices(2)
+    from kvtier.integrations.vllm import describe_engine
+
+    config = engine_config(llama, pipeline_parallel_size=2)
+    config.parallel_config.distributed_executor_backend = "ray"
+    refusal = "^distributed_executor_backend: expected mp with pipeline stages, got ray: "
+    with pytest.raises(ConfigError, match=refusal):
+        describe_engine(config, cache_config)
+
+
+def test_the_scheduler_waits_for_the_handshake_of_pipeline_stages(llama: Path, cache_config: Any) -> None:
+    skip_without_devices(2)
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    from kvtier.integrations.vllm import KVTierConnector
+    from kvtier.integrations.vllm.stages import KVTierHandshake
+
+    config = engine_config(llama, pipeline_parallel_size=2)
+    connector = KVTierConnector(config, KVConnectorRole.SCHEDULER, cache_config)
+    assert config.kv_transfer_config.kv_load_failure_policy == "recompute", "vLLM reads it before"
+    with pytest.raises(
+        ConfigError, match=r"^pipeline_parallel_size: expected the first handshake .* kvtier's"
+    ):
+        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): SimpleNamespace()})
+    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): KVTierHandshake(((49152,), (16384,)))})
+    made = connector._connector.connector_scheduler.spec.config
+    assert (made.bytes_by_rank, made.world_size, made.row_bytes) == (((49152,), (16384,)), 2, 2 * 49152)
+    connector.shutdown()
+    KVTierConnector(config, KVConnectorRole.SCHEDULER, cache_config).shutdown()  # of a start that failed
 
 
 def test_a_launch_has_an_id_of_its_own_that_its_processes_share(llama: Path, cache_config: Any) -> None:
@@ -397,8 +480,9 @@ def test_the_namespace_tells_models_and_settings_apart(llama: Path, hybrid: Path
     skip_without_devices(2)
     from kvtier.integrations.vllm import describe_engine
 
-    def namespace(model: Path = llama, **options: Any) -> str:
-        return describe_engine(engine_config(model, **options), cache_config).namespace.wait(60)
+    def namespace(model: Path = llama, stages: tuple[int, ...] = (), **options: Any) -> str:
+        config, sizes = engine_config(model, **options), tuple((size,) for size in stages)
+        return describe_engine(config, cache_config, bytes_by_rank=sizes).namespace.wait(60)
 
     different = [
         namespace(),
@@ -408,6 +492,8 @@ def test_the_namespace_tells_models_and_settings_apart(llama: Path, hybrid: Path
         namespace(load_format="dummy"),
         namespace(hf_overrides={"rope_theta": 5000.0}),
         namespace(tensor_parallel_size=2),
+        namespace(pipeline_parallel_size=2, stages=(49152, 49152)),
+        namespace(pipeline_parallel_size=2, stages=(49152, 16384)),
         namespace(enable_lora=True),
     ]
     assert len(set(different)) == len(different)

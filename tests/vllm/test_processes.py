@@ -16,8 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.vllm.conftest import Reference
 from tests.vllm.device import skip_without_devices
+from tests.vllm.models import save_hybrid
 
+STAGES = Path(__file__).with_name("stages.py")
 TURNS = Path(__file__).with_name("turns.py")
 RANKS = Path(__file__).with_name("ranks.py")
 ROOT = Path(__file__).parents[2]
@@ -62,11 +65,9 @@ CACHED = [32, 96, 128, 160]
 """Of the prompts of `turns.py` what fills whole blocks, and is not the last token."""
 
 
-def run_turns(*arguments: str) -> tuple[dict[str, list[Any]], set[tuple[str, str]]]:
-    """Run `turns.py` until it has told its results and kill it; return these and the files that
-    were mapped.
-    """
-    with running(str(TURNS), *arguments) as process:
+def run_turns(*arguments: str, program: Path = TURNS) -> tuple[dict[str, list[Any]], set[tuple[str, str]]]:
+    """Run a program until it has told its results and kill it; return these and the files that were mapped."""
+    with running(str(program), *arguments) as process:
         assert process.stdout is not None
         said: list[str] = []
         told = any(said.append(line) or line.startswith('{"computed"') for line in process.stdout)
@@ -120,6 +121,51 @@ def test_right_tokens_although_one_rank_fails_before_another(model: Path) -> Non
     result = json.loads(line)
     assert result["wrong"] == 0
     assert result["vllm:kvtier_loads"] > result["vllm:kvtier_loads_failed"] > 8
+
+
+def run_stages(model: Path, *arguments: str) -> dict[str, list[Any]]:
+    """Run `stages.py`, and look at what it says but for how the prompts were computed first."""
+    result, mapped = run_turns(str(model), *arguments, program=STAGES)
+    unlink_shared(mapped)
+    tokens = [turn[0] for turn in result["computed"]]
+    for loads in ("loaded", "after"):
+        expected = zip(tokens, CACHED, [{"cpu": count} for count in CACHED], strict=True)
+        assert result[loads] == [list(turn) for turn in expected]
+    for computes in {"failing", "cleared"} & result.keys():
+        assert result[computes] == [[turn, 0, {}] for turn in tokens]
+    assert result["failed loads"] == len(CACHED)
+    return result
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_pipeline_stages_of_unequal_length(llama: Path, reference: Reference, tmp_path: Path) -> None:
+    """Of three layers the first stage has two. Killed, and started again, they have from their disk what
+    they had.
+    """
+    skip_without_devices(2)
+    from tests.vllm.turns import PROMPTS, ROWS
+
+    tokens = reference(llama, PROMPTS)
+    first = run_stages(llama, str(tmp_path), str(ROWS))
+    assert first["computed"] == [[turn, 0, {}] for turn in tokens]
+    again = run_stages(llama, str(tmp_path))
+    expected = zip(tokens, CACHED, [{"disk": count} for count in CACHED], strict=True)
+    assert again["computed"] == [list(turn) for turn in expected]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_pipeline_stages_with_unequal_parts_of_two_groups(
+    reference: Reference, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Of three layers with full attention the first stage has two, of three with a window it has one."""
+    skip_without_devices(2)
+    from tests.vllm.turns import PROMPTS
+
+    model = save_hybrid(tmp_path_factory.mktemp("hybrid"), pairs=3)
+    result = run_stages(model, str(tmp_path_factory.mktemp("disk")))
+    assert result["computed"] == [[turn, 0, {}] for turn in reference(model, PROMPTS)]
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ class PlannedJob:
     gpu_end: GPULoadStoreSpec
     blocks_per_chunk: int
     num_bytes: int
-    """Over all ranks."""
+    """Over all ranks that move them."""
     missing_ranks: set[int]
     """Those that have not reported."""
     deadline: float
@@ -191,10 +191,7 @@ class _GPUEnd:
         return GPULoadStoreSpec(self._block_ids, self._sizes, self._indices)
 
     def num_bytes(self, config: OffloadingConfig) -> int:
-        blocks = sum(
-            size * group.bytes_per_block for size, group in zip(self._sizes, config.groups, strict=True)
-        )
-        return blocks * config.world_size
+        return sum(size * config.bytes_of_all_ranks(group) for group, size in enumerate(self._sizes))
 
 
 def plan_load(config: OffloadingConfig, state: RequestState, end: int, patience: float) -> LoadJob:
@@ -251,8 +248,8 @@ def plan_store(
         keys=[key for places in chunks for key in places],
         gpu_end=gpu_end.spec(),
         blocks_per_chunk=per_chunk,
-        num_bytes=gpu_end.num_bytes(config),
-        missing_ranks=set(range(config.world_size)),
+        num_bytes=gpu_end.num_bytes(config) // config.replicas,
+        missing_ranks=set(config.storing_ranks),
         deadline=config.settings.store_deadline,
     )
 

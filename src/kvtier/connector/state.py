@@ -68,7 +68,7 @@ class ChunkGeometry:
         self.main_group = (self.full or self.windowed)[0].index
         """The group by which tokens are counted that came from one tier or another."""
         self.alignment = lcm(*(group.chunk_size for group in self.groups))
-        self._block_bytes = tuple(group.bytes_per_block * config.world_size for group in config.groups)
+        self._block_bytes = tuple(map(config.bytes_of_all_ranks, range(len(config.groups))))
 
     def next_chunk_end(self, num_tokens: int) -> int:
         """Return the least number of tokens, above this one, that completes a chunk."""

@@ -4,7 +4,8 @@ It decides nothing. Each step it first ends the jobs that read blocks which this
 that nobody wants any more, then starts the step's loads, and after the forward pass the step's stores, which
 read what the pass has written. Every job that the scheduler's side planned is reported once, also one that
 no handler would take and one of a step that was never finished; again only when the scheduler's side asks
-for it. Called by the worker's thread only; nothing waits except `handle_preemptions`, which is bounded, and
+for it. Of ranks that hold the same bytes one stores; the others start no store and report none. Called by the
+worker's thread only; nothing waits except `handle_preemptions`, which is bounded, and
 `wait_for_transfers`.
 """
 
@@ -49,6 +50,7 @@ class OffloadingConnectorWorker:
 
     def __init__(self, spec: OffloadingSpec) -> None:
         self.spec = spec
+        self._may_store = spec.config.rank in spec.config.storing_ranks
         self._handlers: dict[TransferType, OffloadingHandler] = {}
         self._loads: dict[int, _Running] = {}
         self._stores: dict[int, _Running] = {}
@@ -147,7 +149,7 @@ class OffloadingConnectorWorker:
             if job_id not in self._started and job_id not in self._loads:
                 self._refuse(self._loads, job_id, req_id, metadata.reqs_to_load[req_id])
         for req_id, job_id in metadata.store_jobs.items():
-            if job_id not in self._started and job_id not in self._stores:
+            if self._may_store and job_id not in self._started and job_id not in self._stores:
                 self._refuse(self._stores, job_id, req_id, metadata.reqs_to_store[req_id])
         self._pending |= metadata.reqs_to_hold
 
@@ -172,8 +174,9 @@ class OffloadingConnectorWorker:
 
     def start_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
         """Start this step's stores. The forward pass has been given to the device by now."""
-        for req_id, spec in metadata.reqs_to_store.items():
-            self._start(self._stores, metadata.store_jobs[req_id], req_id, spec)
+        if self._may_store:
+            for req_id, spec in metadata.reqs_to_store.items():
+                self._start(self._stores, metadata.store_jobs[req_id], req_id, spec)
         self._pending |= metadata.reqs_to_hold
 
     def get_finished(self, finished_req_ids: set[ReqId]) -> tuple[set[ReqId], set[ReqId]]:

@@ -239,16 +239,16 @@ class CPUOffloadingSpec(OffloadingSpec):
         self, kv_caches: CanonicalKVCaches
     ) -> tuple[Callable[..., OffloadingHandler], Callable[..., OffloadingHandler]]:
         """Return what makes the two handlers, over one view of the memories."""
-        pool = self.open_pool()
+        pool, geometry = self.open_pool(), self.config.by_image()
         if kv_caches.tensors[0].tensor.is_cuda and find_spec("triton") is not None:
             from kvtier.transfer.cuda import CudaLoadHandler, CudaMemory, CudaStoreHandler
 
-            memory = CudaMemory(kv_caches, pool, self.config)
+            memory = CudaMemory(kv_caches, pool, geometry)
             return partial(CudaStoreHandler, memory), partial(CudaLoadHandler, memory)
         from kvtier.transfer.host import HostLoadHandler, HostStoreHandler
         from kvtier.transfer.spans import Spans
 
-        spans = Spans(kv_caches, pool, self.config)
+        spans = Spans(kv_caches, pool, geometry)
         return partial(HostStoreHandler, spans), partial(HostLoadHandler, spans)
 
     def shutdown(self) -> None:

@@ -212,7 +212,7 @@ class FaultySpec(OffloadingSpec):
                 raise InputError(
                     f"expected handlers with a probe (JobHandler), got {type(handler).__name__}"
                 )
-            yield source, destination, _FaultyHandler(handler, kv_caches, self.config, self.plan)
+            yield source, destination, _FaultyHandler(handler, kv_caches, self.config.by_image(), self.plan)
 
     def shutdown(self) -> None:
         """Release what the real spec holds."""

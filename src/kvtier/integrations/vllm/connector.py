@@ -16,6 +16,7 @@ from vllm.distributed import kv_events
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
@@ -36,6 +37,7 @@ from kvtier.connector import (
     TransferReport,
     read_token_limit,
 )
+from kvtier.errors import ConfigError
 from kvtier.integrations.summary import Summary
 from kvtier.integrations.vllm.describe import describe_engine, summarize
 from kvtier.integrations.vllm.ended import EndedRequests
@@ -43,6 +45,7 @@ from kvtier.integrations.vllm.explain import RequestLog, answer_params
 from kvtier.integrations.vllm.layout import wanted_layout
 from kvtier.integrations.vllm.load_gate import LoadGate
 from kvtier.integrations.vllm.metrics import Counts, KVTierMetrics, KVTierStats
+from kvtier.integrations.vllm.stages import KVTierHandshake
 from kvtier.integrations.vllm.translate import describe_blocks, step_view, translate_event
 from kvtier.offload import OffloadingSpec, OffloadingSpecFactory
 
@@ -95,27 +98,34 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         ours = ConnectorRole.SCHEDULER if role is KVConnectorRole.SCHEDULER else ConnectorRole.WORKER
-        config = describe_engine(vllm_config, kv_cache_config, ours)
-        self._groups = config.groups
         self._kinds = [
             get_kv_cache_spec_kind(group.kv_cache_spec).value for group in kv_cache_config.kv_cache_groups
         ]
-        self._windowed = any(group.sliding_window is not None for group in config.groups)
         self._counts = Counts()
         self._summary: Summary | None = None
         self._gpu_entries: Any = None
         self._old_entries: Any = None  # of vLLM's own cache at a reset, if that left them there
         self._shown: set[str] = set()  # requests that the core was told of
         self._updated = False  # whether this step's output was taken in
-        self._load_gate = LoadGate(config.groups)
         self._in_company = _schedulers_config(vllm_config) is not vllm_config.kv_transfer_config
         self._ended = EndedRequests(vllm_config.scheduler_config.async_scheduling)
         # Of requests that the core was not told of, since the last step.
         self._untracked_blocks: set[int] = set()
-        self._request_log = RequestLog(_say, config.settings.load_deadline)
-        self._connector = OffloadingConnector(config, ours, self.make_spec(config), describe_blocks)
-        if self._connector.connector_scheduler is not None:
+        if ours is ConnectorRole.SCHEDULER:
             _ask_for_recompute(vllm_config)
+        stages = vllm_config.parallel_config.pipeline_parallel_size
+        self._awaits_handshake = ours is ConnectorRole.SCHEDULER and stages > 1
+        if not self._awaits_handshake:
+            self._make_half(describe_engine(vllm_config, kv_cache_config, ours), ours)
+
+    def _make_half(self, config: OffloadingConfig, role: ConnectorRole) -> None:
+        """Make all that depends on the engine's geometry."""
+        self._groups = config.groups
+        self._windowed = any(group.sliding_window is not None for group in config.groups)
+        self._load_gate = LoadGate(config.groups)
+        self._request_log = RequestLog(_say, config.settings.load_deadline)
+        self._connector = OffloadingConnector(config, role, self.make_spec(config), describe_blocks)
+        if self._connector.connector_scheduler is not None:
             _say(summarize(config))
             scheduler = self._connector.connector_scheduler
             self._summary = Summary(scheduler.stats, _say, describe_tiers=scheduler.describe_tiers)
@@ -139,6 +149,23 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return wanted_layout(vllm_config)
 
     # The scheduler's side.
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Learn what the pipeline stages have of a block, and make this half, which waited for it.
+
+        vLLM calls it once, before the first step.
+        """
+        if not self._awaits_handshake:
+            return
+        told = next((shape for shape in metadata.values() if isinstance(shape, KVTierHandshake)), None)
+        if told is None:
+            problem = "expected the first handshake of a MultiConnector to be kvtier's, got another"
+            raise ConfigError("pipeline_parallel_size", f"{problem}; name kvtier first")
+        role, sizes = ConnectorRole.SCHEDULER, told.bytes_by_rank
+        self._make_half(describe_engine(self._vllm_config, self._kv_cache_config, role, sizes), role)
+        self._awaits_handshake = False
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -278,6 +305,14 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # The worker's side.
 
+    def get_handshake_metadata(self) -> KVTierHandshake | None:
+        """Return what the scheduler's side must know of pipeline stages; one rank tells it for all."""
+        worker = self._connector.connector_worker
+        config = None if worker is None else worker.spec.config
+        if config is None or config.rank != 0 or not config.bytes_by_rank:
+            return None
+        return KVTierHandshake(config.bytes_by_rank)
+
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Tell where vLLM keeps its KV.
 
@@ -354,7 +389,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Release everything. Idempotent."""
         if self._summary is not None:
             self._summary.close()
-        self._connector.shutdown()
+        if not self._awaits_handshake:
+            self._connector.shutdown()
 
 
 def _say(line: str) -> None:

@@ -29,13 +29,14 @@ from kvtier import __version__
 from kvtier.config import GroupConfig, KVTierConfig, OffloadingConfig, Recompute, format_size
 from kvtier.connector import ConnectorRole
 from kvtier.errors import ConfigError, InputError
+from kvtier.integrations.vllm.stages import BytesByRank, gather_bytes_by_rank
 from kvtier.integrations.vllm.weights import all_weights, nameless_hash
 from kvtier.keys import fingerprint
 from kvtier.namespace import Namespace
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 __all__ = ["describe_engine", "summarize"]
 
@@ -44,7 +45,6 @@ logger = init_logger("vllm.kvtier")  # under vLLM's own logger: it gives others 
 _SUPPORTED_SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
 _INSTEAD = "vLLM's own OffloadingConnector may serve it"
 _UNSUPPORTED = {
-    "pipeline_parallel_size": "kvtier does not follow KV over pipeline stages; use tensor_parallel_size",
     "decode_context_parallel_size": "kvtier does not follow KV that is spread over ranks by token",
     "prefill_context_parallel_size": "kvtier does not follow KV that is spread over ranks by token",
 }
@@ -57,10 +57,16 @@ _ONE_MACHINE = (
 
 
 def describe_engine(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, role: ConnectorRole = ConnectorRole.SCHEDULER
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    role: ConnectorRole = ConnectorRole.SCHEDULER,
+    bytes_by_rank: BytesByRank = (),
 ) -> OffloadingConfig:
     """Return a vLLM engine's geometry and its user's settings as kvtier wants them, or refuse what it cannot
     serve.
+
+    With pipeline stages workers ask each other here how long their blocks are, and wait for one another; the
+    scheduler's side is given it (`bytes_by_rank`).
     """
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     for name, reason in _UNSUPPORTED.items():
@@ -68,10 +74,11 @@ def describe_engine(
             raise ConfigError(name, f"expected 1, got {size}: {reason}; {_INSTEAD}")
     if parallel.world_size > 1:
         _expect_one_machine(parallel, role)
+    if role is ConnectorRole.WORKER and parallel.pipeline_parallel_size > 1:
+        describe = partial(_describe_groups, kv_cache_config)
+        bytes_by_rank = gather_bytes_by_rank(describe, parallel.tensor_parallel_size)
     events = vllm_config.kv_events_config
-    groups = tuple(
-        _describe_group(index, kv_cache_config) for index in range(len(kv_cache_config.kv_cache_groups))
-    )
+    groups = _describe_groups(kv_cache_config)
     _, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     settings = KVTierConfig.from_dict(transfer.kv_connector_extra_config)
     # Rows leave the process, if at all, from the scheduler's side: a worker need not read the weights again.
@@ -84,13 +91,32 @@ def describe_engine(
         rank=parallel.rank if role is ConnectorRole.WORKER else 0,
         engine_id=transfer.engine_id,
         launch_id=vllm_config.instance_id,  # data-parallel engines share it, but not their engine_id
-        namespace=_namespace(vllm_config, groups, hash_block_size) if keeps else "",
+        namespace=_namespace(vllm_config, groups, hash_block_size, bytes_by_rank) if keeps else "",
         enable_kv_cache_events=events is not None and events.enable_kv_cache_events,
         recompute=Recompute.REST if len(groups) == 1 else Recompute.ALL,
         scheduler_apart=parallel.distributed_executor_backend != "uni",
         engine_index=parallel.data_parallel_index,
         num_engines=parallel.data_parallel_size,  # of dense models vLLM has made it 1 by now
+        bytes_by_rank=bytes_by_rank,
+        replicas=_num_replicas(vllm_config, kv_cache_config),
     )
+
+
+def _num_replicas(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
+    """Return how many consecutive ranks hold the same KV.
+
+    With MLA all ranks of tensor parallelism do: each computes it of the same input. Where vLLM does not say
+    so of all layers, or ranks have different layers, or a draft model is there, each rank keeps its own.
+    """
+    parallel = vllm_config.parallel_config
+    ranks: int = parallel.tensor_parallel_size
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    is_same = (
+        kv_cache_config.kv_tp_replicas == ranks == parallel.world_size
+        and all(type(_spec_of_layers(spec)) is MLAAttentionSpec for spec in specs)
+        and vllm_config.speculative_config is None
+    )
+    return ranks if is_same else 1
 
 
 def _expect_one_machine(parallel: ParallelConfig, role: ConnectorRole) -> None:
@@ -99,6 +125,9 @@ def _expect_one_machine(parallel: ParallelConfig, role: ConnectorRole) -> None:
     if backend == "external_launcher":
         reason = "each rank would have a scheduler of its own, and they decide by their own clocks"
         problem = f"expected mp or ray, got {backend}: {reason}; {_INSTEAD}"
+        raise ConfigError("distributed_executor_backend", problem)
+    if parallel.pipeline_parallel_size > 1 and backend != "mp":
+        problem = f"expected mp with pipeline stages, got {backend}: not tried with kvtier; {_INSTEAD}"
         raise ConfigError("distributed_executor_backend", problem)
     if (machines := parallel.nnodes_within_dp) > 1:
         raise ConfigError("nnodes", f"expected 1 for each engine, got {machines}: {_ONE_MACHINE}")
@@ -110,11 +139,18 @@ def _expect_one_machine(parallel: ParallelConfig, role: ConnectorRole) -> None:
             raise ConfigError("tensor_parallel_size", f"{problem}: {_ONE_MACHINE}")
 
 
+def _describe_groups(kv_cache_config: KVCacheConfig) -> tuple[GroupConfig, ...]:
+    indices = range(len(kv_cache_config.kv_cache_groups))
+    return tuple(_describe_group(index, kv_cache_config) for index in indices)
+
+
 def _describe_group(index: int, kv_cache_config: KVCacheConfig) -> GroupConfig:
     group: KVCacheGroupSpec = kv_cache_config.kv_cache_groups[index]
-    spec = group.kv_cache_spec
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        spec = next(iter(spec.kv_cache_specs.values()))
+    if not group.layer_names:
+        problem = "expected a layer of every group on every pipeline stage, got none"
+        remedy = "divide the layers otherwise (VLLM_PP_LAYER_PARTITION)"
+        raise InputError(f"KV cache group {index}: {problem}; {remedy}; {_INSTEAD}")
+    spec = _spec_of_layers(group.kv_cache_spec)
     if type(spec) not in _SUPPORTED_SPECS:
         known = ", ".join(kind.__name__ for kind in _SUPPORTED_SPECS)
         raise InputError(
@@ -138,10 +174,24 @@ def _describe_group(index: int, kv_cache_config: KVCacheConfig) -> GroupConfig:
     )
 
 
-def _namespace(vllm_config: VllmConfig, groups: tuple[GroupConfig, ...], hash_block_size: int) -> Namespace:
+def _spec_of_layers(spec: KVCacheSpec) -> KVCacheSpec:
+    """Return the spec of a group's layers, which are of one type: of several the first, as vLLM's scheduler
+    has it.
+    """
+    return next(iter(spec.kv_cache_specs.values())) if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+def _namespace(
+    vllm_config: VllmConfig,
+    groups: tuple[GroupConfig, ...],
+    hash_block_size: int,
+    bytes_by_rank: BytesByRank,
+) -> Namespace:
     """Begin to compute the namespace.
 
-    Which files the weights are in is found out at once: a hub's branch may move on.
+    Which layers later pipeline stages have follows from those of the first and from the bytes of each: a
+    stage has the layers that come next, and pages of a group are of one size. Which files the weights are in
+    is found out at once: a hub's branch may move on.
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     algorithm, weights = cache.prefix_caching_hash_algo, all_weights(vllm_config)
@@ -150,7 +200,7 @@ def _namespace(vllm_config: VllmConfig, groups: tuple[GroupConfig, ...], hash_bl
         dtype=str(model.dtype if cache.cache_dtype == "auto" else cache.cache_dtype),
         kv_layout=[cache.kv_cache_layout, str(vllm_config.attention_config.backend), *_device()],
         groups=[asdict(group) for group in groups],
-        parallelism=[parallel.tensor_parallel_size, parallel.world_size],
+        parallelism=[parallel.tensor_parallel_size, parallel.world_size, *bytes_by_rank],
         lora=vllm_config.lora_config is not None,
         seed=f"{algorithm} {resolve_none_hash_seed(get_hash_fn_by_name(algorithm))}",
         model=nameless_hash(model),
