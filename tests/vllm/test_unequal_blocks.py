@@ -5,10 +5,12 @@ vLLM's own connector.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.unit.connector_kit import Request, make_host
 from tests.vllm.conftest import Reference, tokens_of
-from tests.vllm.engines import Engine, Output, make_prompt, vllm_engine
+from tests.vllm.engines import BLOCK, Engine, Output, Prompt, make_prompt, vllm_engine
 from tests.vllm.models import save_unequal
 from tests.vllm.test_multi import BENCHMARKS, OWN
 
@@ -17,6 +19,9 @@ ASKED = [
     *STORED,
     *(STORED[-1][:shared] + make_prompt(shared, 40) for shared in (95, 100, 140, 192, 230, 270)),
 ]
+Groups = list[tuple[int, int | None]]
+"""For each group the tokens of a block, and its window."""
+
 CHATS = [make_prompt(seed % 4, 200) + make_prompt(100 + seed, 7 * seed) for seed in range(12)]
 WINDOWS = {(32, 64, 96): (None, 65, 40), (64, 32): (None, 33)}
 """By the tokens of a block in each group: the windows."""
@@ -72,6 +77,114 @@ def _ask_again(engine: Engine) -> list[Output]:
         engine.forget()
         outputs += engine.generate([prompt])
     return outputs
+
+
+# -- the schedulers' sides alone, with blocks that no model here gets ---------------------------------
+
+
+class Stock:
+    """The scheduler's side of vLLM's own connector, without an engine."""
+
+    def __init__(self, model: Path, groups: Groups, blocks_per_chunk: int) -> None:
+        import torch
+        from vllm.config import KVTransferConfig
+        from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.kv_cache_interface import (
+            FullAttentionSpec,
+            KVCacheConfig,
+            KVCacheGroupSpec,
+            SlidingWindowSpec,
+        )
+
+        shape = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
+        specs = [
+            FullAttentionSpec(block_size=size, **shape)
+            if window is None
+            else SlidingWindowSpec(block_size=size, sliding_window=window, **shape)
+            for size, window in groups
+        ]
+        names = [KVCacheGroupSpec([f"layers.{index}"], spec) for index, spec in enumerate(specs)]
+        own = OWN["kv_connector_extra_config"]
+        extra = own | {"blocks_per_chunk": blocks_per_chunk} if isinstance(own, dict) else {}
+        config = EngineArgs(
+            model=str(model),
+            dtype="float32",
+            block_size=BLOCK,
+            skip_tokenizer_init=True,
+            kv_transfer_config=KVTransferConfig(**OWN | {"kv_connector_extra_config": extra}),
+        ).create_engine_config()
+        connector = OffloadingConnector(config, KVConnectorRole.SCHEDULER, KVCacheConfig(100, [], names))
+        self._scheduler = connector.connector_scheduler
+
+    def store(self, name: str, prompt: Prompt) -> None:
+        """Have all complete chunks of a prompt in the pool."""
+        state = self._begin(name, prompt)
+        keys = [key for group in state.group_states for key in group.offload_keys]
+        if keys:
+            assert self._scheduler.manager.prepare_store(keys, state.req_context) is not None
+            self._scheduler.manager.complete_store(keys, state.req_context)
+
+    def ask(self, name: str, prompt: Prompt) -> int:
+        """Return how many tokens of a prompt it would load."""
+        tokens, _ = self._scheduler.get_num_new_matched_tokens(self._begin(name, prompt).req, 0)
+        assert isinstance(tokens, int)
+        return tokens
+
+    def _begin(self, name: str, prompt: Prompt) -> Any:
+        from vllm import SamplingParams
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.request import Request as VllmRequest
+
+        init_none_hash(sha256)
+        hasher = get_request_block_hasher(self._scheduler.config.tokens_per_hash, sha256)
+        request = VllmRequest(name, prompt, SamplingParams(max_tokens=1), None, block_hasher=hasher)
+        self._scheduler.on_new_request(request)
+        state = self._scheduler._req_status[name]
+        state.update_offload_keys()
+        return state
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [(16, None), (12, 8)],
+        [(16, None), (12, 13)],
+        [(12, None), (16, 30)],
+        [(16, None), (24, 9)],
+        [(24, None), (16, 40)],
+        [(16, None), (32, 17)],
+        [(32, None), (16, 16)],
+        [(12, None), (16, None)],
+        [(16, None), (32, 33), (48, 70)],
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("blocks_per_chunk", [1, 2])
+def test_never_less_is_loaded_than_vllms_own_scheduler_would(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, groups: Groups, blocks_per_chunk: int
+) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    theirs = Stock(llama, groups, blocks_per_chunk)
+    sizes, windows = zip(*groups, strict=True)
+    host = make_host(10_000, windows, block_sizes=sizes, blocks_per_chunk=blocks_per_chunk)
+    found: list[tuple[int, int]] = []
+    for shared in range(1, 200, 3):
+        prompt = make_prompt(shared, shared + 45)
+        theirs.store(f"stored {shared}", prompt[:shared])
+        stored, asked = Request(f"stored {shared}", prompt[:shared]), Request(f"asked {shared}", prompt)
+        assert host.scheduler.get_num_new_matched_tokens(stored, 0) == (0, False)
+        blocks = tuple(list(range(1, 2 + shared // size)) for size in sizes)
+        for job in host.run_new(stored, blocks).store_jobs.values():
+            host.report(job)
+        tokens, _ = host.scheduler.get_num_new_matched_tokens(asked, 0)
+        found.append((tokens or 0, theirs.ask(f"asked {shared}", prompt)))
+    assert all(our >= their for our, their in found), found
+    assert any(their for _, their in found)
+    if groups == [(16, None), (12, 8)] and blocks_per_chunk == 1:
+        assert found[13] == (32, 32), "85 tokens, of which 40 are shared"
 
 
 def test_chunks_of_two_blocks_in_a_small_cache_and_a_small_pool(
