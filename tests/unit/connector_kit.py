@@ -86,14 +86,16 @@ def make_config(
     world_size: int = 1,
     capacity: int = 1 << 20,
     recompute: Recompute = Recompute.MISSING,
+    block_sizes: Sequence[int] = (),
     **settings: Any,
 ) -> OffloadingConfig:
-    """Return the config of an engine with blocks of `BLOCK` tokens and 64 bytes in each group."""
+    """Return the config of an engine with blocks of 64 bytes and `BLOCK` tokens in each group, unless sizes
+    are given.
+    """
+    sizes = block_sizes or [BLOCK] * len(windows)
     groups = tuple(
-        GroupConfig(
-            block_size=BLOCK, bytes_per_block=64, layer_names=(f"layers.{i}",), sliding_window=window
-        )
-        for i, window in enumerate(windows)
+        GroupConfig(block_size=size, bytes_per_block=64, layer_names=(f"layers.{i}",), sliding_window=window)
+        for i, (size, window) in enumerate(zip(sizes, windows, strict=True))
     )
     return OffloadingConfig(
         settings=KVTierConfig(cpu=CPUConfig(capacity=capacity), **settings),

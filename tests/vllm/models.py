@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ _SHAPE: dict[str, Any] = {
 }
 
 
+_NORMS = ("input", "post_attention")
+
+
 def save_llama(folder: Path) -> Path:
     """Save a Llama of three layers with full attention: one KV cache group."""
     return _save(folder, num_hidden_layers=3)
@@ -32,6 +36,48 @@ def save_hybrid(folder: Path, pairs: int = 2) -> Path:
     """Save a Llama whose layers attend in turn to everything and to a window: two KV cache groups."""
     kinds = ["full_attention", "sliding_attention"] * pairs
     return _save(folder, num_hidden_layers=2 * pairs, layer_types=kinds, sliding_window=WINDOW)
+
+
+def save_unequal(folder: Path, kv_heads: Sequence[int], windows: Sequence[int | None]) -> Path:
+    """Save a Llama whose layers have these KV heads and windows. vLLM must have been told of it
+    (`unequal_model`).
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    shape = _SHAPE | {"hidden_size": 6 * 32, "num_attention_heads": 6, "num_key_value_heads": max(kv_heads)}
+    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
+    sizes = {"model.embed_tokens": (VOCAB, hidden), "lm_head": (VOCAB, hidden)}
+    for layer, heads in enumerate(kv_heads):
+        for name, rows, columns in [
+            ("self_attn.q_proj", hidden, hidden),
+            ("self_attn.k_proj", heads * 32, hidden),
+            ("self_attn.v_proj", heads * 32, hidden),
+            ("self_attn.o_proj", hidden, hidden),
+            ("mlp.gate_proj", inner, hidden),
+            ("mlp.up_proj", inner, hidden),
+            ("mlp.down_proj", hidden, inner),
+        ]:
+            sizes[f"model.layers.{layer}.{name}"] = rows, columns
+    generator, std = torch.Generator().manual_seed(0), shape["initializer_range"]
+    weights = {
+        f"{name}.weight": std * torch.randn(size, generator=generator) for name, size in sizes.items()
+    }
+    norms = [f"model.layers.{layer}.{kind}_layernorm" for layer in range(len(kv_heads)) for kind in _NORMS]
+    weights |= {f"{name}.weight": torch.ones(hidden) for name in [*norms, "model.norm"]}
+    save_file(weights, folder / "model.safetensors")
+    config = shape | {
+        "architectures": ["UnequalLlama"],
+        "model_type": "llama",
+        "num_hidden_layers": len(kv_heads),
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
+        "sliding_window": next(window for window in windows if window),
+        "kv_heads_by_layer": list(kv_heads),
+        "windows_by_layer": list(windows),
+        "torch_dtype": "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def save_adapter(folder: Path, seed: int) -> Path:

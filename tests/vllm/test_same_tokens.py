@@ -23,8 +23,8 @@ def test_after_a_reset_prompts_come_back(model: Path, reference: Reference, bloc
         windowed = len(engine.connector._groups) > 1
     assert tokens_of(first) == tokens_of(again) == reference(model, prompts)
     assert [output.cached for output in first] == [0] * len(prompts)
-    # What fills whole chunks; with a window at least one token is left to compute.
-    expected = [(length - windowed) // chunk * chunk for length in LENGTHS]
+    # What fills whole chunks; with a window all but the last token, which vLLM computes again in any case.
+    expected = [min(length // chunk * chunk, length - windowed) for length in LENGTHS]
     assert [output.cached for output in again] == expected
 
 

@@ -1,7 +1,8 @@
 """How far a request's prefix can be loaded: the longest end that every group can serve.
 
 A full-attention group serves an end if all chunks up to it are ready; a windowed group if those in the
-window before it are. Looking up pins nothing and changes nothing. Scheduler thread only.
+window before it are. Of a chunk that the end lies in, all tokens must be the request's. Looking up pins
+nothing and changes nothing. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ def match_prefix(
     geometry: ChunkGeometry, places: ChunkLookup, state: RequestState, num_tokens: int
 ) -> PrefixMatch:
     """Find the longest end beyond `state.local` that all groups can serve with what `places` have."""
-    end = num_tokens // geometry.alignment * geometry.alignment
+    keyed = min(num_tokens, *(group.num_keyed for group in state.groups))
+    end = keyed // geometry.alignment * geometry.alignment
     pending, missing = False, None
     for group in geometry.full:
         reach, waits, gap = _reach(places, state, state.groups[group.index], end)
         if reach < end:
-            end, missing = reach // geometry.alignment * geometry.alignment, gap
+            end, missing = reach, gap
         pending |= waits
     if geometry.windowed and end > state.local:
         found = [_Window(places, state, group, end) for group in geometry.windowed]
@@ -57,8 +59,8 @@ def _reach(
     stopped it.
     """
     size = group.geometry.chunk_size
-    start, stop = state.local // size, min(end // size, len(group.keys))
-    keys = group.keys[start:stop]
+    start = state.local // size
+    keys = group.keys[start : -(-end // size)]
     hits = places.lookup_prefix(keys, state.context)
     waits = hits is None
     if hits is None:
@@ -75,7 +77,7 @@ class _Window:
         self._group = group
         self._local = state.local
         self._start = state.local // group.chunk_size
-        self._keys = state.groups[group.index].keys[self._start : end // group.chunk_size]
+        self._keys = state.groups[group.index].keys[self._start : -(-end // group.chunk_size)]
         found = places.lookup_many(self._keys, state.context)
         self._ready = _run_lengths([hit is True for hit in found])
         self._possible = _run_lengths([hit is not False for hit in found])
@@ -85,10 +87,9 @@ class _Window:
         may soon be.
         """
         size = self._group.chunk_size
-        last = end // size - self._start
-        needed = end // size - self._group.first_needed(self._local, end) // size
+        stop = -(-end // size)
         runs = self._possible if optimistic else self._ready
-        return needed <= 0 or (0 < last <= len(runs) and runs[last - 1] >= needed)
+        return runs[stop - 1 - self._start] >= stop - self._group.first_needed(self._local, end) // size
 
     def last_gap(self) -> OffloadKey | None:
         """Return the rightmost key that is not ready."""

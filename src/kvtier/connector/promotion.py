@@ -101,7 +101,7 @@ class PromotionDecision:
         for group in state.groups:
             size = group.geometry.chunk_size
             first = (start if group.geometry.window is None else state.local) // size
-            spans.append({key: first + at for at, key in enumerate(group.keys[first : end // size])})
+            spans.append({key: first + at for at, key in enumerate(group.keys[first : -(-end // size)])})
         return state.head_to_tail(spans)
 
     def without_arrivals(self, match: PrefixMatch) -> PrefixMatch:

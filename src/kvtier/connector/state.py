@@ -6,7 +6,9 @@ Chunk arithmetic lives here too. All ranges are half-open; for one group, in tok
       on the GPU         to be loaded         to be computed
 
 A windowed group needs only `[max(local, end - window), end)` of the middle part: the token computed
-next, at `end` or, if everything was loaded, at `end - 1`, looks no further back. Scheduler thread only.
+next, at `end` or, if everything was loaded, at `end - 1`, looks no further back. Where groups have blocks of
+different sizes, an end may lie inside a chunk of some: that one is needed whole, and its tokens beyond the
+end are computed again in its place. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import lcm
+from math import gcd
 from typing import Any
 
 from kvtier.config import OffloadingConfig
@@ -67,24 +69,35 @@ class ChunkGeometry:
         self.windowed = tuple(group for group in self.groups if group.window is not None)
         self.main_group = (self.full or self.windowed)[0].index
         """The group by which tokens are counted that came from one tier or another."""
-        self.alignment = lcm(*(group.chunk_size for group in self.groups))
+        self.alignment = self._find_alignment()
+        """Loads end at multiples of this many tokens."""
         self._block_bytes = tuple(map(config.bytes_of_all_ranks, range(len(config.groups))))
+
+    def _find_alignment(self) -> int:
+        """Return what divides every end of a full-attention chunk: a prefix of those may end at any of them.
+
+        Windowed chunks that fill the space between two ends lower it no further, so that those out of sight
+        of both need not be stored. Others are all in sight of some end anyway.
+        """
+        windowed = [group.chunk_size for group in self.windowed]
+        coarse = gcd(*(group.chunk_size for group in self.full)) or max(windowed)
+        return gcd(coarse, *(size for size in windowed if coarse % size))
 
     def next_chunk_end(self, num_tokens: int) -> int:
         """Return the least number of tokens, above this one, that completes a chunk."""
         return min((num_tokens // group.chunk_size + 1) * group.chunk_size for group in self.groups)
 
     def may_need(self, group: GroupGeometry, chunk: int) -> bool:
-        """Say whether a load may ever need a chunk: with a window only those in sight of an end that all
-        groups share.
+        """Say whether a load may ever need a chunk: with a window only one in sight of the first end beyond
+        its beginning.
         """
-        end = -(-(chunk + 1) * group.chunk_size // self.alignment) * self.alignment
-        return group.first_needed(0, end) // group.chunk_size <= chunk
+        start, stop = chunk * group.chunk_size, (chunk + 1) * group.chunk_size
+        return group.first_needed(0, (start // self.alignment + 1) * self.alignment) < stop
 
     def load_bytes(self, local: int, end: int) -> int:
         """Estimate the bytes of all ranks that a load of `[local, end)` moves."""
         return sum(
-            (end - group.first_needed(local, end)) // group.block_size * self._block_bytes[group.index]
+            -(-(end - group.first_needed(local, end)) // group.block_size) * self._block_bytes[group.index]
             for group in self.groups
         )
 
@@ -113,6 +126,11 @@ class GroupState:
         last = (len(self.keys) + 1) * step - 1
         if last < len(hashes):
             self.keys += make_offload_keys(hashes[last::step], self.geometry.index)
+
+    @property
+    def num_keyed(self) -> int:
+        """Tokens of the chunks that have a key."""
+        return len(self.keys) * self.geometry.chunk_size
 
     def give(self, block_ids: list[int], step: int) -> None:
         """Add blocks that the request got in a step."""

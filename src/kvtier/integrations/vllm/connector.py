@@ -175,13 +175,17 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return 0, False
         self._end(self._ended.take(request.request_id))  # one of the same id, if there was one
         self._shown.add(request.request_id)
-        limit = self._most_to_load(request, num_computed_tokens)
-        tokens, is_async = self._connector.get_num_new_matched_tokens(request, num_computed_tokens, limit)
+        limit = self._most_to_load(request)
+        tokens, _ = self._connector.get_num_new_matched_tokens(request, num_computed_tokens, limit)
+        if tokens is not None and self._windowed:
+            # Of a prompt that can be loaded whole vLLM computes the last token again. It must know before it
+            # gives blocks: at the far end of its window this token sees one that the next would not.
+            tokens = min(tokens, request.num_tokens - 1 - num_computed_tokens)
         if tokens is not None and self._load_gate.must_go_first(request, tokens, self._kv_cache_manager):
             return None, False
-        return tokens, is_async
+        return tokens, bool(tokens)
 
-    def _most_to_load(self, request: Request, num_computed_tokens: int) -> int | None:
+    def _most_to_load(self, request: Request) -> int | None:
         """Return how many tokens vLLM can be offered for a request; `None`: any number."""
         if request in self._load_gate:
             # Its load failed, be it ours or a sibling's: vLLM 0.32 may wait for ever to begin another, since
@@ -191,13 +195,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return 0
         if request.skip_reading_prefix_cache:
             return 0  # as with prompt logprobs: vLLM computes all of it, whatever it is offered
-        wanted = read_token_limit(request.kv_transfer_params, "max_load_tokens")
-        if not self._windowed:
-            return wanted
-        # With a whole prompt loaded vLLM computes its last token again, but has by then freed the block that
-        # this token sees at the far end of its window.
-        most: int = request.num_tokens - 1 - num_computed_tokens
-        return most if wanted is None else min(most, wanted)
+        return read_token_limit(request.kv_transfer_params, "max_load_tokens")
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
