@@ -86,6 +86,7 @@ def make_config(
     world_size: int = 1,
     capacity: int = 1 << 20,
     recompute: Recompute = Recompute.MISSING,
+    lookahead: int = 0,
     **settings: Any,
 ) -> OffloadingConfig:
     """Return the config of an engine with blocks of `BLOCK` tokens and 64 bytes in each group."""
@@ -103,6 +104,7 @@ def make_config(
         engine_id="test",
         enable_kv_cache_events=True,
         recompute=recompute,
+        lookahead=lookahead,
     )
 
 

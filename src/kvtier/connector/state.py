@@ -68,11 +68,19 @@ class ChunkGeometry:
         self.main_group = (self.full or self.windowed)[0].index
         """The group by which tokens are counted that came from one tier or another."""
         self.alignment = lcm(*(group.chunk_size for group in self.groups))
+        self.lookahead = config.lookahead
         self._block_bytes = tuple(group.bytes_per_block * config.world_size for group in config.groups)
 
     def next_chunk_end(self, num_tokens: int) -> int:
         """Return the least number of tokens, above this one, that completes a chunk."""
         return min((num_tokens // group.chunk_size + 1) * group.chunk_size for group in self.groups)
+
+    def num_final(self, num_tokens: int) -> int:
+        """Return of how many tokens no later step changes the KV, after one that has computed `num_tokens`.
+
+        The token after them is known when the step is over. With a longer lookahead more are needed.
+        """
+        return max(0, num_tokens - max(0, self.lookahead - 1))
 
     def may_need(self, group: GroupGeometry, chunk: int) -> bool:
         """Say whether a load may ever need a chunk: with a window only those in sight of an end that all

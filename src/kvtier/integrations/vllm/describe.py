@@ -90,7 +90,20 @@ def describe_engine(
         scheduler_apart=parallel.distributed_executor_backend != "uni",
         engine_index=parallel.data_parallel_index,
         num_engines=parallel.data_parallel_size,  # of dense models vLLM has made it 1 by now
+        lookahead=_lookahead(vllm_config),
     )
+
+
+def _lookahead(vllm_config: VllmConfig) -> int:
+    """Return on how many later tokens the KV of a token depends: a head that drafts (EAGLE, MTP) is given a
+    token's hidden state and the token after it.
+
+    `disable_eagle_block_drop` has vLLM overlook that in its own cache, so it is overlooked here too.
+    """
+    speculative = vllm_config.speculative_config
+    if speculative is None or not speculative.use_eagle_block_drop():
+        return 0
+    return int(vllm_config.num_prefill_lookahead_tokens)
 
 
 def _expect_one_machine(parallel: ParallelConfig, role: ConnectorRole) -> None:
