@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-__all__ = ["describe_engine", "summarize"]
+__all__ = ["describe_engine", "kv_lookahead", "summarize"]
 
 logger = init_logger("vllm.kvtier")  # under vLLM's own logger: it gives others no handler
 
@@ -90,15 +90,16 @@ def describe_engine(
         scheduler_apart=parallel.distributed_executor_backend != "uni",
         engine_index=parallel.data_parallel_index,
         num_engines=parallel.data_parallel_size,  # of dense models vLLM has made it 1 by now
-        lookahead=_lookahead(vllm_config),
+        lookahead=kv_lookahead(vllm_config),
     )
 
 
-def _lookahead(vllm_config: VllmConfig) -> int:
+def kv_lookahead(vllm_config: VllmConfig) -> int:
     """Return on how many later tokens the KV of a token depends: a head that drafts (EAGLE, MTP) is given a
     token's hidden state and the token after it.
 
-    `disable_eagle_block_drop` has vLLM overlook that in its own cache, so it is overlooked here too.
+    vLLM runs the head before it has a step's KV stored. `disable_eagle_block_drop` has vLLM overlook the
+    dependence in its own cache, so it is overlooked here too.
     """
     speculative = vllm_config.speculative_config
     if speculative is None or not speculative.use_eagle_block_drop():
