@@ -208,8 +208,8 @@ class OffloadingConfig:
     An image of a group with smaller blocks leaves the rest of its place unused. `launch_id` is what all
     processes of one start of the engine share and no other start has; a unique `engine_id` needs none. With
     `scheduler_apart` the scheduler's process is not that of rank 0. Of `num_engines` that serve one model
-    side by side this is number `engine_index`: they share the capacity of a disk. The KV of a token may depend
-    on the `lookahead` tokens after it, as that of a draft head does (EAGLE, MTP).
+    side by side this is number `engine_index`: they share the capacity of a disk. The KV of a token may
+    depend on the `lookahead` tokens after it, as that of a draft head does (EAGLE, MTP).
     """
 
     settings: KVTierConfig = setting(instance(KVTierConfig))

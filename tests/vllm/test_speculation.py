@@ -45,9 +45,7 @@ def plain_eagle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @contextmanager
-def eagle_engine(
-    eagle: tuple[Path, Path], *, drops_blocks: bool = True, **options: Any
-) -> Iterator[Engine]:
+def eagle_engine(eagle: tuple[Path, Path], *, drops_blocks: bool = True, **options: Any) -> Iterator[Engine]:
     """Run an engine with kvtier that drafts. A step takes all prompts whole.
 
     Where it ends within a prompt, vLLM 0.32 gives its head the last token of the prompt for the next.
@@ -183,8 +181,8 @@ def test_how_far_heads_look_ahead(
     from kvtier.integrations.vllm.describe import kv_lookahead
 
     target, head = plain_eagle
-    more = {"num_speculative_tokens": 3} | ({} if "prompt_lookup_max" in speculative else {"model": str(head)})
-    config = engine_config(target, speculative_config=speculative | more)
+    model = {} if speculative["method"] == "ngram" else {"model": str(head)}
+    config = engine_config(target, speculative_config=speculative | model | {"num_speculative_tokens": 3})
     assert kv_lookahead(config) == expected
     # Of a chain of heads (MTP) each looks one token further ahead than the one before it.
     monkeypatch.setattr(SpeculativeConfig, "use_multi_module_mtp", lambda config: True)
