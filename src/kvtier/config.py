@@ -225,7 +225,8 @@ class OffloadingConfig:
     `launch_id` is what all processes of one start of the engine share and no other start has; a unique
     `engine_id` needs none. With `scheduler_apart` the scheduler's process is not that of rank 0. Of
     `num_engines` that serve one model side by side this is number `engine_index`: they share the capacity
-    of a disk.
+    of a disk. The KV of a token may depend on the `lookahead` tokens after it, as that of a draft head does
+    (EAGLE, MTP).
     """
 
     settings: KVTierConfig = setting(instance(KVTierConfig))
@@ -243,6 +244,7 @@ class OffloadingConfig:
     num_engines: int = setting(at_least(1), 1)
     bytes_by_rank: tuple[tuple[int, ...], ...] = setting(_read_bytes_by_rank, ())
     replicas: int = setting(at_least(1), 1)
+    lookahead: int = setting(at_least(0), 0)
 
     def __post_init__(self) -> None:
         read_fields(self)

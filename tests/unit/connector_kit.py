@@ -87,6 +87,7 @@ def make_config(
     capacity: int = 1 << 20,
     recompute: Recompute = Recompute.MISSING,
     block_sizes: Sequence[int] = (),
+    lookahead: int = 0,
     **settings: Any,
 ) -> OffloadingConfig:
     """Return the config of an engine with blocks of 64 bytes and `BLOCK` tokens in each group, unless sizes
@@ -105,6 +106,7 @@ def make_config(
         engine_id="test",
         enable_kv_cache_events=True,
         recompute=recompute,
+        lookahead=lookahead,
     )
 
 

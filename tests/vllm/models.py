@@ -104,14 +104,53 @@ def save_adapter(folder: Path, seed: int) -> Path:
     return folder
 
 
+def save_eagle(folder: Path, *, windowed: bool = False) -> tuple[Path, Path]:
+    """Save a Llama of one layer that counts, and an EAGLE head for it whose drafts are mostly right.
+
+    The head has the weights of that layer and is blind to hidden states, so that it computes what the model
+    will with its next token, but for the first token, which it does not get to see. Embeddings have unit
+    length, because a head does without the norm before its layer. With `windowed` two layers follow that
+    attend to a window and change little.
+    """
+    import torch
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig
+
+    target, head = folder / "target", folder / "head"
+    kinds = ["full_attention", *["sliding_attention"] * 2] if windowed else ["full_attention"]
+    more = {"layer_types": kinds, "sliding_window": WINDOW} if windowed else {}
+    model = _random_llama(num_hidden_layers=len(kinds), **more)
+    with torch.no_grad():
+        embeddings = model.model.embed_tokens.weight
+        embeddings /= embeddings.square().mean(-1, keepdim=True).sqrt()
+        for layer in model.model.layers[1:]:
+            layer.self_attn.o_proj.weight *= 0.01
+            layer.mlp.down_proj.weight *= 0.01
+    model.save_pretrained(target)
+    _save_tokenizer(target)
+    weights = {f"layers.0.{name}": value for name, value in model.model.layers[0].state_dict().items()}
+    del weights["layers.0.input_layernorm.weight"]
+    size = _SHAPE["hidden_size"]
+    weights["fc.weight"] = torch.eye(size, 2 * size)
+    head.mkdir()
+    save_file(weights, head / "model.safetensors")
+    config = LlamaConfig(**_SHAPE, num_hidden_layers=1, architectures=["LlamaForCausalLM"])
+    config.save_pretrained(head)
+    return target, head
+
+
 def _save(folder: Path, **config: Any) -> Path:
+    _random_llama(**config).save_pretrained(folder)
+    _save_tokenizer(folder)
+    return folder
+
+
+def _random_llama(**config: Any) -> Any:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**_SHAPE, **config)).to(torch.float32).save_pretrained(folder)
-    _save_tokenizer(folder)
-    return folder
+    return LlamaForCausalLM(LlamaConfig(**_SHAPE, **config)).to(torch.float32)
 
 
 def _save_tokenizer(folder: Path) -> None:

@@ -127,13 +127,14 @@ class TestHub:
         assert describe(config, cache_config).problem is not None
 
 
-def test_the_draft_model_counts(llama: Path, tmp_path: Path, cache_config: Any) -> None:
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_the_draft_model_counts(llama: Path, tmp_path: Path, cache_config: Any, method: str) -> None:
     """Its KV is in the same cache."""
     names = {known(engine_config(llama), cache_config)}
     for content in (b"one", b"two"):
         draft = shutil.copytree(llama, tmp_path / content.decode())
         (draft / "extra.safetensors").write_bytes(content)
-        speculative = {"model": str(draft), "method": "draft_model", "num_speculative_tokens": 2}
+        speculative = {"model": str(draft), "method": method, "num_speculative_tokens": 2}
         names.add(known(engine_config(llama, speculative_config=speculative), cache_config))
     assert len(names) == 3
 

@@ -55,7 +55,7 @@ class Explainer:
         if end < match.end:
             state.miss = {_POOL: MissReason.NOT_WORTH_LOADING}, end
         elif match.missing is not None:
-            state.miss = self._manager.explain_tiers(match.missing, state.context), end
+            state.miss = self._manager.explain_tiers(match.missing, state.context), match.reach
 
     def note_load(
         self, state: RequestState, job: LoadJob, recompute: Recompute, seconds: float

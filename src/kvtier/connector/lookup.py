@@ -3,6 +3,10 @@
 A full-attention group serves an end if all chunks up to it are ready; a windowed group if those in the
 window before it are. Of a chunk that the end lies in, all tokens must be the request's. Looking up pins
 nothing and changes nothing. Scheduler thread only.
+
+Where KV depends on tokens that follow it (a draft head, see `OffloadingConfig.lookahead`), the last token of
+a chunk may have been computed before other tokens than this request has. The match then ends so early that
+what is found beyond it covers the lookahead: the last chunk found is computed anew, and with it its KV.
 """
 
 from __future__ import annotations
@@ -26,12 +30,25 @@ class PrefixMatch(NamedTuple):
     """A chunk that is not known yet stands in the way of a longer match."""
     missing: OffloadKey | None
     """The key of the first chunk that stands in the way, if tokens are left that fill one."""
+    reach: int
+    """What was found reaches up to this token: beyond `end` if a lookahead must be covered."""
 
 
 def match_prefix(
     geometry: ChunkGeometry, places: ChunkLookup, state: RequestState, num_tokens: int
 ) -> PrefixMatch:
     """Find the longest end beyond `state.local` that all groups can serve with what `places` have."""
+    found = _match_chunks(geometry, places, state, num_tokens)
+    if not geometry.lookahead or found.reach == state.local:
+        return found
+    covered = _match_chunks(geometry, places, state, found.reach - geometry.lookahead)
+    return found._replace(end=covered.end)
+
+
+def _match_chunks(
+    geometry: ChunkGeometry, places: ChunkLookup, state: RequestState, num_tokens: int
+) -> PrefixMatch:
+    """Find the longest end that all groups can serve, whatever follows it."""
     keyed = min(num_tokens, *(group.num_keyed for group in state.groups))
     end = keyed // geometry.alignment * geometry.alignment
     pending, missing = False, None
@@ -49,7 +66,8 @@ def match_prefix(
                 best,
                 next((gap for gap in (w.last_gap() for w in found) if gap is not None), missing),
             )
-    return PrefixMatch(max(end, state.local), pending, missing)
+    end = max(end, state.local)
+    return PrefixMatch(end, pending, missing, reach=end)
 
 
 def _reach(

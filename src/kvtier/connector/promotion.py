@@ -112,7 +112,7 @@ class PromotionDecision:
 
     def _choose(self, state: RequestState, here: PrefixMatch, there: PrefixMatch) -> Wish | None:
         """Say what to wish for; `None`: computing is expected to be faster."""
-        needed = self._needed(state, there.end)
+        needed = self._needed(state, there)
         costs = self._manager.promotion_costs(needed)
         expected = self._cost.promotion_seconds(costs)
         ahead = self._prefill.ahead_of(state.view.request_id)
@@ -125,12 +125,13 @@ class PromotionDecision:
             patience = max(_LEAST_PATIENCE, compute)
         return Wish(needed, patience, deadline, whole=bool(self._geometry.windowed))
 
-    def _needed(self, state: RequestState, end: int) -> list[OffloadKey]:
-        """Return the chunks of a load up to `end`, in the order of their use: windows first."""
+    def _needed(self, state: RequestState, match: PrefixMatch) -> list[OffloadKey]:
+        """Return the chunks of a match, in the order of their use: windows first."""
         spans = []
         for group in state.groups:
             size = group.geometry.chunk_size
-            first, last = group.geometry.first_needed(state.local, end) // size, -(-end // size)
+            first = group.geometry.first_needed(state.local, match.end) // size
+            last = -(-match.reach // size)
             spans.append({key: first + at for at, key in enumerate(group.keys[first:last])})
         windows = [window.index for window in self._geometry.windowed]
         windowed = [key for index in windows for key in spans[index]]

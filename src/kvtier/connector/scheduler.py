@@ -271,7 +271,7 @@ class OffloadingConnectorScheduler:
             self.stats.count_tokens(self._explainer.note_run(state))
             if state.epoch != self._epoch:
                 continue  # its blocks, or what they were computed from, are older than the last reset
-            available = min(available, state.view.num_tokens)
+            available = self._geometry.num_final(min(available, state.view.num_tokens))
             state.next_offer = self._geometry.next_chunk_end(available)
             wanted = self._chunks_to_store(state, available)
             if any(wanted) and (planned := self._plan_store(state, wanted)) is not None:

@@ -71,6 +71,7 @@ class ChunkGeometry:
         """The group by which tokens are counted that came from one tier or another."""
         self.alignment = self._find_alignment()
         """Loads end at multiples of this many tokens."""
+        self.lookahead = config.lookahead
         self._block_bytes = tuple(map(config.bytes_of_all_ranks, range(len(config.groups))))
 
     def _find_alignment(self) -> int:
@@ -86,6 +87,13 @@ class ChunkGeometry:
     def next_chunk_end(self, num_tokens: int) -> int:
         """Return the least number of tokens, above this one, that completes a chunk."""
         return min((num_tokens // group.chunk_size + 1) * group.chunk_size for group in self.groups)
+
+    def num_final(self, num_tokens: int) -> int:
+        """Return of how many tokens no later step changes the KV, after one that has computed `num_tokens`.
+
+        The token after them is known when the step is over. With a longer lookahead more are needed.
+        """
+        return max(0, num_tokens - max(0, self.lookahead - 1))
 
     def may_need(self, group: GroupGeometry, chunk: int) -> bool:
         """Say whether a load may ever need a chunk: with a window only one in sight of the first end beyond

@@ -4,8 +4,8 @@ It decides nothing. Each step it first ends the jobs that read blocks which this
 that nobody wants any more, then starts the step's loads, and after the forward pass the step's stores, which
 read what the pass has written. Every job that the scheduler's side planned is reported once, also one that
 no handler would take and one of a step that was never finished; again only when the scheduler's side asks
-for it. Of ranks that hold the same bytes one stores; the others start no store and report none. Called by the
-worker's thread only; nothing waits except `handle_preemptions`, which is bounded, and
+for it. Of ranks that hold the same bytes one stores; the others start no store and report none. Called by
+the worker's thread only; nothing waits except `handle_preemptions`, which is bounded, and
 `wait_for_transfers`.
 """
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
-__all__ = ["describe_engine", "summarize"]
+__all__ = ["describe_engine", "kv_lookahead", "summarize"]
 
 logger = init_logger("vllm.kvtier")  # under vLLM's own logger: it gives others no handler
 
@@ -99,6 +99,7 @@ def describe_engine(
         num_engines=parallel.data_parallel_size,  # of dense models vLLM has made it 1 by now
         bytes_by_rank=bytes_by_rank,
         replicas=_num_replicas(vllm_config, kv_cache_config),
+        lookahead=kv_lookahead(vllm_config),
     )
 
 
@@ -117,6 +118,19 @@ def _num_replicas(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> in
         and vllm_config.speculative_config is None
     )
     return ranks if is_same else 1
+
+
+def kv_lookahead(vllm_config: VllmConfig) -> int:
+    """Return on how many later tokens the KV of a token depends: a head that drafts (EAGLE, MTP) is given a
+    token's hidden state and the token after it.
+
+    vLLM runs the head before it has a step's KV stored. `disable_eagle_block_drop` has vLLM overlook the
+    dependence in its own cache, so it is overlooked here too.
+    """
+    speculative = vllm_config.speculative_config
+    if speculative is None or not speculative.use_eagle_block_drop():
+        return 0
+    return int(vllm_config.num_prefill_lookahead_tokens)
 
 
 def _expect_one_machine(parallel: ParallelConfig, role: ConnectorRole) -> None:

@@ -1,0 +1,189 @@
+"""Speculative decoding: drafts are accepted as often after a load as when all was computed, and tokens are
+the same.
+
+The KV of an EAGLE head depends on the token after its own, so two prompts that part at the end of a block
+have different KV in a block of the same name. A wrong token cannot come of it, since the model verifies
+drafts; fewer accepted drafts can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.vllm.conftest import Reference, tokens_of
+from tests.vllm.engines import BLOCK, Engine, Output, Prompt, make_prompt, vllm_engine
+from tests.vllm.models import save_eagle
+from tests.vllm.test_ahead import steps_ahead
+from tests.vllm.test_contract import engine_config
+
+from kvtier.offload import ReqContext
+
+__all__ = ["steps_ahead"]  # a fixture
+
+SHARED = [make_prompt(seed, 2 * BLOCK) for seed in range(12)]
+FIRST, SECOND = (
+    [shared + make_prompt(other + seed, 5) for seed, shared in enumerate(SHARED)] for other in (100, 200)
+)
+NEW_TOKENS = 24
+
+
+@pytest.fixture(scope="module", params=["full", "windowed"])
+def eagle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model with one group and one with two, and a head for each."""
+    return save_eagle(tmp_path_factory.mktemp("eagle"), windowed=request.param == "windowed")
+
+
+@pytest.fixture(scope="module")
+def plain_eagle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model with one group, and a head for it."""
+    return save_eagle(tmp_path_factory.mktemp("eagle"))
+
+
+@contextmanager
+def eagle_engine(eagle: tuple[Path, Path], *, drops_blocks: bool = True, **options: Any) -> Iterator[Engine]:
+    """Run an engine with kvtier that drafts. A step takes all prompts whole.
+
+    Where it ends within a prompt, vLLM 0.32 gives its head the last token of the prompt for the next.
+    """
+    target, head = eagle
+    config = {"method": "eagle", "model": str(head), "num_speculative_tokens": 3}
+    config["disable_eagle_block_drop"] = not drops_blocks
+    options |= {"num_blocks": 128, "max_num_batched_tokens": 1024, "max_num_seqs": 16}
+    with vllm_engine(target, {}, speculative_config=config, **options) as engine:
+        yield engine
+
+
+def run(engine: Engine, prompts: list[Prompt]) -> tuple[list[Output], int]:
+    """Return what became of prompts, and how many drafts were accepted."""
+    before = count_accepted(engine)
+    outputs = engine.generate(prompts, NEW_TOKENS)
+    return outputs, count_accepted(engine) - before
+
+
+def count_accepted(engine: Engine) -> int:
+    name = "vllm:spec_decode_num_accepted_tokens"
+    return sum(metric.value for metric in engine.llm.get_metrics() if metric.name == name)
+
+
+def test_drafts_are_accepted_as_often(eagle: tuple[Path, Path], reference: Reference) -> None:
+    with eagle_engine(eagle) as engine:
+        computed, expected = run(engine, SECOND)
+        engine.forget(tiers_too=True)
+        run(engine, FIRST)
+        engine.forget()
+        loaded, accepted = run(engine, SECOND)
+        engine.settle()
+        loads = engine.stats.loads
+        cached, accepted_by_cache = run(engine, SECOND)
+        engine.settle()
+        assert engine.stats.loads == loads, "what vLLM drops of its own hit is not loaded"
+    assert [output.cached for output in loaded + cached] == [BLOCK] * 24
+    assert accepted == accepted_by_cache == expected
+    assert expected > 150, "else the drafts are too bad to tell"
+    assert tokens_of(computed) == tokens_of(loaded) == tokens_of(cached)
+    assert tokens_of(loaded) == reference(eagle[0], SECOND, NEW_TOKENS)
+
+
+def test_less_often_if_the_lookahead_is_overlooked(plain_eagle: tuple[Path, Path]) -> None:
+    """The negative control, by a flag of vLLM's that has the last block not dropped."""
+    with eagle_engine(plain_eagle, drops_blocks=False) as engine:
+        computed, expected = run(engine, SECOND)
+        engine.forget(tiers_too=True)
+        run(engine, FIRST)
+        engine.forget()
+        loaded, accepted = run(engine, SECOND)
+    assert [output.cached for output in loaded] == [2 * BLOCK] * 12
+    assert accepted < expected
+    assert tokens_of(computed) == tokens_of(loaded)
+
+
+@contextmanager
+def noted_keys(engine: Engine) -> Iterator[list[Any]]:
+    """Note the keys of chunks that are offered to the pool."""
+    manager = engine.connector._connector.connector_scheduler.manager
+    keys, prepare_store = [], manager.prepare_store
+
+    def note(offered: Any, context: Any) -> Any:
+        keys.extend(offered)
+        return prepare_store(offered, context)
+
+    manager.prepare_store = note
+    yield keys
+    manager.prepare_store = prepare_store
+
+
+def stored_rows(engine: Engine, prompt: Prompt, max_tokens: int) -> tuple[list[int], dict[Any, Any]]:
+    """Compute a prompt, and return its tokens and what was stored of it, by key. Then forget all."""
+    with noted_keys(engine) as keys:
+        (output,) = engine.generate([prompt], max_tokens)
+        engine.settle()
+    manager = engine.connector._connector.connector_scheduler.manager
+    rows = engine.worker._connector.connector_worker.spec.open_pool().rows
+    slots = manager.prepare_load(keys, ReqContext()).block_ids
+    manager.complete_load(keys)
+    found = {key: rows[slot].view("float32").copy() for key, slot in zip(keys, slots, strict=True)}
+    engine.forget(tiers_too=True)
+    return output.tokens, found
+
+
+def is_close(rows: dict[Any, Any], others: dict[Any, Any]) -> bool:
+    return all(np.allclose(rows[key], others[key], atol=1e-3) for key in rows.keys() & others.keys())
+
+
+def check_rows(engine: Engine) -> None:
+    """Expect what was stored while drafting to be the KV of a prompt with the same tokens."""
+    prompt = make_prompt(0, 20)
+    tokens, drafted = stored_rows(engine, prompt, 4 * BLOCK)
+    assert 0 < count_accepted(engine) < len(tokens), "some drafts are accepted and some are not"
+    _, computed = stored_rows(engine, prompt + tokens, 1)
+    assert len(drafted.keys() & computed.keys()) == 4
+    assert is_close(drafted, computed)
+    # The control: another token after a block changes what the head has of its last token.
+    _, other = stored_rows(engine, (prompt + tokens)[: 2 * BLOCK] + [7, 7], 1)
+    assert len(other.keys() & computed.keys()) == 2
+    assert not is_close(other, computed)
+
+
+def test_what_is_stored_while_drafting_is_final(plain_eagle: tuple[Path, Path]) -> None:
+    with eagle_engine(plain_eagle) as engine:
+        check_rows(engine)
+
+
+@pytest.mark.usefixtures("steps_ahead")
+def test_and_with_steps_that_are_scheduled_ahead(plain_eagle: tuple[Path, Path]) -> None:
+    with eagle_engine(plain_eagle, async_scheduling=True) as engine:
+        assert engine.core.batch_queue is not None, "two steps at a time"
+        check_rows(engine)
+
+
+@pytest.mark.parametrize(
+    ("speculative", "expected"),
+    [
+        ({"method": "eagle"}, 1),
+        ({"method": "eagle", "disable_eagle_block_drop": True}, 0),
+        ({"method": "draft_model"}, 0),
+        ({"method": "ngram", "prompt_lookup_max": 3}, 0),
+    ],
+)
+def test_how_far_heads_look_ahead(
+    plain_eagle: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    speculative: dict[str, Any],
+    expected: int,
+) -> None:
+    from vllm.config import SpeculativeConfig
+
+    from kvtier.integrations.vllm.describe import kv_lookahead
+
+    target, head = plain_eagle
+    model = {} if speculative["method"] == "ngram" else {"model": str(head)}
+    config = engine_config(target, speculative_config=speculative | model | {"num_speculative_tokens": 3})
+    assert kv_lookahead(config) == expected
+    # Of a chain of heads (MTP) each looks one token further ahead than the one before it.
+    monkeypatch.setattr(SpeculativeConfig, "use_multi_module_mtp", lambda config: True)
+    assert kv_lookahead(config) == 3 * expected
