@@ -1,4 +1,4 @@
-"""A Llama whose layers differ in KV heads and windows, so that vLLM gives its groups blocks of several sizes.
+"""A Llama whose layers differ in KV heads and windows, so that vLLM gives its groups blocks of other sizes.
 
 vLLM wants pages of one size: a layer with a half or a third of the KV heads gets blocks of twice or three
 times as many tokens. Importing this module imports vLLM.
