@@ -237,8 +237,10 @@ class DiskTier(SlotTier):
 
     def _announce_slice(self) -> None:
         """Have the descriptions of the next chunks read, unless the last ones are still being read."""
+        if not len(self._to_announce) or self._describing:
+            return
         files, table = self._files, self._readable()
-        if files is None or table is None or self._describing or not len(self._to_announce):
+        if files is None or table is None:
             return
         part, self._to_announce = self._to_announce[:_SLICE], self._to_announce[_SLICE:]
         part = part[self._silent[part]]
