@@ -298,8 +298,10 @@ class TieredOffloadingManager(OffloadingManager):
     def _write_ahead(self) -> None:
         """Offer the rows that will be evicted next to tiers that are written to then."""
         self._polls += 1
+        if not self._ahead or self._polls % _AHEAD_POLLS:
+            return
         margin = max(1, min(self.pool.num_slots // _AHEAD_SHARE, _AHEAD_MOST))
-        if not self._ahead or self._polls % _AHEAD_POLLS or self.pool.num_free >= margin:
+        if self.pool.num_free >= margin:
             return
         coldest = [key for key in self.pool.coldest(margin) if key not in self._confined]
         new = [key for key in coldest if key not in self._offered_ahead]

@@ -359,14 +359,11 @@ class DiskTier(SlotTier):
 
     def _save_epoch(self) -> None:
         """Have the epoch of the last reset written, and again until that works. No row is written before."""
-        files, epoch = self._files, self._scope.epoch
-        if (
-            self._lock is None
-            or not self._epoch_unsaved
-            or self._epoch_saving
-            or self._clock() < self._epoch_at
-        ):
+        if not self._epoch_unsaved or self._epoch_saving or self._lock is None:
             return
+        if self._clock() < self._epoch_at:
+            return
+        files, epoch = self._files, self._scope.epoch
         self._epoch_saving, put_down = True, self._epoch_writer()
         self._epoch_written = written = threading.Event()
 
