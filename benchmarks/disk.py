@@ -4,13 +4,16 @@
 
 `rows` moves rows of 256 KiB, 1 MiB and 2 MiB through three contenders in turns, in one run: fio (io_uring,
 16 in flight, direct), vLLM's own `fs` tier (16 jobs, and one job, which is one request; unchecked) and ours
-(16 jobs, and one). Ours is full, so every store evicts. Ratios are of one round; their median counts. CPU
-seconds are the process's own; beside those of seals are those of reading the same memory and doing nothing
-with it. `open` opens files of 10^4 to 10^6 records as a restart does. `thread` times 20 µs of Python every
-millisecond, alone and beside full I/O: what an engine's scheduler feels. `scheduler` is what storing a chunk
-costs the scheduler's thread, without a tier below the pool and with one that moves no bytes. Needs an
-environment with vLLM 0.32 and kvtier (`make bench` builds one), and fio for its part (Debian: `apt install
-fio`); what is missing is left out.
+(16 jobs, and one). All of them go past the page cache, so a store has reached the disk when it ends, but for
+what the file system has to note: that is synced after every turn, outside of its time, so that nobody pays
+for another. Ours is full, so every store evicts; `fs` never removes a file, so the old ones are removed for
+it between turns, and `both full` counts that. Ratios are of one round; their median counts. CPU seconds are
+the process's own, and behind them the whole machine's with that sync, which only a quiet machine can tell;
+beside those of seals are those of reading the same memory and doing nothing with it. `open` opens files of
+10^4 to 10^6 records as a restart does. `thread` times 20 µs of Python every millisecond, alone and beside
+full I/O: what an engine's scheduler feels. `scheduler` is what storing a chunk costs the scheduler's thread,
+without a tier below the pool and with one that moves no bytes. Needs an environment with vLLM 0.32 and kvtier
+(`make bench` builds one), and fio for its part (Debian: `apt install fio`); what is missing is left out.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import mean, median, quantiles
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -63,10 +66,11 @@ BARS = {
 
 
 class Cell(NamedTuple):
-    """One way at one time: bytes a second, and CPU seconds for 10^9 bytes."""
+    """One way at one time: bytes a second, and CPU seconds for 10^9 bytes, of the process and the machine."""
 
     speed: float
     cpu: float
+    machine: float = 0.0
 
 
 def make_rows(count: int, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -81,11 +85,19 @@ def make_rows(count: int, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def timed(nbytes: int, action: Callable[[], object]) -> Cell:
-    """Return what an action took."""
-    cpu, start = time.process_time(), time.perf_counter()
+    """Return what an action took; the machine's part until all of it is on the disk."""
+    machine, cpu, start = machine_seconds(), time.process_time(), time.perf_counter()
     action()
-    seconds = time.perf_counter() - start
-    return Cell(nbytes / seconds, (time.process_time() - cpu) / nbytes * 1e9)
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    os.sync()
+    return Cell(nbytes / seconds, cpu / nbytes * 1e9, (machine_seconds() - machine) / nbytes * 1e9)
+
+
+def machine_seconds() -> float:
+    """Return the CPU time of everything on this machine, the kernel's threads included, in 10 ms steps."""
+    words = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    user, nice, system, _idle, _waiting, hard, soft = map(int, words[1:8])
+    return (user + nice + system + hard + soft) / os.sysconf("SC_CLK_TCK")
 
 
 class Ours:
@@ -103,12 +115,16 @@ class Ours:
         self.keys: list[OffloadKey] = []
         self._number = self._job = 0
 
-    def new_keys(self) -> None:
-        """Name the rows anew, so that all of them are stored again and others leave."""
+    def new_keys(self) -> float:
+        """Name the rows anew, so that all of them are stored again and others leave.
+
+        Return the seconds that making room took: none, since a store does it.
+        """
         self._number += 1
         self.keys = [
             OffloadKey(b"%020d%012d" % (self._number, row) + bytes(4)) for row in range(len(self.rows))
         ]
+        return 0.0
 
     def store(self, jobs: int) -> None:
         self._run(self.tier.demote, jobs)
@@ -158,19 +174,27 @@ class Theirs:
         )
         self.folder, self.rows = folder, rows
         self.tier = FileSystemTierManager(spec, rows.data, "fs", str(folder))
+        assert self.tier._use_o_direct, "fs would go through the page cache: nothing could be compared"
         self.keys: list[bytes] = []
         self._number = self._job = 0
 
-    def new_keys(self) -> None:
-        """Name the rows anew. The old files go, outside of what is timed: this tier never removes any."""
+    def new_keys(self) -> float:
+        """Name the rows anew. The old files go, outside of what is timed: this tier never removes any.
+
+        Return the seconds that this took.
+        """
+        start = time.perf_counter()
         for old in self.keys:
             with suppress(FileNotFoundError):
                 os.unlink(self.tier.file_mapper.get_file_name(old))
+        seconds = time.perf_counter() - start
+        os.sync()
         self._number += 1
         self.keys = [
             xxhash.xxh3_128_digest(b"%d %d" % (self._number, row)) * 2 + bytes(4)
             for row in range(len(self.rows))
         ]
+        return seconds
 
     def store(self, jobs: int) -> None:
         self._run(self.tier.submit_store, jobs, False)
@@ -252,9 +276,11 @@ def bench_rows(folder: Path, size: int, nbytes: int, rounds: int, fio_program: s
                 for name, contender in (("ours", ours), ("fs", fs)):
                     if contender is None:
                         continue
-                    if way == "store":
-                        contender.new_keys()
-                    note(f"{name} {way} {many}", timed(nbytes, partial(getattr(contender, way), jobs)))
+                    making_room = contender.new_keys() if way == "store" else 0.0
+                    cell = timed(nbytes, partial(getattr(contender, way), jobs))
+                    note(f"{name} {way} {many}", cell)
+                    if way == "store" and jobs == JOBS:
+                        note(f"{name} store full", Cell(1 / (1 / cell.speed + making_room / nbytes), 0.0))
                 if fio is not None and jobs == JOBS:
                     note(f"fio {way} after", fio.run("randwrite" if way == "store" else "randread"))
     passes = range(max(3, rounds))
@@ -273,10 +299,17 @@ def bench_rows(folder: Path, size: int, nbytes: int, rounds: int, fio_program: s
 
 def summarize(size: int, cells: dict[str, list[Cell]]) -> dict[str, Any]:
     """Return medians, and medians of the ratios of each round."""
-    result: dict[str, Any] = {"row_bytes": size, "gbps": {}, "cpu_per_gb": {}, "ratios": {}}
+    result: dict[str, Any] = {
+        "row_bytes": size,
+        "gbps": {},
+        "cpu_per_gb": {},
+        "machine_cpu_per_gb": {},
+        "ratios": {},
+    }
     for name, all_cells in cells.items():
         result["gbps"][name] = median(cell.speed for cell in all_cells) / 1e9
         result["cpu_per_gb"][name] = median(cell.cpu for cell in all_cells)
+        result["machine_cpu_per_gb"][name] = mean(cell.machine for cell in all_cells)  # of coarse steps
 
     def ratio(name: str, ours: str, *theirs: str, by: Callable[[Cell], float]) -> None:
         if all(peer in cells for peer in theirs):
@@ -296,6 +329,7 @@ def summarize(size: int, cells: dict[str, list[Cell]]) -> dict[str, Any]:
     for way in ("store", "load"):
         ratio(f"{way} / fio", f"ours {way} many", f"fio {way}", f"fio {way} after", by=speed)
     ratio("store / fs", "ours store many", "fs store many", by=speed)
+    ratio("store / fs, both full", "ours store full", "fs store full", by=speed)
     ratio("store / fs, one request", "ours store one", "fs store one", by=speed)
     ratio("load / fs, one request", "ours load one", "fs load one", by=speed)
     ratio("load / fs, many", "ours load many", "fs load many", by=speed)
@@ -486,9 +520,11 @@ def _step_times(seconds: float) -> list[float]:
 def show(results: dict[str, Any]) -> None:
     """Print what was measured, and what was asked for."""
     for result in results.get("rows", ()):
-        print(f"\nrows of {result['row_bytes'] >> 10} KiB: GB/s [CPU seconds for 10^9 bytes]")
+        size = result["row_bytes"] >> 10
+        print(f"\nrows of {size} KiB: GB/s [CPU seconds for 10^9 bytes; of the machine]")
         for name, speed in result["gbps"].items():
-            print(f"  {name:22} {speed:6.2f} [{result['cpu_per_gb'][name]:.3f}]")
+            cpu, machine = result["cpu_per_gb"][name], result["machine_cpu_per_gb"][name]
+            print(f"  {name:22} {speed:6.2f} [{cpu:.3f}; {machine:.3f}]")
         print(f"  {'seals':22} {'':6} [{result['seal_cpu_per_gb']:.3f}] (at most 0.07)", end="")
         print(f"; reading that memory takes [{result['read_cpu_per_gb']:.3f}]")
         for name, ratio in result["ratios"].items():

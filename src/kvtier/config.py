@@ -287,6 +287,17 @@ class OffloadingConfig:
             if isinstance(tier, DiskConfig) and tier.capacity < self.row_bytes:
                 problem = f"expected at least one row ({row}), got {format_size(tier.capacity)}"
                 raise ConfigError(f"tiers[{i}].{tier.kind}.capacity", problem)
+            if isinstance(tier, DiskConfig) and tier.engines is not None:
+                self._check_engines(tier.engines, f"tiers[{i}].{tier.kind}.engines")
+
+    def _check_engines(self, engines: int, path: str) -> None:
+        """Refuse a number of data-parallel engines that this one knows to be wrong."""
+        if self.num_engines not in (1, engines):
+            problem = f"expected {self.num_engines}, as the engine says, or none; got {engines}"
+            raise ConfigError(path, problem)
+        if self.engine_index >= engines:
+            problem = f"expected more than {self.engine_index}, the index of this engine, got {engines}"
+            raise ConfigError(path, f"{problem}; set the number of data-parallel engines")
 
     def namespace_nowait(self) -> str | None:
         """Return the namespace; None while it is not known: nothing may then be shared with

@@ -146,7 +146,9 @@ class DiskConfig(_TierTable):
     `write`: a row is written when it becomes ready in the pool (`through`), or before it leaves (`evict`).
     Beyond `write_limit` bytes in 24 hours (by default four times the capacity; 0: no limit) only what is
     offered a second time is written. `durability`: `periodic` syncs every few seconds, for machines that
-    lose power; right bytes need neither. `required`: an engine does not start without it.
+    lose power; right bytes need neither. `required`: an engine does not start without it. `engines`: how many
+    data-parallel engines share the capacity; needed where the engine does not know, as in vLLM's with a dense
+    model.
     """
 
     kind: ClassVar[str] = "disk"
@@ -157,6 +159,7 @@ class DiskConfig(_TierTable):
     write_limit: int | None = setting(optional(read_size), None)
     durability: str = setting(one_of("none", "periodic"), "none")
     required: bool = setting(read_flag, False)
+    engines: int | None = setting(optional(at_least(1)), None)
 
     def __post_init__(self) -> None:
         read_fields(self, "disk.")

@@ -9,17 +9,21 @@ import random
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kvtier.config import OffloadingConfig
 from kvtier.errors import ConfigError, OutsideError
 from kvtier.keys import OffloadKey
 from kvtier.offload import CPUOffloadingManager, ReqContext
+from kvtier.offload import cpu as spec_module
 from kvtier.offload.tiered import TieredOffloadingManager, TierSeat
+from kvtier.testing.caches import make_caches, make_config
 from kvtier.testing.faulty_backend import FaultyBackend
 from kvtier.testing.tier_suite import ROW_BYTES, StandingClock, TierDriver, churn, content, key, keys
 from kvtier.tiers.base import Outcome, TierMiss
@@ -320,6 +324,48 @@ def test_ranks_share_the_capacity(tmp_path: Path) -> None:
         assert first.tier.stats().capacity == last.tier.stats().capacity == 5
         assert first.tier.lookup(key(2)) is False
     assert [place.rank for place in find_places(tmp_path)] == [0, 3]
+
+
+def engine(folder: Path, index: int, engines: int | None, told: int = 1) -> OffloadingConfig:
+    """Describe a data-parallel engine over a disk for two rows, which was told how many there are."""
+    caches = make_caches("kv_first")
+    config = make_config(caches)
+    size = 2 * (capacity(0) + config.row_bytes + 128 + description_stride(config.description_bytes))
+    tier = DiskConfig(path=str(folder), capacity=size, engines=engines)
+    settings = replace(config.settings, tiers=(tier,))
+    return replace(config, settings=settings, namespace="test", engine_index=index, num_engines=told)
+
+
+def test_engines_that_were_not_told_how_many_they_are_share_by_a_setting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM tells its engines of a dense model that there is one, and which they are."""
+    with ExitStack() as stack:
+        for index in range(2):
+            config = engine(tmp_path, index, engines=2)
+            tier = stack.enter_context(closing(spec_module.make_tier(config.settings.tiers[0], config)))
+            assert isinstance(tier, DiskTier)
+            assert tier.wait_open(), tier.problem
+            assert tier.stats().capacity == 1
+    assert not caplog.records
+    config = engine(tmp_path / "other", 1, engines=None)
+    with closing(spec_module.make_tier(config.settings.tiers[0], config)):
+        assert "tiers[0].disk.engines to their number" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("index", "engines", "told", "problem"),
+    [
+        (2, 2, 1, r"tiers\[0\]\.disk\.engines: expected more than 2, the index of this engine, got 2"),
+        (0, 2, 4, r"tiers\[0\]\.disk\.engines: expected 4, as the engine says, or none; got 2"),
+        (0, 0, 1, r"disk\.engines: expected a whole number of at least 1, got 0"),
+    ],
+)
+def test_a_number_of_engines_that_cannot_be_is_refused(
+    tmp_path: Path, index: int, engines: int, told: int, problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        engine(tmp_path, index, engines, told)
 
 
 # Namespaces, versions, sizes

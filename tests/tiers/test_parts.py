@@ -314,6 +314,20 @@ def test_small_rows_travel_together() -> None:
     assert [len(batch) for batch in gate.batches] == [4, 4, 2]
 
 
+def test_a_demotion_wakes_no_more_threads_than_it_needs() -> None:
+    """A few small rows are one call of one thread; a promotion, for which somebody waits, is spread."""
+    for direction, batches in (
+        (Direction.DEMOTE, [[0, 1, 2, 3]]),
+        (Direction.PROMOTE, [[0], [1], [2], [3]]),
+    ):
+        gate = Gate()
+        gate.open.release(100)
+        threads = IOThreads(gate, threads=4)
+        threads.submit(direction, 1, lent(*range(4), size=4096), SealScope("n"), float("inf"))
+        assert threads.close(30)
+        assert sorted(gate.batches) == batches
+
+
 def test_the_order_of_jobs() -> None:
     gate = Gate()
     threads = IOThreads(gate, threads=1)

@@ -53,6 +53,10 @@ _OPEN_SECONDS = 2.0
 """How long a start waits for a server, so that its first request finds it."""
 _MOONCAKE_CALLS = 4
 """Calls at once: each moves a batch, by as many connections as the store likes."""
+_HOW_MANY_ENGINES = (
+    "%s: this is data-parallel engine %d, of how many is not known: the first to start takes all of the"
+    " capacity; set %s.engines to their number"
+)
 
 
 class _OpenPool(NamedTuple):
@@ -88,12 +92,15 @@ def _make_disk(tier: DiskConfig, config: OffloadingConfig, path: str) -> IOTier:
     from kvtier.tiers.disk import DiskTier
 
     _expect_policy(tier, f"{path}.policy")
+    engines = tier.engines or config.num_engines
+    if config.engine_index >= engines:
+        logger.warning(_HOW_MANY_ENGINES, path, config.engine_index, path)
     return DiskTier(
         tier,
         row_bytes=config.row_bytes,
         namespace=config.tier_namespace_nowait,
         rank=config.engine_index,
-        ranks=config.num_engines,
+        ranks=engines,
         description_bytes=config.description_bytes,
     )
 

@@ -96,14 +96,15 @@ class TieredOffloadingManager(OffloadingManager):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool, self.tiers = pool, [seat.tier for seat in seats]
-        self._rows = rows
+        self._rows, self._row_bytes = rows, rows.shape[1]
+        self._memory: Piece = rows.reshape(-1).data
         self._through = [seat.tier for seat in seats if seat.write == "through"]
         self._ahead = [seat.tier for seat in seats if seat.write == "evict"]
         self._is_namespace_known, self._clock = is_namespace_known, clock
-        row_bytes = rows.shape[1]
-        self._promotions = Promotions(pool, self._piece, row_bytes, self.tiers, self._reserve, clock)
+        row_bytes, piece_of = self._row_bytes, self._piece
+        self._promotions = Promotions(pool, piece_of, row_bytes, self.tiers, self._reserve, clock)
         self._inquiries = Inquiries(self.tiers, row_bytes, clock)
-        self._demotions = Demotions(pool, self._piece, row_bytes, self.tiers, store_deadline, clock)
+        self._demotions = Demotions(pool, piece_of, row_bytes, self.tiers, store_deadline, clock)
         self._confined: set[OffloadKey] = set()
         """Chunks of the pool that must not leave it."""
         self._offered_ahead: set[OffloadKey] = set()
@@ -117,7 +118,7 @@ class TieredOffloadingManager(OffloadingManager):
         self.anywhere = _Anywhere(self)
         """What can be had, be it from the pool or from a tier."""
         for tier in self.tiers:
-            tier.lend(rows.reshape(-1).data)
+            tier.lend(self._memory)
 
     def describe_with(self, describe: Callable[[OffloadKey], bytes]) -> None:
         """Have tiers keep what the event stream tells of a chunk."""
@@ -297,8 +298,10 @@ class TieredOffloadingManager(OffloadingManager):
     def _write_ahead(self) -> None:
         """Offer the rows that will be evicted next to tiers that are written to then."""
         self._polls += 1
+        if not self._ahead or self._polls % _AHEAD_POLLS:
+            return
         margin = max(1, min(self.pool.num_slots // _AHEAD_SHARE, _AHEAD_MOST))
-        if not self._ahead or self._polls % _AHEAD_POLLS or self.pool.num_free >= margin:
+        if self.pool.num_free >= margin:
             return
         coldest = [key for key in self.pool.coldest(margin) if key not in self._confined]
         new = [key for key in coldest if key not in self._offered_ahead]
@@ -407,10 +410,12 @@ class TieredOffloadingManager(OffloadingManager):
             self.poll_tiers()
         ended = [tier.close(max(0.0, until - self._clock())) for tier in self.tiers]
         if all(ended):
-            self._rows = self._rows[:0]  # else a call still uses the memory, which goes with the process
+            # Else a call still uses the memory, which goes with the process.
+            self._rows, self._memory = self._rows[:0], memoryview(b"")
 
     def _piece(self, slot: int) -> Piece:
-        return memoryview(self._rows[slot])
+        start = slot * self._row_bytes
+        return self._memory[start : start + self._row_bytes]
 
 
 class _Anywhere:

@@ -33,7 +33,11 @@ from kvtier.tiers.seal import SealKey, SealScope
 __all__ = ["Direction", "IOReport", "IOThreads"]
 
 _BATCH_BYTES = 2 << 20
-"""What a thread takes at once: enough that small rows cost few calls, little enough that a job spreads."""
+"""What a thread takes at once: enough that small rows cost few calls, little enough that a job spreads.
+
+A promotion is cut smaller if it would leave threads idle. A demotion is not: nobody waits for it, and each
+thread that wakes costs the engine's own.
+"""
 
 _LAST_WAIT = 0.2
 
@@ -281,7 +285,8 @@ class IOThreads:
 
     def poll(self) -> list[IOReport]:
         """Take what has become of rows since the last call."""
-        self._something.clear()
+        if self._something.is_set():
+            self._something.clear()
         self._settle_all()
         self._give_up_late()
         reports, self._reports = self._reports, []
@@ -520,8 +525,10 @@ class IOThreads:
             size = max(1, work.sizes[work.queued(1)[0]])
             if running and running + size > self._max_in_flight:
                 return None
-            fair = -(-self._queued_bytes[direction] // (size * self._num_threads))
-            places = work.queued(max(1, min(_BATCH_BYTES // size, fair)))
+            most = max(1, _BATCH_BYTES // size)
+            if direction is Direction.PROMOTE:  # somebody waits: all threads share what there is
+                most = max(1, min(most, -(-self._queued_bytes[direction] // (size * self._num_threads))))
+            places = work.queued(most)
             work.begin(places)
             nbytes = sum([work.sizes[at] for at in places])
             self._queued_bytes[direction] -= nbytes

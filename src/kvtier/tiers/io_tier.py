@@ -258,12 +258,14 @@ class IOTier(Tier):
     def _look_after_health(self) -> None:
         if self._io.take_stuck(_STUCK_AFTER):
             self._suspend("a call does not return")
-        self._note_stuck_reads(self._io.take_stuck_reads())
-        for direction, health in self._health.items():
+        if stuck_reads := self._io.take_stuck_reads():
+            self._note_stuck_reads(stuck_reads)
+        suspended = [(way, health) for way, health in self._health.items() if health.problem is not None]
+        for direction, health in suspended:
             if health.problem is not None and self._io.open_jobs(direction):
                 self._io.give_up(Outcome.SUSPENDED, direction, health.problem)
         # Both are asked, so that both pauses grow.
-        due = [health.take_due() for health in self._health.values()]
+        due = [health.take_due() for _, health in suspended]
         if any(due) and not self._probing and self._io.backend is not None and not self._closed:
             self._probing = True
             self._io.call(self._io.backend.probe, self._end_probe)

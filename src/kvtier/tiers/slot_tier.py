@@ -168,7 +168,7 @@ class SlotTier(IOTier):
             if report.returned is None:
                 self._count_moved(report, "promoted")
             health.note_success()
-            for row in rows:
+            for row in rows if self._read_failures else ():
                 self._read_failures.pop(row.place, None)
             self._unpin(rows)
         elif outcome is Outcome.FAILED_CHECK:

@@ -237,8 +237,10 @@ class DiskTier(SlotTier):
 
     def _announce_slice(self) -> None:
         """Have the descriptions of the next chunks read, unless the last ones are still being read."""
+        if not len(self._to_announce) or self._describing:
+            return
         files, table = self._files, self._readable()
-        if files is None or table is None or self._describing or not len(self._to_announce):
+        if files is None or table is None:
             return
         part, self._to_announce = self._to_announce[:_SLICE], self._to_announce[_SLICE:]
         part = part[self._silent[part]]
@@ -357,14 +359,11 @@ class DiskTier(SlotTier):
 
     def _save_epoch(self) -> None:
         """Have the epoch of the last reset written, and again until that works. No row is written before."""
-        files, epoch = self._files, self._scope.epoch
-        if (
-            self._lock is None
-            or not self._epoch_unsaved
-            or self._epoch_saving
-            or self._clock() < self._epoch_at
-        ):
+        if not self._epoch_unsaved or self._epoch_saving or self._lock is None:
             return
+        if self._clock() < self._epoch_at:
+            return
+        files, epoch = self._files, self._scope.epoch
         self._epoch_saving, put_down = True, self._epoch_writer()
         self._epoch_written = written = threading.Event()
 
