@@ -419,6 +419,11 @@ class SharedTier(IOTier):
     # -- what is held ------------------------------------------------------------------------------
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
+        """Make chunks absent whose bytes are wrong; an I/O thread has them deleted, and nobody waits for that.
+
+        After a kill before it they are still there. A row that was damaged on its way or on the server fails
+        its check again, is a miss again, and is deleted by whoever reads it.
+        """
         self._note_absent(list(keys), TierMiss.FAILED_CHECK)
         if self.is_open():
             self._delete(list(keys))

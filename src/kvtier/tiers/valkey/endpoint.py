@@ -1,8 +1,7 @@
 """Where a server is, and how a connection to it is opened: sockets, TLS, password, database.
 
 Secrets are kept nowhere: files are read at each connect, so that they can be replaced, and errors name files
-and hosts only. Of what a server says to `AUTH` the first word is told, because servers repeat the arguments
-of commands that they do not know. Any thread may call what is here.
+and hosts only. Any thread may call what is here.
 """
 
 from __future__ import annotations
@@ -146,8 +145,8 @@ class Endpoint:
             steps.append((command(b"SELECT", b"%d" % self.database), "see the database in valkey.url"))
         steps.append((command(b"PING"), "set valkey.password_file" if password is None else "see its log"))
         connection.send([words for words, _ in steps])
-        for number, (_, hint) in enumerate(steps):
-            refusal = connection.read_status(secret=password is not None and number == 0)
+        for _, hint in steps:
+            refusal = connection.read_status()
             if refusal is not None:
                 told = refusal.errno in (errno.EACCES, errno.EIO)
                 raise OSError(refusal.errno, f"{self}: {refusal.strerror}" + (f"; {hint}" if told else ""))
