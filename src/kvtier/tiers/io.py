@@ -533,8 +533,10 @@ class IOThreads:
             size = max(1, work.sizes[work.queued(1)[0]])
             if running and running + size > self._max_in_flight:
                 return None
-            fair = -(-self._queued_bytes[direction] // (size * self._num_threads))
-            places = work.queued(max(1, min(_BATCH_BYTES // size, fair)))
+            most = max(1, _BATCH_BYTES // size)
+            if direction is Direction.PROMOTE:  # somebody waits: all threads share what there is
+                most = max(1, min(most, -(-self._queued_bytes[direction] // (size * self._num_threads))))
+            places = work.queued(most)
             work.begin(places)
             nbytes = sum([work.sizes[at] for at in places])
             self._queued_bytes[direction] -= nbytes
