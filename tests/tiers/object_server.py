@@ -60,10 +60,19 @@ class S3Server:
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         wait_for_port(self.port, self.process)
         if bucket is not None:
-            request = urllib.request.Request(f"{self.endpoint}/{bucket}", method="PUT")
-            whose = f"Credential=test/20260101/{REGION}/s3/aws4_request"
-            request.add_header("Authorization", f"AWS4-HMAC-SHA256 {whose}")
-            urllib.request.urlopen(request, timeout=_START).close()
+            self._make_bucket(bucket)
+
+    def forget(self) -> None:
+        """Forget all objects, and have an empty bucket."""
+        reset = urllib.request.Request(f"{self.endpoint}/moto-api/reset", method="POST")
+        urllib.request.urlopen(reset, timeout=_START).close()
+        self._make_bucket(BUCKET)
+
+    def _make_bucket(self, bucket: str) -> None:
+        request = urllib.request.Request(f"{self.endpoint}/{bucket}", method="PUT")
+        whose = f"Credential=test/20260101/{REGION}/s3/aws4_request"
+        request.add_header("Authorization", f"AWS4-HMAC-SHA256 {whose}")
+        urllib.request.urlopen(request, timeout=_START).close()
 
     def stop(self) -> None:
         if self.process is not None:

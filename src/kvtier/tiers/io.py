@@ -35,9 +35,6 @@ __all__ = ["Direction", "IOReport", "IOThreads"]
 
 logger = logging.getLogger(__name__)
 
-_BATCH_BYTES = 2 << 20
-"""What a thread takes at once: enough that small rows cost few calls, little enough that a job spreads."""
-
 _LAST_WAIT = 0.2
 _NOT_OUR_SEAL = (
     "tier %s: a row under one of our names does not bear a seal of our seal_key_file: it was forged or "
@@ -533,7 +530,7 @@ class IOThreads:
             size = max(1, work.sizes[work.queued(1)[0]])
             if running and running + size > self._max_in_flight:
                 return None
-            most = max(1, _BATCH_BYTES // size)
+            most = max(1, (self.backend or Backend).call_bytes // size)
             if direction is Direction.PROMOTE:  # somebody waits: all threads share what there is
                 most = max(1, min(most, -(-self._queued_bytes[direction] // (size * self._num_threads))))
             places = work.queued(most)

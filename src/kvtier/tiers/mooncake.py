@@ -136,6 +136,8 @@ class MooncakeBackend(Backend):
     """A client of one store. Give it the pool by `lend` first."""
 
     writes_once = True
+    call_bytes = 8 << 20
+    """A call has the master asked before and after, and burns a core while it waits: few large ones are best."""
 
     def __init__(self, config: MooncakeConfig, row_bytes: int, *, timeout: float) -> None:
         """Join the store. `OSError`: a server does not answer in time. `ConfigError`: no package."""

@@ -521,6 +521,7 @@ class _WriteOnce(Backend):
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self.contains_batch, self.writes_once = backend.contains_batch, backend.writes_once
+        self.call_bytes = backend.call_bytes
 
     def write(self, rows: Sequence[BackendRow]) -> list[OSError | None]:
         doubtful = [row for row in rows if row.place == _ASK_FIRST and row.nbytes >= _LARGE_ROW]
