@@ -668,6 +668,18 @@ class TestBeingLetIn:
         with closing(make(url, password_file=str(password_file), prefix="other")) as backend:
             assert codes(backend.write([sealed(1)])) == [errno.EACCES]
 
+    def test_as_a_user_without_a_password(self) -> None:
+        """Not as the server's default user, who may do everything."""
+        with ValkeyServer() as server:
+            rights = ("~kvtier:*", "+set", "+get", "+exists", "+unlink", "+ping")
+            assert server.say("ACL", "SETUSER", "kv", "reset", "on", "nopass", *rights) == b"+OK\r\n"
+            with closing(make(server.url.replace("//", "//kv@"))) as backend:
+                assert backend.write([sealed(1)]) == [None]
+                assert b"user=kv" in server.say("CLIENT", "LIST")
+            error = probe_error(server.url.replace("//", "//nobody@"))
+            assert error.errno == errno.EACCES
+            assert "the user in valkey.url" in str(error)
+
     def test_a_pipe_that_nobody_writes_is_not_waited_for(
         self, guarded: ValkeyServer, tmp_path: Path
     ) -> None:
@@ -804,6 +816,17 @@ class TestTLS:
             error = str(probe_error(f"valkeys://localhost:{relay.port}"))
             assert "no TLS with localhost" in error
             assert "see valkey.tls_ca_file" in error
+
+    @pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
+    def test_the_certificate_of_another_host(
+        self, certificates: Certificates, server: ValkeyServer, host: str
+    ) -> None:
+        context = certificates.server_context()
+        context.load_cert_chain(*map(str, certificates.issue("other", "subjectAltName=DNS:other.example")))
+        with Relay(server.port, context) as relay:
+            url = f"valkeys://{host}:{relay.port}"
+            error = str(probe_error(url, tls_ca_file=str(certificates.authority)))
+            assert f"certificate is not valid for '{host}'; see the host in valkey.url" in error
 
     def test_a_server_without_tls(self) -> None:
         with scripted(lambda connection: connection.sendall(b"-ERR\r\n")) as port:

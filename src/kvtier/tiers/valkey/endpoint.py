@@ -114,7 +114,8 @@ class Endpoint:
         try:
             return self._context().wrap_socket(raw, server_hostname=self.host)
         except ssl.SSLCertVerificationError as error:
-            problem = f"no TLS with {self}: {error.verify_message}; see valkey.tls_ca_file"
+            hint = "the host in valkey.url" if "mismatch" in error.verify_message else "valkey.tls_ca_file"
+            problem = f"no TLS with {self}: {error.verify_message.rstrip('.')}; see {hint}"
             raise OSError(errno.EPROTO, problem) from None
         except TimeoutError:
             raise late() from None
@@ -137,10 +138,10 @@ class Endpoint:
     def _greet(self, connection: RespConnection, password: bytes | None) -> None:
         """Be let in, choose the database, and see that the server listens: one round trip."""
         steps: list[tuple[bytes, str]] = []
-        if password is not None:
+        if password is not None or self.user is not None:  # some users need no password, but to be named
             user = [] if self.user is None else [self.user.encode()]
             hint = "see valkey.password_file and the user in valkey.url"
-            steps.append((command(b"AUTH", *user, password), hint))
+            steps.append((command(b"AUTH", *user, password or b""), hint))
         if self.database:
             steps.append((command(b"SELECT", b"%d" % self.database), "see the database in valkey.url"))
         steps.append((command(b"PING"), "set valkey.password_file" if password is None else "see its log"))
