@@ -4,9 +4,10 @@
 
 Each server is started here. Rows of 256 KiB, 1 MiB and 2 MiB are put and got into rows in batches of 16, in
 turns, in one run: by ours as a tier does it (sealed, checked) and without seals, and by peers, whose values
-are copied into rows if they do not arrive there. Ratios are of one round; their median counts. CPU seconds
-are this process's own, without the server's. `engines` are processes with four I/O threads each on one
-server, all at once. A peer that is not installed is left out: `redis` and `hiredis`; `lmcache` with torch,
+are copied into rows if they do not arrive there. Ratios are of one round; their median counts. `of which
+seals` is the part of our time that sealing the same rows takes by itself: peers check nothing. CPU seconds
+are this process's own, without the server's. `engines` are processes with an engine's I/O threads each on
+one server, all at once. A peer that is not installed is left out: `redis` and `hiredis`; `lmcache` with torch,
 of which its folder is enough. Where a server writes a row once, all rows are deleted before they are put
 again; that is not measured.
 """
@@ -379,6 +380,8 @@ class Section:
     peers: dict[str, Callable[[str, int], Mover]]
     bars: dict[str, float]
     """The least ratio, by `put / peer` and `get / peer`."""
+    threads: int = 4
+    """Of an engine's tier."""
 
 
 SECTIONS = {
@@ -399,6 +402,7 @@ SECTIONS = {
         open_mooncake,
         {"batch calls": BareMooncake},
         {"put / batch calls": 0.95, "get / batch calls": 0.95},
+        threads=2,
     ),
 }
 
@@ -433,6 +437,12 @@ def in_batches(move: Callable[[Sequence[int], Rows], None], rows: Rows) -> None:
         move(range(at, at + len(part)), part)
 
 
+def seal_all(numbers: Sequence[int], rows: Rows) -> None:
+    """Make the seals of rows, and do nothing with them."""
+    for number, row in zip(numbers, rows, strict=True):
+        seal_of(SCOPE, key_of(number), (row.data,))
+
+
 def bench_rows(section: Section, url: str, size: int, nbytes: int, rounds: int) -> dict[str, Any]:
     """Let ours and its peers take turns."""
     memory = make_rows(2 * max(BATCH, nbytes // size), size)
@@ -449,6 +459,7 @@ def bench_rows(section: Section, url: str, size: int, nbytes: int, rounds: int) 
     for mover in movers.values():
         mover.lend(memory)
     cells: dict[str, list[Cell]] = {f"{name} {way}": [] for way in ("put", "get") for name in movers}
+    cells["seals"] = []
     for turn in range(-1, rounds):
         for name, mover in movers.items():
             mover.forget(range(len(rows)))
@@ -457,6 +468,7 @@ def bench_rows(section: Section, url: str, size: int, nbytes: int, rounds: int) 
             found[:] = 0
             cells[f"{name} get"].append(timed(rows.nbytes, partial(in_batches, mover.get, found)))
             assert np.array_equal(found, rows), name
+        cells["seals"].append(timed(rows.nbytes, partial(in_batches, seal_all, rows)))
         if turn < 0:  # a first round that does not count
             for part in cells.values():
                 part.clear()
@@ -473,20 +485,29 @@ def bench_rows(section: Section, url: str, size: int, nbytes: int, rounds: int) 
 
 def summarize(size: int, cells: dict[str, list[Cell]], finds: dict[str, list[float]]) -> dict[str, Any]:
     """Return medians, and medians of the ratios of each round."""
-    ratios = {}
+    ratios, shares = {}, {}
     for way in ("put", "get"):
         for name in finds:
             if name != "ours":
-                pairs = zip(cells[f"ours {way}"], cells[f"{name} {way}"], strict=True)
-                both = [ours.speed / theirs.speed for ours, theirs in pairs]
-                ratios[f"{way} / {name}"] = {"median": median(both), "least": min(both), "most": max(both)}
+                ratios[f"{way} / {name}"] = compare(cells[f"ours {way}"], cells[f"{name} {way}"])
+            if name not in ("ours", "ours, bare"):
+                bare = cells[f"ours, bare {way}"]
+                ratios[f"{way} bare / {name}"] = compare(bare, cells[f"{name} {way}"])
+        shares[way] = compare(cells[f"ours {way}"], cells["seals"])["median"]
     return {
         "row_bytes": size,
         "gbps": {name: median(cell.speed for cell in part) / 1e9 for name, part in cells.items()},
         "cpu_per_gb": {name: median(cell.cpu for cell in part) for name, part in cells.items()},
         "ratios": ratios,
+        "of_which_seals": shares,
         "find_1000_ms": {name: median(times) for name, times in finds.items()},
     }
+
+
+def compare(ours: list[Cell], theirs: list[Cell]) -> dict[str, float]:
+    """Return how often as fast as theirs ours was, over the rounds."""
+    both = [one.speed / other.speed for one, other in zip(ours, theirs, strict=True)]
+    return {"median": median(both), "least": min(both), "most": max(both)}
 
 
 # -- engines ---------------------------------------------------------------------------------------
@@ -521,7 +542,7 @@ def run_engine(section: Section, url: str, number: int, nbytes: int) -> None:
     rows = make_rows(nbytes // size, size)
     backend = section.opens(url, size)
     backend.lend(rows.data)
-    threads = IOThreads(backend, threads=4)
+    threads = IOThreads(backend, threads=section.threads)
     print("done", flush=True)
     for job, line in enumerate(sys.stdin):
         if line == "forget\n":
@@ -580,6 +601,8 @@ def show(kind: str, section: Section, results: dict[str, Any]) -> None:
             bar = section.bars.get(name)
             asked = "" if bar is None else f"at least {bar}" + (", NOT MET" if ratio["median"] < bar else "")
             print(f"  {name:18} {ratio['median']:6.2f} ({ratio['least']:.2f}-{ratio['most']:.2f}) {asked}")
+        shares = ", ".join(f"{way} {share:.0%}" for way, share in result["of_which_seals"].items())
+        print(f"  of which seals     {shares}")
         times = ", ".join(f"{name} {ms:.1f}" for name, ms in result["find_1000_ms"].items())
         print(f"  lookup of 1,000 rows, ms: {times}")
     for result in results["engines"]:

@@ -3,8 +3,9 @@
     "tiers": [{"disk": {...}}, {"valkey": {...}}, {"object": {...}}, {"mooncake": {...}}]
 
 A disk belongs to one engine. The other three are servers that engines of one namespace share. Secrets are
-never settings: a password or a key is in a file whose path is, and an address that holds a secret is refused
-without being repeated. All objects are immutable and may be shared by any thread.
+never settings: a password or a key is in a file whose path is. What is refused of the settings of a server is
+not repeated, since a secret may be in it: not an address, nor text in any other place. All objects are
+immutable and may be shared by any thread.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ def _read_url(*schemes: str) -> Any:
         text = str(value)
         try:
             parts = urlsplit(text)
-        except ValueError as error:
-            raise ConfigError(path, f"{expected}: {error}") from None
+        except ValueError:  # its text repeats what was given
+            raise ConfigError(path, f"{expected} and has a host behind it; got something else") from None
         behind = text.partition("://")[2].removeprefix(parts.netloc)
         if parts.password is not None or ("@" in behind and ":" in parts.netloc):
             raise ConfigError(
@@ -81,7 +82,7 @@ def _read_url(*schemes: str) -> Any:
             raise ConfigError(path, problem)
         try:
             port = parts.port
-        except ValueError:  # its text repeats what was given
+        except ValueError:  # as above
             port = 0
         if port == 0:
             raise ConfigError(path, f"{expected}, with a port from 1 to 65535 if any; got another")
@@ -98,6 +99,18 @@ def _is_database(parts: SplitResult) -> bool:
 def _kind_of(value: object) -> str:
     """Say what came where a secret may be in it."""
     return "an empty string" if value == "" else f"a value of type {type(value).__name__}"
+
+
+def _read_server_fields(config: ValkeyConfig | ObjectConfig | MooncakeConfig) -> None:
+    """Read the settings of a server. Text that is refused is not repeated: it may be a secret, misplaced."""
+    try:
+        read_fields(config, f"{config.kind}.")
+    except ConfigError as error:
+        value = getattr(config, error.path.removeprefix(f"{config.kind}."))
+        if isinstance(value, int | float):
+            raise
+        problem = str(error).removeprefix(f"{error.path}: ").replace(show_value(value), _kind_of(value))
+        raise ConfigError(error.path, problem) from None
 
 
 def _read_address(path: str, value: object) -> str:
@@ -192,7 +205,7 @@ class ValkeyConfig(_TierTable):
     seal_key_file: str | None = setting(optional(read_path), None)
 
     def __post_init__(self) -> None:
-        read_fields(self, "valkey.")
+        _read_server_fields(self)
         parts = self.address
         if parts.scheme == "unix" and not parts.path.strip("/"):
             raise ConfigError("valkey.url", "expected the path of a socket behind unix://, got none")
@@ -238,14 +251,12 @@ class ObjectConfig(_TierTable):
     seal_key_file: str | None = setting(optional(read_path), None)
 
     def __post_init__(self) -> None:
-        read_fields(self, "object.")
+        _read_server_fields(self)
         if not urlsplit(self.url).netloc:
             raise ConfigError("object.url", "expected a bucket behind ://, got none")
         prefix = urlsplit(self.url).path.strip("/")
         if prefix and any(part in ("", ".", "..") for part in prefix.split("/")):
-            raise ConfigError(
-                "object.url", f"expected a prefix without empty, . and .. parts, got {show_value(prefix)}"
-            )
+            raise ConfigError("object.url", "expected a prefix without empty, . and .. parts, got one with")
         if self.endpoint is not None and self.endpoint.startswith("http://") and not self.allow_http:
             raise ConfigError(
                 "object.endpoint", "expected https://, or allow_http with it, got http:// alone"
@@ -274,7 +285,7 @@ class MooncakeConfig(_TierTable):
     seal_key_file: str | None = setting(optional(read_path), None)
 
     def __post_init__(self) -> None:
-        read_fields(self, "mooncake.")
+        _read_server_fields(self)
 
 
 SharedTierConfig = ValkeyConfig | ObjectConfig | MooncakeConfig
@@ -308,12 +319,13 @@ def _read_tier(path: str, value: object) -> TierConfig:
         return value  # type: ignore[return-value]
     if not isinstance(value, Mapping) or len(value) != 1:
         example = '{"disk": {"path": ..., "capacity": ...}}'
-        got = f"the names {show_value(list(value))}" if isinstance(value, Mapping) else _kind_of(value)
+        got = f"{len(value)} names" if isinstance(value, Mapping) else _kind_of(value)
         raise ConfigError(path, f"expected the kind of one tier and its settings, {example}, got {got}")
     table = dict(value)
     ((kind, settings),) = table.items()
     if kind not in _KINDS:
         close = get_close_matches(str(kind), _KINDS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"there is {', '.join(_KINDS)}"
-        raise ConfigError(f"{path}.{shown(kind)}", f"no such tier; {hint}")
+        name = shown(kind) if str(kind).isidentifier() else "(a name)"  # an address may hold a secret
+        raise ConfigError(f"{path}.{name}", f"no such tier; {hint}")
     return _KINDS[kind].from_dict(settings, f"{path}.{kind}")

@@ -7,67 +7,18 @@ steps until its deadline.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count, islice
-from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.engine.fleet_engine import LOAD_DEADLINE
 from tests.engine.test_fleet import FleetEngine
-from tests.tiers.mooncake_server import MooncakeServer, need_mooncake
-from tests.tiers.object_server import BUCKET, REGION, S3Server, need_object_store
-from tests.tiers.servers import ValkeyServer
+from tests.tiers.server_kinds import ServerKind, serve_mooncake, serve_objects, serve_valkey
 
 UNDELAYED = 40
 """Steps of a request of 33 tokens that waits for nobody, at most."""
-
-
-@dataclass
-class ServerKind:
-    """A server, the settings of a tier on it, and what befalls servers."""
-
-    tier: dict[str, Any]
-    start: Callable[[], None]
-    kill: Callable[[], None]
-    send_signal: Callable[[int], None]
-    """SIGSTOP: it accepts and never answers."""
-    environment: dict[str, str] = field(default_factory=dict)
-
-
-def serve_valkey(_log: Path, stack: ExitStack) -> ServerKind:
-    server = stack.enter_context(ValkeyServer())
-    signals = {signal.SIGSTOP: server.suspend, signal.SIGCONT: server.resume}
-    tier = {"valkey": {"url": server.url}}
-    return ServerKind(tier, server.start, server.kill, lambda number: signals[signal.Signals(number)]())
-
-
-def serve_objects(_log: Path, stack: ExitStack) -> ServerKind:
-    need_object_store()
-    server = S3Server()
-    stack.callback(server.stop)
-    url = f"s3://{BUCKET}/fleet"
-    return ServerKind(
-        {"object": {"url": url, "endpoint": server.endpoint, "region": REGION, "allow_http": True}},
-        server.start,
-        server.stop,
-        lambda number: server.process.send_signal(number),
-        {"AWS_ACCESS_KEY_ID": "test-id", "AWS_SECRET_ACCESS_KEY": "test-secret"},
-    )
-
-
-def serve_mooncake(log: Path, stack: ExitStack) -> ServerKind:
-    need_mooncake()
-    server = MooncakeServer(log, client_ttl=2)
-    stack.callback(server.stop)
-    return ServerKind(
-        {"mooncake": {"master": server.address, "metadata": server.metadata}},
-        server.start_master,
-        server.stop_master,
-        lambda number: server.master.send_signal(number),
-    )
 
 
 @dataclass

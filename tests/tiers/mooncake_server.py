@@ -41,15 +41,21 @@ def _master_program() -> Path:
 
 
 class MooncakeServer:
-    """A master on ports of its own, kept when it is started again, and one process with memory at a time."""
+    """A master on ports of its own, kept when it is started again, and one process with memory at a time.
 
-    def __init__(self, log: Path, *, segment: str = "64MiB", client_ttl: int = 10) -> None:
+    With `gives=False` there is no such process at first.
+    """
+
+    def __init__(
+        self, log: Path, *, segment: str = "64MiB", client_ttl: int = 10, gives: bool = True
+    ) -> None:
         self.log, self.segment, self.client_ttl = log, segment, client_ttl
         self.ports = [free_port() for _ in range(3)]
         self.master: subprocess.Popen[bytes] | None = None
         self.giver: subprocess.Popen[bytes] | None = None
         self.start_master()
-        self.start_giver()
+        if gives:
+            self.start_giver()
 
     def config(self, prefix: str, segment: int = 0) -> MooncakeConfig:
         return MooncakeConfig(master=self.address, metadata=self.metadata, prefix=prefix, segment=segment)

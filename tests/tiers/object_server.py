@@ -60,10 +60,19 @@ class S3Server:
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         wait_for_port(self.port, self.process)
         if bucket is not None:
-            request = urllib.request.Request(f"{self.endpoint}/{bucket}", method="PUT")
-            whose = f"Credential=test/20260101/{REGION}/s3/aws4_request"
-            request.add_header("Authorization", f"AWS4-HMAC-SHA256 {whose}")
-            urllib.request.urlopen(request, timeout=_START).close()
+            self._make_bucket(bucket)
+
+    def forget(self) -> None:
+        """Forget all objects, and have an empty bucket."""
+        reset = urllib.request.Request(f"{self.endpoint}/moto-api/reset", method="POST")
+        urllib.request.urlopen(reset, timeout=_START).close()
+        self._make_bucket(BUCKET)
+
+    def _make_bucket(self, bucket: str) -> None:
+        request = urllib.request.Request(f"{self.endpoint}/{bucket}", method="PUT")
+        whose = f"Credential=test/20260101/{REGION}/s3/aws4_request"
+        request.add_header("Authorization", f"AWS4-HMAC-SHA256 {whose}")
+        urllib.request.urlopen(request, timeout=_START).close()
 
     def stop(self) -> None:
         if self.process is not None:
@@ -119,10 +128,13 @@ def serve_azure(container: str) -> Iterator[str]:
 
 
 class ToldServer:
-    """An HTTP server that gives every request the same answer, or none, and remembers what it was asked."""
+    """An HTTP server that gives every request the same answer, or none, and remembers what it was asked.
 
-    def __init__(self, answer: bytes | None) -> None:
-        self.answer = answer
+    It does not answer requests with more than `most` bytes behind the head.
+    """
+
+    def __init__(self, answer: bytes | None, most: int = 1 << 40) -> None:
+        self.answer, self._most = answer, most
         self.requests: list[bytes] = []
         self._sock = socket.socket()
         self._sock.bind(("127.0.0.1", 0))
@@ -151,7 +163,7 @@ class ToldServer:
         with _ignored():
             while head := _read_head(client):
                 self.requests.append(head)
-                if self.answer is not None:
+                if self.answer is not None and _body_bytes(head) <= self._most:
                     client.sendall(self.answer)
 
 
@@ -164,11 +176,16 @@ def _read_head(client: socket.socket) -> bytes:
             return b""
         data += got
     head, _, body = data.partition(b"\r\n\r\n")
-    lines = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
-    left = sum(int(line.partition(b":")[2]) for line in lines) - len(body)
+    left = _body_bytes(head) - len(body)
     while left > 0 and (got := client.recv(65536)):
         left -= len(got)
     return head
+
+
+def _body_bytes(head: bytes) -> int:
+    """Return how many bytes follow a head."""
+    lines = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+    return sum(int(line.partition(b":")[2]) for line in lines)
 
 
 def http_answer(status: str, body: bytes = b"", headers: str = "") -> bytes:

@@ -167,8 +167,8 @@ class Certificates:
             *("req", "-x509", *_NEW_KEY, "-days", "2", "-subj", "/CN=kvtier test authority"),
             *("-keyout", str(authority_key), "-out", str(self.authority)),
         )
-        self.server = self._issue("server", "subjectAltName=DNS:localhost,IP:127.0.0.1")
-        self.client = self._issue("client", "extendedKeyUsage=clientAuth")
+        self.server = self.issue("server", "subjectAltName=DNS:localhost,IP:127.0.0.1")
+        self.client = self.issue("client", "extendedKeyUsage=clientAuth")
 
     def server_context(self, *, ask_client: bool = False) -> ssl.SSLContext:
         """Return what a server speaks TLS with."""
@@ -177,7 +177,7 @@ class Certificates:
         context.verify_mode = ssl.CERT_REQUIRED if ask_client else ssl.CERT_NONE
         return context
 
-    def _issue(self, name: str, extension: str) -> tuple[Path, Path]:
+    def issue(self, name: str, extension: str) -> tuple[Path, Path]:
         """Return a certificate and its key."""
         certificate, key, request = (self._folder / f"{name}.{end}" for end in ("pem", "key", "csr"))
         self._openssl(

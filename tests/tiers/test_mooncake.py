@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from kvtier.testing.backend_suite import (
     sealed,
 )
 from kvtier.tier_config import MooncakeConfig
+from kvtier.tiers import backends
 from kvtier.tiers.base import Backend, BackendRow
 from kvtier.tiers.mooncake import MooncakeBackend
 
@@ -165,6 +166,70 @@ class TestRows:
         assert backend.contains([empty(1)]) == [False]
         assert backend.write([sealed(1, version=1)]) == [None]
         assert backend.read([empty(1)]) == [sealed(1, version=1).seal]
+
+
+class TestLeaving:
+    """Leaving holds the GIL for a second, and joining for a tenth: engines do not stop each other so."""
+
+    def test_the_next_backend_has_the_client_of_one_that_was_closed(self, server: MooncakeServer) -> None:
+        first, second = (open_backend(server) for _ in range(2))
+        clients = [first._store, second._store]
+        assert clients[0] is not clients[1]
+        pool = np.zeros(4 * ROW_BYTES, np.uint8)
+        first.lend(pool.data)
+        first.write([sealed(1)])
+        first.close()
+        first.close()
+        third = open_backend(server)
+        assert third._store is clients[0]
+        assert open_backend(server)._store not in clients, "it has one user at a time"
+        third.lend(pool.data)
+        assert third.write([sealed(2)]) == [None], "nothing is registered twice"
+        assert third.read([empty(1), empty(2)]) == [None, sealed(2).seal], "with a prefix of its own"
+        for backend in (second, third):
+            backend.close()
+
+    def test_a_client_that_failed_right_after_joining_is_used_again(
+        self, server: MooncakeServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Else an engine would join and leave, and so stop, at each of its tries."""
+        config, clients = server.config(f"run-{next(_prefixes)}"), []
+
+        def fail(self: MooncakeBackend, rows: Sequence[BackendRow]) -> list[bool]:
+            clients.append(self._store)
+            raise OSError(errno.ECONNREFUSED, "the master does not answer")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(MooncakeBackend, "contains", fail)
+            for _ in range(3):
+                with pytest.raises(OSError, match="the master does not answer"):
+                    backends.open_backend(config, ROW_BYTES, PATIENCE)
+        assert clients[0] is clients[1] is clients[2]
+        backend = backends.open_backend(config, ROW_BYTES, PATIENCE)
+        assert backend.write([sealed(1)]) == [None]
+        backend.close()
+
+    def test_a_process_that_ends_takes_its_memory_out_of_the_store(self, tmp_path: Path) -> None:
+        """Else others would be sent to it, and fail, until the master misses it."""
+        script = (
+            "import sys\n"
+            "from kvtier.tier_config import MooncakeConfig\n"
+            "from kvtier.tiers.mooncake import MooncakeBackend\n"
+            "from kvtier.testing.backend_suite import sealed\n"
+            "config = MooncakeConfig(master=sys.argv[1], metadata=sys.argv[2], segment='64MiB')\n"
+            "backend = MooncakeBackend(config, 8192, timeout=60.0)\n"
+            "assert backend.write([sealed(1)]) == [None]\n"
+            "backend.close()\n"
+        )
+        own = MooncakeServer(tmp_path / "log", client_ttl=600, gives=False)
+        try:
+            command = [sys.executable, "-c", script, own.address, own.metadata]
+            subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE)
+            backend = MooncakeBackend(own.config("kvtier"), ROW_BYTES, timeout=PATIENCE)
+            assert backend.contains([empty(1)]) == [False]
+            backend.close()
+        finally:
+            own.stop()
 
 
 class TestServers:

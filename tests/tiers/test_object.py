@@ -182,6 +182,17 @@ class TestServers:
         finally:
             server.close()
 
+    def test_one_that_answers_small_requests_alone_fails_its_probe(self) -> None:
+        """Else it is taken back again and again, and each time a request waits for one deadline in vain."""
+        server = ToldServer(http_answer("200 OK", headers='ETag: "1"\r\n'), most=1024)
+        try:
+            backend = open_backend(server.endpoint, timeout=1.0)
+            obstore.put(backend._store, "small", b"kvtier", use_multipart=False)
+            with pytest.raises(OSError, match="object store"):
+                backend.probe()
+        finally:
+            server.close()
+
     def test_one_that_is_no_object_store(self) -> None:
         server = ToldServer(b"+PONG\r\n\r\n")
         try:

@@ -15,9 +15,11 @@ from kvtier.errors import ConfigError, OutsideError
 from kvtier.keys import make_offload_key
 from kvtier.offload import CPUOffloadingSpec, ReqContext
 from kvtier.offload.tiered import TieredOffloadingManager
-from kvtier.testing.memory_tier import MemoryServer
+from kvtier.testing.faulty_backend import FaultyBackend
+from kvtier.testing.memory_tier import MemoryServer, make_shared_tier
 from kvtier.testing.shared_tier_suite import SharedTierSuite
-from kvtier.testing.tier_suite import key, keys
+from kvtier.testing.tier_suite import ROW_BYTES, StandingClock, TierDriver, key, keys
+from kvtier.tiers import shared_tier
 from kvtier.tiers.base import Backend, BackendRow
 from kvtier.tiers.prefix_search import CallsAtOnce, search_prefix
 
@@ -35,6 +37,25 @@ class TestOneByOne(TestInBatches):
     @pytest.fixture(autouse=True)
     def server(self) -> None:
         self.memory = MemoryServer(contains_batch=1)
+
+
+@pytest.mark.parametrize(("seconds", "questions"), [(0.5, [2]), (4.0, [2]), (6.0, [2, 2])])
+def test_a_server_that_has_just_said_no_is_not_asked_again_before_rows_are_sent(
+    seconds: float, questions: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every prompt that is new is asked about, then computed, then sent: a request more for each row."""
+    monkeypatch.setattr(shared_tier, "_LARGE_ROW", ROW_BYTES)
+    clock, server = StandingClock(), MemoryServer()
+    tier = make_shared_tier(ROW_BYTES, backend=server, clock=clock)
+    driver = TierDriver(tier, FaultyBackend(server), clock)
+    tier.ask(keys(1, 2), clock.now + 5)
+    driver.wait(lambda: tier.lookup_many(keys(1, 2)) == [False, False])
+    clock.now += seconds
+    driver.store(1, 2)
+    assert server.questions == questions
+    assert server.num_written == 2
+    tier.check()
+    assert tier.close()
 
 
 # As an engine makes them

@@ -19,8 +19,10 @@ import pytest
 from tests.tiers.servers import Certificates, RealServerSuite, Relay, ValkeyServer, find_valkey, free_port
 
 from kvtier.errors import ConfigError
-from kvtier.testing import shared_tier_suite
+from kvtier.testing import shared_tier_suite, tier_suite
 from kvtier.testing.backend_suite import ROW_BYTES, BackendSuite, content, empty, key, payload_of, sealed
+from kvtier.testing.faulty_backend import FaultyBackend
+from kvtier.testing.memory_tier import make_shared_tier
 from kvtier.tier_config import ValkeyConfig
 from kvtier.tiers.base import Backend, BackendRow, Outcome
 from kvtier.tiers.io import Direction, IOReport, IOThreads
@@ -360,18 +362,33 @@ class TestServersThatRefuse:
             (b"-MOVED 3999 10.0.0.1:6381\r\n", errno.ENOTSUP, "cluster, which is not supported"),
             (b"-ASK 3999 10.0.0.1:6381\r\n", errno.ENOTSUP, "cluster, which is not supported"),
             (b"-LOADING Valkey is loading the dataset in memory\r\n", errno.EBUSY, "LOADING"),
-            (b"-ERR max number of clients reached\r\n", errno.EIO, "max number of clients"),
+            (b"-ERR max number of clients reached\r\n", errno.EIO, "ERR: it has as many clients as it may"),
+            (b"-OOM hunter2\x1b[2J\xff" + 3000 * b"x" + b"\r\n", errno.ENOSPC, "answered OOM: it is full"),
+            (b"-ERR no hunter2\r\n", errno.EIO, "the server answered ERR; set valkey.password_file"),
+            (b"-HUNTER2 hunter2\r\n", errno.EIO, "answered an error that is not known here"),
+            (b"-hunter2\x00\x07\r\n", errno.EIO, "answered an error that is not known here"),
             (b"HTTP/1.1 400 Bad Request\r\n\r\n", errno.EPROTO, "expected an answer of a Valkey"),
             (b"x" * 10_000, errno.EPROTO, "expected an answer of a Valkey"),
             (b"$7\r\n", errno.EPROTO, "expected an answer of a Valkey"),
         ],
     )
-    def test_what_it_says_is_told(self, said: bytes, code: int, told: str) -> None:
+    def test_what_it_says_is_told_in_our_words(self, said: bytes, code: int, told: str) -> None:
         with scripted(lambda connection: connection.sendall(said)) as port:
             with closing(make(f"valkey://127.0.0.1:{port}")) as backend:
                 (answer,) = backend.read([empty(1)])
             assert codes([answer]) == [code]
             assert told in str(answer)
+            assert "hunter2" not in str(answer).lower()
+            assert str(answer).isprintable()
+            assert len(str(answer)) < 200
+
+    def test_names_of_rows_are_not_repeated(self) -> None:
+        """Servers repeat arguments of commands that they do not know. Names come from the seal key, too."""
+        with ValkeyServer("--rename-command", "SET", "") as server, closing(make(server.url)) as backend:
+            assert name_of(1) in server.say("SET", name_of(1), "x")
+            (answer,) = backend.write([sealed(1)])
+        assert "does not know a command that is needed" in str(answer)
+        assert name_of(1).decode()[:16] not in str(answer)
 
 
 @contextmanager
@@ -584,6 +601,46 @@ class TestLateAndLost:
             for done in works:
                 done.result()
 
+    def test_a_resolver_that_hangs_costs_a_thread_and_one_deadline(
+        self, server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Nothing bounds a resolver: its calls are given up like those of a server that does not answer."""
+        resolve, hangs, go_on = socket.getaddrinfo, threading.Semaphore(0), threading.Event()
+
+        def hang(*arguments: Any, **more: Any) -> Any:
+            hangs.release()
+            assert go_on.wait(PATIENCE)
+            return resolve(*arguments, **more)
+
+        clock = tier_suite.StandingClock()
+        backend = make(f"valkey://localhost:{server.port}", tier_suite.ROW_BYTES)
+        tier = make_shared_tier(tier_suite.ROW_BYTES, backend=backend, threads=4, clock=clock)
+        driver = tier_suite.TierDriver(tier, FaultyBackend(backend), clock)
+        driver.store(1)
+        backend._close_idle()
+        monkeypatch.setattr(socket, "getaddrinfo", hang)
+        tier.ask(tier_suite.keys(5), clock.now + 2)
+        assert hangs.acquire(timeout=PATIENCE)
+        clock.now += 2
+        driver.poll()
+        assert tier.lookup_many(tier_suite.keys(5, 6)) == [False, False], "who asked has waited"
+        assert tier.stats().suspended is not None
+        for _ in range(50):
+            clock.now += 10
+            driver.poll()
+            assert tier.lookup_many(tier_suite.keys(7)) == [False], "and others wait for nothing"
+        assert hangs.acquire(timeout=PATIENCE), "a probe"
+        assert not hangs.acquire(blocking=False), "no more than one, so that two threads are free"
+        go_on.set()
+
+        def resumes() -> bool:
+            clock.now += 1
+            return tier.stats().suspended is None
+
+        driver.wait(resumes)
+        assert driver.fetch(1) == {1: tier_suite.content(1)}
+        assert tier.close(PATIENCE)
+
     def test_a_host_that_does_not_exist(self) -> None:
         with closing(make("valkey://kvtier.invalid")) as backend:
             (answer,) = backend.read([empty(1)])
@@ -610,6 +667,18 @@ class TestBeingLetIn:
             assert backend.contains([empty(1), empty(2)]) == [False, True]
         with closing(make(url, password_file=str(password_file), prefix="other")) as backend:
             assert codes(backend.write([sealed(1)])) == [errno.EACCES]
+
+    def test_as_a_user_without_a_password(self) -> None:
+        """Not as the server's default user, who may do everything."""
+        with ValkeyServer() as server:
+            rights = ("~kvtier:*", "+set", "+get", "+exists", "+unlink", "+ping")
+            assert server.say("ACL", "SETUSER", "kv", "reset", "on", "nopass", *rights) == b"+OK\r\n"
+            with closing(make(server.url.replace("//", "//kv@"))) as backend:
+                assert backend.write([sealed(1)]) == [None]
+                assert b"user=kv" in server.say("CLIENT", "LIST")
+            error = probe_error(server.url.replace("//", "//nobody@"))
+            assert error.errno == errno.EACCES
+            assert "the user in valkey.url" in str(error)
 
     def test_a_pipe_that_nobody_writes_is_not_waited_for(
         self, guarded: ValkeyServer, tmp_path: Path
@@ -682,7 +751,7 @@ class TestBeingLetIn:
         with ValkeyServer("--rename-command", "AUTH", "") as server:
             assert PASSWORD.encode() in server.say("AUTH", PASSWORD)
             error = probe_error(server.url, password_file=str(password_file))
-        assert "the server answered 'ERR'" in str(error)
+        assert "the server answered ERR: it does not know a command that is needed" in str(error)
         assert PASSWORD not in repr(error)
 
     @pytest.mark.parametrize(("mode", "warnings"), [(0o600, 0), (0o640, 0), (0o644, 1)])
@@ -747,6 +816,17 @@ class TestTLS:
             error = str(probe_error(f"valkeys://localhost:{relay.port}"))
             assert "no TLS with localhost" in error
             assert "see valkey.tls_ca_file" in error
+
+    @pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
+    def test_the_certificate_of_another_host(
+        self, certificates: Certificates, server: ValkeyServer, host: str
+    ) -> None:
+        context = certificates.server_context()
+        context.load_cert_chain(*map(str, certificates.issue("other", "subjectAltName=DNS:other.example")))
+        with Relay(server.port, context) as relay:
+            url = f"valkeys://{host}:{relay.port}"
+            error = str(probe_error(url, tls_ca_file=str(certificates.authority)))
+            assert f"certificate is not valid for '{host}'; see the host in valkey.url" in error
 
     def test_a_server_without_tls(self) -> None:
         with scripted(lambda connection: connection.sendall(b"-ERR\r\n")) as port:

@@ -4,7 +4,7 @@ import datetime
 import json
 import math
 import threading
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from kvtier.config import (
 )
 from kvtier.errors import ConfigError
 from kvtier.namespace import Namespace
+from kvtier.tier_config import MooncakeConfig, ObjectConfig, ValkeyConfig
 
 GIB = 1024**3
 DISK: dict[str, Any] = {"disk": {"path": "/x", "capacity": "1TiB"}}
@@ -250,6 +251,8 @@ def test_rows_of_stages_with_other_layers_have_another_namespace() -> None:
         ["valkey://user:hunter2@host"],
         [{"valkey": "valkey://user:hunter2@host"}],
         [{"valkey": {"url": "valkey://user:hunter2@host"}, "more": 1}],
+        [{"valkey://user:hunter2@host": {}}],
+        [{"valkey://user:hunter2@host": {}, "more": 1}],
         *(
             [{"valkey": {"url": url}}]
             for url in (
@@ -262,9 +265,12 @@ def test_rows_of_stages_with_other_layers_have_another_namespace() -> None:
                 "unix:///socket?db=hunter2",
                 "user:hunter2@host:6379",
                 "hunter2@host",
+                "valkey://user:hunter2@ho\u2100st",
+                "valkey://[hunter2]",
                 ["valkey://user:hunter2@host"],
             )
         ),
+        [{"object": {"url": "s3://bucket/hunter2//x"}}],
         [{"object": {"url": "az://container/prefix?sv=1&sig=hunter2"}}],
         [{"object": {"url": "s3://bucket", "endpoint": "https://host/?X-Amz-Signature=hunter2"}}],
         [{"mooncake": {"master": "user:hunter2@host:1", "metadata": "http://host/metadata"}}],
@@ -276,6 +282,26 @@ def test_an_address_that_may_hold_a_secret_is_refused_and_not_repeated(tiers: An
         KVTierConfig.from_dict({"cpu": {"capacity": "1MiB"}, "tiers": tiers})
     assert "hunter2" not in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["hunter2 sesame", ["hunter2"], {"password": "hunter2"}])
+@pytest.mark.parametrize("config", [ValkeyConfig, ObjectConfig, MooncakeConfig])
+def test_a_secret_in_a_wrong_place_is_not_repeated(config: type[Any], value: object) -> None:
+    """A person who is asked for a password types it somewhere."""
+    needed = {
+        "valkey": {"url": "valkey://host"},
+        "object": {"url": "s3://bucket"},
+        "mooncake": {"master": "host:1", "metadata": "http://host"},
+    }[config.kind]
+    refused: dict[str, str] = {}
+    for setting in fields(config):
+        try:
+            config.from_dict(needed | {setting.name: value})
+        except ConfigError as error:
+            refused[setting.name] = f"{error!r} {error.__cause__!r}"
+    assert not [text for text in refused.values() if "hunter2" in text]
+    assert {"write", "required"} <= refused.keys()
+    assert value == "hunter2 sesame" or refused.keys() == {setting.name for setting in fields(config)}
 
 
 @pytest.mark.parametrize("url", ["unix:///run/a@b.sock?db=3", "valkey://kv@[::1]:6379/2"])
@@ -433,7 +459,7 @@ class TestFromDict:
             ({"tiers": [{"object": {"url": "s3:///x"}}]}, "tiers[0].object.url: expected a bucket"),
             (
                 {"tiers": [{"mooncake": {"master": "host", "metadata": "http://host:1"}}]},
-                "tiers[0].mooncake.master: expected host:port, got 'host'",
+                "tiers[0].mooncake.master: expected host:port, got a value of type str",
             ),
             ({"tiers": [{"valky": {}}]}, "tiers[0].valky: no such tier; did you mean valkey?"),
             ({"tiers": ["disk"]}, "tiers[0]: expected the kind of one tier and its settings"),

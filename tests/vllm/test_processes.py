@@ -11,11 +11,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.tiers.servers import ValkeyServer
 from tests.vllm.conftest import Reference
 from tests.vllm.device import skip_without_devices
 from tests.vllm.models import save_hybrid
@@ -61,6 +62,13 @@ def unlink_shared(mapped: set[tuple[str, str]]) -> None:
             Path(name).unlink(missing_ok=True)
 
 
+@pytest.fixture
+def servers() -> Iterator[ExitStack]:
+    """Servers that end with the test."""
+    with ExitStack() as stack:
+        yield stack
+
+
 CACHED = [32, 96, 128, 160]
 """Of the prompts of `turns.py` what fills whole blocks, and is not the last token."""
 
@@ -77,15 +85,20 @@ def run_turns(*arguments: str, program: Path = TURNS) -> tuple[dict[str, list[An
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(360)
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
-def test_same_tokens_and_nothing_left_behind(llama: Path, tensor_parallel_size: int, tmp_path: Path) -> None:
-    """Two ranks have a disk below their pool: killed, and started again, they have from there
-    what they had.
+def test_same_tokens_and_nothing_left_behind(
+    llama: Path, tensor_parallel_size: int, tmp_path: Path, servers: ExitStack
+) -> None:
+    """Two ranks have a disk and a server below their pool: killed, and started again, they have from the
+    disk what they had, and others without that disk from the server.
     """
     skip_without_devices(tensor_parallel_size)
-    arguments = [str(llama), str(tensor_parallel_size), *[str(tmp_path)] * (tensor_parallel_size > 1)]
-    result, mapped = run_turns(*arguments)
+    places: list[str] = []
+    if tensor_parallel_size > 1:
+        places = [str(tmp_path), servers.enter_context(ValkeyServer()).url]
+    arguments = [str(llama), str(tensor_parallel_size)]
+    result, mapped = run_turns(*arguments, *places)
     tokens, cached, sources = zip(*result["loaded"], strict=True)
     assert list(tokens) == [tokens for tokens, *_ in result["computed"]]
     assert [turn[1:] for turn in result["computed"]] == [[0, {}]] * 4, "nothing is in the folder yet"
@@ -99,10 +112,10 @@ def test_same_tokens_and_nothing_left_behind(llama: Path, tensor_parallel_size: 
     )
     assert not any(Path(f"/dev/shm/{name}.pool").exists() for name in pools), "the ranks have met"
     unlink_shared(mapped)
-    if tensor_parallel_size > 1:
-        again, mapped = run_turns(*arguments)
+    for source, place in zip(("disk", "valkey"), places, strict=False):
+        again, mapped = run_turns(*arguments, place)
         unlink_shared(mapped)
-        expected = zip(tokens, CACHED, [{"disk": count} for count in CACHED], strict=True)
+        expected = zip(tokens, CACHED, [{source: count} for count in CACHED], strict=True)
         assert again["computed"] == [list(turn) for turn in expected]
 
 

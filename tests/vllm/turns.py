@@ -1,20 +1,22 @@
 """A program for `test_processes`: it serves prompts in vLLM's own processes, and says what came out as lines
 of JSON.
 
-`python turns.py MODEL TENSOR_PARALLEL_SIZE [FOLDER]` computes prompts, forgets them, loads them back, and
-then goes on generating until somebody kills it. With a folder there is a disk tier in it, which has all of
-them by the time the line is there.
+`python turns.py MODEL TENSOR_PARALLEL_SIZE [TIER ...]` computes prompts, forgets them, loads them back, and
+then goes on generating until somebody kills it. A tier is a folder for a disk tier or the address of a Valkey
+server; each has all of them by the time the line is there.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
+from socket import create_connection
 from typing import Any
 
 from tests.vllm.device import engine_options
-from tests.vllm.disks import PROBE, disk_tier, wait_open, wait_rows
+from tests.vllm.disks import PROBE, num_rows, wait_open
 from tests.vllm.engines import make_prompt
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
@@ -25,7 +27,7 @@ ROWS = 2 + 3 + 4 + 5
 
 
 def main() -> None:
-    model, tensor_parallel_size, *folders = sys.argv[1:]
+    model, tensor_parallel_size, *places = sys.argv[1:]
     llm = LLM(
         **engine_options(),
         model=model,
@@ -43,21 +45,42 @@ def main() -> None:
             kv_connector="KVTierConnector",
             kv_connector_module_path="kvtier.integrations.vllm",
             kv_role="kv_both",
-            kv_connector_extra_config={"cpu": {"capacity": "16MiB"}, "load_if_faster": False}
-            | (disk_tier(Path(folders[0])) if folders else {}),
+            kv_connector_extra_config={
+                "cpu": {"capacity": "16MiB"},
+                "load_if_faster": False,
+                "load_deadline": "30s",
+                "tiers": [settings_of(place) for place in places],
+            },
         ),
     )
-    if folders:
+    if places:
         wait_open(lambda seed: run(llm, [make_prompt(seed, 40)], 1, PROBE)[0].kv_transfer_params["kvtier"])
     computed = generate(llm, 8)
     assert llm.reset_prefix_cache()
     loaded = generate(llm, 8)
-    if folders:
-        wait_rows(Path(folders[0]), ROWS)
+    while any(count_rows(place) < ROWS for place in places):
+        time.sleep(0.02)
     print(json.dumps({"computed": computed, "loaded": loaded}), flush=True)
     while True:
         generate(llm, 64)
         llm.reset_prefix_cache()
+
+
+def settings_of(place: str) -> dict[str, Any]:
+    """Return the settings of a tier."""
+    if "://" in place:
+        return {"valkey": {"url": place}}
+    return {"disk": {"path": place, "capacity": "64MiB"}}
+
+
+def count_rows(place: str) -> int:
+    """Count the rows that are in a tier, whoever has written them."""
+    if "://" not in place:
+        return num_rows(Path(place))
+    host, _, port = place.removeprefix("valkey://").partition("/")[0].partition(":")
+    with create_connection((host, int(port))) as connection:
+        connection.sendall(b"DBSIZE\r\n")
+        return int(connection.recv(64)[1:])
 
 
 def generate(llm: LLM, max_tokens: int) -> list[tuple[list[int], int, dict[str, int]]]:

@@ -68,6 +68,7 @@ class FaultyBackend(Backend):
     def __init__(self, backend: Backend, plan: BackendFaultPlan | None = None) -> None:
         self.backend = backend
         self.contains_batch, self.writes_once = backend.contains_batch, backend.writes_once
+        self.call_bytes = backend.call_bytes
         self.plan = plan or BackendFaultPlan()
         self.broken: OSError | None = None
         """Fails every call while it is set."""

@@ -205,6 +205,32 @@ class SharedTierSuite(MovingSuite):
         driver.wait(lambda: driver.tier.lookup(key(1)) is True)
         assert driver.fetch(1) == {1: content(1)}, "the good row has taken its place"
 
+    def test_a_kill_before_a_bad_row_is_deleted_leaves_a_miss(
+        self, drivers: list[TierDriver], stranger: Backend, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A deletion is only queued: a row that stays is wrong for the next engine, too, and deleted then."""
+        stranger.delete([_row(1)])
+        stranger.write([_forged("bytes")])
+        killed, other = self.drive(drivers), self.drive(drivers)
+        with monkeypatch.context() as patch:
+            patch.setattr(killed.faulty, "delete", lambda rows: None)  # as if it had been killed before
+            assert killed.fetch(1) == {1: Outcome.FAILED_CHECK}
+            killed.tier.discard(keys(1))
+            self._wait_idle(killed)
+        assert stranger.contains([_row(1)]) == [True]
+        assert self.ask(other, 1) == [True]
+        assert other.fetch(1) == {1: Outcome.FAILED_CHECK}
+        self._wait_idle(other)
+        assert stranger.contains([_row(1)]) == [False]
+        other.store(1)
+        assert other.fetch(1) == {1: content(1)}
+
+    def _wait_idle(self, driver: TierDriver) -> None:
+        """Wait until no call of the tier itself is under way."""
+        tier = driver.tier
+        assert isinstance(tier, shared_tier.SharedTier)
+        driver.wait(lambda: not tier.has_open_calls())
+
     def test_a_reset_gives_an_engine_names_of_its_own(self, drivers: list[TierDriver]) -> None:
         first, second = self.drive(drivers), self.drive(drivers)
         first.store(1, 2)

@@ -32,13 +32,6 @@ from kvtier.tiers.seal import SealKey, SealScope
 
 __all__ = ["Direction", "IOReport", "IOThreads"]
 
-_BATCH_BYTES = 2 << 20
-"""What a thread takes at once: enough that small rows cost few calls, little enough that a job spreads.
-
-A promotion is cut smaller if it would leave threads idle. A demotion is not: nobody waits for it, and each
-thread that wakes costs the engine's own.
-"""
-
 _LAST_WAIT = 0.2
 
 
@@ -525,8 +518,10 @@ class IOThreads:
             size = max(1, work.sizes[work.queued(1)[0]])
             if running and running + size > self._max_in_flight:
                 return None
-            most = max(1, _BATCH_BYTES // size)
-            if direction is Direction.PROMOTE:  # somebody waits: all threads share what there is
+            most = max(1, (self.backend or Backend).call_bytes // size)
+            # Of a promotion, for which somebody waits, all threads take a share. Of a demotion one takes all
+            # that a call should move: each thread that wakes costs the engine's own.
+            if direction is Direction.PROMOTE:
                 most = max(1, min(most, -(-self._queued_bytes[direction] // (size * self._num_threads))))
             places = work.queued(most)
             work.begin(places)

@@ -10,11 +10,14 @@ The client has no deadline: with a dead master a call blocks for four seconds an
 use until it returns, and the tier above suspends. Worse, joining and leaving hold the GIL and so stop the
 whole process: joining for a tenth of a second as a rule, but for a minute and a half if a server hangs, so
 it is tried only after master and metadata server have both answered a question; leaving for a second or two,
-so nobody leaves but at the end. `health_check` says yes to a dead master: `probe` moves bytes instead.
+because the client waits for a thread of its own that sleeps. So nobody leaves while the process lives: a
+backend that is closed leaves its client, with no memory of ours, to the next one with equal settings.
+`health_check` says yes to a dead master: `probe` moves bytes instead.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import errno
 import http.client
@@ -25,7 +28,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -60,6 +63,37 @@ _ERRORS = {
     _TRANSFER_FAILED: (errno.EIO, "the bytes could not be moved; a process that held them may have ended"),
     _NO_MASTER: (errno.ECONNREFUSED, "the master does not answer"),
 }
+
+
+class _Joining(NamedTuple):
+    """What a client joins a store with, as `setup` takes it."""
+
+    host: str
+    metadata: str
+    segment: int
+    buffer: int
+    protocol: str
+    device: str
+    master: str
+
+
+_unused: dict[_Joining, list[MooncakeDistributedStore]] = {}
+"""Clients that have joined and that no backend has now."""
+_lock = threading.Lock()
+
+
+def _take_unused(joining: _Joining) -> MooncakeDistributedStore | None:
+    with _lock:
+        clients = _unused.get(joining)
+        return clients.pop() if clients else None
+
+
+@atexit.register
+def _leave() -> None:
+    """Leave when the process ends. The package would, too, but then it cannot reach the metadata server."""
+    for client in [client for clients in _unused.values() for client in clients]:
+        client.close()
+    _unused.clear()
 
 
 class _Scratch:
@@ -102,23 +136,35 @@ class MooncakeBackend(Backend):
     """A client of one store. Give it the pool by `lend` first."""
 
     writes_once = True
+    call_bytes = 8 << 20
+    """A call has the master asked before and after, and burns a core while it waits: few large ones are best."""
 
     def __init__(self, config: MooncakeConfig, row_bytes: int, *, timeout: float) -> None:
         """Join the store. `OSError`: a server does not answer in time. `ConfigError`: no package."""
         store_class, replication_class = _import_mooncake()
         self._master, self._prefix, self._row_bytes = config.master, config.prefix, row_bytes
         facing = _must_answer(config, timeout)
-        self._store: MooncakeDistributedStore = store_class()
         self._replication: ReplicateConfig = replication_class()
         self._replication.replica_num = config.replicas
         self._lent = range(0)
         self._scratches = threading.local()
-        self._registered: list[Any] = []  # memory that the client knows the address of
+        self._registered: dict[int, Piece] = {}  # memory that the client knows, by address
         self._closed = False
-        where = config.host or facing, config.metadata
-        code = self._store.setup(*where, config.segment, 0, config.protocol, config.device, config.master)
-        if code:
+        self._joining = _Joining(
+            config.host or facing,
+            config.metadata,
+            config.segment,
+            0,
+            config.protocol,
+            config.device,
+            config.master,
+        )
+        self._store: MooncakeDistributedStore = _take_unused(self._joining) or self._join(store_class())
+
+    def _join(self, store: MooncakeDistributedStore) -> MooncakeDistributedStore:
+        if code := store.setup(*self._joining):
             raise self._error(code, "the store could not be joined")
+        return store
 
     def __repr__(self) -> str:
         return f"MooncakeBackend({self._master})"
@@ -186,8 +232,9 @@ class MooncakeBackend(Backend):
                 raise self._error(code)
 
     def probe(self) -> None:
-        name, header = f"{self._prefix}/probe/{os.urandom(8).hex()}", self._scratch().headers[0]
-        address, size = [_address_of(header.data)], [header.nbytes]
+        """Raise `OSError` if the store does not take as many bytes as a row has, or does not give them back."""
+        name, row = f"{self._prefix}/probe/{os.urandom(8).hex()}", self._scratch().row
+        address, size = [_address_of(row.data)], [row.nbytes]
         (code,) = self._store.batch_is_exist([name])  # does not block if the master is gone
         if code < 0:
             raise self._error(code)
@@ -196,13 +243,17 @@ class MooncakeBackend(Backend):
             raise self._error(code)
         (code,) = self._store.batch_get_into([name], address, size)
         self._store.batch_remove([name], True)
-        if code != header.nbytes:
+        if code != row.nbytes:
             raise self._error(code)
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._store.close()
+            for address in self._registered:
+                self._store.unregister_buffer(address)
+            self._registered.clear()
+            with _lock:
+                _unused.setdefault(self._joining, []).append(self._store)
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -247,10 +298,11 @@ class MooncakeBackend(Backend):
         return scratch
 
     def _register(self, memory: Piece) -> None:
-        code = self._store.register_buffer(_address_of(memory), memory.nbytes)
+        address = _address_of(memory)
+        code = self._store.register_buffer(address, memory.nbytes)
         if code:
             raise self._error(code, f"{memory.nbytes} bytes of memory could not be registered")
-        self._registered.append(memory)
+        self._registered[address] = memory
 
     def _name(self, row: BackendRow) -> str:
         return f"{self._prefix}/{row.scope:016x}/{row.key.hex()}"

@@ -51,7 +51,7 @@ _CREDENTIALS = re.compile(rf"https?://({_CREDENTIAL_HOSTS})|/latest/api/token")
 
 
 class ObjectBackend(Backend):
-    """Objects of one bucket. `row_bytes` is not needed to talk to the store; a row says how long it is."""
+    """Objects of one bucket. A row says how long it is; a probe moves `row_bytes`."""
 
     contains_batch = 1
     writes_once = True
@@ -65,7 +65,7 @@ class ObjectBackend(Backend):
                 "object", "needs the package obstore: in a checkout, pip install '.[object]'"
             ) from None
         self._obstore, self._exceptions = obstore, obstore.exceptions
-        self.url, self._timeout = config.url, timeout
+        self.url, self._row_bytes, self._timeout = config.url, row_bytes, timeout
         self._prefix = urlsplit(config.url).path.strip("/")
         self._create = True
         try:
@@ -98,9 +98,13 @@ class ObjectBackend(Backend):
                 raise answer
 
     def probe(self) -> None:
+        """Raise `OSError` if the store does not take an object as long as a row, or gives none back.
+
+        A small one would go, and come, where no row does. All engines use one name, and leave it there.
+        """
         name = self._name("probe")
         try:
-            self._obstore.put(self._store, name, b"kvtier", use_multipart=False)
+            self._obstore.put(self._store, name, bytes(self._row_bytes), use_multipart=False)
             self._obstore.get(self._store, name).bytes()
         except (self._exceptions.BaseError, OSError) as error:
             raise self._translate(error) from None

@@ -44,6 +44,12 @@ _SLOW_FAILURE = 0.1
 """Calls that fail so slowly delay requests, and one of them suspends. Of quick ones a few are let pass."""
 _LARGE_ROW = 64 << 10
 """From here on a row takes longer to send than a question whether it is there."""
+_FRESH_NO = 5.0
+"""A server that said no so many seconds ago is not asked again before a row is sent: who computes a prompt has
+asked about it just before, and a row that another engine has sent since is the same row.
+"""
+_ASK_FIRST, _SEND_AT_ONCE = -1, 0
+"""What stands for the place of a row that is to be written; servers have no places."""
 
 
 class _LastHeard(NamedTuple):
@@ -325,9 +331,15 @@ class SharedTier(IOTier):
         keys = [row.key for row in wanted]
         if wanted:
             self._writing.update(keys)
-            self._last_progress = self._clock()
-            self._submit(Direction.DEMOTE, job, wanted, [-1] * len(wanted))
+            self._last_progress = now = self._clock()
+            self._submit(Direction.DEMOTE, job, wanted, [self._how_to_send(key, now) for key in keys])
         return keys
+
+    def _how_to_send(self, key: OffloadKey, now: float) -> int:
+        """Say whether the server is to be asked before a row is sent."""
+        heard = self._known.get(key)
+        was_absent = heard is not None and not heard.is_there and now - heard.at < _FRESH_NO
+        return _SEND_AT_ONCE if was_absent else _ASK_FIRST
 
     def _may_write(self, row: LentRow) -> bool:
         """Say whether a row is not known to be there, and no call works on it."""
@@ -419,6 +431,11 @@ class SharedTier(IOTier):
     # -- what is held ------------------------------------------------------------------------------
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
+        """Make chunks absent whose bytes are wrong; an I/O thread has them deleted, and nobody waits for that.
+
+        After a kill before it they are still there. A row that was damaged on its way or on the server fails
+        its check again, is a miss again, and is deleted by whoever reads it.
+        """
         self._note_absent(list(keys), TierMiss.FAILED_CHECK)
         if self.is_open():
             self._delete(list(keys))
@@ -504,12 +521,13 @@ class _WriteOnce(Backend):
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self.contains_batch, self.writes_once = backend.contains_batch, backend.writes_once
+        self.call_bytes = backend.call_bytes
 
     def write(self, rows: Sequence[BackendRow]) -> list[OSError | None]:
-        large = [row for row in rows if row.nbytes >= _LARGE_ROW]
-        if not large:
+        doubtful = [row for row in rows if row.place == _ASK_FIRST and row.nbytes >= _LARGE_ROW]
+        if not doubtful:
             return self._backend.write(rows)
-        found = zip(large, self._backend.contains(large), strict=True)
+        found = zip(doubtful, self._backend.contains(doubtful), strict=True)
         there = {row.key for row, is_there in found if is_there}
         absent = [row for row in rows if row.key not in there]
         errors = dict(

@@ -1,8 +1,7 @@
 """Where a server is, and how a connection to it is opened: sockets, TLS, password, database.
 
 Secrets are kept nowhere: files are read at each connect, so that they can be replaced, and errors name files
-and hosts only. Of what a server says to `AUTH` the first word is told, because servers repeat the arguments
-of commands that they do not know. Any thread may call what is here.
+and hosts only. Any thread may call what is here.
 """
 
 from __future__ import annotations
@@ -115,7 +114,8 @@ class Endpoint:
         try:
             return self._context().wrap_socket(raw, server_hostname=self.host)
         except ssl.SSLCertVerificationError as error:
-            problem = f"no TLS with {self}: {error.verify_message}; see valkey.tls_ca_file"
+            hint = "the host in valkey.url" if "mismatch" in error.verify_message else "valkey.tls_ca_file"
+            problem = f"no TLS with {self}: {error.verify_message.rstrip('.')}; see {hint}"
             raise OSError(errno.EPROTO, problem) from None
         except TimeoutError:
             raise late() from None
@@ -138,16 +138,16 @@ class Endpoint:
     def _greet(self, connection: RespConnection, password: bytes | None) -> None:
         """Be let in, choose the database, and see that the server listens: one round trip."""
         steps: list[tuple[bytes, str]] = []
-        if password is not None:
+        if password is not None or self.user is not None:  # some users need no password, but to be named
             user = [] if self.user is None else [self.user.encode()]
             hint = "see valkey.password_file and the user in valkey.url"
-            steps.append((command(b"AUTH", *user, password), hint))
+            steps.append((command(b"AUTH", *user, password or b""), hint))
         if self.database:
             steps.append((command(b"SELECT", b"%d" % self.database), "see the database in valkey.url"))
         steps.append((command(b"PING"), "set valkey.password_file" if password is None else "see its log"))
         connection.send([words for words, _ in steps])
-        for number, (_, hint) in enumerate(steps):
-            refusal = connection.read_status(secret=password is not None and number == 0)
+        for _, hint in steps:
+            refusal = connection.read_status()
             if refusal is not None:
                 told = refusal.errno in (errno.EACCES, errno.EIO)
                 raise OSError(refusal.errno, f"{self}: {refusal.strerror}" + (f"; {hint}" if told else ""))

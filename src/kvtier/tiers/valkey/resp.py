@@ -5,8 +5,8 @@ keep their sockets under private names; so RESP is spoken here. A connection is 
 
 What follows a `begin` has to be over at its deadline (of `time.monotonic`). The kernel waits, so that a row
 is one call without the GIL; a server that stops in the middle of one is noticed at twice the time at most.
-An error that the server answers is a value. An exception leaves answers on their way that nobody must take
-for the next ones: whoever sees one closes the connection.
+An error that the server answers is a value, in our words. An exception leaves answers on their way that nobody
+must take for the next ones: whoever sees one closes the connection.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import struct
 import time
 from collections.abc import Sequence
 
-from kvtier.errors import show_value
 from kvtier.tiers.base import Piece
 
 __all__ = ["RespConnection", "bulk", "command", "late", "seconds_left"]
@@ -29,23 +28,31 @@ _BUFFER_BYTES = 4096
 _MOST_BUFFERS = 512
 """Of one `sendmsg`; Linux takes 1,024."""
 
-_CODES = {
-    "OOM": errno.ENOSPC,
-    "READONLY": errno.EROFS,
-    "NOREPLICAS": errno.EROFS,
-    "MISCONF": errno.EROFS,
-    "NOAUTH": errno.EACCES,
-    "WRONGPASS": errno.EACCES,
-    "NOPERM": errno.EACCES,
-    "LOADING": errno.EBUSY,
-    "BUSY": errno.EBUSY,
-    "MASTERDOWN": errno.EBUSY,
-    "WRONGTYPE": errno.EINVAL,
-    "MOVED": errno.ENOTSUP,
-    "ASK": errno.ENOTSUP,
-    "CLUSTERDOWN": errno.ENOTSUP,
+_CLUSTER = "it is a node of a cluster, which is not supported: expected a single server or a proxy"
+_REFUSALS = {
+    "OOM": (errno.ENOSPC, "it is full and evicts nothing"),
+    "READONLY": (errno.EROFS, "it is a replica, or became one"),
+    "NOREPLICAS": (errno.EROFS, "it has too few replicas to take anything"),
+    "MISCONF": (errno.EROFS, "it cannot save to its disk, and takes nothing"),
+    "NOAUTH": (errno.EACCES, "it expects a password"),
+    "WRONGPASS": (errno.EACCES, "the user or the password is wrong"),
+    "NOPERM": (errno.EACCES, "the user may not do that, or not with names that begin so"),
+    "LOADING": (errno.EBUSY, "it is loading its data"),
+    "BUSY": (errno.EBUSY, "a script keeps it busy"),
+    "MASTERDOWN": (errno.EBUSY, "it is a replica whose primary is gone"),
+    "WRONGTYPE": (errno.EINVAL, "the value is no string"),
+    "MOVED": (errno.ENOTSUP, _CLUSTER),
+    "ASK": (errno.ENOTSUP, _CLUSTER),
+    "CLUSTERDOWN": (errno.ENOTSUP, _CLUSTER),
 }
-_CLUSTER = "the server is a node of a cluster, which is not supported: expected a single server or a proxy"
+"""What the first words of a server's errors mean."""
+_PHRASES = {
+    "max number of clients": "it has as many clients as it may have",
+    "unknown command": "it does not know a command that is needed",
+    "maximum allowed size": "it takes no value of this size",
+    "DB index": "it has no such database",
+}
+"""What others mean, which all begin with ERR, by what is in them."""
 
 
 def bulk(*words: bytes) -> bytes:
@@ -58,14 +65,17 @@ def command(*words: bytes) -> bytes:
     return b"*%d\r\n" % len(words) + bulk(*words)
 
 
-def _refusal(line: bytes, *, secret: bool = False) -> OSError:
-    """Return what a server's error means here."""
+def _refusal(line: bytes) -> OSError:
+    """Return what a server's error means here, in our words: its own may repeat arguments, and so secrets."""
     text = line.decode("utf-8", "replace")
     word = text.partition(" ")[0]
-    code = _CODES.get(word, errno.EIO)
-    if code == errno.ENOTSUP:
-        return OSError(code, f"{_CLUSTER} ({word})")
-    return OSError(code, f"the server answered {show_value(word if secret else text)}")
+    if word in _REFUSALS:
+        code, meaning = _REFUSALS[word]
+        return OSError(code, f"the server answered {word}: {meaning}")
+    if word != "ERR":
+        return OSError(errno.EIO, "the server answered an error that is not known here")
+    meanings = [meaning for phrase, meaning in _PHRASES.items() if phrase in text]
+    return OSError(errno.EIO, ": ".join(["the server answered ERR", *meanings[:1]]))
 
 
 class RespConnection:
@@ -129,9 +139,9 @@ class RespConnection:
 
     # -- receiving ---------------------------------------------------------------------------------
 
-    def read_status(self, *, secret: bool = False) -> OSError | None:
-        """Read `+OK` or the like, or the server's error, of which nothing is told that may be secret."""
-        head = self._read_head(b"+", secret=secret)
+    def read_status(self) -> OSError | None:
+        """Read `+OK` or the like, or the server's error."""
+        head = self._read_head(b"+")
         return head if isinstance(head, OSError) else None
 
     def read_number(self) -> int | OSError:
@@ -168,7 +178,7 @@ class RespConnection:
         if end != b"\r\n":
             raise _garbled()
 
-    def _read_head(self, kind: bytes, *, secret: bool = False) -> bytes | OSError:
+    def _read_head(self, kind: bytes) -> bytes | OSError:
         """Read a line of this kind without its first byte, or the server's error."""
         while (end := self._buffer.find(b"\r\n", self._start, self._end)) < 0:
             self._fill()
@@ -176,7 +186,7 @@ class RespConnection:
         self._start = end + 2
         if line[:1] == b"-":
             self.refused = True
-            return _refusal(line[1:], secret=secret)
+            return _refusal(line[1:])
         if line[:1] != kind:
             raise _garbled()
         return line[1:]

@@ -1,0 +1,77 @@
+"""Every kind of server that a tier can be on, with what befalls servers: one interface for tests of all."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.tiers.mooncake_server import MooncakeServer, need_mooncake
+from tests.tiers.object_server import BUCKET, REGION, S3Server, need_object_store
+from tests.tiers.servers import ValkeyServer
+
+__all__ = ["ServerKind", "serve_mooncake", "serve_mooncake_memory", "serve_objects", "serve_valkey"]
+
+
+@dataclass
+class ServerKind:
+    """A server, the settings of a tier on it, and what befalls servers."""
+
+    tier: dict[str, Any]
+    start: Callable[[], None]
+    kill: Callable[[], None]
+    send_signal: Callable[[int], None]
+    """SIGSTOP: it accepts and never answers."""
+    environment: dict[str, str] = field(default_factory=dict)
+    empty: Callable[[], None] | None = None
+    """Has it forget all rows, if there is a quicker way than a kill and a start."""
+
+
+def serve_valkey(_log: Path, stack: ExitStack) -> ServerKind:
+    server = stack.enter_context(ValkeyServer())
+    signals = {signal.SIGSTOP: server.suspend, signal.SIGCONT: server.resume}
+    tier = {"valkey": {"url": server.url}}
+    return ServerKind(tier, server.start, server.kill, lambda number: signals[signal.Signals(number)]())
+
+
+def serve_objects(_log: Path, stack: ExitStack) -> ServerKind:
+    need_object_store()
+    server = S3Server()
+    stack.callback(server.stop)
+    url = f"s3://{BUCKET}/fleet"
+    return ServerKind(
+        {"object": {"url": url, "endpoint": server.endpoint, "region": REGION, "allow_http": True}},
+        server.start,
+        server.stop,
+        lambda number: server.process.send_signal(number),
+        {"AWS_ACCESS_KEY_ID": "test-id", "AWS_SECRET_ACCESS_KEY": "test-secret"},
+        server.forget,
+    )
+
+
+def serve_mooncake(log: Path, stack: ExitStack) -> ServerKind:
+    need_mooncake()
+    server = MooncakeServer(log, client_ttl=2)
+    stack.callback(server.stop)
+    return ServerKind(
+        {"mooncake": {"master": server.address, "metadata": server.metadata}},
+        server.start_master,
+        server.stop_master,
+        lambda number: server.master.send_signal(number),
+    )
+
+
+def serve_mooncake_memory(log: Path, stack: ExitStack) -> ServerKind:
+    """A store whose master lives: what befalls servers befalls the process with memory."""
+    need_mooncake()
+    server = MooncakeServer(log, client_ttl=2)
+    stack.callback(server.stop)
+    return ServerKind(
+        {"mooncake": {"master": server.address, "metadata": server.metadata}},
+        server.start_giver,
+        server.stop_giver,
+        lambda number: server.giver.send_signal(number),
+    )
