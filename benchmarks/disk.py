@@ -109,7 +109,12 @@ class Ours:
         capacity = count * (size + 128 + 576) + 20480
         config = DiskConfig(path=str(folder), capacity=capacity, write_limit=0)
         self.tier = DiskTier(
-            config, row_bytes=size, namespace=lambda: NAMESPACE, max_queued=1 << 40, threads=threads
+            config,
+            row_bytes=size,
+            namespace=lambda: NAMESPACE,
+            max_queued=1 << 40,
+            threads=threads,
+            max_in_flight=threads * (2 << 20),
         )
         assert self.tier.wait_open(60), self.tier.problem
         self.keys: list[OffloadKey] = []
@@ -250,11 +255,13 @@ class Fio:
         return Cell(part["io_bytes"] / seconds, cpu / part["io_bytes"] * 1e9)
 
 
-def bench_rows(folder: Path, size: int, nbytes: int, rounds: int, fio_program: str | None) -> dict[str, Any]:
+def bench_rows(
+    folder: Path, size: int, nbytes: int, rounds: int, fio_program: str | None, threads: int
+) -> dict[str, Any]:
     """Let the contenders take turns."""
     rows = make_rows(nbytes // size, size)
     nbytes = rows.nbytes
-    ours, fs, fio = Ours(folder / "ours", rows), None, None
+    ours, fs, fio = Ours(folder / "ours", rows, threads), None, None
     (folder / "fs").mkdir()
     with suppress(ImportError):
         fs = Theirs(folder / "fs", rows)
@@ -565,6 +572,7 @@ def main() -> None:
     parser.add_argument("--fio", default=shutil.which("fio"), help="the program")
     parser.add_argument("--mib", type=int, default=256, help="bytes of each turn, in MiB")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=8, help="of our tier; 2 MiB in flight for each")
     parser.add_argument("--only", choices=("rows", "open", "thread", "scheduler"))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--opening", type=Path, help=argparse.SUPPRESS)
@@ -580,7 +588,8 @@ def main() -> None:
         place = Path(folder)
         if options.only in (None, "rows"):
             results["rows"] = [
-                bench_rows(place, size, options.mib << 20, options.rounds, options.fio) for size in SIZES
+                bench_rows(place, size, options.mib << 20, options.rounds, options.fio, options.threads)
+                for size in SIZES
             ]
         if options.only in (None, "open"):
             results["open"] = [bench_open(place, slots) for slots in (10_000, 100_000, 1_000_000)]
