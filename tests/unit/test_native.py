@@ -84,3 +84,9 @@ def test_the_doctor_says_that_they_are_turned_off(monkeypatch: pytest.MonkeyPatc
         Status.WARN,
         "KVTIER_NATIVE=python: Python does their work, slower",
     )
+
+
+@pytest.mark.parametrize("file", sorted(FOLDER.glob("*.[ch]")), ids=lambda file: file.name)
+def test_lines_of_c_end_before_column_110(file: Path) -> None:
+    """As those of Python do, which ruff sees to."""
+    assert [line for line in file.read_text().splitlines() if len(line) > 109] == []

@@ -11,7 +11,7 @@ A table is used by one thread at a time; `kvtier.index.prefix.PrefixIndex` sees 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
@@ -22,6 +22,7 @@ __all__ = [
     "AREAS",
     "MAX_AREAS",
     "MAX_WORKERS",
+    "MIN_COMPILED_BYTES",
     "TIERS",
     "Columns",
     "Edits",
@@ -33,7 +34,7 @@ __all__ = [
     "Table",
     "TableStats",
     "columns_of",
-    "usable_tiers",
+    "tiers_of",
 ]
 
 Hashes = npt.NDArray[np.uint64]
@@ -50,6 +51,8 @@ AREAS = 3
 MAX_AREAS = 16
 """How many areas a table can have, and how many groups."""
 MAX_WORKERS = 4096
+MIN_COMPILED_BYTES = 256 << 10
+"""What a compiled table cannot do without."""
 
 
 class StorageTier(IntEnum):
@@ -178,7 +181,21 @@ def columns_of(workers: tuple[str | None, ...], columns: Columns) -> Match:
     return Match(workers, columns[..., 0], columns[..., 1:4], columns[..., 4:7])
 
 
-def usable_tiers(held: int, needed: int, areas: Sequence[IndexArea]) -> int:
+def tiers_of(
+    holders: Iterable[tuple[int, int]], needs: Callable[[int], int], areas: Sequence[IndexArea]
+) -> dict[int, int]:
+    """Return the workers that hold a block on any tier, and on which of them (a bit for each).
+
+    `holders` are workers and areas; `needs` tells in which groups a worker must hold a block.
+    """
+    held: dict[int, int] = {}
+    for worker, area in holders:
+        held[worker] = held.get(worker, 0) | 1 << area
+    on = {worker: _usable_tiers(bits, needs(worker), areas) for worker, bits in held.items()}
+    return {worker: tiers for worker, tiers in on.items() if tiers}
+
+
+def _usable_tiers(held: int, needed: int, areas: Sequence[IndexArea]) -> int:
     """Return on which tiers (a bit for each) a block in the areas `held` is there for all groups
     `needed`.
     """

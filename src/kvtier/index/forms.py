@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import Literal
 
 from kvtier.errors import InputError
-from kvtier.index.base import Table
+from kvtier.index.base import MIN_COMPILED_BYTES, Table
 from kvtier.index.names import Names, PlainNames
 from kvtier.index.plain import PlainTable
 
@@ -20,7 +20,6 @@ __all__ = ["AUTO", "FORMS", "Keys", "allowance_of", "choose_form", "make_form"]
 FORMS = ("numba", "python")
 AUTO = "auto"
 Keys = Literal["engine", "xxh3"]
-_MIN_TABLE = 256 << 10  # bytes that a compiled table cannot do without
 
 
 def choose_form(form: str | None) -> str:
@@ -48,8 +47,8 @@ def make_form(form: str, keys: Keys, budget: int) -> tuple[Table, Names | None]:
     """Make a table, and names if its keys need them. A name takes half as much again as a block."""
     left = budget - allowance_of(keys, budget)
     table_budget = left if keys == "engine" else left * 2 // 5
-    if form == "numba" and table_budget < _MIN_TABLE:
-        least = _MIN_TABLE * budget // table_budget + 1 if table_budget else _MIN_TABLE * 3
+    if form == "numba" and table_budget < MIN_COMPILED_BYTES:
+        least = MIN_COMPILED_BYTES * budget // table_budget + 1 if table_budget else MIN_COMPILED_BYTES * 3
         raise InputError(
             f"budget: expected at least {least} bytes for a compiled index with {keys} keys, got {budget}"
         )

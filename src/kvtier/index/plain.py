@@ -27,7 +27,7 @@ from kvtier.index.base import (
     Op,
     StorageTier,
     TableStats,
-    usable_tiers,
+    tiers_of,
 )
 
 __all__ = ["PlainTable"]
@@ -264,13 +264,7 @@ class PlainTable:
 
     def _tiers_of(self, mask: int) -> dict[int, int]:
         """Return the workers that hold a block on any tier, and a bit per tier that each holds it on."""
-        held: dict[int, int] = {}
-        for worker, area in _holders(mask):
-            held[worker] = held.get(worker, 0) | 1 << area
-        on = {
-            worker: usable_tiers(areas, self._needed[worker], self._areas) for worker, areas in held.items()
-        }
-        return {worker: tiers for worker, tiers in on.items() if tiers}
+        return tiers_of(_holders(mask), self._needed.__getitem__, self._areas)
 
     def holds(self, worker: int, hashes: Hashes) -> npt.NDArray[np.bool_]:
         bits = _AREA_BITS << (worker * MAX_AREAS)

@@ -1,7 +1,9 @@
-/* The chain of plain block hashes: what `kvtier.keys._chain_python` does, without a Python call for each block.
+/* The chain of plain block hashes: what `kvtier.keys._chain_python` does, without a Python call for each
+ * block.
  *
- * BLAKE2b as in RFC 7693, unkeyed, 32 bytes of digest, personalised "kvtier block". Optional: where this was not compiled the
- * Python version gives the same hashes in twice the time. tests/unit/test_keys.py holds the two against each other.
+ * BLAKE2b as in RFC 7693, unkeyed, 32 bytes of digest, personalised "kvtier block". Optional: where this was
+ * not compiled the Python version gives the same hashes in twice the time. tests/unit/test_keys.py holds the
+ * two against each other.
  */
 #define Py_LIMITED_API 0x030B0000 /* one binary for every Python from 3.11 on */
 #define PY_SSIZE_T_CLEAN
@@ -21,11 +23,16 @@ static const uint64_t IV[8] = {
 };
 
 static const uint8_t SIGMA[10][16] = {
-    {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, {14, 10, 4, 8, 9, 15, 13, 6, 1, 12, 0, 2, 11, 7, 5, 3},
-    {11, 8, 12, 0, 5, 2, 15, 13, 10, 14, 3, 6, 7, 1, 9, 4}, {7, 9, 3, 1, 13, 12, 11, 14, 2, 6, 5, 10, 4, 0, 15, 8},
-    {9, 0, 5, 7, 2, 4, 10, 15, 14, 1, 11, 12, 6, 8, 3, 13}, {2, 12, 6, 10, 0, 11, 8, 3, 4, 13, 7, 5, 15, 14, 1, 9},
-    {12, 5, 1, 15, 14, 13, 4, 10, 0, 7, 6, 3, 9, 2, 8, 11}, {13, 11, 7, 14, 12, 1, 3, 9, 5, 0, 15, 4, 8, 6, 2, 10},
-    {6, 15, 14, 9, 11, 3, 0, 8, 12, 2, 13, 7, 1, 4, 10, 5}, {10, 2, 8, 4, 7, 6, 1, 5, 15, 11, 9, 14, 3, 12, 13, 0},
+    {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
+    {14, 10, 4, 8, 9, 15, 13, 6, 1, 12, 0, 2, 11, 7, 5, 3},
+    {11, 8, 12, 0, 5, 2, 15, 13, 10, 14, 3, 6, 7, 1, 9, 4},
+    {7, 9, 3, 1, 13, 12, 11, 14, 2, 6, 5, 10, 4, 0, 15, 8},
+    {9, 0, 5, 7, 2, 4, 10, 15, 14, 1, 11, 12, 6, 8, 3, 13},
+    {2, 12, 6, 10, 0, 11, 8, 3, 4, 13, 7, 5, 15, 14, 1, 9},
+    {12, 5, 1, 15, 14, 13, 4, 10, 0, 7, 6, 3, 9, 2, 8, 11},
+    {13, 11, 7, 14, 12, 1, 3, 9, 5, 0, 15, 4, 8, 6, 2, 10},
+    {6, 15, 14, 9, 11, 3, 0, 8, 12, 2, 13, 7, 1, 4, 10, 5},
+    {10, 2, 8, 4, 7, 6, 1, 5, 15, 11, 9, 14, 3, 12, 13, 0},
 };
 
 static inline uint64_t rotr(uint64_t x, int n) { return x >> n | x << (64 - n); }
@@ -59,7 +66,8 @@ static void compress(uint64_t h[8], const uint8_t *piece, uint64_t count, int la
     memcpy(v + 8, IV, 64);
     v[12] ^= count;
     if (last) v[14] = ~v[14];
-    ROUND(0) ROUND(1) ROUND(2) ROUND(3) ROUND(4) ROUND(5) ROUND(6) ROUND(7) ROUND(8) ROUND(9) ROUND(0) ROUND(1)
+    ROUND(0) ROUND(1) ROUND(2) ROUND(3) ROUND(4) ROUND(5)
+    ROUND(6) ROUND(7) ROUND(8) ROUND(9) ROUND(0) ROUND(1)
     for (int i = 0; i < 8; i++) h[i] ^= v[i] ^ v[i + 8];
 }
 
@@ -73,7 +81,8 @@ static void hash_message(const uint8_t *message, size_t length, uint8_t digest[H
     memcpy(personal, person, sizeof personal);
     h[6] ^= personal[0];
     h[7] ^= personal[1];
-    for (; length - done > PIECE_BYTES; done += PIECE_BYTES) compress(h, message + done, done + PIECE_BYTES, 0);
+    for (; length - done > PIECE_BYTES; done += PIECE_BYTES)
+        compress(h, message + done, done + PIECE_BYTES, 0);
     compress(h, message + done, length, 1);
     memcpy(digest, h, HASH_BYTES);
 }
@@ -124,7 +133,8 @@ static PyObject *chain(PyObject *module, PyObject *args) {
     Py_ssize_t block_size, parent_bytes;
     const char *parent;
     (void)module;
-    if (!PyArg_ParseTuple(args, "O!ny#", &PyList_Type, &tokens, &block_size, &parent, &parent_bytes)) return NULL;
+    if (!PyArg_ParseTuple(args, "O!ny#", &PyList_Type, &tokens, &block_size, &parent, &parent_bytes))
+        return NULL;
     Py_ssize_t count = PyList_Size(tokens);
     if (block_size < 1 || parent_bytes != HASH_BYTES) {
         PyErr_SetString(PyExc_ValueError, "expected a positive block size and a parent of 32 bytes");
@@ -142,10 +152,12 @@ static PyObject *chain(PyObject *module, PyObject *args) {
 }
 
 static PyMethodDef methods[] = {
-    {"chain", chain, METH_VARARGS, "chain(tokens, block_size, parent) -> list of hashes, one for each full block."},
+    {"chain", chain, METH_VARARGS,
+     "chain(tokens, block_size, parent) -> list of hashes, one for each full block."},
     {NULL, NULL, 0, NULL},
 };
 static PyModuleDef_Slot slots[] = {{0, NULL}};
-static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_chain", NULL, 0, methods, slots, NULL, NULL, NULL};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_chain", NULL, 0, methods, slots, NULL, NULL,
+                                        NULL};
 
 PyMODINIT_FUNC PyInit__chain(void) { return PyModuleDef_Init(&definition); }

@@ -1,11 +1,12 @@
 /* What CUDA streams are told for a piece, command by command in one call: what `PythonSubmitter` of
- * `kvtier.transfer.cuda.commands` does, with next to no time between the calls of the driver. Optional: where this was not
- * compiled, that class does the same; what each method promises is written there. tests/unit/test_cuda_commands.py holds
- * the two against each other, call by call.
+ * `kvtier.transfer.cuda.commands` does, with next to no time between the calls of the driver. Optional:
+ * where this was not compiled, that class does the same; what each method promises is written there.
+ * tests/unit/test_cuda_commands.py holds the two against each other, call by call.
  *
- * Needs no header and no library of CUDA: it is given the addresses of the driver's functions. Streams, events and device
- * memory are numbers, and 0 stands for no event. Calls that only enqueue keep the GIL: they are short, and getting it back from
- * a busy thread may take longer than the bus has work for. What fails is reported by the function that `Submitter` was made with.
+ * Needs no header and no library of CUDA: it is given the addresses of the driver's functions. Streams,
+ * events and device memory are numbers, and 0 stands for no event. Calls that only enqueue keep the GIL:
+ * they are short, and getting it back from a busy thread may take longer than the bus has work for. What
+ * fails is reported by the function that `Submitter` was made with.
  */
 #define Py_LIMITED_API 0x030B0000 /* one binary for every Python from 3.11 on */
 #define PY_SSIZE_T_CLEAN
@@ -25,9 +26,11 @@ typedef struct {
 
 /* The driver's functions, in the order of `driver.SUBMIT_FUNCTIONS`. Older drivers have no `copy_batch`. */
 typedef struct {
-    int (*launch)(Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Handle, void **, void **);
+    int (*launch)(Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Handle,
+                  void **, void **);
     int (*copy)(Handle, Handle, size_t, Handle);
-    int (*copy_batch)(Handle *, Handle *, size_t *, size_t, BatchAttributes *, size_t *, size_t, size_t *, Handle);
+    int (*copy_batch)(Handle *, Handle *, size_t *, size_t, BatchAttributes *, size_t *, size_t, size_t *,
+                      Handle);
     int (*record)(Handle, Handle);
     int (*wait_for)(Handle, Handle, unsigned);
     int (*query_event)(Handle);
@@ -49,7 +52,7 @@ typedef struct { int64_t told, heard, notes, noted, most_blocks; } Note;
 typedef struct { int64_t first, stride, num_blocks, num_slots; } Plain;
 enum { BASE, STRIDE, SIZE, OFFSET, NUM_COLUMNS };
 
-/* -- arguments ------------------------------------------------------------------------------------------------------------- */
+/* -- arguments ------------------------------------------------------------------------------------------ */
 
 static PyObject *refuse(const char *expected) {
     PyErr_Format(PyExc_ValueError, "expected %s", expected);
@@ -122,7 +125,8 @@ typedef struct {
 static int borrow_rows(PyObject *tuple, int64_t last, Rows *rows) {
     if (expect_tuple(tuple, 3) < 0) return -1;
     PyObject *numbers[] = {PyTuple_GetItem(tuple, 1), PyTuple_GetItem(tuple, 2)};
-    if (read_integers(numbers, 1, &rows->base) < 0 || read_integers(numbers + 1, 1, &rows->stride) < 0) return -1;
+    if (read_integers(numbers, 1, &rows->base) < 0 || read_integers(numbers + 1, 1, &rows->stride) < 0)
+        return -1;
     return borrow(PyTuple_GetItem(tuple, 0), last, 1, &rows->ids);
 }
 
@@ -139,7 +143,7 @@ static PyObject *report(Submitter *self, int status, const char *what) {
     return NULL;
 }
 
-/* -- a kernel -------------------------------------------------------------------------------------------------------------- */
+/* -- a kernel ------------------------------------------------------------------------------------------- */
 
 static void write_note(const Note *note, const Array *blocks, const Rows *rows, const int64_t *span) {
     int64_t *told = (int64_t *)note->told, count = span[1] - span[0];
@@ -150,7 +154,8 @@ static void write_note(const Note *note, const Array *blocks, const Rows *rows, 
 }
 
 static int hear(const Driver *driver, const Note *note, int64_t count) {
-    int status = note->heard ? driver->copy(note->heard, note->told, 2 * sizeof(int64_t) * count, note->notes) : 0;
+    size_t size = 2 * sizeof(int64_t) * count;
+    int status = note->heard ? driver->copy(note->heard, note->told, size, note->notes) : 0;
     return status || !note->heard ? status : driver->record(note->noted, note->notes);
 }
 
@@ -160,7 +165,9 @@ static PyObject *submitter_tell(Submitter *self, PyObject *const *args, Py_ssize
     Rows rows;
     Array blocks;
     int64_t span[2], offset;
-    if (expect_count(given, 6) < 0 || read_tuple(args[0], 5, &note.told) < 0 || read_span(args + 2, span) < 0) return NULL;
+    if (expect_count(given, 6) < 0 || read_tuple(args[0], 5, &note.told) < 0 ||
+        read_span(args + 2, span) < 0)
+        return NULL;
     if (span[1] - span[0] > note.most_blocks) return refuse("a piece of fewer blocks");
     if (read_integers(args + 5, 1, &offset) < 0 || borrow(args[1], span[1], 0, &blocks) < 0) return NULL;
     if (borrow_rows(args[4], span[1], &rows) < 0) return give_back(&blocks), NULL;
@@ -171,22 +178,27 @@ static PyObject *submitter_tell(Submitter *self, PyObject *const *args, Py_ssize
     return report(self, hear(&self->driver, &note, span[1] - span[0]), "telling a kernel");
 }
 
-static int start_kernel(const Driver *driver, const Launch *launch, Handle told, int64_t num_blocks, Handle stream) {
-    int64_t programs = launch->tiles > 0 ? (num_blocks * launch->num_tiles + launch->tiles - 1) / launch->tiles : 0;
+static int start_kernel(const Driver *driver, const Launch *launch, Handle told, int64_t num_blocks,
+                        Handle stream) {
+    int64_t tiles = num_blocks * launch->num_tiles;
+    int64_t programs = launch->tiles > 0 ? (tiles + launch->tiles - 1) / launch->tiles : 0;
     uint64_t null = 0, values[] = {launch->table, told, num_blocks, launch->num_tiles};
-    /* The driver reads as many arguments as the kernel has. Triton's compiler adds some of its own, which are null. */
+    /* The driver reads as many arguments as the kernel has. Triton's compiler adds some of its own, which
+     * are null. */
     void *arguments[] = {&values[0], &values[1], &values[2], &values[3], &null, &null, &null, &null};
     if (programs > launch->programs) programs = launch->programs;
-    return driver->launch(launch->function, programs < 1 ? 1 : programs, 1, 1, launch->threads, 1, 1, launch->shared_bytes,
-                          stream, arguments, NULL);
+    return driver->launch(launch->function, programs < 1 ? 1 : programs, 1, 1, launch->threads, 1, 1,
+                          launch->shared_bytes, stream, arguments, NULL);
 }
 
-static int launch_kernel(const Driver *driver, const Launch *launch, const Note *note, const int64_t *numbers) {
+static int launch_kernel(const Driver *driver, const Launch *launch, const Note *note,
+                         const int64_t *numbers) {
     Handle stream = numbers[1], start = numbers[2], wait = numbers[3], done = numbers[4];
     int status = start ? driver->record(start, stream) : 0;
     if (!status && note->heard) status = driver->wait_for(stream, note->noted, 0);
     if (!status && wait) status = driver->wait_for(stream, wait, 0);
-    if (!status) status = start_kernel(driver, launch, note->heard ? note->heard : note->told, numbers[0], stream);
+    if (!status)
+        status = start_kernel(driver, launch, note->heard ? note->heard : note->told, numbers[0], stream);
     return status || !done ? status : driver->record(done, stream);
 }
 
@@ -207,8 +219,10 @@ static int are_within(const Array *ids, int64_t first, int64_t limit) {
 }
 
 /* Return 0, NOT_READY if a job is not plain or the engine not idle, or an error of the driver. */
-static int expect_plain(const Submitter *self, const Plain *plain, const Array *blocks, const Array *slots, Handle engine) {
-    int is_plain = blocks->count && blocks->count == slots->count && are_within(blocks, NULL_BLOCK + 1, plain->num_blocks) &&
+static int expect_plain(const Submitter *self, const Plain *plain, const Array *blocks, const Array *slots,
+                        Handle engine) {
+    int is_plain = blocks->count && blocks->count == slots->count &&
+                   are_within(blocks, NULL_BLOCK + 1, plain->num_blocks) &&
                    are_within(slots, 0, plain->num_slots);
     return is_plain ? self->driver.query_stream(engine) : NOT_READY;
 }
@@ -233,7 +247,7 @@ static PyObject *submitter_is_plain(Submitter *self, PyObject *const *args, Py_s
     return answer(self, status, "asking for a stream");
 }
 
-/* -- a copy ---------------------------------------------------------------------------------------------------------------- */
+/* -- a copy --------------------------------------------------------------------------------------------- */
 
 typedef struct {
     Handle *device, *host;
@@ -241,10 +255,12 @@ typedef struct {
     int64_t count;
 } Ranges;
 
-/* Append a page, to the range before it if it goes on from there at both ends, and not across a seam of the pool. */
+/* Append a page, to the range before it if it goes on from there at both ends, and not across a seam of
+ * the pool. */
 static void append(const Submitter *self, Ranges *ranges, Handle device, Handle host, size_t size) {
     int64_t last = ranges->count - 1;
-    if (last >= 0 && ranges->device[last] + ranges->size[last] == device && ranges->host[last] + ranges->size[last] == host &&
+    if (last >= 0 && ranges->device[last] + ranges->size[last] == device &&
+        ranges->host[last] + ranges->size[last] == host &&
         (host - self->address) / self->seam == (ranges->host[last] - self->address) / self->seam) {
         ranges->size[last] += size;
         return;
@@ -254,12 +270,13 @@ static void append(const Submitter *self, Ranges *ranges, Handle device, Handle 
     ranges->size[ranges->count++] = size;
 }
 
-static void find_ranges(const Submitter *self, const Array *pages, const Array *blocks, const Rows *rows, const int64_t *span,
-                        Ranges *ranges) {
+static void find_ranges(const Submitter *self, const Array *pages, const Array *blocks, const Rows *rows,
+                        const int64_t *span, Ranges *ranges) {
     for (int64_t i = 0; i < span[1] - span[0]; i++) {
         int64_t block = blocks->count ? get(blocks, span[0] + i) : i, row = place(rows, span[0], i);
         for (Py_ssize_t page = 0; page < pages[BASE].count; page++) {
-            int64_t host = row + get(&pages[OFFSET], page), device = get(&pages[BASE], page) + block * get(&pages[STRIDE], page);
+            int64_t host = row + get(&pages[OFFSET], page);
+            int64_t device = get(&pages[BASE], page) + block * get(&pages[STRIDE], page);
             append(self, ranges, device, host, get(&pages[SIZE], page));
         }
     }
@@ -267,7 +284,8 @@ static void find_ranges(const Submitter *self, const Array *pages, const Array *
 
 /* Copy some ranges, in batches of at first `some` on two streams in turn: on one if they are the same. */
 static int copy_ranges(const Submitter *self, const Ranges *ranges, const Handle *streams, int64_t some) {
-    Handle *dst = self->to_pool ? ranges->host : ranges->device, *src = self->to_pool ? ranges->device : ranges->host;
+    Handle *dst = self->to_pool ? ranges->host : ranges->device;
+    Handle *src = self->to_pool ? ranges->device : ranges->host;
     int64_t most = self->driver.copy_batch == NULL ? 1 : self->batch_ranges;
     int status = 0;
     for (int64_t at = 0, turn = 0; at < ranges->count && !status; turn = !turn) {
@@ -275,8 +293,8 @@ static int copy_ranges(const Submitter *self, const Ranges *ranges, const Handle
         size_t count = left < batch ? left : batch, first = 0, failed = 0;
         BatchAttributes in_stream_order = {1, {0, 0}, {0, 0}, 0};
         status = count == 1 ? self->driver.copy(dst[at], src[at], ranges->size[at], streams[turn])
-                            : self->driver.copy_batch(dst + at, src + at, ranges->size + at, count, &in_stream_order, &first, 1,
-                                                      &failed, streams[turn]);
+                            : self->driver.copy_batch(dst + at, src + at, ranges->size + at, count,
+                                                      &in_stream_order, &first, 1, &failed, streams[turn]);
         at += count;
         some = 2 * batch;
     }
@@ -290,20 +308,22 @@ static int wait_on(const Driver *driver, const Handle *streams, int two, Handle 
 
 static int copy_all(const Submitter *self, const Ranges *ranges, const int64_t *handles) {
     const Driver *driver = &self->driver;
-    Handle side_done = handles[2], after = handles[3], start = handles[4], wait = handles[5], done = handles[6];
+    Handle side_done = handles[2], after = handles[3], start = handles[4];
+    Handle wait = handles[5], done = handles[6];
     int two = side_done && ranges->count > 1 && ranges->size[0] < (size_t)self->small_range;
     Handle stream = handles[0], streams[] = {stream, two ? (Handle)handles[1] : stream};
     int status = after ? wait_on(driver, streams, two, after) : 0;
     if (!status && start) status = driver->record(start, stream);
     if (!status && wait) status = wait_on(driver, streams, two, wait);
-    if (!status) status = copy_ranges(self, ranges, streams, start ? self->first_ranges : self->batch_ranges);
+    if (!status)
+        status = copy_ranges(self, ranges, streams, start ? self->first_ranges : self->batch_ranges);
     if (!status && two) status = driver->record(side_done, streams[1]);
     if (!status && two) status = driver->wait_for(stream, side_done, 0);
     return status || !done ? status : driver->record(done, stream);
 }
 
-static PyObject *copy_pages(Submitter *self, const Array *pages, const Array *blocks, const Rows *rows, const int64_t *span,
-                            const int64_t *handles) {
+static PyObject *copy_pages(Submitter *self, const Array *pages, const Array *blocks, const Rows *rows,
+                            const int64_t *span, const int64_t *handles) {
     size_t most = (span[1] - span[0]) * pages[BASE].count;
     uint64_t *room = PyMem_Malloc((3 * most + 1) * sizeof(uint64_t));
     if (room == NULL) return PyErr_NoMemory();
@@ -321,10 +341,14 @@ static PyObject *submitter_copy(Submitter *self, PyObject *const *args, Py_ssize
     Array pages[NUM_COLUMNS], blocks;
     Rows rows;
     int held = 0;
-    if (expect_count(given, 12) < 0 || read_span(args + 2, span) < 0 || read_integers(args + 5, 7, handles) < 0) return NULL;
+    if (expect_count(given, 12) < 0 || read_span(args + 2, span) < 0 ||
+        read_integers(args + 5, 7, handles) < 0)
+        return NULL;
     if (expect_tuple(args[0], NUM_COLUMNS) < 0 || borrow(args[1], span[1], 1, &blocks) < 0) return NULL;
     for (; held < NUM_COLUMNS; held++)
-        if (borrow(PyTuple_GetItem(args[0], held), held == BASE ? 1 : pages[BASE].count, 0, &pages[held]) < 0) goto release;
+        if (borrow(PyTuple_GetItem(args[0], held), held == BASE ? 1 : pages[BASE].count, 0,
+                   &pages[held]) < 0)
+            goto release;
     if (borrow_rows(args[4], span[1], &rows) < 0) goto release;
     result = copy_pages(self, pages, &blocks, &rows, span, handles);
     give_back(&rows.ids);
@@ -334,19 +358,23 @@ release:
     return result;
 }
 
-/* -- a piece --------------------------------------------------------------------------------------------------------------- */
+/* -- a piece -------------------------------------------------------------------------------------------- */
 
 typedef PyObject *(*Command)(Submitter *, PyObject *const *, Py_ssize_t);
 enum { NUM_COMMANDS = 3, MOST_ARGUMENTS = 12 };
-static const Command COMMANDS[NUM_COMMANDS] = {submitter_tell, submitter_launch, submitter_copy}; /* by `CommandKind`, which ends a command */
+/* By `CommandKind`, which ends a command. */
+static const Command COMMANDS[NUM_COMMANDS] = {submitter_tell, submitter_launch, submitter_copy};
 
-/* Return an argument of a command: a string is a `Placeholder` of what the piece has its own, the arguments of `play`. */
+/* Return an argument of a command: a string is a `Placeholder` of what the piece has its own, the
+ * arguments of `play`. */
 static PyObject *find_argument(PyObject *named, PyObject *const *own) {
-    static const char *const NAMES[] = {"blocks", "first", "last", "count", "rows", "start", "wait"}; /* no two begin alike */
+    /* No two begin alike. */
+    static const char *const NAMES[] = {"blocks", "first", "last", "count", "rows", "start", "wait"};
     if (!PyUnicode_Check(named) || PyUnicode_GetLength(named) == 0) return named;
     Py_UCS4 initial = PyUnicode_ReadChar(named, 0);
     for (int i = 0; i < (int)(sizeof(NAMES) / sizeof(NAMES[0])); i++)
-        if (initial == (Py_UCS4)NAMES[i][0]) return PyUnicode_CompareWithASCIIString(named, NAMES[i]) == 0 ? own[i] : named;
+        if (initial == (Py_UCS4)NAMES[i][0])
+            return PyUnicode_CompareWithASCIIString(named, NAMES[i]) == 0 ? own[i] : named;
     return named;
 }
 
@@ -356,7 +384,8 @@ static PyObject *play_command(Submitter *self, PyObject *command, PyObject *cons
     PyObject *kind = given >= 0 ? PyTuple_GetItem(command, given) : NULL;
     int64_t which = -1;
     if (kind != NULL && read_integers(&kind, 1, &which) < 0) return NULL;
-    if (which < 0 || which >= NUM_COMMANDS || given > MOST_ARGUMENTS) return PyErr_Clear(), refuse("a script of commands");
+    if (which < 0 || which >= NUM_COMMANDS || given > MOST_ARGUMENTS)
+        return PyErr_Clear(), refuse("a script of commands");
     for (int i = 0; i < given; i++) args[i] = find_argument(PyTuple_GetItem(command, i), own);
     return COMMANDS[which](self, args, given);
 }
@@ -373,7 +402,7 @@ static PyObject *submitter_play(Submitter *self, PyObject *const *args, Py_ssize
     Py_RETURN_NONE;
 }
 
-/* -- asking and waiting ---------------------------------------------------------------------------------------------------- */
+/* -- asking and waiting --------------------------------------------------------------------------------- */
 
 static PyObject *ask(Submitter *self, int (*query)(Handle), PyObject *handle, const char *what) {
     int64_t number;
@@ -404,17 +433,21 @@ static PyObject *submitter_seconds_between(Submitter *self, PyObject *const *arg
     float milliseconds = 0;
     if (expect_count(given, 2) < 0 || read_integers(args, 2, events) < 0) return NULL;
     int status = self->driver.elapsed(&milliseconds, events[0], events[1]);
-    return status ? report(self, status, "reading the time between events") : PyFloat_FromDouble(milliseconds / 1000.0);
+    return status ? report(self, status, "reading the time between events")
+                  : PyFloat_FromDouble(milliseconds / 1000.0);
 }
 
-/* -- the type -------------------------------------------------------------------------------------------------------------- */
+/* -- the type ------------------------------------------------------------------------------------------- */
 
-/* Submitter(functions, fail, to_pool, address, seam, small_range, first_ranges, batch_ranges): `functions` are addresses. */
+/* Submitter(functions, fail, to_pool, address, seam, small_range, first_ranges, batch_ranges):
+ * `functions` are addresses. */
 static PyObject *submitter_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     PyObject *functions, *fail;
     long long of[6];
     if (kwargs != NULL && PyDict_Size(kwargs) > 0) return refuse("no keywords");
-    if (!PyArg_ParseTuple(args, "SOLLLLLL", &functions, &fail, &of[0], &of[1], &of[2], &of[3], &of[4], &of[5])) return NULL;
+    if (!PyArg_ParseTuple(args, "SOLLLLLL", &functions, &fail, &of[0], &of[1], &of[2], &of[3], &of[4],
+                          &of[5]))
+        return NULL;
     if (PyBytes_Size(functions) != sizeof(Driver) || of[2] < 1 || of[4] < 1 || of[5] < 1)
         return refuse("nine addresses, a seam and batches");
     Submitter *self = (Submitter *)PyType_GenericAlloc(type, 0);
@@ -446,9 +479,11 @@ static PyMethodDef submitter_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 static PyType_Slot submitter_slots[] = {
-    {Py_tp_new, submitter_new}, {Py_tp_dealloc, submitter_dealloc}, {Py_tp_methods, submitter_methods}, {0, NULL},
+    {Py_tp_new, submitter_new}, {Py_tp_dealloc, submitter_dealloc}, {Py_tp_methods, submitter_methods},
+        {0, NULL},
 };
-static PyType_Spec submitter_spec = {"kvtier.native._cuda.Submitter", sizeof(Submitter), 0, Py_TPFLAGS_DEFAULT, submitter_slots};
+static PyType_Spec submitter_spec = {"kvtier.native._cuda.Submitter", sizeof(Submitter), 0,
+                                     Py_TPFLAGS_DEFAULT, submitter_slots};
 
 static int fill_module(PyObject *module) {
     PyObject *type = PyType_FromSpec(&submitter_spec);
@@ -458,6 +493,7 @@ static int fill_module(PyObject *module) {
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, fill_module}, {0, NULL}};
-static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_cuda", NULL, 0, NULL, slots, NULL, NULL, NULL};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_cuda", NULL, 0, NULL, slots, NULL, NULL,
+                                        NULL};
 
 PyMODINIT_FUNC PyInit__cuda(void) { return PyModuleDef_Init(&definition); }

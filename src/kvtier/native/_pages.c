@@ -1,9 +1,10 @@
-/* Copies of scattered pages: what `kvtier.transfer.pages.store_python` and `load_python` do, in one call without the GIL.
+/* Copies of scattered pages: what `kvtier.transfer.pages.store_python` and `load_python` do, in one call
+ * without the GIL.
  *
- * Pages are written past the caches where the processor can do that. What is stored is not read again soon, what is loaded
- * is more than caches hold, and a write that need not fetch the line first costs a third less memory traffic: scattered
- * pages go as fast as one large memcpy. Optional: where this was not compiled the Python version does the same, slower.
- * tests/unit/test_pages.py holds the two against each other.
+ * Pages are written past the caches where the processor can do that. What is stored is not read again soon,
+ * what is loaded is more than caches hold, and a write that need not fetch the line first costs a third less
+ * memory traffic: scattered pages go as fast as one large memcpy. Optional: where this was not compiled the
+ * Python version does the same, slower. tests/unit/test_pages.py holds the two against each other.
  */
 #define Py_LIMITED_API 0x030B0000 /* one binary for every Python from 3.11 on */
 #define PY_SSIZE_T_CLEAN
@@ -25,7 +26,8 @@ typedef struct {
 } End;
 
 static char *block(const End *end, Py_ssize_t i) {
-    return end->start + end->first[i] * end->first_stride + (end->second ? end->second[i] * end->second_stride : 0);
+    return end->start + end->first[i] * end->first_stride +
+           (end->second ? end->second[i] * end->second_stride : 0);
 }
 
 /* Copy a page and look ahead, into the next one too: processors do not foresee where scattered pages are. */
@@ -54,7 +56,8 @@ static void copy_page(char *to, const char *from, Py_ssize_t size, const char *n
 
 static void copy_blocks(const End *to, const End *from, Py_ssize_t count, Py_ssize_t refs, Py_ssize_t page) {
     for (Py_ssize_t i = 0; i < count; i++) {
-        char *target = block(to, i), *source = block(from, i), *following = block(from, i + 1 < count ? i + 1 : i);
+        char *target = block(to, i), *source = block(from, i);
+        char *following = block(from, i + 1 < count ? i + 1 : i);
         for (Py_ssize_t ref = 0; ref < refs; ref++) {
             char *next = ref + 1 < refs ? source + from->ref_stride : following;
             copy_page(target, source, page, next);
@@ -83,7 +86,8 @@ static int is_valid(const Py_buffer *with) {
     if (pool->shape[2] != engine->shape[1] || pool->shape[3] != engine->shape[2]) return 0;
     if (pool->strides[3] != 1 || engine->strides[2] != 1 || with[BLOCKS].ndim != 1) return 0;
     Py_ssize_t count = with[BLOCKS].shape[0];
-    return is_index(&with[SLOTS], count, pool->shape[0]) && is_index(&with[INDICES], count, pool->shape[1]) &&
+    return is_index(&with[SLOTS], count, pool->shape[0]) &&
+           is_index(&with[INDICES], count, pool->shape[1]) &&
            is_index(&with[BLOCKS], count, engine->shape[0]);
 }
 
@@ -91,14 +95,16 @@ static PyObject *copy(PyObject *args, int target) {
     PyObject *objects[NUM_BUFFERS], *result = NULL;
     Py_buffer with[NUM_BUFFERS];
     int held = 0;
-    if (!PyArg_ParseTuple(args, "OOOOO", &objects[0], &objects[1], &objects[2], &objects[3], &objects[4])) return NULL;
+    if (!PyArg_ParseTuple(args, "OOOOO", &objects[0], &objects[1], &objects[2], &objects[3], &objects[4]))
+        return NULL;
     for (; held < NUM_BUFFERS; held++) {
         int flags = held >= SLOTS ? PyBUF_ND : held == target ? PyBUF_STRIDED : PyBUF_STRIDED_RO;
         if (PyObject_GetBuffer(objects[held], &with[held], flags) < 0) goto release;
     }
     if (!is_valid(with)) {
-        PyErr_SetString(PyExc_ValueError, "expected pool (slots, indices, refs, page) and engine (blocks, refs, page) of bytes, "
-                                          "and three int64 arrays of one length within their bounds");
+        PyErr_SetString(PyExc_ValueError,
+                        "expected pool (slots, indices, refs, page) and engine (blocks, refs, page) of "
+                        "bytes, and three int64 arrays of one length within their bounds");
         goto release;
     }
     const Py_ssize_t *in_pool = with[POOL].strides, *in_engine = with[ENGINE].strides;
@@ -107,7 +113,8 @@ static PyObject *copy(PyObject *args, int target) {
         {with[ENGINE].buf, with[BLOCKS].buf, NULL, in_engine[0], 0, in_engine[1]},
     };
     Py_BEGIN_ALLOW_THREADS
-    copy_blocks(&ends[target], &ends[!target], with[BLOCKS].shape[0], with[ENGINE].shape[1], with[ENGINE].shape[2]);
+    copy_blocks(&ends[target], &ends[!target], with[BLOCKS].shape[0], with[ENGINE].shape[1],
+                with[ENGINE].shape[2]);
     Py_END_ALLOW_THREADS
     Py_INCREF(Py_None);
     result = Py_None;
@@ -127,11 +134,14 @@ static PyObject *load(PyObject *module, PyObject *args) {
 }
 
 static PyMethodDef methods[] = {
-    {"store", store, METH_VARARGS, "store(pool, engine, slots, indices, blocks): pool[slots, indices] = engine[blocks]."},
-    {"load", load, METH_VARARGS, "load(pool, engine, slots, indices, blocks): engine[blocks] = pool[slots, indices]."},
+    {"store", store, METH_VARARGS,
+     "store(pool, engine, slots, indices, blocks): pool[slots, indices] = engine[blocks]."},
+    {"load", load, METH_VARARGS,
+     "load(pool, engine, slots, indices, blocks): engine[blocks] = pool[slots, indices]."},
     {NULL, NULL, 0, NULL},
 };
 static PyModuleDef_Slot slots[] = {{0, NULL}};
-static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_pages", NULL, 0, methods, slots, NULL, NULL, NULL};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_pages", NULL, 0, methods, slots, NULL, NULL,
+                                        NULL};
 
 PyMODINIT_FUNC PyInit__pages(void) { return PyModuleDef_Init(&definition); }

@@ -1,10 +1,12 @@
-/* What `kvtier.policies.slots` is built on, without a Python call for each chunk: which chunk is in which slot (SlotBook), keys that
- * were evicted (GhostLists), slots in order of use (RecencyList). Optional: where this was not compiled, the classes named Python…
- * there do the same; what each method promises is written there. tests/unit/test_slots.py holds the two against each other.
+/* What `kvtier.policies.slots` is built on, without a Python call for each chunk: which chunk is in which
+ * slot (SlotBook), keys that were evicted (GhostLists), slots in order of use (RecencyList). Optional: where
+ * this was not compiled, the classes named Python… there do the same; what each method promises is written
+ * there. tests/unit/test_slots.py holds the two against each other.
  *
- * The keys of a prompt are a thousand lookups in memory that is cold. They are taken a few at a time, and what they will need is
- * fetched ahead, so that they wait for memory together and not one after the other. A decoded block is one key, and what counts
- * is the number of calls. Numbers go in and out as numpy arrays, which are seen as plain buffers.
+ * The keys of a prompt are a thousand lookups in memory that is cold. They are taken a few at a time, and
+ * what they will need is fetched ahead, so that they wait for memory together and not one after the other. A
+ * decoded block is one key, and what counts is the number of calls. Numbers go in and out as numpy arrays,
+ * which are seen as plain buffers.
  */
 #define Py_LIMITED_API 0x030B0000 /* one binary for every Python from 3.11 on */
 #define PY_SSIZE_T_CLEAN
@@ -14,7 +16,7 @@
 
 enum { AHEAD = 32, NONE = -1, WRITING = -1 };
 
-/* -- numpy arrays as buffers ----------------------------------------------------------------------------------------------- */
+/* -- numpy arrays as buffers ---------------------------------------------------------------------------- */
 
 typedef struct {
     Py_buffer view;
@@ -38,7 +40,9 @@ static int borrow(PyObject *object, Py_ssize_t size, int writable, Array *array)
 
 static void give_back(Array *array) { PyBuffer_Release(&array->view); }
 
-static inline int64_t get(const Array *array, Py_ssize_t i) { return *(int64_t *)(array->data + i * array->stride); }
+static inline int64_t get(const Array *array, Py_ssize_t i) {
+    return *(int64_t *)(array->data + i * array->stride);
+}
 static inline void set(const Array *array, Py_ssize_t i, int64_t value) {
     *(int64_t *)(array->data + i * array->stride) = value;
 }
@@ -49,7 +53,8 @@ static int borrow_slots(PyObject *object, Py_ssize_t first, Py_ssize_t limit, Ar
     if (borrow(object, 8, 0, slots) < 0) return -1;
     for (Py_ssize_t i = 0; i < slots->count; i++) {
         if (get(slots, i) >= first && get(slots, i) < limit) continue;
-        PyErr_Format(PyExc_IndexError, "expected slots from %zd to %zd, got %lld", first, limit - 1, (long long)get(slots, i));
+        PyErr_Format(PyExc_IndexError, "expected slots from %zd to %zd, got %lld", first, limit - 1,
+                     (long long)get(slots, i));
         give_back(slots);
         return -1;
     }
@@ -67,7 +72,8 @@ static PyObject *new_slots(Py_ssize_t count, Array *array) {
     return object;
 }
 
-/* Give an array back and return its first `count` items, or NULL if that is negative: then an exception is set. */
+/* Give an array back and return its first `count` items, or NULL if that is negative: then an exception
+ * is set. */
 static PyObject *leading_part(PyObject *object, Array *array, Py_ssize_t count) {
     int whole = count == array->count;
     give_back(array);
@@ -77,7 +83,7 @@ static PyObject *leading_part(PyObject *object, Array *array, Py_ssize_t count) 
     return part;
 }
 
-/* -- keys and their hashes ----------------------------------------------------------------------------------------------- */
+/* -- keys and their hashes ------------------------------------------------------------------------------ */
 
 typedef struct {
     PyObject *object;
@@ -109,7 +115,8 @@ static inline uint64_t mix(uint64_t a, uint64_t b) {
     return (uint64_t)product ^ (uint64_t)(product >> 64);
 }
 
-/* Hash a key, 16 bytes at a time, with secrets: whoever can choose keys cannot tell which of them collide. */
+/* Hash a key, 16 bytes at a time, with secrets: whoever can choose keys cannot tell which of them
+ * collide. */
 static uint64_t hash_key(const Key *key) {
     char padded[16] = {0};
     const char *bytes = key->bytes, *last = padded;
@@ -124,14 +131,15 @@ static uint64_t hash_key(const Key *key) {
     return mix(hash, secrets[0]);
 }
 
-/* -- a table from hashes to slots ------------------------------------------------------------------------------------------ */
+/* -- a table from hashes to slots ----------------------------------------------------------------------- */
 
 typedef struct {
     uint32_t tag; /* of a hash, the upper half */
     int32_t slot; /* NONE: empty */
 } Entry;
 
-/* Open addressing with linear probing, at most half full. An entry's home is its tag, so that entries can move on deletion. */
+/* Open addressing with linear probing, at most half full. An entry's home is its tag, so that entries can
+ * move on deletion. */
 typedef struct {
     uint32_t mask;
     Entry *entries;
@@ -177,8 +185,10 @@ static Py_ssize_t count_keys(PyObject *list) {
     return -1;
 }
 
-/* Read and hash up to AHEAD keys of a list, beginning at `start`; return how many, or -1 with an exception set. */
-static Py_ssize_t hash_some(const Table *table, PyObject *list, Py_ssize_t start, Key *keys, uint64_t *hashes) {
+/* Read and hash up to AHEAD keys of a list, beginning at `start`; return how many, or -1 with an
+ * exception set. */
+static Py_ssize_t hash_some(const Table *table, PyObject *list, Py_ssize_t start, Key *keys,
+                            uint64_t *hashes) {
     Py_ssize_t count = count_keys(list) - start;
     if (count > AHEAD) count = AHEAD;
     for (Py_ssize_t i = 0; i < count; i++) {
@@ -189,7 +199,7 @@ static Py_ssize_t hash_some(const Table *table, PyObject *list, Py_ssize_t start
     return count;
 }
 
-/* -- a map from keys to slots ---------------------------------------------------------------------------------------------- */
+/* -- a map from keys to slots --------------------------------------------------------------------------- */
 
 typedef struct {
     Table table;
@@ -227,12 +237,14 @@ static int32_t find_one(const Map *map, const Key *key, uint64_t hash) {
     return NONE;
 }
 
-/* Find up to AHEAD keys of a list, beginning at `start`; return how many were tried, or -1 with an exception set. */
+/* Find up to AHEAD keys of a list, beginning at `start`; return how many were tried, or -1 with an
+ * exception set. */
 static Py_ssize_t find_some(const Map *map, PyObject *list, Py_ssize_t start, Some *some) {
     Py_ssize_t count = hash_some(&map->table, list, start, some->keys, some->hashes);
     for (Py_ssize_t i = 0; i < count; i++) {
         Entry entry = *home(&map->table, tag_of(some->hashes[i]));
-        some->slots[i] = entry.tag == tag_of(some->hashes[i]) ? entry.slot : NONE; /* a guess, most often right */
+        /* A guess, most often right. */
+        some->slots[i] = entry.tag == tag_of(some->hashes[i]) ? entry.slot : NONE;
         if (some->slots[i] != NONE) __builtin_prefetch(map->keys + entry.slot);
     }
     for (Py_ssize_t i = 0; i < count; i++) {
@@ -268,7 +280,7 @@ static void fetch_ahead(const Map *map, const Array *slots, Py_ssize_t start) {
     }
 }
 
-/* -- what the three classes share ------------------------------------------------------------------------------------------ */
+/* -- what the three classes share ----------------------------------------------------------------------- */
 
 /* Append to a list; if that fails or failed before, there is no list, and an exception is set. */
 static inline void append(PyObject **list, PyObject *key) {
@@ -285,7 +297,9 @@ static PyObject *with_slots(OnSlots *call, void *self, PyObject *array, Py_ssize
     return answer;
 }
 
-static PyObject *new_object(PyTypeObject *type) { return ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0); }
+static PyObject *new_object(PyTypeObject *type) {
+    return ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+}
 
 static void free_object(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
@@ -305,11 +319,12 @@ static int read_pair(PyObject *const *args, Py_ssize_t num_args, Py_ssize_t *num
 
 static int check_capacity(Py_ssize_t capacity) {
     if (capacity >= 0 && capacity < INT32_MAX / 4) return 0;
-    PyErr_Format(PyExc_ValueError, "expected a capacity of 0 to %d slots, got %zd", INT32_MAX / 4 - 1, capacity);
+    PyErr_Format(PyExc_ValueError, "expected a capacity of 0 to %d slots, got %zd", INT32_MAX / 4 - 1,
+                 capacity);
     return -1;
 }
 
-/* -- SlotBook: which chunk is in which slot, and in what state ------------------------------------------------------------- */
+/* -- SlotBook: which chunk is in which slot, and in what state ------------------------------------------ */
 
 typedef struct {
     PyObject_HEAD
@@ -381,7 +396,8 @@ static PyObject *book_missing(PyObject *self, PyObject *keys) {
     Py_ssize_t start = 0, tried = 0, count = count_keys(keys);
     if (count < 0) return NULL;
     PyObject *list = make_map(&missing, count) < 0 ? PyErr_NoMemory() : PyList_New(0);
-    for (; list != NULL && (tried = find_some(&((Book *)self)->map, keys, start, &some)) > 0; start += tried) {
+    for (; list != NULL && (tried = find_some(&((Book *)self)->map, keys, start, &some)) > 0;
+         start += tried) {
         for (Py_ssize_t i = 0; i < tried; i++) {
             if (some.slots[i] != NONE || find_one(&missing, some.keys + i, some.hashes[i]) != NONE) continue;
             insert_one(&missing, some.keys + i, some.hashes[i], (int32_t)missing.count);
@@ -415,7 +431,8 @@ static Py_ssize_t reserve_all(Book *self, PyObject *keys, Py_ssize_t user, const
     Py_ssize_t done = 0, tried;
     while ((tried = find_some(&self->map, keys, done, &some)) > 0) {
         for (Py_ssize_t i = 0; i < tried; i++) {
-            if (find_one(&self->map, some.keys + i, some.hashes[i]) != NONE) { /* again: it may be an earlier key of this call */
+            /* Again: it may be an earlier key of this call. */
+            if (find_one(&self->map, some.keys + i, some.hashes[i]) != NONE) {
                 PyErr_SetString(PyExc_ValueError, "expected keys without a slot");
                 take_back(self, out, done);
                 return -1;
@@ -440,7 +457,8 @@ static PyObject *book_reserve(PyObject *object, PyObject *const *args, Py_ssize_
     Py_ssize_t user, count;
     if (read_pair(args, num_args, &user) < 0 || (count = count_keys(args[1])) < 0) return NULL;
     if (count > self->num_free) {
-        return PyErr_Format(PyExc_ValueError, "expected at most %zd keys, one for each free slot", self->num_free);
+        return PyErr_Format(PyExc_ValueError, "expected at most %zd keys, one for each free slot",
+                            self->num_free);
     }
     PyObject *slots = new_slots(count, &out);
     return slots == NULL ? NULL : leading_part(slots, &out, reserve_all(self, args[1], user, &out));
@@ -464,7 +482,8 @@ static PyObject *book_complete(PyObject *object, PyObject *keys) {
     return list;
 }
 
-/* Add a reader to slots that are ready, or (`by` -1) take one from slots that are read, up to the first that is not. */
+/* Add a reader to slots that are ready, or (`by` -1) take one from slots that are read, up to the first
+ * that is not. */
 static Py_ssize_t add_readers(Book *self, const Array *slots, Py_ssize_t count, int by) {
     for (Py_ssize_t i = 0; i < count; i++) {
         int64_t slot = get(slots, i), readers = slot == NONE ? WRITING : get(&self->readers, slot);
@@ -508,7 +527,8 @@ static PyObject *list_keys(Book *self, const Array *slots) {
     return list;
 }
 
-/* Empty slots and return the keys that they had. These are listed first, which alone can fail: then nothing has changed. */
+/* Empty slots and return the keys that they had. These are listed first, which alone can fail: then
+ * nothing has changed. */
 static PyObject *remove_all(void *object, const Array *slots) {
     Book *self = object;
     PyObject *list = list_keys(self, slots);
@@ -526,7 +546,8 @@ static PyObject *free_all(void *object, const Array *slots) {
     for (Py_ssize_t i = 0; i < slots->count; i++) {
         int32_t slot = (int32_t)get(slots, i);
         if (self->map.keys[slot].object != NULL || self->is_free[slot] || !is_new(self, slot)) {
-            return PyErr_Format(PyExc_ValueError, "expected empty slots that are not free, each once, got %d", slot);
+            return PyErr_Format(PyExc_ValueError,
+                                "expected empty slots that are not free, each once, got %d", slot);
         }
     }
     for (Py_ssize_t i = 0; i < slots->count; i++) push_free(self, (int32_t)get(slots, i));
@@ -538,12 +559,17 @@ static PyObject *on_slots(PyObject *self, PyObject *array, Py_ssize_t first, OnS
 }
 
 static PyObject *book_pin(PyObject *self, PyObject *slots) { return on_slots(self, slots, NONE, pin_all); }
-static PyObject *book_unpin(PyObject *self, PyObject *slots) { return on_slots(self, slots, NONE, unpin_all); }
+static PyObject *book_unpin(PyObject *self, PyObject *slots) {
+    return on_slots(self, slots, NONE, unpin_all);
+}
 static PyObject *book_keys(PyObject *self, PyObject *slots) { return on_slots(self, slots, 0, keys_of_all); }
-static PyObject *book_remove(PyObject *self, PyObject *slots) { return on_slots(self, slots, 0, remove_all); }
+static PyObject *book_remove(PyObject *self, PyObject *slots) {
+    return on_slots(self, slots, 0, remove_all);
+}
 static PyObject *book_free(PyObject *self, PyObject *slots) { return on_slots(self, slots, 0, free_all); }
 
-/* Say whether all slots are held and evictable, each named once. The array of flags is not ours alone, so keys are asked too. */
+/* Say whether all slots are held and evictable, each named once. The array of flags is not ours alone, so
+ * keys are asked too. */
 static int are_evictable(Book *self, const Array *slots) {
     new_mark(self);
     for (Py_ssize_t i = 0; i < slots->count; i++) {
@@ -581,7 +607,8 @@ static PyObject *book_free_slots(PyObject *object, PyObject *unused) {
 
 static void book_dealloc(PyObject *object) {
     Book *self = (Book *)object;
-    for (Py_ssize_t slot = 0; self->map.keys != NULL && slot < self->num_slots; slot++) Py_XDECREF(self->map.keys[slot].object);
+    for (Py_ssize_t slot = 0; self->map.keys != NULL && slot < self->num_slots; slot++)
+        Py_XDECREF(self->map.keys[slot].object);
     free_map(&self->map);
     PyMem_Free(self->free);
     PyMem_Free(self->is_free);
@@ -604,7 +631,8 @@ static int make_book(Book *self) {
     self->free = PyMem_Malloc(((size_t)num_slots + 1) * sizeof *self->free);
     self->is_free = PyMem_Malloc((size_t)num_slots + 1);
     self->marks = PyMem_Calloc((size_t)num_slots + 1, sizeof *self->marks);
-    if (make_map(&self->map, num_slots) < 0 || self->free == NULL || self->is_free == NULL || self->marks == NULL) {
+    if (make_map(&self->map, num_slots) < 0 || self->free == NULL || self->is_free == NULL ||
+        self->marks == NULL) {
         PyErr_NoMemory();
         return -1;
     }
@@ -649,12 +677,13 @@ static PyType_Slot book_slots[] = {
     {Py_tp_new, book_new},       {Py_tp_dealloc, book_dealloc},   {Py_tp_methods, book_methods},
     {Py_mp_length, book_length}, {0, NULL},
 };
-static PyType_Spec book_spec = {"kvtier.native._slots.SlotBook", sizeof(Book), 0, Py_TPFLAGS_DEFAULT, book_slots};
+static PyType_Spec book_spec = {"kvtier.native._slots.SlotBook", sizeof(Book), 0, Py_TPFLAGS_DEFAULT,
+                                book_slots};
 
-/* -- GhostLists: keys that were evicted from two lists --------------------------------------------------------------------- */
+/* -- GhostLists: keys that were evicted from two lists -------------------------------------------------- */
 
-/* A ring of hashes for each list; a slot is a place in one of them. Keys are told apart by 64 bits of a secret hash: a mistake
- * in 2^64 costs a policy one bad guess, and no key has to be kept alive. */
+/* A ring of hashes for each list; a slot is a place in one of them. Keys are told apart by 64 bits of a
+ * secret hash: a mistake in 2^64 costs a policy one bad guess, and no key has to be kept alive. */
 typedef struct {
     PyObject_HEAD
     Py_ssize_t capacity, next[2], sizes[2];
@@ -664,7 +693,8 @@ typedef struct {
 
 static int32_t find_ghost(const Ghosts *self, uint64_t hash) {
     const Entry *entries = self->table.entries;
-    for (uint32_t i = tag_of(hash) & self->table.mask; entries[i].slot != NONE; i = (i + 1) & self->table.mask) {
+    for (uint32_t i = tag_of(hash) & self->table.mask; entries[i].slot != NONE;
+         i = (i + 1) & self->table.mask) {
         if (entries[i].tag == tag_of(hash) && self->hashes[entries[i].slot] == hash) return entries[i].slot;
     }
     return NONE;
@@ -699,7 +729,8 @@ static PyObject *ghosts_remember(PyObject *object, PyObject *const *args, Py_ssi
     Some some;
     Py_ssize_t start = 0, count, which;
     if (read_pair(args, num_args, &which) < 0) return NULL;
-    if (which < 0 || which > 1) return PyErr_Format(PyExc_ValueError, "expected list 0 or 1, got %zd", which);
+    if (which < 0 || which > 1)
+        return PyErr_Format(PyExc_ValueError, "expected list 0 or 1, got %zd", which);
     for (; (count = hash_some(&self->table, args[1], start, some.keys, some.hashes)) > 0; start += count) {
         fetch_oldest(self, which, count);
         for (Py_ssize_t i = 0; i < count && self->capacity > 0; i++) add_ghost(self, which, some.hashes[i]);
@@ -769,11 +800,13 @@ static PyMethodDef ghosts_methods[] = {
 static PyType_Slot ghosts_slots[] = {
     {Py_tp_new, ghosts_new}, {Py_tp_dealloc, ghosts_dealloc}, {Py_tp_methods, ghosts_methods}, {0, NULL},
 };
-static PyType_Spec ghosts_spec = {"kvtier.native._slots.GhostLists", sizeof(Ghosts), 0, Py_TPFLAGS_DEFAULT, ghosts_slots};
+static PyType_Spec ghosts_spec = {"kvtier.native._slots.GhostLists", sizeof(Ghosts), 0, Py_TPFLAGS_DEFAULT,
+                                  ghosts_slots};
 
-/* -- RecencyList: slots in order of use ------------------------------------------------------------------------------------ */
+/* -- RecencyList: slots in order of use ----------------------------------------------------------------- */
 
-/* A ring of links; the one after the last slot stands between the newest and the oldest. newer[slot] == NONE: not in the ring. */
+/* A ring of links; the one after the last slot stands between the newest and the oldest. newer[slot] ==
+ * NONE: not in the ring. */
 typedef struct {
     PyObject_HEAD
     Py_ssize_t capacity, length;
@@ -930,9 +963,10 @@ static PyType_Slot recency_slots[] = {
     {Py_tp_new, recency_new},       {Py_tp_dealloc, recency_dealloc}, {Py_tp_methods, recency_methods},
     {Py_mp_length, recency_length}, {0, NULL},
 };
-static PyType_Spec recency_spec = {"kvtier.native._slots.RecencyList", sizeof(Recency), 0, Py_TPFLAGS_DEFAULT, recency_slots};
+static PyType_Spec recency_spec = {"kvtier.native._slots.RecencyList", sizeof(Recency), 0,
+                                   Py_TPFLAGS_DEFAULT, recency_slots};
 
-/* -- the module ---------------------------------------------------------------------------------------------------------- */
+/* -- the module ----------------------------------------------------------------------------------------- */
 
 static int add_type(PyObject *module, PyType_Spec *spec) {
     PyObject *type = PyType_FromSpec(spec);
@@ -964,10 +998,12 @@ static int find_numpy(void) {
 
 static int fill_module(PyObject *module) {
     if (draw_secrets() < 0 || find_numpy() < 0) return -1;
-    return add_type(module, &book_spec) < 0 || add_type(module, &ghosts_spec) < 0 || add_type(module, &recency_spec) < 0 ? -1 : 0;
+    return add_type(module, &book_spec) < 0 || add_type(module, &ghosts_spec) < 0 ||
+           add_type(module, &recency_spec) < 0 ? -1 : 0;
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, fill_module}, {0, NULL}};
-static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_slots", NULL, 0, NULL, slots, NULL, NULL, NULL};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_slots", NULL, 0, NULL, slots, NULL, NULL,
+                                        NULL};
 
 PyMODINIT_FUNC PyInit__slots(void) { return PyModuleDef_Init(&definition); }

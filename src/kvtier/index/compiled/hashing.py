@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvtier.index.compiled.jit import fold_product, jit, swap_bytes
+from kvtier.index.xxh3 import SEED
 
 __all__ = ["chain", "chain_one", "hash_block", "hash_blocks"]
 
@@ -34,7 +35,7 @@ _P64_3, _P64_4, _P64_5 = (
 )
 _MX1, _MX2 = np.uint64(0x165667919E3779F9), np.uint64(0x9FB21C651E98DF25)
 _START = np.array([_P32_3, _P64_1, _P64_2, _P64_3, _P64_4, _P32_2, _P64_5, _P32_1], np.uint64)
-_SEED = np.uint64(1337)
+_SEED = np.uint64(SEED)
 _LOW, _S32 = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 

@@ -23,7 +23,7 @@ from kvtier.events.wire import Change, DecodedBatch, decode_batch, place_weight
 from kvtier.index.base import Edits, Hashes, Op
 from kvtier.index.compiled.jit import jit
 from kvtier.index.compiled.msgpack import head, integer, read_u32, skip_integers, text, word_in
-from kvtier.index.places import PLACES
+from kvtier.index.places import FULL_ATTENTION, PLACES
 
 __all__ = [
     "FIRST_TOKEN",
@@ -79,7 +79,7 @@ _LORA_ID, _LORA_NAME = (
 )
 _TAGS, _TAG_ENDS = _dictionary(["BlockStored", "BlockRemoved", "AllBlocksCleared"])
 _MEDIA, _MEDIUM_ENDS = _dictionary([place[0] for place in PLACES])
-_KINDS, _KIND_ENDS = _dictionary(["full_attention", "mla_attention", "sink_full_attention"])
+_KINDS, _KIND_ENDS = _dictionary(list(FULL_ATTENTION))
 _TYPE, _TYPE_ENDS = _dictionary(["type"])
 _WEIGHTS = np.array([place_weight(place) for place in PLACES], np.uint64)
 

@@ -20,6 +20,7 @@ from kvtier.index.base import (
     AREAS,
     MAX_AREAS,
     MAX_WORKERS,
+    MIN_COMPILED_BYTES,
     Columns,
     Edits,
     Hashes,
@@ -28,7 +29,7 @@ from kvtier.index.base import (
     StorageTier,
     Table,
     TableStats,
-    usable_tiers,
+    tiers_of,
 )
 from kvtier.index.compiled import changes, questions, sets
 from kvtier.index.compiled.cells import (
@@ -45,9 +46,8 @@ from kvtier.index.compiled.cells import (
     words_of,
 )
 
-__all__ = ["MIN_BUDGET", "CompiledTable"]
+__all__ = ["CompiledTable"]
 
-MIN_BUDGET = 256 << 10
 _FIRST_SETS = 64
 _SEGMENT_BYTES = Cells.segment_bytes(changes.WIDTH)
 # A set's reference count, alias, two seats, place on the free list; its row comes on top.
@@ -61,9 +61,9 @@ class CompiledTable:
 
     def __init__(self, budget: int) -> None:
         """Reserve address space for `budget` bytes and take the first few of them."""
-        if budget < MIN_BUDGET:
+        if budget < MIN_COMPILED_BYTES:
             raise InputError(
-                f"budget: expected at least {MIN_BUDGET} bytes for a compiled table, got {budget}"
+                f"budget: expected at least {MIN_COMPILED_BYTES} bytes for a compiled table, got {budget}"
             )
         self._budget = budget
         self._cells = Cells.reserve(budget // _SEGMENT_BYTES, changes.WIDTH)
@@ -248,11 +248,7 @@ class CompiledTable:
         each such tier.
         """
         areas = [IndexArea(StorageTier(tier), group) for tier, group in self._areas.tolist()]
-        held: dict[int, int] = {}
-        for worker, area in self._holders(number):
-            held[worker] = held.get(worker, 0) | 1 << area
-        on = {worker: usable_tiers(bits, self._needs(worker), areas) for worker, bits in held.items()}
-        return {worker: tiers for worker, tiers in on.items() if tiers}
+        return tiers_of(self._holders(number), self._needs, areas)
 
     def _needs(self, worker: int) -> int:
         bits = (self._needed[:, worker >> 6] >> np.uint64(worker & 63)) & np.uint64(1)
