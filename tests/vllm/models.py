@@ -80,6 +80,17 @@ def save_unequal(folder: Path, kv_heads: Sequence[int], windows: Sequence[int | 
     return folder
 
 
+def save_mla_config(folder: Path) -> Path:
+    """Save the config, and no weights, of a small DeepSeek with MLA."""
+    from transformers import DeepseekV2Config
+
+    shape = {"num_hidden_layers": 3, "num_key_value_heads": 4, "first_k_dense_replace": 3}
+    heads = {"kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
+    mla = shape | heads | {"v_head_dim": 128, "architectures": ["DeepseekV2ForCausalLM"]}
+    DeepseekV2Config(**(_SHAPE | mla)).save_pretrained(folder)
+    return folder
+
+
 def save_adapter(folder: Path, seed: int) -> Path:
     """Save a LoRA adapter for the keys and values of `save_llama`'s model."""
     import torch

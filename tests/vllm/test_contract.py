@@ -13,8 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.vllm.device import skip_without_devices
+from tests.vllm.device import on_gpu, skip_without_devices
 from tests.vllm.engines import BLOCK, Engine, make_prompt, vllm_engine
+from tests.vllm.models import save_mla_config
 
 from kvtier.connector import ConnectorRole, ConnectorStats
 from kvtier.errors import ConfigError, InputError
@@ -454,6 +455,48 @@ def test_a_launch_has_an_id_of_its_own_that_its_processes_share(llama: Path, cac
     described = describe_engine(first, cache_config)
     assert described.launch_id == describe_engine(pickle.loads(pickle.dumps(first)), cache_config).launch_id
     assert "" != described.launch_id != describe_engine(second, cache_config).launch_id
+
+
+def test_kernels_that_cannot_go_on_in_a_prompt_are_refused(tmp_path: Path, cache_config: Any) -> None:
+    """With the CPU build's reference kernels for MLA, prompts that were loaded in part had wrong tokens."""
+    if on_gpu():
+        pytest.skip("kernels for GPUs can")
+    from kvtier.integrations.vllm import describe_engine
+
+    config = engine_config(save_mla_config(tmp_path), attention_backend="CPU_MLA")
+    with pytest.raises(InputError, match=r"^MLA on a CPU: .*, got CPU_MLA, .*wrong tokens; use a GPU$"):
+        describe_engine(config, cache_config)
+    config.scheduler_config.enable_chunked_prefill = True  # as with the kernels for AMX
+    assert describe_engine(config, cache_config).world_size == 1
+
+
+def test_ranks_with_mla_keep_one_copy(llama: Path, cache_config: Any) -> None:
+    """If vLLM says that they hold the same, and nothing else is among it."""
+    skip_without_devices(2)
+    import torch
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MLAAttentionSpec
+
+    from kvtier.integrations.vllm import describe_engine
+
+    def describe(*groups: Any, says: int = 2, **options: Any) -> Any:
+        caches = replace(cache_config, kv_cache_groups=list(groups), kv_tp_replicas=says)
+        return describe_engine(engine_config(llama, **options), caches)
+
+    def speculative(role: Any) -> Any:
+        config = engine_config(llama, tensor_parallel_size=2)
+        config.speculative_config = SimpleNamespace()
+        return describe_engine(config, replace(cache_config, kv_cache_groups=[mla], kv_tp_replicas=2), role)
+
+    spec = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=torch.float32)
+    mla = KVCacheGroupSpec(["model.layers.0.self_attn.mla_attn"], spec)
+    (full,) = cache_config.kv_cache_groups
+    one_copy = describe(mla, tensor_parallel_size=2)
+    assert (one_copy.replicas, one_copy.row_bytes) == (2, one_copy.max_image_bytes)
+    assert describe(mla, says=1, tensor_parallel_size=2).replicas == 1
+    assert describe(full, tensor_parallel_size=2).replicas == 1
+    assert describe(mla, full, tensor_parallel_size=2).replicas == 1
+    assert describe(mla, says=1).replicas == 1
+    assert speculative(ConnectorRole.WORKER).replicas == 1
 
 
 def test_recurrent_models_are_refused(llama: Path, cache_config: Any) -> None:

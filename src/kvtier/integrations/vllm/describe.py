@@ -74,6 +74,7 @@ def describe_engine(
             raise ConfigError(name, f"expected 1, got {size}: {reason}; {_INSTEAD}")
     if parallel.world_size > 1:
         _expect_one_machine(parallel, role)
+    _expect_usable_loads(vllm_config)
     if role is ConnectorRole.WORKER and parallel.pipeline_parallel_size > 1:
         describe = partial(_describe_groups, kv_cache_config)
         bytes_by_rank = gather_bytes_by_rank(describe, parallel.tensor_parallel_size)
@@ -101,6 +102,14 @@ def describe_engine(
         replicas=_num_replicas(vllm_config, kv_cache_config),
         lookahead=kv_lookahead(vllm_config),
     )
+
+
+def _expect_usable_loads(vllm_config: VllmConfig) -> None:
+    """Refuse kernels that take no notice of KV which is there before a prompt's first computed token."""
+    goes_on = vllm_config.scheduler_config.enable_chunked_prefill
+    if current_platform.is_cpu() and vllm_config.model_config.use_mla and not goes_on:
+        problem = "expected kernels that can go on in a prompt, got CPU_MLA, for which vLLM turns prefix caching off"
+        raise InputError(f"MLA on a CPU: {problem}: what is loaded would give wrong tokens; use a GPU")
 
 
 def _num_replicas(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
