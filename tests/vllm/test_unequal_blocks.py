@@ -19,6 +19,9 @@ ASKED = [
     *STORED,
     *(STORED[-1][:shared] + make_prompt(shared, 40) for shared in (95, 100, 140, 192, 230, 270)),
 ]
+PATIENT = {"load_deadline": "60s", "store_deadline": "60s"}
+"""However slow the machine is, nothing is given up."""
+
 Groups = list[tuple[int, int | None]]
 """For each group the tokens of a block, and its window."""
 
@@ -59,7 +62,7 @@ def test_as_much_is_loaded_as_with_vllms_own_connector(
     from vllm.config import KVTransferConfig
 
     monkeypatch.syspath_prepend(BENCHMARKS)
-    with vllm_engine(models[sizes], {}, num_blocks=40) as engine:
+    with vllm_engine(models[sizes], PATIENT, num_blocks=40) as engine:
         assert tuple(group.block_size for group in engine.connector._groups) == sizes
         ours = _ask_again(engine)
     with vllm_engine(models[sizes], num_blocks=40, kv_transfer_config=KVTransferConfig(**OWN)) as engine:
@@ -192,7 +195,8 @@ def test_chunks_of_two_blocks_in_a_small_cache_and_a_small_pool(
 ) -> None:
     """Chunks of 64, 128 and 192 tokens; prompts share a GPU's 20 blocks, and the pool evicts."""
     model = models[32, 64, 96]
-    with vllm_engine(model, {"blocks_per_chunk": 2, "cpu": {"capacity": "6MiB"}}, num_blocks=20) as engine:
+    settings = PATIENT | {"blocks_per_chunk": 2, "cpu": {"capacity": "6MiB"}}
+    with vllm_engine(model, settings, num_blocks=20) as engine:
         rounds = [tokens_of(engine.generate(CHATS, 24)) for _ in range(2)]
         engine.settle()
         assert engine.stats.loads > 0
@@ -202,7 +206,7 @@ def test_chunks_of_two_blocks_in_a_small_cache_and_a_small_pool(
 def test_wrong_bytes_would_be_noticed(models: dict[tuple[int, ...], Path], reference: Reference) -> None:
     """The negative control."""
     model, prompt = models[32, 64, 96], STORED[-1]
-    with vllm_engine(model, {}) as engine:
+    with vllm_engine(model, PATIENT) as engine:
         engine.generate([prompt])
         engine.forget()
         engine.falsify_pool()
