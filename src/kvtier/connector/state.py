@@ -52,6 +52,7 @@ class ChunkGeometry:
     """The chunk arithmetic of all groups of an engine."""
 
     def __init__(self, config: OffloadingConfig) -> None:
+        self.lookahead = config.lookahead
         per_chunk = config.settings.blocks_per_chunk
         self.groups = tuple(
             GroupGeometry(
@@ -68,7 +69,6 @@ class ChunkGeometry:
         self.main_group = (self.full or self.windowed)[0].index
         """The group by which tokens are counted that came from one tier or another."""
         self.alignment = lcm(*(group.chunk_size for group in self.groups))
-        self.lookahead = config.lookahead
         self._block_bytes = tuple(group.bytes_per_block * config.world_size for group in config.groups)
 
     def next_chunk_end(self, num_tokens: int) -> int:
