@@ -85,8 +85,8 @@ def make_config(
     windows: Sequence[int | None] = (None,),
     world_size: int = 1,
     capacity: int = 1 << 20,
-    recompute: Recompute = Recompute.MISSING,
     lookahead: int = 0,
+    recompute: Recompute = Recompute.MISSING,
     **settings: Any,
 ) -> OffloadingConfig:
     """Return the config of an engine with blocks of `BLOCK` tokens and 64 bytes in each group."""

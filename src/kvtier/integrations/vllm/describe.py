@@ -87,24 +87,11 @@ def describe_engine(
         namespace=_namespace(vllm_config, groups, hash_block_size) if keeps else "",
         enable_kv_cache_events=events is not None and events.enable_kv_cache_events,
         recompute=Recompute.REST if len(groups) == 1 else Recompute.ALL,
+        lookahead=kv_lookahead(vllm_config),
         scheduler_apart=parallel.distributed_executor_backend != "uni",
         engine_index=parallel.data_parallel_index,
         num_engines=parallel.data_parallel_size,  # of dense models vLLM has made it 1 by now
-        lookahead=kv_lookahead(vllm_config),
     )
-
-
-def kv_lookahead(vllm_config: VllmConfig) -> int:
-    """Return on how many later tokens the KV of a token depends: a head that drafts (EAGLE, MTP) is given a
-    token's hidden state and the token after it.
-
-    vLLM runs the head before it has a step's KV stored. `disable_eagle_block_drop` has vLLM overlook the
-    dependence in its own cache, so it is overlooked here too.
-    """
-    speculative = vllm_config.speculative_config
-    if speculative is None or not speculative.use_eagle_block_drop():
-        return 0
-    return int(vllm_config.num_prefill_lookahead_tokens)
 
 
 def _expect_one_machine(parallel: ParallelConfig, role: ConnectorRole) -> None:
@@ -122,6 +109,19 @@ def _expect_one_machine(parallel: ParallelConfig, role: ConnectorRole) -> None:
         if together < parallel.world_size:
             problem = f"expected {parallel.world_size} ranks on one machine, got {together}"
             raise ConfigError("tensor_parallel_size", f"{problem}: {_ONE_MACHINE}")
+
+
+def kv_lookahead(vllm_config: VllmConfig) -> int:
+    """Return on how many later tokens the KV of a token depends: a head that drafts (EAGLE, MTP) is given a
+    token's hidden state and the token after it.
+
+    vLLM runs the head before it has a step's KV stored. `disable_eagle_block_drop` has vLLM overlook the
+    dependence in its own cache, so it is overlooked here too.
+    """
+    speculative = vllm_config.speculative_config
+    if speculative is None or not speculative.use_eagle_block_drop():
+        return 0
+    return int(vllm_config.num_prefill_lookahead_tokens)
 
 
 def _describe_group(index: int, kv_cache_config: KVCacheConfig) -> GroupConfig:
