@@ -111,19 +111,6 @@ def _expect_one_machine(parallel: ParallelConfig, role: ConnectorRole) -> None:
             raise ConfigError("tensor_parallel_size", f"{problem}: {_ONE_MACHINE}")
 
 
-def kv_lookahead(vllm_config: VllmConfig) -> int:
-    """Return on how many later tokens the KV of a token depends: a head that drafts (EAGLE, MTP) is given a
-    token's hidden state and the token after it.
-
-    vLLM runs the head before it has a step's KV stored. `disable_eagle_block_drop` has vLLM overlook the
-    dependence in its own cache, so it is overlooked here too.
-    """
-    speculative = vllm_config.speculative_config
-    if speculative is None or not speculative.use_eagle_block_drop():
-        return 0
-    return int(vllm_config.num_prefill_lookahead_tokens)
-
-
 def _describe_group(index: int, kv_cache_config: KVCacheConfig) -> GroupConfig:
     group: KVCacheGroupSpec = kv_cache_config.kv_cache_groups[index]
     spec = group.kv_cache_spec
@@ -188,6 +175,19 @@ def _device() -> list[str]:
     if not current_platform.is_cpu():
         return [current_platform.device_type, str(current_platform.get_device_capability())]
     return ["cpu", platform.machine(), torch.backends.cpu.get_cpu_capability()]
+
+
+def kv_lookahead(vllm_config: VllmConfig) -> int:
+    """Return on how many later tokens the KV of a token depends: a head that drafts (EAGLE, MTP) is given a
+    token's hidden state and the token after it.
+
+    vLLM runs the head before it has a step's KV stored. `disable_eagle_block_drop` has vLLM overlook the
+    dependence in its own cache, so it is overlooked here too.
+    """
+    speculative = vllm_config.speculative_config
+    if speculative is None or not speculative.use_eagle_block_drop():
+        return 0
+    return int(vllm_config.num_prefill_lookahead_tokens)
 
 
 def summarize(config: OffloadingConfig) -> str:
