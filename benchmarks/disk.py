@@ -12,8 +12,9 @@ the process's own, and behind them the whole machine's with that sync, which onl
 beside those of seals are those of reading the same memory and doing nothing with it. `open` opens files of
 10^4 to 10^6 records as a restart does. `thread` times 20 µs of Python every millisecond, alone and beside
 full I/O: what an engine's scheduler feels. `scheduler` is what storing a chunk costs the scheduler's thread,
-without a tier below the pool and with one that moves no bytes. Needs an environment with vLLM 0.32 and kvtier
-(`make bench` builds one), and fio for its part (Debian: `apt install fio`); what is missing is left out.
+without a tier below the pool and with one that moves no bytes. Needs an environment with vLLM 0.32 and
+kvtier (`make bench` builds one), and fio for its part (Debian: `apt install fio`); what is missing is left
+out.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ BARS = {
 
 
 class Cell(NamedTuple):
-    """One way at one time: bytes a second, and CPU seconds for 10^9 bytes, of the process and the machine."""
+    """One way at one time: bytes a second, and CPU seconds for 10^9 bytes, of the process and
+    the machine.
+    """
 
     speed: float
     cpu: float

@@ -7,9 +7,9 @@ turns, in one run: by ours as a tier does it (sealed, checked) and without seals
 are copied into rows if they do not arrive there. Ratios are of one round; their median counts. `of which
 seals` is the part of our time that sealing the same rows takes by itself: peers check nothing. CPU seconds
 are this process's own, without the server's. `engines` are processes with an engine's I/O threads each on
-one server, all at once. A peer that is not installed is left out: `redis` and `hiredis`; `lmcache` with torch,
-of which its folder is enough. Where a server writes a row once, all rows are deleted before they are put
-again; that is not measured.
+one server, all at once. A peer that is not installed is left out: `redis` and `hiredis`; `lmcache` with
+torch, of which its folder is enough. Where a server writes a row once, all rows are deleted before they are
+put again; that is not measured.
 """
 
 from __future__ import annotations

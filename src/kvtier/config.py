@@ -225,8 +225,7 @@ class OffloadingConfig:
     `launch_id` is what all processes of one start of the engine share and no other start has; a unique
     `engine_id` needs none. With `scheduler_apart` the scheduler's process is not that of rank 0. Of
     `num_engines` that serve one model side by side this is number `engine_index`: they share the capacity
-    of a disk. The KV of a token may depend on the `lookahead` tokens after it, as that of a draft head does
-    (EAGLE, MTP).
+    of a disk.
     """
 
     settings: KVTierConfig = setting(instance(KVTierConfig))
@@ -239,12 +238,13 @@ class OffloadingConfig:
     namespace: str | Namespace = setting(_read_namespace, "")
     enable_kv_cache_events: bool = setting(read_flag, False)
     recompute: Recompute = setting(instance(Recompute), Recompute.MISSING)
+    lookahead: int = setting(at_least(0), 0)
+    """On how many later tokens the KV of a token may depend: that of a draft head does (EAGLE, MTP)."""
     scheduler_apart: bool = setting(read_flag, False)
     engine_index: int = setting(at_least(0), 0)
     num_engines: int = setting(at_least(1), 1)
     bytes_by_rank: tuple[tuple[int, ...], ...] = setting(_read_bytes_by_rank, ())
     replicas: int = setting(at_least(1), 1)
-    lookahead: int = setting(at_least(0), 0)
 
     def __post_init__(self) -> None:
         read_fields(self)

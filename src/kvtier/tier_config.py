@@ -3,8 +3,8 @@
     "tiers": [{"disk": {...}}, {"valkey": {...}}, {"object": {...}}, {"mooncake": {...}}]
 
 A disk belongs to one engine. The other three are servers that engines of one namespace share. Secrets are
-never settings: a password or a key is in a file whose path is. What is refused of the settings of a server is
-not repeated, since a secret may be in it: not an address, nor text in any other place. All objects are
+never settings: a password or a key is in a file whose path is. What is refused of the settings of a server
+is not repeated, since a secret may be in it: not an address, nor text in any other place. All objects are
 immutable and may be shared by any thread.
 """
 
@@ -159,9 +159,9 @@ class DiskConfig(_TierTable):
     `write`: a row is written when it becomes ready in the pool (`through`), or before it leaves (`evict`).
     Beyond `write_limit` bytes in 24 hours (by default four times the capacity; 0: no limit) only what is
     offered a second time is written. `durability`: `periodic` syncs every few seconds, for machines that
-    lose power; right bytes need neither. `required`: an engine does not start without it. `engines`: how many
-    data-parallel engines share the capacity; needed where the engine does not know, as in vLLM's with a dense
-    model.
+    lose power; right bytes need neither. `required`: an engine does not start without it. `engines`: how
+    many data-parallel engines share the capacity; needed where the engine does not know, as in vLLM's with a
+    dense model.
     """
 
     kind: ClassVar[str] = "disk"

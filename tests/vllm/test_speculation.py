@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.vllm.conftest import Reference, tokens_of
+from tests.vllm.conftest import tokens_of
 from tests.vllm.engines import BLOCK, Engine, Output, Prompt, make_prompt, vllm_engine
 from tests.vllm.models import save_eagle
 from tests.vllm.test_ahead import steps_ahead
@@ -70,7 +70,7 @@ def count_accepted(engine: Engine) -> int:
     return sum(metric.value for metric in engine.llm.get_metrics() if metric.name == name)
 
 
-def test_drafts_are_accepted_as_often(eagle: tuple[Path, Path], reference: Reference) -> None:
+def test_drafts_are_accepted_as_often(eagle: tuple[Path, Path]) -> None:
     with eagle_engine(eagle) as engine:
         computed, expected = run(engine, SECOND)
         engine.forget(tiers_too=True)
@@ -86,7 +86,6 @@ def test_drafts_are_accepted_as_often(eagle: tuple[Path, Path], reference: Refer
     assert accepted == accepted_by_cache == expected
     assert expected > 150, "else the drafts are too bad to tell"
     assert tokens_of(computed) == tokens_of(loaded) == tokens_of(cached)
-    assert tokens_of(loaded) == reference(eagle[0], SECOND, NEW_TOKENS)
 
 
 def test_less_often_if_the_lookahead_is_overlooked(plain_eagle: tuple[Path, Path]) -> None:

@@ -2,8 +2,8 @@
 of JSON.
 
 `python turns.py MODEL TENSOR_PARALLEL_SIZE [TIER ...]` computes prompts, forgets them, loads them back, and
-then goes on generating until somebody kills it. A tier is a folder for a disk tier or the address of a Valkey
-server; each has all of them by the time the line is there.
+then goes on generating until somebody kills it. A tier is a folder for a disk tier or the address of a
+Valkey server; each has all of them by the time the line is there.
 """
 
 from __future__ import annotations

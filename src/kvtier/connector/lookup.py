@@ -3,10 +3,6 @@
 A full-attention group serves an end if all chunks up to it are ready; a windowed group if those in the
 window before it are. Of a chunk that the end lies in, all tokens must be the request's. Looking up pins
 nothing and changes nothing. Scheduler thread only.
-
-Where KV depends on tokens that follow it (a draft head, see `OffloadingConfig.lookahead`), the last token of
-a chunk may have been computed before other tokens than this request has. The match then ends so early that
-what is found beyond it covers the lookahead: the last chunk found is computed anew, and with it its KV.
 """
 
 from __future__ import annotations
@@ -37,7 +33,12 @@ class PrefixMatch(NamedTuple):
 def match_prefix(
     geometry: ChunkGeometry, places: ChunkLookup, state: RequestState, num_tokens: int
 ) -> PrefixMatch:
-    """Find the longest end beyond `state.local` that all groups can serve with what `places` have."""
+    """Find how far a request can be loaded with what `places` have.
+
+    Where KV depends on tokens that follow it (`OffloadingConfig.lookahead`), the last tokens of a chunk may
+    have been computed before other tokens than this request has. The load then ends so early that what is
+    found beyond it covers the lookahead: the last chunk found is computed anew.
+    """
     found = _match_chunks(geometry, places, state, num_tokens)
     if not geometry.lookahead or found.reach == state.local:
         return found
@@ -48,7 +49,7 @@ def match_prefix(
 def _match_chunks(
     geometry: ChunkGeometry, places: ChunkLookup, state: RequestState, num_tokens: int
 ) -> PrefixMatch:
-    """Find the longest end that all groups can serve, whatever follows it."""
+    """Find the longest end beyond `state.local` that all groups can serve with what `places` have."""
     keyed = min(num_tokens, *(group.num_keyed for group in state.groups))
     end = keyed // geometry.alignment * geometry.alignment
     pending, missing = False, None

@@ -54,6 +54,7 @@ class ChunkGeometry:
     """The chunk arithmetic of all groups of an engine."""
 
     def __init__(self, config: OffloadingConfig) -> None:
+        self.lookahead = config.lookahead
         per_chunk = config.settings.blocks_per_chunk
         self.groups = tuple(
             GroupGeometry(
@@ -71,7 +72,6 @@ class ChunkGeometry:
         """The group by which tokens are counted that came from one tier or another."""
         self.alignment = self._find_alignment()
         """Loads end at multiples of this many tokens."""
-        self.lookahead = config.lookahead
         self._block_bytes = tuple(map(config.bytes_of_all_ranks, range(len(config.groups))))
 
     def _find_alignment(self) -> int:

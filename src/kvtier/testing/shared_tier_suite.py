@@ -208,7 +208,9 @@ class SharedTierSuite(MovingSuite):
     def test_a_kill_before_a_bad_row_is_deleted_leaves_a_miss(
         self, drivers: list[TierDriver], stranger: Backend, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A deletion is only queued: a row that stays is wrong for the next engine, too, and deleted then."""
+        """A deletion is only queued: a row that stays is wrong for the next engine, too, and
+        deleted then.
+        """
         stranger.delete([_row(1)])
         stranger.write([_forged("bytes")])
         killed, other = self.drive(drivers), self.drive(drivers)

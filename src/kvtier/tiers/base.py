@@ -361,7 +361,9 @@ class Backend(ABC):
     writes_once: bool = False
     """`write` leaves a row that is there as it is, and says it is stored: a bad one has to be deleted."""
     call_bytes: int = 2 << 20
-    """How much a call should move: enough that small rows cost few calls, little enough that a job spreads."""
+    """How much a call should move: enough that small rows cost few calls, little enough that a
+    job spreads.
+    """
 
     def lend(self, memory: Piece) -> None:
         """Take note of the memory in which most pieces will lie, e.g. to register it.

@@ -137,7 +137,9 @@ class MooncakeBackend(Backend):
 
     writes_once = True
     call_bytes = 8 << 20
-    """A call has the master asked before and after, and burns a core while it waits: few large ones are best."""
+    """A call has the master asked before and after, and burns a core while it waits: few large ones are
+    best.
+    """
 
     def __init__(self, config: MooncakeConfig, row_bytes: int, *, timeout: float) -> None:
         """Join the store. `OSError`: a server does not answer in time. `ConfigError`: no package."""
@@ -232,7 +234,9 @@ class MooncakeBackend(Backend):
                 raise self._error(code)
 
     def probe(self) -> None:
-        """Raise `OSError` if the store does not take as many bytes as a row has, or does not give them back."""
+        """Raise `OSError` if the store does not take as many bytes as a row has, or does not
+        give them back.
+        """
         name, row = f"{self._prefix}/probe/{os.urandom(8).hex()}", self._scratch().row
         address, size = [_address_of(row.data)], [row.nbytes]
         (code,) = self._store.batch_is_exist([name])  # does not block if the master is gone

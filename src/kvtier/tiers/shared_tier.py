@@ -45,8 +45,8 @@ _SLOW_FAILURE = 0.1
 _LARGE_ROW = 64 << 10
 """From here on a row takes longer to send than a question whether it is there."""
 _FRESH_NO = 5.0
-"""A server that said no so many seconds ago is not asked again before a row is sent: who computes a prompt has
-asked about it just before, and a row that another engine has sent since is the same row.
+"""A server that said no so many seconds ago is not asked again before a row is sent: who computes a prompt
+has asked about it just before, and a row that another engine has sent since is the same row.
 """
 _ASK_FIRST, _SEND_AT_ONCE = -1, 0
 """What stands for the place of a row that is to be written; servers have no places."""
@@ -431,7 +431,8 @@ class SharedTier(IOTier):
     # -- what is held ------------------------------------------------------------------------------
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
-        """Make chunks absent whose bytes are wrong; an I/O thread has them deleted, and nobody waits for that.
+        """Make chunks absent whose bytes are wrong; an I/O thread has them deleted, and nobody waits for
+        that.
 
         After a kill before it they are still there. A row that was damaged on its way or on the server fails
         its check again, is a miss again, and is deleted by whoever reads it.

@@ -95,12 +95,12 @@ def describe_engine(
         namespace=_namespace(vllm_config, groups, hash_block_size, bytes_by_rank) if keeps else "",
         enable_kv_cache_events=events is not None and events.enable_kv_cache_events,
         recompute=Recompute.REST if len(groups) == 1 else Recompute.ALL,
+        lookahead=kv_lookahead(vllm_config),
         scheduler_apart=parallel.distributed_executor_backend != "uni",
         engine_index=parallel.data_parallel_index,
         num_engines=parallel.data_parallel_size,  # of dense models vLLM has made it 1 by now
         bytes_by_rank=bytes_by_rank,
         replicas=_num_replicas(vllm_config, kv_cache_config),
-        lookahead=kv_lookahead(vllm_config),
     )
 
 
@@ -108,8 +108,10 @@ def _expect_usable_loads(vllm_config: VllmConfig) -> None:
     """Refuse kernels that take no notice of KV which is there before a prompt's first computed token."""
     goes_on = vllm_config.scheduler_config.enable_chunked_prefill
     if current_platform.is_cpu() and vllm_config.model_config.use_mla and not goes_on:
-        problem = "expected kernels that can go on in a prompt, got CPU_MLA, for which vLLM turns prefix caching off"
-        raise InputError(f"MLA on a CPU: {problem}: what is loaded would give wrong tokens; use a GPU")
+        raise InputError(
+            "MLA on a CPU: expected kernels that can go on in a prompt, got CPU_MLA, for which vLLM turns"
+            " prefix caching off: what is loaded would give wrong tokens; use a GPU"
+        )
 
 
 def _num_replicas(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
@@ -127,19 +129,6 @@ def _num_replicas(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> in
         and vllm_config.speculative_config is None
     )
     return ranks if is_same else 1
-
-
-def kv_lookahead(vllm_config: VllmConfig) -> int:
-    """Return on how many later tokens the KV of a token depends: a head that drafts (EAGLE, MTP) is given a
-    token's hidden state and the token after it.
-
-    vLLM runs the head before it has a step's KV stored. `disable_eagle_block_drop` has vLLM overlook the
-    dependence in its own cache, so it is overlooked here too.
-    """
-    speculative = vllm_config.speculative_config
-    if speculative is None or not speculative.use_eagle_block_drop():
-        return 0
-    return int(vllm_config.num_prefill_lookahead_tokens)
 
 
 def _expect_one_machine(parallel: ParallelConfig, role: ConnectorRole) -> None:
@@ -247,6 +236,19 @@ def _device() -> list[str]:
     if not current_platform.is_cpu():
         return [current_platform.device_type, str(current_platform.get_device_capability())]
     return ["cpu", platform.machine(), torch.backends.cpu.get_cpu_capability()]
+
+
+def kv_lookahead(vllm_config: VllmConfig) -> int:
+    """Return on how many later tokens the KV of a token depends: a head that drafts (EAGLE, MTP) is given a
+    token's hidden state and the token after it.
+
+    vLLM runs the head before it has a step's KV stored. `disable_eagle_block_drop` has vLLM overlook the
+    dependence in its own cache, so it is overlooked here too.
+    """
+    speculative = vllm_config.speculative_config
+    if speculative is None or not speculative.use_eagle_block_drop():
+        return 0
+    return int(vllm_config.num_prefill_lookahead_tokens)
 
 
 def summarize(config: OffloadingConfig) -> str:

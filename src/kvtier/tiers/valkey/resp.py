@@ -5,8 +5,8 @@ keep their sockets under private names; so RESP is spoken here. A connection is 
 
 What follows a `begin` has to be over at its deadline (of `time.monotonic`). The kernel waits, so that a row
 is one call without the GIL; a server that stops in the middle of one is noticed at twice the time at most.
-An error that the server answers is a value, in our words. An exception leaves answers on their way that nobody
-must take for the next ones: whoever sees one closes the connection.
+An error that the server answers is a value, in our words. An exception leaves answers on their way that
+nobody must take for the next ones: whoever sees one closes the connection.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def command(*words: bytes) -> bytes:
 
 
 def _refusal(line: bytes) -> OSError:
-    """Return what a server's error means here, in our words: its own may repeat arguments, and so secrets."""
+    """Return what a server's error means here, in our words: its own may repeat arguments, and
+    so secrets.
+    """
     text = line.decode("utf-8", "replace")
     word = text.partition(" ")[0]
     if word in _REFUSALS:
