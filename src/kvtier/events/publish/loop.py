@@ -75,7 +75,6 @@ class PublisherLoop:
         self._numbers: SequenceFile | None = None
         self._context: zmq.Context[Any] | None = None
         check_ports(config.endpoint, config.replay_endpoint, rank)
-        self.outbox = Outbox(config.max_queue_size, config.counting, rank)
         try:
             self._open()
         except BaseException:
@@ -169,17 +168,14 @@ class PublisherLoop:
         outbox, sender = self.outbox, self.sender
         sent = 0
         try:
-            while sent < _BATCHES_A_TURN:
-                item = outbox.take()
-                if item is None:
-                    break
+            while sent < _BATCHES_A_TURN and (item := outbox.take()) is not None:
                 if type(item) is Overflow:
                     sender.absorb(item)
                 elif type(item) is _Task:
                     sender.flush()
                     item.run()
                 else:
-                    sender.send(item, more=len(outbox) > _BEHIND)
+                    sender.send(item, more=len(outbox.queue) > _BEHIND)
                 sent += 1
             return sent
         finally:
@@ -229,7 +225,7 @@ class PublisherLoop:
             pub, endpoint, rank, bind=is_bound(endpoint) if config.bind is None else config.bind
         )
         self.sender = Sender(pub, config, rank, self._numbers)
-        self.outbox.prepare = self.sender.prepare
+        self.outbox = Outbox(config.max_queue_size, config.counting, rank, self.sender.draft)
         self.replay_endpoint: str | None = None
         if replay_endpoint is not None:
             self._open_replay(replay_endpoint)

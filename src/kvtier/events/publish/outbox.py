@@ -11,12 +11,11 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
 from kvtier.errors import IntegrityError
-from kvtier.events.publish.overflow import Overflow
+from kvtier.events.publish.overflow import Draft, Overflow
 
 __all__ = ["Outbox"]
 
@@ -24,24 +23,27 @@ __all__ = ["Outbox"]
 class Outbox:
     """Batches on their way to the sending thread, in order."""
 
-    def __init__(self, capacity: int, counting: str, rank: int) -> None:
-        """Queue up to `capacity` batches; those that overflow and name no rank are of `rank`."""
+    def __init__(self, capacity: int, counting: str, rank: int, draft: Draft) -> None:
+        """Queue up to `capacity` batches; those that overflow and name no rank are of `rank`.
+
+        `counting` and `draft` are for an overflow.
+        """
         self.closed = False
         self.overflowed = 0
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._capacity = self._room = capacity  # no room while there is an overflow, or once closed
         self._rank = rank
         self._counting = counting
-        self.prepare: Callable[[Iterable[Any]], tuple[list[Any], int]] | None = None  # for what overflows
-        self._queue: deque[Any] = deque()
+        self._draft = draft
+        self.queue: deque[Any] = deque()  # for `put` and its like to add to, for all to count
         self._overflow: Overflow | None = None
         self._lock = threading.Lock()  # of the overflow
         self._asleep = False
 
     def put(self, item: Any) -> None:
         """Queue a batch, or let it overflow if the queue is full. Raises `RuntimeError` once closed."""
-        if len(self._queue) < self._room:
-            self._queue.append(item)
+        if len(self.queue) < self._room:
+            self.queue.append(item)
         else:
             self._put_aside(item)
         if self._asleep:
@@ -53,19 +55,19 @@ class Outbox:
         if batch.data_parallel_rank is None:
             batch.data_parallel_rank = self._rank
         with self._lock:
-            if self._overflow is None and len(self._queue) < self._capacity:  # there is room meanwhile
-                self._queue.append(batch)
+            if self._overflow is None and len(self.queue) < self._capacity:  # there is room meanwhile
+                self.queue.append(batch)
                 return
             if self._overflow is None:
                 self._room = 0
-                self._overflow = Overflow(self._counting, self.prepare)
-                self._queue.append(self._overflow)
+                self._overflow = Overflow(self._counting, self._draft)
+                self.queue.append(self._overflow)
             self._overflow.add(batch)
             self.overflowed += 1
 
     def call(self, task: Any) -> None:
         """Queue something that is not a batch, full or not."""
-        self._queue.append(task)
+        self.queue.append(task)
         self.wake()
 
     def wake(self) -> None:
@@ -86,12 +88,10 @@ class Outbox:
 
     # -- the sending thread's ----------------------------------------------------------------------
 
-    def take(self) -> Any | None:
+    def take(self) -> Any:
         """Take the next item, `None` if there is none; an overflow that was taken grows no more."""
-        if not self._queue:
-            return None
-        item = self._queue.popleft()
-        if item is self._overflow:
+        item = self.queue.popleft() if self.queue else None
+        if type(item) is Overflow:
             with self._lock:
                 self._overflow = None
                 self._room = 0 if self.closed else self._capacity
@@ -100,7 +100,7 @@ class Outbox:
     def fall_asleep(self) -> bool:
         """Ask to be woken through `wake_fd` by the next `put`; return whether it is safe to sleep now."""
         self._asleep = True
-        if self._queue or self.closed:
+        if self.queue or self.closed:
             self._asleep = False
         return self._asleep
 
@@ -111,7 +111,7 @@ class Outbox:
             os.eventfd_read(self.wake_fd)
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self.queue)
 
     def __del__(self) -> None:
         # Not before: a `put` that is under way in another thread must not write to whatever gets the number
@@ -121,7 +121,7 @@ class Outbox:
     def check(self) -> None:
         """Raise `IntegrityError` where more than the open overflow is queued."""
         with self._lock:
-            found = [item for item in self._queue if isinstance(item, Overflow)]
+            found = [item for item in self.queue if isinstance(item, Overflow)]
             if len(found) > 1 or (found and found[0] is not self._overflow):
                 raise IntegrityError(
                     f"outbox: {len(found)} overflows queued, expected one at most, and open"

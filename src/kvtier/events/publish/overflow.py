@@ -9,7 +9,7 @@ locks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from math import inf
 from typing import Any
 
@@ -18,8 +18,9 @@ from kvtier.events.publish.state import PublishedState
 from kvtier.events.types import BlockRemoved, BlockStored, ExternalBlockHash
 from kvtier.events.wire import Place, place_of
 
-__all__ = ["Overflow"]
+__all__ = ["Draft", "Overflow"]
 
+Draft = Callable[[Any], tuple[list[tuple[str, Any, bytes]], list[str]]]
 _UNREADABLE = (AttributeError, OverflowError, RecursionError, TypeError, ValueError)
 
 
@@ -38,38 +39,28 @@ class _Net:
 class Overflow:
     """The net effect of a run of batches, and how many they were."""
 
-    def __init__(
-        self,
-        counting: str = "count",
-        prepare: Callable[[Iterable[Any]], tuple[list[Any], int]] | None = None,
-    ) -> None:
-        """Begin with nothing. `prepare` brings a batch's events into the form in which they are published,
-        as the way through the queue does, and says how many it left out.
-        """
+    def __init__(self, counting: str, draft: Draft) -> None:
+        """Begin with nothing. `draft` brings events into their published form, see `Sender.draft`."""
         self.batches = 0
-        self.unreadable = 0
-        self._prepare = prepare
+        self.unreadable = 0  # batches and events that cannot be published
         self.cleared: set[int] = set()
+        self._draft = draft
         self._counted = counting == "count"
         self._nets: dict[int, dict[Place, dict[ExternalBlockHash, _Net]]] = {}
 
     def add(self, batch: Any) -> None:
         """Add one batch.
 
-        An event of an unknown kind does nothing to the state, nor does one that cannot be read.
+        An event of an unknown kind does nothing to the state, nor does one that cannot be published.
         """
         self.batches += 1
         try:
-            events, left_out = (batch.events, 0) if self._prepare is None else self._prepare(batch.events)
+            drafts, problems = self._draft(batch.events)
+            self.unreadable += len(problems)
+            for kind, event, _ in drafts:
+                self._add(batch.data_parallel_rank, kind, event)
         except _UNREADABLE:  # dropped whole, as on the way through the queue
             self.unreadable += 1
-            return
-        self.unreadable += left_out
-        for event in events:
-            try:
-                self._add(batch.data_parallel_rank, type(event).__name__, event)
-            except _UNREADABLE:
-                self.unreadable += 1
 
     def _add(self, rank: int, kind: str, event: Any) -> None:
         if kind == "AllBlocksCleared":
@@ -95,13 +86,10 @@ class Overflow:
         """Return the ranks whose states change."""
         return self.cleared | self._nets.keys()
 
-    def apply(self, rank: int, state: PublishedState, prepare: Callable[[Any], Any]) -> int:
-        """Do to a rank's state, emptied where it was cleared, what the batches would have done.
-
-        `prepare` brings an event into the form in which it is published, or raises. Return how many blocks
-        are lost.
-        """
-        return sum(_apply_nets(state, nets, prepare) for nets in self._nets.get(rank, {}).values())
+    def apply(self, rank: int, state: PublishedState) -> None:
+        """Do to a rank's state, emptied where it was cleared, what the batches would have done."""
+        for nets in self._nets.get(rank, {}).values():
+            _apply_nets(state, nets)
 
     def check(self) -> None:
         """Raise `IntegrityError` where a net effect is impossible."""
@@ -112,40 +100,17 @@ class Overflow:
                     raise IntegrityError(f"overflow: rank {rank}, {place}: impossible net effect of {wrong}")
 
 
-def _apply_nets(
-    state: PublishedState, nets: dict[ExternalBlockHash, _Net], prepare: Callable[[Any], Any]
-) -> int:
-    """Let go first, then take in, then set counts; return how many blocks could not be taken in."""
+def _apply_nets(state: PublishedState, nets: dict[ExternalBlockHash, _Net]) -> None:
+    """Let go first, then take in, then set counts."""
     stored: dict[int, tuple[Any, dict[ExternalBlockHash, int]]] = {}
-    lost = 0
-    for original, net in nets.items():
-        try:
-            like = prepare(BlockRemoved([original], *_place_fields(net.event)))
-            block = like.block_hashes[0]
-            before = state.count_of(like, block)
-        except _UNREADABLE:  # no hash, or in no place
-            lost += 1
-            continue
+    for block, net in nets.items():
+        before = state.count_of(net.event, block)
         after = int(max(before + net.step, net.least))
         if before:
-            state.set_count(like, block, after)
+            state.set_count(net.event, block, after)
         elif after:
             stored.setdefault(id(net.event), (net.event, {}))[1][block] = after
-    return lost + sum(_adopt(state, event, counts, prepare) for event, counts in stored.values())
-
-
-def _place_fields(event: BlockStored | BlockRemoved) -> tuple[Any, ...]:
-    return event.medium, event.group_idx, event.locality, event.ownership
-
-
-def _adopt(
-    state: PublishedState, event: Any, counts: dict[ExternalBlockHash, int], prepare: Callable[[Any], Any]
-) -> int:
-    try:
-        event = prepare(event)
+    for event, counts in stored.values():
         state.adopt(event, set(counts))
-    except _UNREADABLE:
-        return len(counts)
-    for block, count in counts.items():
-        state.set_count(event, block, count)
-    return 0
+        for block, count in counts.items():
+            state.set_count(event, block, count)
