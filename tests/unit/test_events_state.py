@@ -285,7 +285,8 @@ def test_an_overflow_survives_what_is_no_hash(wrong: Any) -> None:
     """It ended the turn, and with it the whole overflow, once hashes were converted."""
     state = PublishedState(EventEncoder())
     overflow = Overflow("count", DRAFT)
-    overflow.add(ranked([stored([1]), stored([wrong], token_ids=[], block_size=0)]))
+    for block in (1, wrong):
+        overflow.add(ranked([stored([block], token_ids=[], block_size=0)]))
     overflow.apply(0, state)
     assert (state.blocks, overflow.unreadable) == (1, 1)
     state.check()

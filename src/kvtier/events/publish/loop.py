@@ -40,7 +40,7 @@ _LOOK = 0.05  # seconds between two looks whether the thread is still there
 _LINGER = 250  # milliseconds for what a subscriber has not taken yet when all is sent
 _AFTER_ERROR = 0.01  # seconds, lest a fault that stays fills the log at full speed
 _MAX_REQUEST = 64 << 10
-_WORK = 200e-6  # seconds of a turn for snapshots
+_WORK = 100e-6  # seconds of a turn for snapshots; replays have as much
 _REST = 50e-6  # seconds: too short a rest, and a thread that waits for the interpreter does not wake in time
 
 
@@ -101,12 +101,13 @@ class PublisherLoop:
         else:
             self._close(linger=0)
 
-    def check(self, timeout: float = 10.0) -> None:
-        """Raise `IntegrityError` where anything of the publisher is broken.
+    def check(self) -> None:
+        """Raise `IntegrityError` where anything of the publisher is broken."""
+        self.run(self._check)
 
-        The thread looks between two turns.
-        """
-        task = _Task(self._check)
+    def run(self, function: Callable[[], None], timeout: float = 10.0) -> None:
+        """Have the thread do something once all that waits now is sent; raise what it raises."""
+        task = _Task(function)
         self.outbox.call(task)
         until = time.monotonic() + timeout
         while not task.done.wait(_LOOK):

@@ -1,9 +1,10 @@
 """Between the threads that publish and the one that sends: a bounded queue that never makes anybody wait.
 
-`put` is one append, and one write to an eventfd if the sending thread sleeps: what it touches is cold when
-an engine comes to it after a step, so it looks at little. When the queue is full, batches go into an
-overflow until the sending thread has come to it: at most one exists, always last, so nothing is overtaken.
-Any thread may call `put`, `call`, `wake` and `close`; the others belong to the sending thread.
+`ZmqEventPublisher.publish` appends to the queue while that is shorter than `room`, and writes to an eventfd
+if the sending thread sleeps: what it touches is cold when an engine comes to it after a step, so it looks at
+little. When the queue is full, batches go into an overflow until the sending thread has come to it: at most
+one exists, always last, so nothing is overtaken.
+Any thread may call `put_aside`, `call`, `wake` and `close`; the others belong to the sending thread.
 """
 
 from __future__ import annotations
@@ -31,25 +32,17 @@ class Outbox:
         self.closed = False
         self.overflowed = 0
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._capacity = self._room = capacity  # no room while there is an overflow, or once closed
+        self._capacity = self.room = capacity  # no room while there is an overflow, or once closed
         self._rank = rank
         self._counting = counting
         self._draft = draft
-        self.queue: deque[Any] = deque()  # for `put` and its like to add to, for all to count
+        self.queue: deque[Any] = deque()  # of batches, tasks and an overflow
         self._overflow: Overflow | None = None
         self._lock = threading.Lock()  # of the overflow
-        self._asleep = False
+        self.is_asleep = False
 
-    def put(self, item: Any) -> None:
-        """Queue a batch, or let it overflow if the queue is full. Raises `RuntimeError` once closed."""
-        if len(self.queue) < self._room:
-            self.queue.append(item)
-        else:
-            self._put_aside(item)
-        if self._asleep:
-            self.wake()
-
-    def _put_aside(self, batch: Any) -> None:
+    def put_aside(self, batch: Any) -> None:
+        """Let a batch overflow that found no room. Raises `RuntimeError` once closed."""
         if self.closed:
             raise RuntimeError("Publisher is closed")
         if batch.data_parallel_rank is None:
@@ -59,7 +52,7 @@ class Outbox:
                 self.queue.append(batch)
                 return
             if self._overflow is None:
-                self._room = 0
+                self.room = 0
                 self._overflow = Overflow(self._counting, self._draft)
                 self.queue.append(self._overflow)
             self._overflow.add(batch)
@@ -72,7 +65,7 @@ class Outbox:
 
     def wake(self) -> None:
         """Make the sending thread look."""
-        self._asleep = False
+        self.is_asleep = False
         os.eventfd_write(self.wake_fd, 1)
 
     def close(self) -> None:
@@ -84,7 +77,7 @@ class Outbox:
     def refuse(self) -> None:
         """Take no more batches; for a forked child, where nobody lets go of the lock."""
         self.closed = True
-        self._room = 0
+        self.room = 0
 
     # -- the sending thread's ----------------------------------------------------------------------
 
@@ -94,19 +87,19 @@ class Outbox:
         if type(item) is Overflow:
             with self._lock:
                 self._overflow = None
-                self._room = 0 if self.closed else self._capacity
+                self.room = 0 if self.closed else self._capacity
         return item
 
     def fall_asleep(self) -> bool:
-        """Ask to be woken through `wake_fd` by the next `put`; return whether it is safe to sleep now."""
-        self._asleep = True
+        """Ask to be woken through `wake_fd` by the next batch; return whether it is safe to sleep now."""
+        self.is_asleep = True
         if self.queue or self.closed:
-            self._asleep = False
-        return self._asleep
+            self.is_asleep = False
+        return self.is_asleep
 
     def wake_up(self) -> None:
         """Take note of being awake."""
-        self._asleep = False
+        self.is_asleep = False
         with suppress(BlockingIOError):
             os.eventfd_read(self.wake_fd)
 
@@ -114,7 +107,7 @@ class Outbox:
         return len(self.queue)
 
     def __del__(self) -> None:
-        # Not before: a `put` that is under way in another thread must not write to whatever gets the number
+        # Not before: a `publish` that is under way in another thread must not write to whatever gets the number
         # next.
         os.close(self.wake_fd)
 

@@ -39,7 +39,7 @@ _SHARED_FOR = 0.25  # seconds that a snapshot serves newcomers
 _MOST_USED = 2  # older snapshots that slow clients still read, each as large as the state
 _JOINED_BATCHES, _JOINED_BYTES = 32, 128 << 10  # ZeroMQ's cost is per message up to about there
 _BLOCKS_A_NUMBER = 64
-_FREED_AT_ONCE = 64
+_FREED_AT_ONCE = 16
 _MORE = int(zmq.SNDMORE)
 _Draft = tuple[str, Any, bytes]
 """An event on its way out: the name of its kind, the event, its bytes."""
