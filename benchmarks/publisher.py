@@ -9,15 +9,15 @@ oldest prompt first, one event each, as vLLM's block pool does. Where more than 
 here, kvtier joins them into messages of up to 32, and `batches_per_message` says how many it came to; vLLM
 sends one message a batch. `publish()` is timed in that burst, while the publisher's thread is busy, and at a
 thousand batches a second (*paced*), when the thread rests in between; beside it *the machine alone*: a call
-that does nothing, and one that writes to an eventfd on which a thread sleeps, at the same pace. Idle round trip: a replay request that
-has nothing to give. A replay that loses its end marker, as vLLM's may when the client is slow, counts as
-none. *Snapshot*: while kvtier sends the state of a million blocks to a client, a thread of this process
-sleeps a moment and notes how much too late it gets the interpreter back, which is an engine's view of it;
-and the publisher's thread notes how much CPU time it takes between two rests. The former has the machine's
-own noise in it, which `quiet` shows: the same thread before the snapshot. *Filling*: the most CPU time that
-the publisher's thread takes for one batch while those blocks come in, which bounds how long a table that
-grows stops everybody. Needs vLLM 0.32 for the comparison
-(`make bench` builds an environment that has it); without it, kvtier is measured alone.
+that does nothing, and one that writes to an eventfd on which a thread sleeps, at the same pace. Idle round
+trip: a replay request that has nothing to give. A replay that loses its end marker, as vLLM's may when the
+client is slow, counts as none. *Snapshot*: while kvtier sends the state of a million blocks to a client, a
+thread of this process sleeps a moment and notes how much too late it gets the interpreter back, which is an
+engine's view of it; and the publisher's thread notes how much CPU time it takes between two rests. The
+former has the machine's own noise in it, which `quiet` shows: the same thread before the snapshot.
+*Filling*: the most CPU time that the publisher's thread takes for one batch while those blocks come in,
+which bounds how long a table that grows stops everybody. Needs vLLM 0.32 for the comparison (`make bench`
+builds an environment that has it); without it, kvtier is measured alone.
 """
 
 from __future__ import annotations

@@ -46,8 +46,7 @@ from kvtier.events import (
     decode_batch,
 )
 from kvtier.events.publish.endpoints import check_ports
-from kvtier.events.publish.outbox import Outbox
-from kvtier.events.publish.overflow import Overflow
+from kvtier.events.publish.outbox import Outbox, Overflow
 
 PLAIN: dict[str, Any] = {"clear_on_start": False, "heartbeat_interval": None}
 LATE = 2.0  # seconds that a busy machine may let a thread wait

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvtier.events.config import KVEventsConfig
-from kvtier.events.publish.overflow import Overflow
+from kvtier.events.publish.outbox import Overflow
 from kvtier.events.publish.sender import Sender
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from kvtier.events.wire import decode_batch, to_u64

@@ -28,7 +28,7 @@ from kvtier.events import (
     place_of,
 )
 from kvtier.events.config import KVEventsConfig
-from kvtier.events.publish.overflow import Overflow
+from kvtier.events.publish.outbox import Overflow
 from kvtier.events.publish.sender import Sender
 from kvtier.events.publish.snapshot import Snapshot
 from kvtier.events.publish.state import SHARDS, PublishedState, Record, runs, sum_of

@@ -97,7 +97,7 @@ def _tail(updates: Iterable[Update], lines: Lines, joined: bool, count: int | No
             joined = joined or update.state is not State.REPAIRING
             say(lines.state(now, update.state, update.reason))
         elif isinstance(update, Received) and joined:
-            say(lines.batch(now, update.seq, update.batch.decoded))
+            say(lines.batch(now, update.seq, update.batch))
             shown += 1
         elif isinstance(update, Reset) and joined:
             say(lines.forgotten(now))

@@ -23,8 +23,7 @@ import zmq
 from kvtier.events.config import KVEventsConfig
 from kvtier.events.curve import Gate
 from kvtier.events.publish.endpoints import attach, check_ports, is_bound, offset_endpoint
-from kvtier.events.publish.outbox import Outbox
-from kvtier.events.publish.overflow import Overflow
+from kvtier.events.publish.outbox import Outbox, Overflow
 from kvtier.events.publish.replay import CLIENT_QUEUE, STALLED_AFTER, ReplayServer
 from kvtier.events.publish.sender import Sender
 from kvtier.events.publish.sequence import SequenceFile

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from kvtier.errors import IntegrityError
 from kvtier.events.config import KVEventsConfig
-from kvtier.events.publish.overflow import Overflow
+from kvtier.events.publish.outbox import Overflow
 from kvtier.events.publish.sequence import SequenceFile, number_from_clock
 from kvtier.events.publish.snapshot import Snapshot
 from kvtier.events.publish.state import PublishedState
