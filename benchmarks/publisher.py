@@ -8,15 +8,16 @@ blocks of 16 tokens, in a cache that has room; with a *full cache* it also remov
 oldest prompt first, one event each, as vLLM's block pool does. Where more than 64 batches wait, as they do
 here, kvtier joins them into messages of up to 32, and `batches_per_message` says how many it came to; vLLM
 sends one message a batch. `publish()` is timed in that burst, while the publisher's thread is busy, and at a
-thousand batches a second (*paced*), when the thread rests in between. Idle round trip: a replay request that
-has nothing to give. A replay that loses its end marker, as vLLM's may when the client is slow, counts as
-none. *Snapshot*: while kvtier sends the state of a million blocks to a client, a thread of this process
-sleeps a moment and notes how much too late it gets the interpreter back, which is an engine's view of it;
-and the publisher's thread notes how much CPU time it takes between two rests. The former has the machine's
-own noise in it, which `quiet` shows: the same thread before the snapshot. *Filling*: the most CPU time that
-the publisher's thread takes for one batch while those blocks come in, which bounds how long a table that
-grows stops everybody. Needs vLLM 0.32 for the comparison
-(`make bench` builds an environment that has it); without it, kvtier is measured alone.
+thousand batches a second (*paced*), when the thread rests in between; beside it *the machine alone*: a call
+that does nothing, and one that writes to an eventfd on which a thread sleeps, at the same pace. Idle round
+trip: a replay request that has nothing to give. A replay that loses its end marker, as vLLM's may when the
+client is slow, counts as none. *Snapshot*: while kvtier sends the state of a million blocks to a client, a
+thread of this process sleeps a moment and notes how much too late it gets the interpreter back, which is an
+engine's view of it; and the publisher's thread notes how much CPU time it takes between two rests. The
+former has the machine's own noise in it, which `quiet` shows: the same thread before the snapshot.
+*Filling*: the most CPU time that the publisher's thread takes for one batch while those blocks come in,
+which bounds how long a table that grows stops everybody. Needs vLLM 0.32 for the comparison (`make bench`
+builds an environment that has it); without it, kvtier is measured alone.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import json
 import math
 import os
 import random
+import select
 import statistics
 import struct
 import subprocess
@@ -204,17 +206,18 @@ class Bench:
             **percentiles(took, "publish"),
         }
 
-    def publish_slowly(self, batches: list[Any]) -> dict[str, float]:
-        """Publish one batch a millisecond; return latencies."""
-        took, due = [], time.perf_counter()
-        for batch in batches:
-            while time.perf_counter() < due:
-                time.sleep(1e-4)
-            before = time.perf_counter_ns()
-            self.publisher.publish(batch)
-            took.append(time.perf_counter_ns() - before)
-            due += 1e-3
-        return percentiles(took, "paced_publish")
+
+def time_slowly(call: Callable[[Any], object], items: list[Any], name: str) -> dict[str, float]:
+    """Call with one item a millisecond; return how long the calls took."""
+    took, due = [], time.perf_counter()
+    for item in items:
+        while time.perf_counter() < due:
+            time.sleep(1e-4)
+        before = time.perf_counter_ns()
+        call(item)
+        took.append(time.perf_counter_ns() - before)
+        due += 1e-3
+    return percentiles(took, f"paced_{name}")
 
 
 def percentiles(nanoseconds: list[int], name: str) -> dict[str, float]:
@@ -269,9 +272,37 @@ def measure_rest(module: Any) -> dict[str, float]:
     batches = make_batches(module, 1, RING + PACED, room=True)
     with bench(module) as made:
         made.publish(batches[:RING])
-        found = made.publish_slowly(batches[RING:])
+        found = time_slowly(made.publisher.publish, batches[RING:], "publish")
         found["idle_round_trip_ms"] = made.run(b"idle", str(ROUND_TRIPS).encode()) * 1e3
         found["replay_messages_per_s"] = made.run(b"replay")
+    return found
+
+
+def measure_machine() -> dict[str, float]:
+    """Time what `publish()` cannot be shorter than, paced as it is: nothing at all, and waking a thread."""
+    wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
+
+    def sleep_and_read() -> None:
+        poller = select.poll()
+        poller.register(wake_fd, select.POLLIN)
+        for _ in range(PACED):
+            poller.poll()
+            os.eventfd_read(wake_fd)
+
+    def do_nothing(item: Any) -> None:
+        pass
+
+    def wake(item: Any) -> None:
+        os.eventfd_write(wake_fd, 1)
+
+    found = time_slowly(do_nothing, list(range(PACED)), "nothing")
+    thread = threading.Thread(target=sleep_and_read)
+    thread.start()
+    found |= time_slowly(wake, list(range(PACED)), "eventfd_write")
+    while thread.is_alive():  # a read may have taken two writes
+        os.eventfd_write(wake_fd, 1)
+        thread.join(0.01)
+    os.close(wake_fd)
     return found
 
 
@@ -369,6 +400,7 @@ def measure(modules: dict[str, Any], repeat: int) -> dict[str, dict[str, dict[st
                     )
         for name, module in modules.items():
             found.setdefault("otherwise", {}).setdefault(name, []).append(measure_rest(module))
+        found.setdefault("the machine alone", {}).setdefault("kvtier", []).append(measure_machine())
         found.setdefault(f"snapshot of {SNAPSHOT_BLOCKS:,} blocks", {}).setdefault("kvtier", []).append(
             measure_snapshot()
         )

@@ -340,6 +340,24 @@ def test_a_published_recording_is_a_stream_like_any_other(tmp_path: Path) -> Non
     assert "3 blocks" in done.stdout
 
 
+def test_replay_counts_what_went_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It counted what it handed over, also what was known already."""
+    file = tmp_path / "stream"
+    write_recording(file, *(batch(stored(first, count=1)) for first in (1, 1, 2, *range(3, 203), 2)))
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    assert main(["events", "replay", str(file), "--endpoint", endpoint, "--speed", "max"]) == 0
+    assert "202 batches published, 2 with nothing new left out" in capsys.readouterr().err
+
+
+def test_check_takes_a_batch_without_a_rank_for_one_of_rank_0() -> None:
+    announced = AnnouncedBlocks()
+    announced.apply(DecodedBatch(1.0, [stored(1)]))
+    announced.apply(DecodedBatch(1.0, [BlockRemoved([1], "GPU")], 0))
+    assert (announced.blocks, announced.removed_unheld) == (1, 0)
+    announced.apply(DecodedBatch(1.0, [AllBlocksCleared()], 0))
+    assert announced.blocks == 0
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

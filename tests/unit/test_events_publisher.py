@@ -46,8 +46,7 @@ from kvtier.events import (
     decode_batch,
 )
 from kvtier.events.publish.endpoints import check_ports
-from kvtier.events.publish.outbox import Outbox
-from kvtier.events.publish.overflow import Overflow
+from kvtier.events.publish.outbox import Outbox, Overflow
 
 PLAIN: dict[str, Any] = {"clear_on_start": False, "heartbeat_interval": None}
 LATE = 2.0  # seconds that a busy machine may let a thread wait
@@ -823,10 +822,14 @@ def test_who_asks_from_0_gets_the_state_and_what_came_since(client: Client) -> N
         assert numbers(replay(made, b"kvtier:status", client)) == [1_700_000_000_000_019]
 
 
+def as_it_is(events: list[Any]) -> tuple[list[tuple[str, Any, bytes]], list[str]]:
+    return [(type(event).__name__, event, b"") for event in events], []
+
+
 def test_batches_that_overflow_are_of_the_publishers_rank_unless_they_name_one() -> None:
-    outbox = Outbox(capacity=1, counting="count", rank=3)
+    outbox = Outbox(capacity=1, counting="count", rank=3, draft=as_it_is)
     for named in (None, None, 3, 5):
-        outbox.put(EventBatch(1.0, [stored([1])], named))
+        outbox.put_aside(EventBatch(1.0, [stored([1])], named))
     outbox.take()
     overflow = outbox.take()
     assert isinstance(overflow, Overflow)
@@ -835,12 +838,12 @@ def test_batches_that_overflow_are_of_the_publishers_rank_unless_they_name_one()
 
 def test_an_outbox_that_is_closed_stays_so() -> None:
     """The thread goes on to take what waits, an overflow too, after which there is room again."""
-    outbox = Outbox(capacity=1, counting="count", rank=0)
-    outbox.put(EventBatch(1.0, []))
-    outbox.put(EventBatch(2.0, []))
+    outbox = Outbox(capacity=1, counting="count", rank=0, draft=as_it_is)
+    outbox.put_aside(EventBatch(1.0, []))
+    outbox.put_aside(EventBatch(2.0, []))
     outbox.close()
     for _ in range(3):
         with pytest.raises(RuntimeError, match="closed"):
-            outbox.put(EventBatch(3.0, []))
+            outbox.put_aside(EventBatch(3.0, []))
         outbox.take()
     assert len(outbox) == 0

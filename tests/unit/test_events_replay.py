@@ -401,12 +401,12 @@ def test_many_clients_and_a_busy_publisher(client: Client) -> None:
 def test_a_ring_is_bounded_in_batches_and_bytes() -> None:
     ring = Ring(capacity=4, max_bytes=100, start=1003)
     for n in range(10):
-        ring.append(bytes([n]) * 10)
+        ring.append([bytes([n]) * 4, bytes([n]) * 6])
         ring.check()
     assert (ring.head, ring.next, ring[1012], ring.bytes) == (1009, 1013, b"\x09" * 10, 40)
-    ring.append(bytes(90))
+    ring.append([bytes(90)])
     assert (ring.head, ring.next, ring.bytes) == (1012, 1014, 100)
-    ring.append(bytes(200))
+    ring.append([bytes(200)])
     assert (len(ring), ring.head, ring.bytes) == (0, 1015, 0)
     for seq in (1014, 1015):
         with pytest.raises(KeyError):
@@ -419,12 +419,12 @@ def test_a_ring_is_bounded_in_batches_and_bytes() -> None:
 def test_a_ring_counts_the_batches_of_a_message() -> None:
     ring = Ring(capacity=10, max_bytes=100, start=0)
     for _ in range(4):
-        ring.append(b"abc", batches=4)
+        ring.append([b"abc"], batches=4)
         ring.check()
     assert (ring.head, ring.next, ring.batches) == (2, 4, 8)
-    ring.append(b"abc", batches=3)
+    ring.append([b"abc"], batches=3)
     assert (ring.head, ring.next, ring.batches) == (3, 5, 7)
-    ring.append(b"abc", batches=32)
+    ring.append([b"abc"], batches=32)
     assert (ring.head, ring.next, ring.batches, ring[5]) == (5, 6, 32, b"abc")
     ring.check()
     ring.batches = 7

@@ -142,7 +142,7 @@ def test_check_finds_sums_that_count_as_proven_and_are_not() -> None:
 # -- replicas --------------------------------------------------------------------------------------
 
 
-def batch(*hashes: int, rank: int = 0, mark: Mark | None = None, is_cleared: bool = False) -> bytes:
+def batch(*hashes: int, rank: int | None = 0, mark: Mark | None = None, is_cleared: bool = False) -> bytes:
     events = [ENCODER.event(AllBlocksCleared())] if is_cleared else []
     events += [ENCODER.event(stored([block_hash])) for block_hash in hashes]
     return frame_batch(0.0, [*events, ENCODER.mark(mark)] if mark is not None else events, rank)
@@ -249,3 +249,17 @@ def test_without_marks_a_removal_and_a_store_need_a_clear_after_a_loss() -> None
     apply(replica, 3, batch(is_cleared=True))
     assert replica.is_exact
     replica.check()
+
+
+@pytest.mark.parametrize("ranks", [(None, 0), (0, None)])
+def test_a_batch_without_a_rank_is_of_rank_0(ranks: tuple[int | None, int | None]) -> None:
+    """They were two ranks here and one in an index: a clear of one emptied both there, and mended one."""
+    replica: Replica[object] = Replica("p", decode_batch)  # type: ignore[arg-type]
+    replica.identify(Kind.STOCK)
+    replica.begin_at(0)
+    for seq, rank in enumerate(ranks):
+        apply(replica, seq, batch(seq, rank=rank))
+    replica.lose(3)
+    assert not replica.is_whole
+    apply(replica, 3, batch(7, rank=ranks[1], is_cleared=True))
+    assert (replica.is_exact, replica.sums.blocks) == (True, 1)

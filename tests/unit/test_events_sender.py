@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvtier.events.config import KVEventsConfig
-from kvtier.events.publish.overflow import Overflow
+from kvtier.events.publish.outbox import Overflow
 from kvtier.events.publish.sender import Sender
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from kvtier.events.wire import decode_batch, to_u64
@@ -101,7 +101,7 @@ def test_an_overflow_ends_as_the_queue_would(history: str) -> None:
         sender.send(EventBatch(1.0, [stored([5])], 0))
     for batch in batches:
         direct.send(batch)
-    overflow = Overflow("count", overflowing.prepare)
+    overflow = Overflow("count", overflowing.draft)
     for batch in batches:
         overflow.add(batch)
     overflowing.absorb(overflow)
@@ -111,7 +111,7 @@ def test_an_overflow_ends_as_the_queue_would(history: str) -> None:
 
 def test_what_overflowed_is_cut_as_well() -> None:
     sender, _ = make_sender(max_blocks_per_event=2)
-    overflow = Overflow("count", sender.prepare)
+    overflow = Overflow("count", sender.draft)
     overflow.add(EventBatch(1.0, [stored(list(range(1, 8)))], 0))
     sender.absorb(overflow)
     state = sender._states[0]
@@ -123,7 +123,7 @@ def test_what_overflowed_is_cut_as_well() -> None:
 @pytest.mark.parametrize("events", [7, None, [object()]])
 def test_an_overflow_survives_a_batch_of_no_events(events: Any) -> None:
     sender, _ = make_sender()
-    overflow = Overflow("count", sender.prepare)
+    overflow = Overflow("count", sender.draft)
     overflow.add(EventBatch(1.0, events, 0))
     sender.absorb(overflow)
     assert sender.blocks == 0

@@ -27,8 +27,9 @@ from kvtier.events import (
     frame_batch,
     place_of,
 )
-from kvtier.events.publish.overflow import Overflow
-from kvtier.events.publish.sender import _with_u64
+from kvtier.events.config import KVEventsConfig
+from kvtier.events.publish.outbox import Overflow
+from kvtier.events.publish.sender import Sender
 from kvtier.events.publish.snapshot import Snapshot
 from kvtier.events.publish.state import SHARDS, PublishedState, Record, runs, sum_of
 from kvtier.events.shapes import OUTER
@@ -67,6 +68,10 @@ removals = st.builds(
 clears = st.just(AllBlocksCleared())
 events = st.lists(st.one_of(stores, stores, removals, removals, clears), max_size=40)
 wild_events = st.lists(st.one_of(stores, odd_stores, removals, clears), max_size=40)
+
+
+DRAFT = Sender(None, KVEventsConfig(), 0, None).draft  # type: ignore[arg-type]
+"""As a publisher brings events into the form in which they leave."""
 
 
 class Model:
@@ -220,7 +225,7 @@ def test_an_overflow_does_what_its_batches_would(
     counting: str, before: list[Any], batches: list[list[Any]]
 ) -> None:
     state, model, _ = run(before, counting)
-    overflow = Overflow(counting)
+    overflow = Overflow(counting, DRAFT)
     for some in batches:
         overflow.add(ranked(some))
         for event in some:
@@ -228,7 +233,7 @@ def test_an_overflow_does_what_its_batches_would(
     overflow.check()
     if overflow.cleared:
         state = PublishedState(EventEncoder(), counting)
-    assert overflow.apply(0, state, as_it_is) == 0
+    overflow.apply(0, state)
     state.check()
     assert overflow.batches == len(batches)
     assert consume(snapshot_of(state)).held == model.held()
@@ -246,36 +251,33 @@ def ranked(events: list[Any], rank: int = 0) -> EventBatch:
     return EventBatch(1.0, events, rank)
 
 
-def as_it_is(event: Any) -> Any:
-    return event
-
-
 def test_an_overflow_is_of_ranks() -> None:
-    overflow = Overflow()
+    overflow = Overflow("count", DRAFT)
     for events, rank in (([stored([1, 2])], 0), ([stored([1])], 1), ([AllBlocksCleared(), stored([3])], 0)):
         overflow.add(ranked(events, rank))
     assert (overflow.ranks(), overflow.cleared) == ({0, 1}, {0})
     states = [PublishedState(EventEncoder()) for _ in range(2)]
     for rank, state in enumerate(states):
-        assert overflow.apply(rank, state, as_it_is) == 0
+        overflow.apply(rank, state)
     assert [consume(snapshot_of(state)).held for state in states] == [{(GPU, 3)}, {(GPU, 1)}]
 
 
 def test_an_overflow_converts_hashes() -> None:
     state = PublishedState(EventEncoder())
-    overflow = Overflow()
+    overflow = Overflow("count", DRAFT)
     overflow.add(ranked([stored([b"\xff" * 8, b"\x01" * 8])]))
-    overflow.apply(0, state, _with_u64)
+    overflow.apply(0, state)
     assert consume(snapshot_of(state)).held == {(GPU, U64), (GPU, 0x0101010101010101)}
 
 
 def test_an_overflow_survives_what_it_cannot_read() -> None:
     state = PublishedState(EventEncoder())
-    overflow = Overflow()
-    overflow.add(ranked([stored([1]), object(), stored([2], lora_name=object()), BlockRemoved(7, None)]))
+    overflow = Overflow("count", DRAFT)
+    junk: list[Any] = [object(), stored([2], lora_name=object()), BlockRemoved(7, None)]  # type: ignore[arg-type]
+    overflow.add(ranked([stored([1]), *junk]))
     overflow.add(ranked([stored([1])], rank=[]))  # type: ignore[arg-type]
-    assert overflow.apply(0, state, as_it_is) == 1
-    assert state.blocks == 1
+    overflow.apply(0, state)
+    assert (state.blocks, overflow.unreadable) == (0, 2)
     state.check()
 
 
@@ -283,10 +285,11 @@ def test_an_overflow_survives_what_it_cannot_read() -> None:
 def test_an_overflow_survives_what_is_no_hash(wrong: Any) -> None:
     """It ended the turn, and with it the whole overflow, once hashes were converted."""
     state = PublishedState(EventEncoder())
-    overflow = Overflow()
-    overflow.add(ranked([stored([1]), stored([wrong], token_ids=[], block_size=0)]))
-    assert overflow.apply(0, state, _with_u64) == 1
-    assert state.blocks == 1
+    overflow = Overflow("count", DRAFT)
+    for block in (1, wrong):
+        overflow.add(ranked([stored([block], token_ids=[], block_size=0)]))
+    overflow.apply(0, state)
+    assert (state.blocks, overflow.unreadable) == (1, 1)
     state.check()
 
 
@@ -391,10 +394,10 @@ def required(record: Record | None) -> Record:
 
 BREAKERS: list[Callable[[PublishedState], None]] = [
     lambda state: setattr(state, "blocks", 7),
-    lambda state: setattr(state, "digest", 7),
+    lambda state: setattr(state.holdings()[0], "total", 7),
     lambda state: state.ghosts.add_all([5], required(state.holdings()[0].blocks.get(1))),
     lambda state: setattr(state.holdings()[0].blocks.get(1), "uses", 1),
-    lambda state: state.holdings()[0].blocks.pop_all([3]),
+    lambda state: state.holdings()[0].blocks.pop(3),
     lambda state: state._children[hash(2) % SHARDS].pop(2),
     lambda state: state._records.pop(),
     lambda state: state.holdings()[0].counts.update({99: 2}),

@@ -32,13 +32,13 @@ class StreamReport(NamedTuple):
 class AnnouncedBlocks:
     """The blocks that a publisher announced, and how often it stored one twice or removed one not there."""
 
-    held: dict[tuple[int | None, Place], set[int]] = field(default_factory=lambda: defaultdict(set))
+    held: dict[tuple[int, Place], set[int]] = field(default_factory=lambda: defaultdict(set))
     stored_twice: int = 0
     removed_unheld: int = 0
 
     def apply(self, batch: DecodedBatch) -> None:
         """Take a batch in."""
-        rank = batch.data_parallel_rank
+        rank = batch.data_parallel_rank or 0
         for event in batch.events:
             if isinstance(event, AllBlocksCleared):
                 self._clear(rank)
@@ -52,7 +52,7 @@ class AnnouncedBlocks:
                 self.removed_unheld += len(hashes - held)
                 held -= hashes
 
-    def _clear(self, rank: int | None) -> None:
+    def _clear(self, rank: int) -> None:
         for key in [key for key in self.held if key[0] == rank]:
             del self.held[key]
 

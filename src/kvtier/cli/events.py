@@ -23,7 +23,7 @@ from kvtier.errors import InputError
 if TYPE_CHECKING:
     from kvtier.cli.event_lines import Lines
     from kvtier.events.curve import CurveServer
-    from kvtier.events.publisher import ZmqEventPublisher
+    from kvtier.events.publisher import PublisherStats
     from kvtier.events.recording import KeptBatch, RecordedBatch, RecordingWriter
     from kvtier.events.subscriber import Source, Subscriber
     from kvtier.events.types import KVEventBatch
@@ -97,7 +97,7 @@ def _tail(updates: Iterable[Update], lines: Lines, joined: bool, count: int | No
             joined = joined or update.state is not State.REPAIRING
             say(lines.state(now, update.state, update.reason))
         elif isinstance(update, Received) and joined:
-            say(lines.batch(now, update.seq, update.batch.decoded))
+            say(lines.batch(now, update.seq, update.batch))
             shown += 1
         elif isinstance(update, Reset) and joined:
             say(lines.forgotten(now))
@@ -234,23 +234,25 @@ def _publish_recording(
             f"publishing on {publisher.endpoint}"
             + (f", replay on {publisher.replay_endpoint}" if replay else "")
         )
-        published = 0
-        for batch in _paced(records, speed):
+        for number, batch in enumerate(_paced(records, speed), 1):
             publisher.publish(batch)
-            published += 1
-            if published % _QUEUED == 0:
-                _wait_sent(publisher)
-        remark(f"{published:,} batches published")
+            if number % _QUEUED == 0:
+                publisher.flush()  # it would leave out what it cannot hold
+        publisher.flush()
+        remark(_describe_published(publisher.stats()))
         while keep:
             time.sleep(3600)
     finally:
         publisher.shutdown()
 
 
-def _wait_sent(publisher: ZmqEventPublisher) -> None:
-    """Wait until the publisher has caught up with us: it would leave out what it cannot hold."""
-    while publisher.stats().queued:
-        time.sleep(0.001)
+def _describe_published(stats: PublisherStats) -> str:
+    """Say how many batches of a recording went out; the publisher's own are its first and its heartbeats."""
+    published = stats.sent + stats.joined - stats.heartbeats - 1
+    left_out = {"with nothing new": stats.filtered, "events that cannot be read": stats.unencodable}
+    return f"{published:,} batches published" + "".join(
+        f", {number:,} {what} left out" for what, number in left_out.items() if number
+    )
 
 
 def _paced(records: Iterable[RecordedBatch], speed: float) -> Iterator[KVEventBatch]:
@@ -260,16 +262,16 @@ def _paced(records: Iterable[RecordedBatch], speed: float) -> Iterator[KVEventBa
     from kvtier.events.types import AllBlocksCleared, KVEventBatch
 
     begun, first = time.monotonic(), None
-    ranks: dict[int | None, None] = {}
+    ranks: dict[int, None] = {}
     for record in records:
         first = record.time if first is None else first
         time.sleep(max(0.0, (record.time - first) / speed - (time.monotonic() - begun)))
         if record.payload:
             batch = _read(record)
-            ranks[batch.data_parallel_rank] = None
+            ranks[batch.data_parallel_rank or 0] = None
             yield KVEventBatch(batch.ts, batch.events, batch.data_parallel_rank)
         else:
-            yield from (KVEventBatch(record.time, [AllBlocksCleared()], rank) for rank in ranks or (None,))
+            yield from (KVEventBatch(record.time, [AllBlocksCleared()], rank) for rank in ranks or (0,))
 
 
 @events_app.command("check")

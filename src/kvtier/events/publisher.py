@@ -134,7 +134,7 @@ class ZmqEventPublisher(EventPublisher):
         self.replay_endpoint = (
             None if loop.replay_endpoint is None else client_endpoint(loop.replay_endpoint)
         )
-        self._put = loop.outbox.put
+        self._outbox = loop.outbox
         self._end = weakref.finalize(self, loop.stop, self.SHUTDOWN_TIMEOUT)
         loop.start()
 
@@ -143,7 +143,13 @@ class ZmqEventPublisher(EventPublisher):
 
         A batch that names no rank is of the publisher's own, which the thread writes into it.
         """
-        self._put(events)
+        outbox = self._outbox  # one call less than to ask it: it is cold when an engine comes to it
+        if len(outbox.queue) < outbox.room:
+            outbox.queue.append(events)
+        else:
+            outbox.put_aside(events)
+        if outbox.is_asleep:
+            outbox.wake()
 
     def shutdown(self) -> None:
         """Send what waits as far as `SHUTDOWN_TIMEOUT` goes, and close everything.
@@ -180,6 +186,10 @@ class ZmqEventPublisher(EventPublisher):
             **({} if replay is None else replay.counters),
         )
 
+    def flush(self) -> None:
+        """Wait until all that was published so far is sent; `TimeoutError` after ten seconds."""
+        self._loop.run(_nothing)
+
     def check(self) -> None:
         """Raise `IntegrityError` where anything inside is broken; waits for the thread."""
         self._loop.check()
@@ -188,6 +198,10 @@ class ZmqEventPublisher(EventPublisher):
     def offset_endpoint_port(endpoint: str | None, data_parallel_rank: int) -> str | None:
         """Return the address that a data-parallel rank has."""
         return offset_endpoint(endpoint, data_parallel_rank)
+
+
+def _nothing() -> None:
+    pass
 
 
 _OURS = {field.name for field in fields(KVEventsConfig)} - {

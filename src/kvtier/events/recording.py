@@ -20,14 +20,14 @@ import struct
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
+from msgspec.structs import astuple
+
 from kvtier.errors import InputError, OutsideError
-from kvtier.events.types import Mark
-from kvtier.events.wire import Change, DecodedBatch, decode_batch
+from kvtier.events.wire import DecodedBatch, decode_batch
 
 __all__ = ["MAGIC", "KeptBatch", "RecordedBatch", "RecordingReader", "RecordingWriter"]
 
@@ -48,38 +48,15 @@ class RecordedBatch(NamedTuple):
     topic: str = ""
 
 
-@dataclass(slots=True)
-class KeptBatch:
+class KeptBatch(DecodedBatch):
     """A batch with the bytes it was read from; a subscriber that records decodes with `KeptBatch.read`."""
 
-    payload: bytes
-    decoded: DecodedBatch
-    mark: Mark | None
+    payload: bytes = b""
 
     @classmethod
     def read(cls, payload: bytes) -> Self:
         """Read a batch; raises `ValueError` where the payload is not one."""
-        decoded = decode_batch(payload)
-        return cls(payload, decoded, decoded.mark)
-
-    @property
-    def ts(self) -> float:
-        """Return when the batch was made, in Unix seconds."""
-        return self.decoded.ts
-
-    @property
-    def data_parallel_rank(self) -> int | None:
-        """Return the rank that the batch speaks of, if it says so."""
-        return self.decoded.data_parallel_rank
-
-    @property
-    def skipped(self) -> int:
-        """Return how many of its events could not be read."""
-        return self.decoded.skipped
-
-    def change(self) -> Change:
-        """Return what the batch does to the set of held blocks."""
-        return self.decoded.change()
+        return cls(*astuple(decode_batch(payload)), payload)
 
 
 class RecordingReader:

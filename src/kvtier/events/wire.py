@@ -17,7 +17,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -103,16 +102,11 @@ class Change(NamedTuple):
 
 _SIGN: dict[type[KVCacheEvent], int] = {BlockStored: 1, BlockRemoved: -1}
 _PLACE_FIELDS = ("medium", "group_idx", "ownership", "locality")
-_where = attrgetter(*_PLACE_FIELDS)
 
 
 def place_of(event: BlockStored | BlockRemoved) -> Place:
     """Return where the event's blocks are."""
-    return _place(*_where(event))
-
-
-def _place(medium: str | None, group: int | None, ownership: str | None, locality: str | None) -> Place:
-    return medium or MEDIUM_GPU, group or 0, ownership or "", locality or ""
+    return event.medium or MEDIUM_GPU, event.group_idx or 0, event.ownership or "", event.locality or ""
 
 
 @lru_cache(maxsize=4096)
@@ -139,19 +133,18 @@ def hash_sum(hashes: Sequence[ExternalBlockHash]) -> int:
 def change_of(events: Iterable[KVCacheEvent]) -> Change:
     """Return what the events do together, each stored block counted as new and each removed one as held."""
     cleared, blocks = False, 0
-    sums: dict[tuple[str | None, int | None, str | None, str | None], int] = {}
+    sums: dict[Place, int] = {}
     for event in events:
         sign = _SIGN.get(type(event))
         if sign is not None:
-            hashes, where = event.block_hashes, _where(event)  # type: ignore[attr-defined]
+            hashes, place = event.block_hashes, place_of(event)  # type: ignore[attr-defined, arg-type]
             blocks += sign * len(hashes)
-            sums[where] = sums.get(where, 0) + sign * hash_sum(hashes)
+            sums[place] = sums.get(place, 0) + sign * hash_sum(hashes)
         elif isinstance(event, AllBlocksCleared):
             cleared, blocks = True, 0
             sums.clear()
-    return Change(
-        cleared, blocks, sum(total * place_weight(_place(*where)) for where, total in sums.items()) & U64
-    )
+    digest = sum(total * place_weight(place) for place, total in sums.items())
+    return Change(cleared, blocks, digest & U64)
 
 
 # -- out -------------------------------------------------------------------------------------------

@@ -18,9 +18,8 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from kvtier.errors import IntegrityError
-from kvtier.events.follow.pending import PendingBatches
 from kvtier.events.follow.replica import MarkResult, Replica, payload_hash
-from kvtier.events.follow.requests import Backoff, RequestKind, StreamRequest
+from kvtier.events.follow.requests import Backoff, PendingBatches, RequestKind, StreamRequest
 from kvtier.events.frames import END_SEQ
 from kvtier.events.types import Mark
 from kvtier.events.updates import Kind, Limits, State, Update

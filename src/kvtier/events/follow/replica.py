@@ -63,13 +63,13 @@ class RankSums:
     def __init__(self, *, is_open: bool = True) -> None:
         """Begin with nothing; `is_open`: the publisher may have held something already."""
         self.is_open = is_open  # since the last proof something may have been lost
-        self._ranks: dict[int | None, list[int]] = {}  # blocks, and their digest before it is reduced
-        self._torn: set[int | None] = set()  # heard of before a loss, and not cleared since
-        self._fresh: set[int | None] = set()  # first heard of since, and not cleared since
+        self._ranks: dict[int, list[int]] = {}  # blocks, and their digest before it is reduced
+        self._torn: set[int] = set()  # heard of before a loss, and not cleared since
+        self._fresh: set[int] = set()  # first heard of since, and not cleared since
         self._is_crowded = False
 
-    def add(self, rank: int | None, change: Change) -> None:
-        """Count a batch of a rank that was applied."""
+    def add(self, rank: int, change: Change) -> None:
+        """Count a batch of a rank that was applied; one that names none is of rank 0."""
         cleared, blocks, digest = change
         sums = self._ranks.get(rank) or self._hear_of(rank)
         if cleared:
@@ -79,7 +79,7 @@ class RankSums:
         sums[0] += blocks
         sums[1] += digest
 
-    def _hear_of(self, rank: int | None) -> list[int]:
+    def _hear_of(self, rank: int) -> list[int]:
         if len(self._ranks) >= MAX_RANKS:
             self._is_crowded = self.is_open = True
             return [0, 0]
@@ -227,7 +227,7 @@ class Replica(Generic[B]):
             self.counters.restarts += 1
             if not is_snapshot:
                 sums.tear()  # another incarnation holds nothing of what this one held
-        sums.add(batch.data_parallel_rank, batch.change())
+        sums.add(batch.data_parallel_rank or 0, batch.change())
         self.seq = seq
         self._last = None if self.kind is Kind.KVTIER else payload
         if self.is_exhausted and self.is_whole:

@@ -23,8 +23,7 @@ import zmq
 from kvtier.events.config import KVEventsConfig
 from kvtier.events.curve import Gate
 from kvtier.events.publish.endpoints import attach, check_ports, is_bound, offset_endpoint
-from kvtier.events.publish.outbox import Outbox
-from kvtier.events.publish.overflow import Overflow
+from kvtier.events.publish.outbox import Outbox, Overflow
 from kvtier.events.publish.replay import CLIENT_QUEUE, STALLED_AFTER, ReplayServer
 from kvtier.events.publish.sender import Sender
 from kvtier.events.publish.sequence import SequenceFile
@@ -40,7 +39,7 @@ _LOOK = 0.05  # seconds between two looks whether the thread is still there
 _LINGER = 250  # milliseconds for what a subscriber has not taken yet when all is sent
 _AFTER_ERROR = 0.01  # seconds, lest a fault that stays fills the log at full speed
 _MAX_REQUEST = 64 << 10
-_WORK = 200e-6  # seconds of a turn for snapshots
+_WORK = 100e-6  # seconds of a turn for snapshots; replays have as much
 _REST = 50e-6  # seconds: too short a rest, and a thread that waits for the interpreter does not wake in time
 
 
@@ -75,7 +74,6 @@ class PublisherLoop:
         self._numbers: SequenceFile | None = None
         self._context: zmq.Context[Any] | None = None
         check_ports(config.endpoint, config.replay_endpoint, rank)
-        self.outbox = Outbox(config.max_queue_size, config.counting, rank)
         try:
             self._open()
         except BaseException:
@@ -102,12 +100,13 @@ class PublisherLoop:
         else:
             self._close(linger=0)
 
-    def check(self, timeout: float = 10.0) -> None:
-        """Raise `IntegrityError` where anything of the publisher is broken.
+    def check(self) -> None:
+        """Raise `IntegrityError` where anything of the publisher is broken."""
+        self.run(self._check)
 
-        The thread looks between two turns.
-        """
-        task = _Task(self._check)
+    def run(self, function: Callable[[], None], timeout: float = 10.0) -> None:
+        """Have the thread do something once all that waits now is sent; raise what it raises."""
+        task = _Task(function)
         self.outbox.call(task)
         until = time.monotonic() + timeout
         while not task.done.wait(_LOOK):
@@ -169,17 +168,14 @@ class PublisherLoop:
         outbox, sender = self.outbox, self.sender
         sent = 0
         try:
-            while sent < _BATCHES_A_TURN:
-                item = outbox.take()
-                if item is None:
-                    break
+            while sent < _BATCHES_A_TURN and (item := outbox.take()) is not None:
                 if type(item) is Overflow:
                     sender.absorb(item)
                 elif type(item) is _Task:
                     sender.flush()
                     item.run()
                 else:
-                    sender.send(item, more=len(outbox) > _BEHIND)
+                    sender.send(item, more=len(outbox.queue) > _BEHIND)
                 sent += 1
             return sent
         finally:
@@ -229,7 +225,7 @@ class PublisherLoop:
             pub, endpoint, rank, bind=is_bound(endpoint) if config.bind is None else config.bind
         )
         self.sender = Sender(pub, config, rank, self._numbers)
-        self.outbox.prepare = self.sender.prepare
+        self.outbox = Outbox(config.max_queue_size, config.counting, rank, self.sender.draft)
         self.replay_endpoint: str | None = None
         if replay_endpoint is not None:
             self._open_replay(replay_endpoint)

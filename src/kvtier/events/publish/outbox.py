@@ -1,9 +1,17 @@
 """Between the threads that publish and the one that sends: a bounded queue that never makes anybody wait.
 
-`put` is one append, and one write to an eventfd if the sending thread sleeps: what it touches is cold when
-an engine comes to it after a step, so it looks at little. When the queue is full, batches go into an
-overflow until the sending thread has come to it: at most one exists, always last, so nothing is overtaken.
-Any thread may call `put`, `call`, `wake` and `close`; the others belong to the sending thread.
+`ZmqEventPublisher.publish` appends to the queue while that is shorter than `room`, and writes to an eventfd
+if the sending thread sleeps: what it touches is cold when an engine comes to it after a step, so it looks at
+little. When the queue is full, batches go into an overflow until the sending thread has come to it: at most
+one exists, always last, so nothing is overtaken.
+
+An overflow is what its batches do to the published state. Per block the counts of a publisher change by +1,
+by -1 but not below 0, or to a constant. All of these, one after another, are some
+`n -> max(n + step, least)`, so a block needs two numbers however many batches overflow; besides them, the
+event that stored it last. An overflow is therefore never larger than what the cache holds or held.
+
+Any thread may call `put_aside`, `call`, `wake` and `close`; the others belong to the sending thread. An
+`Overflow` is not for several threads at once; the outbox locks.
 """
 
 from __future__ import annotations
@@ -11,66 +19,159 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
+from math import inf
 from typing import Any
 
 from kvtier.errors import IntegrityError
-from kvtier.events.publish.overflow import Overflow
+from kvtier.events.publish.state import PublishedState
+from kvtier.events.types import BlockRemoved, BlockStored, ExternalBlockHash
+from kvtier.events.wire import Place, place_of
 
-__all__ = ["Outbox"]
+__all__ = ["Draft", "Outbox", "Overflow"]
+
+Draft = Callable[[Any], tuple[list[tuple[str, Any, bytes]], list[str]]]
+_UNREADABLE = (AttributeError, OverflowError, RecursionError, TypeError, ValueError)
+
+
+class _Net:
+    """What became of one block: its count `n` is now `max(n + step, least)`.
+
+    `event` stored it last, or removed it.
+    """
+
+    __slots__ = ("event", "least", "step")
+
+    def __init__(self, event: BlockStored | BlockRemoved, step: float) -> None:
+        self.event, self.step, self.least = event, step, 0
+
+
+class Overflow:
+    """The net effect of a run of batches, and how many they were."""
+
+    def __init__(self, counting: str, draft: Draft) -> None:
+        """Begin with nothing. `draft` brings events into their published form, see `Sender.draft`."""
+        self.batches = 0
+        self.unreadable = 0  # batches and events that cannot be published
+        self.cleared: set[int] = set()
+        self._draft = draft
+        self._counted = counting == "count"
+        self._nets: dict[int, dict[Place, dict[ExternalBlockHash, _Net]]] = {}
+
+    def add(self, batch: Any) -> None:
+        """Add one batch.
+
+        An event of an unknown kind does nothing to the state, nor does one that cannot be published.
+        """
+        self.batches += 1
+        try:
+            drafts, problems = self._draft(batch.events)
+            self.unreadable += len(problems)
+            for kind, event, _ in drafts:
+                self._add(batch.data_parallel_rank, kind, event)
+        except _UNREADABLE:  # dropped whole, as on the way through the queue
+            self.unreadable += 1
+
+    def _add(self, rank: int, kind: str, event: Any) -> None:
+        if kind == "AllBlocksCleared":
+            self.cleared.add(rank)
+            self._nets.pop(rank, None)
+        elif kind in ("BlockStored", "BlockRemoved"):
+            nets = self._nets.setdefault(rank, {}).setdefault(place_of(event), {})
+            first_step = -inf if rank in self.cleared else 0
+            is_store = kind == "BlockStored"
+            for block in event.block_hashes:
+                net = nets.get(block)
+                if net is None:
+                    net = nets[block] = _Net(event, first_step)
+                if is_store:
+                    net.event = event
+                    net.step, net.least = (net.step + 1, net.least + 1) if self._counted else (-inf, 1)
+                else:
+                    net.step, net.least = (
+                        (net.step - 1, max(net.least - 1, 0)) if self._counted else (-inf, 0)
+                    )
+
+    def ranks(self) -> set[int]:
+        """Return the ranks whose states change."""
+        return self.cleared | self._nets.keys()
+
+    def apply(self, rank: int, state: PublishedState) -> None:
+        """Do to a rank's state, emptied where it was cleared, what the batches would have done."""
+        for nets in self._nets.get(rank, {}).values():
+            _apply_nets(state, nets)
+
+    def check(self) -> None:
+        """Raise `IntegrityError` where a net effect is impossible."""
+        for rank, places in self._nets.items():
+            for place, nets in places.items():
+                wrong = [block for block, net in nets.items() if net.least < 0 or net.step > net.least]
+                if wrong:
+                    raise IntegrityError(f"overflow: rank {rank}, {place}: impossible net effect of {wrong}")
+
+
+def _apply_nets(state: PublishedState, nets: dict[ExternalBlockHash, _Net]) -> None:
+    """Let go first, then take in, then set counts."""
+    stored: dict[int, tuple[Any, dict[ExternalBlockHash, int]]] = {}
+    for block, net in nets.items():
+        before = state.count_of(net.event, block)
+        after = int(max(before + net.step, net.least))
+        if before:
+            state.set_count(net.event, block, after)
+        elif after:
+            stored.setdefault(id(net.event), (net.event, {}))[1][block] = after
+    for event, counts in stored.values():
+        state.adopt(event, set(counts))
+        for block, count in counts.items():
+            state.set_count(event, block, count)
 
 
 class Outbox:
     """Batches on their way to the sending thread, in order."""
 
-    def __init__(self, capacity: int, counting: str, rank: int) -> None:
-        """Queue up to `capacity` batches; those that overflow and name no rank are of `rank`."""
+    def __init__(self, capacity: int, counting: str, rank: int, draft: Draft) -> None:
+        """Queue up to `capacity` batches; those that overflow and name no rank are of `rank`.
+
+        `counting` and `draft` are for an overflow.
+        """
         self.closed = False
         self.overflowed = 0
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._capacity = self._room = capacity  # no room while there is an overflow, or once closed
+        self._capacity = self.room = capacity  # no room while there is an overflow, or once closed
         self._rank = rank
         self._counting = counting
-        self.prepare: Callable[[Iterable[Any]], tuple[list[Any], int]] | None = None  # for what overflows
-        self._queue: deque[Any] = deque()
+        self._draft = draft
+        self.queue: deque[Any] = deque()  # of batches, tasks and an overflow
         self._overflow: Overflow | None = None
         self._lock = threading.Lock()  # of the overflow
-        self._asleep = False
+        self.is_asleep = False
 
-    def put(self, item: Any) -> None:
-        """Queue a batch, or let it overflow if the queue is full. Raises `RuntimeError` once closed."""
-        if len(self._queue) < self._room:
-            self._queue.append(item)
-        else:
-            self._put_aside(item)
-        if self._asleep:
-            self.wake()
-
-    def _put_aside(self, batch: Any) -> None:
+    def put_aside(self, batch: Any) -> None:
+        """Let a batch overflow that found no room. Raises `RuntimeError` once closed."""
         if self.closed:
             raise RuntimeError("Publisher is closed")
         if batch.data_parallel_rank is None:
             batch.data_parallel_rank = self._rank
         with self._lock:
-            if self._overflow is None and len(self._queue) < self._capacity:  # there is room meanwhile
-                self._queue.append(batch)
+            if self._overflow is None and len(self.queue) < self._capacity:  # there is room meanwhile
+                self.queue.append(batch)
                 return
             if self._overflow is None:
-                self._room = 0
-                self._overflow = Overflow(self._counting, self.prepare)
-                self._queue.append(self._overflow)
+                self.room = 0
+                self._overflow = Overflow(self._counting, self._draft)
+                self.queue.append(self._overflow)
             self._overflow.add(batch)
             self.overflowed += 1
 
     def call(self, task: Any) -> None:
         """Queue something that is not a batch, full or not."""
-        self._queue.append(task)
+        self.queue.append(task)
         self.wake()
 
     def wake(self) -> None:
         """Make the sending thread look."""
-        self._asleep = False
+        self.is_asleep = False
         os.eventfd_write(self.wake_fd, 1)
 
     def close(self) -> None:
@@ -82,46 +183,44 @@ class Outbox:
     def refuse(self) -> None:
         """Take no more batches; for a forked child, where nobody lets go of the lock."""
         self.closed = True
-        self._room = 0
+        self.room = 0
 
     # -- the sending thread's ----------------------------------------------------------------------
 
-    def take(self) -> Any | None:
+    def take(self) -> Any:
         """Take the next item, `None` if there is none; an overflow that was taken grows no more."""
-        if not self._queue:
-            return None
-        item = self._queue.popleft()
-        if item is self._overflow:
+        item = self.queue.popleft() if self.queue else None
+        if type(item) is Overflow:
             with self._lock:
                 self._overflow = None
-                self._room = 0 if self.closed else self._capacity
+                self.room = 0 if self.closed else self._capacity
         return item
 
     def fall_asleep(self) -> bool:
-        """Ask to be woken through `wake_fd` by the next `put`; return whether it is safe to sleep now."""
-        self._asleep = True
-        if self._queue or self.closed:
-            self._asleep = False
-        return self._asleep
+        """Ask to be woken through `wake_fd` by the next batch; return whether it is safe to sleep now."""
+        self.is_asleep = True
+        if self.queue or self.closed:
+            self.is_asleep = False
+        return self.is_asleep
 
     def wake_up(self) -> None:
         """Take note of being awake."""
-        self._asleep = False
+        self.is_asleep = False
         with suppress(BlockingIOError):
             os.eventfd_read(self.wake_fd)
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self.queue)
 
     def __del__(self) -> None:
-        # Not before: a `put` that is under way in another thread must not write to whatever gets the number
+        # Not before: a `publish` that is under way in another thread must not write to whatever gets the number
         # next.
         os.close(self.wake_fd)
 
     def check(self) -> None:
         """Raise `IntegrityError` where more than the open overflow is queued."""
         with self._lock:
-            found = [item for item in self._queue if isinstance(item, Overflow)]
+            found = [item for item in self.queue if isinstance(item, Overflow)]
             if len(found) > 1 or (found and found[0] is not self._overflow):
                 raise IntegrityError(
                     f"outbox: {len(found)} overflows queued, expected one at most, and open"

@@ -14,22 +14,21 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import chain, groupby
-from operator import attrgetter, countOf, index
-from types import NoneType
+from operator import index
 from typing import Any
 
 import msgspec
 import zmq
+from msgspec.structs import replace
 
 from kvtier.errors import IntegrityError
 from kvtier.events.config import KVEventsConfig
-from kvtier.events.publish.overflow import Overflow
+from kvtier.events.publish.outbox import Overflow
 from kvtier.events.publish.sequence import SequenceFile, number_from_clock
 from kvtier.events.publish.snapshot import Snapshot
 from kvtier.events.publish.state import PublishedState
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, Mark, blocks_of
-from kvtier.events.wire import U64, Encoding, EventEncoder, batch_ends, frame_batch, to_u64
+from kvtier.events.wire import U64, Encoding, EventEncoder, batch_ends, to_u64
 
 __all__ = ["Ring", "Sender"]
 
@@ -40,23 +39,37 @@ _SHARED_FOR = 0.25  # seconds that a snapshot serves newcomers
 _MOST_USED = 2  # older snapshots that slow clients still read, each as large as the state
 _JOINED_BATCHES, _JOINED_BYTES = 32, 128 << 10  # ZeroMQ's cost is per message up to about there
 _BLOCKS_A_NUMBER = 64
-_FREED_AT_ONCE = 64
+_FREED_AT_ONCE = 16
 _MORE = int(zmq.SNDMORE)
-_BLOCK_EVENTS = ("BlockStored", "BlockRemoved")
-_TYPES: dict[str, tuple[type, ...]] = {
-    "block_hashes": (list, tuple),
-    "parent_block_hash": (int, bytes, NoneType),
-    "token_ids": (list, tuple),
-    "block_size": (int,),
-    "extra_keys": (list, tuple, NoneType),
-    **dict.fromkeys(("lora_id", "group_idx", "kv_cache_spec_sliding_window"), (int, NoneType)),
-    **dict.fromkeys(("medium", "lora_name", "kv_cache_spec_kind", "locality"), (str, NoneType)),
-    **dict.fromkeys(("ownership", "session_id"), (str, NoneType)),
-}
-_HASHES = {int, bytes}
-_EXTRA_KEYS = {list, tuple, NoneType}
-_right_types: dict[tuple[type, ...], bool] = {}  # of an event and its fields: whether it has extra keys
-_hashes, _place = attrgetter("block_hashes"), attrgetter("medium", "group_idx", "locality", "ownership")
+_Draft = tuple[str, Any, bytes]
+"""An event on its way out: the name of its kind, the event, its bytes."""
+
+
+class _ReadableRemoved(msgspec.Struct, gc=False):
+    """What consumers can read of a removal."""
+
+    block_hashes: list[int | bytes]
+    medium: str | None
+    group_idx: int | None
+    locality: str | None
+    ownership: str | None
+
+
+class _ReadableStored(_ReadableRemoved):
+    """What consumers can read of a store."""
+
+    parent_block_hash: int | bytes | None
+    token_ids: Any
+    block_size: int
+    lora_id: int | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None
+    kv_cache_spec_kind: str | None
+    kv_cache_spec_sliding_window: int | None
+    session_id: str | None
+
+
+_READABLE = {"BlockStored": _ReadableStored, "BlockRemoved": _ReadableRemoved}
 
 
 class Ring:
@@ -64,7 +77,7 @@ class Ring:
     bytes.
 
     Batches that travelled together count one by one, so that what is kept reaches back equally far however
-    they went.
+    they went. A message is kept in its parts: most are events that the state has, too.
     """
 
     def __init__(self, capacity: int, max_bytes: int, start: int) -> None:
@@ -73,25 +86,26 @@ class Ring:
         self.batches = self.bytes = 0
         self._capacity = capacity
         self._max_bytes = max_bytes
-        self._messages: dict[int, tuple[int, bytes]] = {}
+        self._messages: dict[int, tuple[int, int, Sequence[bytes]]] = {}  # batches, bytes, parts
 
-    def append(self, payload: bytes, batches: int = 1) -> None:
+    def append(self, parts: Sequence[bytes], batches: int = 1) -> None:
         """Keep the message of number `next`, which carries so many batches.
 
         The newest stays however many they are.
         """
         while self.head < self.next and self.batches + batches > self._capacity:
             self._forget_oldest()
-        self._messages[self.next] = batches, payload
+        size = sum(map(len, parts))
+        self._messages[self.next] = batches, size, parts
         self.next += 1
         self.batches += batches
-        self.bytes += len(payload)
+        self.bytes += size
         while self.bytes > self._max_bytes:
             self._forget_oldest()
 
     def __getitem__(self, seq: int) -> bytes:
         """Return the message of a number in `[head, next)`."""
-        return self._messages[seq][1]
+        return b"".join(self._messages[seq][2])
 
     def __len__(self) -> int:
         return len(self._messages)
@@ -104,8 +118,8 @@ class Ring:
 
     def check(self) -> None:
         """Raise `IntegrityError` where the bounds do not hold or the bytes do not add up."""
-        held = sum(len(payload) for _, payload in self._messages.values())
-        batches = sum(batches for batches, _ in self._messages.values())
+        held = sum(len(part) for *_, parts in self._messages.values() for part in parts)
+        batches = sum(batches for batches, *_ in self._messages.values())
         is_full = batches > self._capacity and len(self) > 1
         numbers = list(self._messages) == list(range(self.head, self.next))
         if (held, batches) != (self.bytes, self.batches) or is_full or held > self._max_bytes or not numbers:
@@ -115,9 +129,9 @@ class Ring:
             )
 
     def _forget_oldest(self) -> None:
-        batches, payload = self._messages.pop(self.head)
+        batches, size, _ = self._messages.pop(self.head)
         self.batches -= batches
-        self.bytes -= len(payload)
+        self.bytes -= size
         self.head += 1
 
 
@@ -142,7 +156,6 @@ class Sender:
         self._counting = config.counting
         self._as_u64 = config.hash_format == "u64"
         self._is_reduced = self.encoder.encoding is not Encoding.MAP
-        self._is_plain = self._as_u64 and not self._is_reduced
         self._encode = self.encoder.event if self._is_reduced else msgspec.msgpack.Encoder().encode
         self._most_blocks = config.max_blocks_per_event
         self._states = {rank: self._make_state()}
@@ -179,39 +192,38 @@ class Sender:
                 batch.data_parallel_rank = rank = self.rank
             if type(rank) is not int or rank not in self._states:
                 rank = _checked_rank(rank)
-            drafts = list(map(self._draft, self._prepared(list(batch.events))))
+            drafts, problems = self.draft(batch.events)
         except _UNENCODABLE as error:
             self.counters["unencodable"] += 1
             logger.error("a batch of events cannot be encoded and is dropped whole: %s", error)
         else:
+            if problems:
+                self.counters["unencodable"] += len(problems)
+                logger.error("%d events are dropped: %s", len(problems), "; ".join(problems))
             if rank != self._batch_rank:
                 self.flush()
                 self._batch_rank = rank
-            self._take_in(rank, ts, drafts)
+            self._take_in(ts, drafts, is_empty=not batch.events)
         if not more or self._batches >= _JOINED_BATCHES or self._bytes >= _JOINED_BYTES:
             self.flush()
 
-    def _take_in(self, rank: int, ts: float, drafts: list[tuple[str, Any, bytes]]) -> None:
+    def _take_in(self, ts: float, drafts: list[_Draft], *, is_empty: bool) -> None:
         """Bring a batch into the state, and what of it is news to the events that wait."""
-        out = self._events
+        out, rank = self._events, self._batch_rank
+        state = self._state(rank)
         before = len(out)
         for kind, event, data in drafts:
             self._bytes += len(data)
-            try:
-                if kind == "BlockStored":
-                    check_fields(event)
-                    (self._states.get(rank) or self._state(rank)).store(event, data, out)
-                elif kind == "BlockRemoved":
-                    check_fields(event)
-                    (self._states.get(rank) or self._state(rank)).remove(event, data, out)
-                else:
-                    if kind == "AllBlocksCleared":
-                        self._clear(rank)
-                    out.append(data)
-            except _UNENCODABLE as error:
-                self.counters["unencodable"] += 1
-                logger.error("a %s has fields of the wrong type and is dropped: %s", kind, error)
-        if len(out) > before or not drafts:
+            if kind == "BlockStored":
+                state.store(event, data, out)
+            elif kind == "BlockRemoved":
+                state.remove(event, data, out)
+            else:
+                if kind == "AllBlocksCleared":
+                    self._clear(rank)
+                    state = self._state(rank)
+                out.append(data)
+        if len(out) > before or is_empty:
             self._batches += 1
             self._ts = ts
         else:
@@ -236,7 +248,6 @@ class Sender:
         Their numbers stay unused, so that everybody sees a gap.
         """
         self.flush()
-        lost = 0
         for rank in overflow.ranks():
             try:
                 rank = _checked_rank(rank)
@@ -245,14 +256,13 @@ class Sender:
                 continue
             if rank in overflow.cleared:
                 self._clear(rank)
-            lost += overflow.apply(rank, self._state(rank), self._prepare)
+            overflow.apply(rank, self._state(rank))
         logger.warning(
             "%d batches found no room and were not sent; replay gives their effect", overflow.batches
         )
-        lost += overflow.unreadable
-        if lost:
-            self.counters["unencodable"] += 1
-            logger.error("%d blocks or events that found no room cannot be encoded and are dropped", lost)
+        if overflow.unreadable:
+            self.counters["unencodable"] += overflow.unreadable
+            logger.error("%d batches or events of them cannot be encoded", overflow.unreadable)
         # Enough numbers for a replay of the state in messages of moderate size, and of one rank each.
         self.next_seq += max(overflow.batches, len(self._states), self.blocks // _BLOCKS_A_NUMBER)
         self.ring.restart(self.next_seq)
@@ -287,17 +297,18 @@ class Sender:
 
     def _emit(self, ts: float, events: Sequence[bytes], rank: int, batches: int) -> None:
         """Number a message, keep it, send it."""
-        payload = frame_batch(ts, events, rank)
+        head, tail = batch_ends(ts, len(events), rank)
+        parts = (head, *events, tail)
         seq = self.next_seq
         if seq >= self._reserved:
             self._reserve(seq)
-        self.ring.append(payload, batches)
+        self.ring.append(parts, batches)
         self.next_seq = seq + 1
         self._spoken = True
         send = self._pub.send
         send(self.topic, _MORE)
         send(seq.to_bytes(8, "big"), _MORE)
-        send(payload)
+        send(b"".join(parts))
         self.counters["sent"] += 1
         self.counters["events"] += len(events)
 
@@ -313,46 +324,36 @@ class Sender:
 
     # -- events ------------------------------------------------------------------------------------
 
-    def _prepared(self, events: list[Any]) -> list[Any]:
-        """Return a batch's events cut and joined as they are to travel."""
+    def draft(self, events: Iterable[Any]) -> tuple[list[_Draft], list[str]]:
+        """Return a batch's events as they are to travel, cut and joined, and what is wrong with those that
+        have fields of wrong types and are left out.
+
+        Any thread may call it. Raises where the whole batch cannot be encoded.
+        """
         if self._most_blocks is not None:
             events = [part for event in events for part in _cut_event(event, self._most_blocks)]
-        return _join_removals(events)
-
-    def _draft(self, event: Any) -> tuple[str, Any, bytes]:
-        """Return an event on its way out: the name of its kind, the event, its bytes."""
-        kind = type(event).__name__  # not the class: an engine's own events are as good as ours
-        if kind in _BLOCK_EVENTS and not (self._is_plain and _has_u64(kind, event)):
-            event = self._as_published(event)
-        return kind, event, self._encode(event)
-
-    def _as_published(self, event: Any) -> Any:
-        """Return an event of blocks with the hashes and the place that consumers will see."""
-        if self._as_u64 and not _has_u64(type(event).__name__, event):
-            event = _with_u64(event)
-        return self.encoder.reduced(event) if self._is_reduced else event
-
-    def _prepare(self, event: Any) -> Any:
-        """Return an event of blocks in its published form; raise `TypeError` for fields of wrong types."""
-        check_fields(event)
-        return self._as_published(event)
-
-    def prepare(self, events: Iterable[Any]) -> tuple[list[Any], int]:
-        """Return a batch's events in their published form, and how many are left out for wrong types.
-
-        Any thread may call it. Raises where the whole batch would be dropped.
-        """
-        prepared, left_out = [], 0
-        for event in self._prepared(list(events)):
-            self._draft(event)
-            if type(event).__name__ in _BLOCK_EVENTS:
-                try:
-                    event = self._prepare(event)
-                except TypeError:
-                    left_out += 1
-                    continue
-            prepared.append(event)
-        return prepared, left_out
+        drafts, problems = [], []
+        for event in _join_removals(events):
+            kind = type(event).__name__  # not the class: an engine's own events are as good as ours
+            readable = _READABLE.get(kind)
+            if readable is None:
+                drafts.append((kind, event, self._encode(event)))
+                continue
+            if self._as_u64 and not _has_u64(kind, event):
+                event = _with_u64(event)
+            if self._is_reduced:
+                event = self.encoder.reduced(event)
+            data = self._encode(event)
+            try:
+                msgspec.convert(event, readable, from_attributes=True)
+                _expect_list(event, "block_hashes")
+                if kind == "BlockStored":
+                    _expect_list(event, "token_ids")
+            except msgspec.ValidationError as error:
+                problems.append(f"a {kind} with {_in_words(error)}")
+            else:
+                drafts.append((kind, event, data))
+        return drafts, problems
 
     # -- states ------------------------------------------------------------------------------------
 
@@ -461,39 +462,26 @@ def _checked_rank(rank: Any) -> int:
     return number
 
 
-def check_fields(event: Any) -> None:
-    """Raise `TypeError` where a field of an event of blocks has a type that consumers cannot read."""
-    types = (type(event), *map(type, msgspec.structs.astuple(event)))
-    has_extra_keys = _right_types.get(types)
-    if has_extra_keys is None:
-        has_extra_keys = _right_types[types] = _check_types(*types)
-    if not _HASHES.issuperset(map(type, event.block_hashes)):
-        raise TypeError("block_hashes: expected numbers or bytes")
-    if has_extra_keys and not _EXTRA_KEYS.issuperset(map(type, event.extra_keys)):
-        raise TypeError("extra_keys: expected a list or nothing for each block")
+def _expect_list(event: Any, name: str) -> None:
+    """Raise where a field is no list: `msgspec` takes sets for lists, and would copy all tokens."""
+    found = type(getattr(event, name))
+    if found is not list and found is not tuple:
+        raise msgspec.ValidationError(f"Expected `array`, got `{found.__name__}` - at `$.{name}`")
 
 
-def _check_types(kind: Any, *types: type) -> bool:
-    """Return whether an event whose fields have these types has extra keys; raise if one is wrong."""
-    named = dict(zip(kind.__struct_fields__, types, strict=True))
-    for name, found in named.items():
-        wanted = _TYPES.get(name)
-        if wanted is not None and found not in wanted:
-            raise TypeError(f"{name}: expected {wanted[0].__name__}, got {found.__name__}")
-    return named.get("extra_keys", NoneType) is not NoneType
+def _in_words(error: msgspec.ValidationError) -> str:
+    """Return what is wrong with an event, the field first."""
+    problem, _, path = str(error).partition(" - at `$.")
+    return f"{path.rstrip('`') or 'fields'}: {problem[0].lower()}{problem[1:]}"
 
 
 def _has_u64(kind: str, event: Any) -> bool:
-    """Return whether all hashes, the parent's included, are unsigned 64-bit ints, as an engine's
-    mostly are.
-    """
+    """Return whether all hashes, the parent's included, are unsigned 64-bit ints, as an engine's are."""
     try:
         array("Q", event.block_hashes)
     except (OverflowError, TypeError):
         return False
-    if kind == "BlockRemoved":
-        return True
-    parent = event.parent_block_hash
+    parent = event.parent_block_hash if kind == "BlockStored" else None
     return parent is None or (type(parent) is int and 0 <= parent <= U64)
 
 
@@ -502,39 +490,30 @@ def _with_u64(event: Any) -> Any:
     parent = getattr(event, "parent_block_hash", None)
     hashes = [to_u64(block) for block in event.block_hashes]
     if parent is None:
-        return msgspec.structs.replace(event, block_hashes=hashes)
-    return msgspec.structs.replace(event, block_hashes=hashes, parent_block_hash=to_u64(parent))
+        return replace(event, block_hashes=hashes)
+    return replace(event, block_hashes=hashes, parent_block_hash=to_u64(parent))
 
 
-def _join_removals(events: list[Any]) -> list[Any]:
+def _join_removals(events: Iterable[Any]) -> list[Any]:
     """Return the events with each run of removals from one place as one.
 
     Engines send them block by block.
     """
-    if len(set(map(type, events))) == len(events):
-        return events
     joined: list[Any] = []
-    for kind, same in groupby(events, type):
-        run = list(same)
-        if len(run) == 1 or kind.__name__ != "BlockRemoved":
-            joined += run
+    hashes: list[Any] = []  # of the last removal
+    place: tuple[Any, ...] | None = None  # of the last event, if it is a removal
+    for event in events:
+        if type(event).__name__ != "BlockRemoved" or type(event.block_hashes) is not list:
+            place = None
+            joined.append(event)
+            continue
+        before, place = place, (event.medium, event.group_idx, event.locality, event.ownership)
+        if place == before:
+            hashes += event.block_hashes
         else:
-            places = list(map(_place, run))
-            if places.count(places[0]) == len(places):  # mostly all are from one
-                joined += _join(places[0], run)
-            else:
-                joined += chain.from_iterable(
-                    _join(place, list(some)) for place, some in groupby(run, _place)
-                )
+            hashes = list(event.block_hashes)
+            joined.append(BlockRemoved(hashes, *place))
     return joined
-
-
-def _join(place: tuple[Any, ...], removals: list[Any]) -> list[Any]:
-    """Return removals from one place as one, or as they are if one has no list of hashes."""
-    lists = list(map(_hashes, removals))
-    if countOf(map(type, lists), list) != len(lists):
-        return removals
-    return [BlockRemoved(list(chain.from_iterable(lists)), *place)]
 
 
 def _cut_event(event: Any, most: int) -> Iterable[Any]:

@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 _BATCH_BYTES = 32 << 10
 _REMOVED_AT_ONCE = 4096
-_STEPS = 2  # between two looks at the clock
 _NAMES = BlockStored.__struct_fields__
 
 _Need = tuple[int, Record, int]
@@ -75,10 +74,7 @@ class Snapshot:
         """Make some of the events, for about so long."""
         deadline = time.monotonic() + seconds
         while not self.is_made and time.monotonic() < deadline:
-            for _ in range(_STEPS):
-                if next(self._making, self) is self:
-                    self.is_made = True
-                    break
+            self.is_made = next(self._making, self) is self
 
     def check(self) -> None:
         """Raise `IntegrityError` where a finished snapshot does not say what it was taken to say."""

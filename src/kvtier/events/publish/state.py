@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, groupby
-from operator import attrgetter
+from itertools import chain
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from kvtier.errors import IntegrityError
 from kvtier.events.types import BlockRemoved, BlockStored, ExternalBlockHash, blocks_of
@@ -35,7 +35,6 @@ SHARDS = 127  # a prime: shares no bits of a block's hash with the slots that th
 _LEAST_GHOSTS = 10_000
 _SWEPT_AT_ONCE = 64
 _UNCHANGED: Any = object()
-_where = attrgetter("medium", "group_idx", "ownership", "locality")
 
 
 class Record(msgspec.Struct, gc=False, eq=False):
@@ -61,11 +60,11 @@ class BlockMap:
     Which of the tables has a block, its hash modulo their number says.
     """
 
-    __slots__ = ("_before", "tables")
+    __slots__ = ("before", "tables")
 
     def __init__(self, tables: Sequence[dict[ExternalBlockHash, Record]]) -> None:
         self.tables = tables
-        self._before: dict[ExternalBlockHash, Record | None] | None = None
+        self.before: dict[ExternalBlockHash, Record | None] | None = None
 
     def get(self, block: ExternalBlockHash) -> Record | None:
         """Return a block's record."""
@@ -84,9 +83,9 @@ class BlockMap:
                 self._undo(blocks, record)
                 return False
             table[block] = record
-        if self._before is not None:
+        if self.before is not None:
             for block in blocks:
-                self._before.setdefault(block, None)
+                self.before.setdefault(block, None)
         return True
 
     def _undo(self, blocks: Hashes, record: Record) -> None:
@@ -94,44 +93,48 @@ class BlockMap:
             if self.get(block) is record:
                 del self.tables[hash(block) % len(self.tables)][block]
 
-    def pop_all(self, blocks: Hashes) -> list[Record | None]:
-        """Take blocks out; return their records."""
-        tables, number = self.tables, len(self.tables)
-        found = [tables[hash(block) % number].pop(block, None) for block in blocks]
-        if self._before is not None:
-            for block, record in zip(blocks, found, strict=True):
-                self._before.setdefault(block, record)
+    def pop(self, block: ExternalBlockHash) -> Record | None:
+        """Take a block out; return its record."""
+        found = self.tables[hash(block) % len(self.tables)].pop(block, None)
+        if self.before is not None:
+            self.before.setdefault(block, found)
         return found
 
     def freeze(self) -> None:
         """Remember from now on what was there before each change."""
-        self._before = {}
+        self.before = {}
 
     def thaw(self) -> None:
         """Forget what was there before."""
-        self._before = None
+        self.before = None
 
     def was(self, block: ExternalBlockHash) -> Record | None:
         """Return the record that a block had at `freeze`; of a table that is not frozen, the one it has."""
-        found = _UNCHANGED if self._before is None else self._before.get(block, _UNCHANGED)
+        found = _UNCHANGED if self.before is None else self.before.get(block, _UNCHANGED)
         return self.get(block) if found is _UNCHANGED else found
 
 
 class Holding:
     """The blocks of one place: each with its record, and with its count where that is more than 1."""
 
-    __slots__ = ("blocks", "counts", "like", "place", "weight")
+    __slots__ = ("blocks", "counts", "like", "place", "total")
 
     def __init__(self, event: BlockStored | BlockRemoved) -> None:
         self.place = place_of(event)
-        self.weight = place_weight(self.place)
+        self.total = 0  # the sum of the hashes
         self.like = BlockRemoved([], event.medium, event.group_idx, event.locality, event.ownership)
         self.blocks = BlockMap([{} for _ in range(SHARDS)])
         self.counts: dict[ExternalBlockHash, int] = {}
 
+    def count_down(self, block: ExternalBlockHash) -> None:
+        """Take one from the count of a block that has one."""
+        left = self.counts.pop(block) - 1
+        if left > 1:
+            self.counts[block] = left
+
     def removal(self, hashes: Hashes) -> BlockRemoved:
         """Return the event that removes blocks from here."""
-        return msgspec.structs.replace(self.like, block_hashes=list(hashes))
+        return replace(self.like, block_hashes=list(hashes))
 
 
 class PublishedState:
@@ -144,12 +147,10 @@ class PublishedState:
     def __init__(self, encoder: EventEncoder, counting: str = "count") -> None:
         """Hold nothing. `counting` is `count` or `set`, see `KVEventsConfig`."""
         self.blocks = 0
-        self.digest = 0
         self._ghosts: OrderedDict[ExternalBlockHash, Record] = OrderedDict()  # the oldest goes first
         self.ghosts = BlockMap([self._ghosts])
         self._encoder = encoder
         self._counted = counting == "count"
-        self._by_event: dict[tuple[object, ...], Holding] = {}
         self._holdings: dict[Place, Holding] = {}
         # How many records hang from a block, in shards as the blocks.
         self._children: list[dict[ExternalBlockHash, int]] = [{} for _ in range(SHARDS)]
@@ -164,7 +165,7 @@ class PublishedState:
         hashes = tuple(event.block_hashes)
         if not hashes:
             return
-        holding = self._by_event.get(_where(event)) or self._holding(event)
+        holding = self._holding(event)
         if self._add(holding, hashes, event.parent_block_hash, data):
             out.append(data)
         else:
@@ -214,9 +215,10 @@ class PublishedState:
         if parent is not None:
             children[parent] = children.get(parent, 0) + 1
         self.blocks += len(hashes)
-        self.digest = (self.digest + total * holding.weight) & U64
+        holding.total += total
         if self._ghosts:
-            self._forget_ghosts(hashes)
+            for block in hashes:
+                self._forget_ghost(block)
         return True
 
     def remove(self, event: BlockRemoved, data: bytes, out: list[bytes]) -> None:
@@ -225,59 +227,39 @@ class PublishedState:
         total = sum_of(hashes)
         if not hashes:
             return
-        holding = self._by_event.get(_where(event)) or self._holding(event)
-        if holding.counts or self._has_children(hashes):
-            gone = [block for block in hashes if self._drop(holding, block)]
-        else:
-            gone = self._drop_all(holding, hashes)
+        holding = self._holding(event)
+        gone = self._drop(holding, hashes)
         if not gone:
             return
         if len(gone) != len(hashes):
-            data, total = (
-                self._encoder.event(msgspec.structs.replace(event, block_hashes=gone)),
-                sum_of(gone),
-            )
+            data, total = self._encoder.event(replace(event, block_hashes=gone)), sum_of(gone)
         self.blocks -= len(gone)
-        self.digest = (self.digest - total * holding.weight) & U64
+        holding.total -= total
         out.append(data)
 
-    def _has_children(self, hashes: Hashes) -> bool:
-        """Return whether records hang from any of the blocks."""
-        children = self._children
-        for block in hashes:  # noqa: SIM110  `any` takes twice as long
-            if block in children[hash(block) % SHARDS]:
-                return True
-        return False
-
-    def _drop_all(self, holding: Holding, hashes: list[ExternalBlockHash]) -> list[ExternalBlockHash]:
-        """Let go blocks that are counted once and have no children; return those that were held."""
-        records = holding.blocks.pop_all(hashes)
-        first = records[0]
-        if first is not None and records.count(first) == len(records):  # mostly a record leaves as it came
-            self._unuse(first, len(records))
-            return hashes
-        for record, same in groupby(records):
-            if record is not None:
-                self._unuse(record, len(list(same)))
-        if None in records:
-            return [block for block, record in zip(hashes, records, strict=True) if record is not None]
-        return hashes
-
-    def _drop(self, holding: Holding, block: ExternalBlockHash) -> bool:
-        """Take one from a block's count and return whether that was the last."""
-        if holding.counts and block in holding.counts:
-            left = holding.counts.pop(block) - 1
-            if left > 1:
-                holding.counts[block] = left
-            return False
-        record = holding.blocks.pop_all((block,))[0]
-        if record is None:
-            return False
-        if self._has_children((block,)) and not self._is_elsewhere(block):
-            self._add_ghost(block, record)
-        else:
-            self._unuse(record)
-        return True
+    def _drop(self, holding: Holding, hashes: Hashes) -> list[ExternalBlockHash]:
+        """Take one from each block's count; return the blocks of which that was the last."""
+        counts, children = holding.counts, self._children
+        tables, before = holding.blocks.tables, holding.blocks.before
+        gone = []
+        for block in hashes:
+            if block in counts:
+                holding.count_down(block)
+                continue
+            shard = hash(block) % SHARDS
+            record = tables[shard].pop(block, None)
+            if record is None:
+                continue
+            gone.append(block)
+            if before is not None:
+                before.setdefault(block, record)
+            if block in children[shard] and not self._is_elsewhere(block):
+                self._add_ghost(block, record)
+            elif record.uses > 1:
+                record.uses -= 1
+            else:
+                self._end(record)
+        return gone
 
     def _is_elsewhere(self, block: ExternalBlockHash) -> bool:
         """Return whether some place holds a block that was just let go in another."""
@@ -311,6 +293,11 @@ class PublishedState:
         self._add_parts(holding, event, places)
 
     # -- reading -----------------------------------------------------------------------------------
+
+    @property
+    def digest(self) -> int:
+        """Return the digest of all blocks that are held."""
+        return sum(one.total * place_weight(one.place) for one in self.holdings()) & U64
 
     @property
     def ghost_count(self) -> int:
@@ -404,18 +391,12 @@ class PublishedState:
     # -- inside ------------------------------------------------------------------------------------
 
     def _holding(self, event: BlockStored | BlockRemoved) -> Holding:
-        key = _where(event)
-        holding = self._by_event.get(key)
-        if holding is None:
-            holding = self._holdings.setdefault(place_of(event), Holding(event))
-            self._by_event[key] = holding
-        return holding
+        place = place_of(event)
+        return self._holdings.get(place) or self._holdings.setdefault(place, Holding(event))
 
-    def _unuse(self, record: Record, uses: int = 1) -> None:
-        """Take uses from a record; with its last use it lets its parent go."""
-        record.uses -= uses
-        if record.uses:
-            return
+    def _end(self, record: Record) -> None:
+        """Note that nothing uses a record any more: it lets its parent go."""
+        record.uses = 0
         self._ended += 1
         if self._ended >= _SWEPT_AT_ONCE and not self._is_frozen:
             self._sweep()
@@ -434,7 +415,7 @@ class PublishedState:
             if left:
                 children[above] = left
                 return
-            ghost = self.ghosts.pop_all((above,))[0] if self._ghosts else None
+            ghost = self.ghosts.pop(above) if self._ghosts else None
             if ghost is None:
                 return
             ghost.uses -= 1
@@ -447,12 +428,17 @@ class PublishedState:
         """
         self.ghosts.add_all((block,), record)
         while len(self._ghosts) > max(self.blocks, _LEAST_GHOSTS):
-            self._forget_ghosts((next(iter(self._ghosts)),))
+            self._forget_ghost(next(iter(self._ghosts)))
 
-    def _forget_ghosts(self, blocks: Hashes) -> None:
-        for ghost in self.ghosts.pop_all(blocks):
-            if ghost is not None:
-                self._unuse(ghost)
+    def _forget_ghost(self, block: ExternalBlockHash) -> None:
+        """Let a removed block's record go, if it is kept."""
+        record = self.ghosts.pop(block)
+        if record is None:
+            return
+        if record.uses > 1:
+            record.uses -= 1
+        else:
+            self._end(record)
 
 
 def sum_of(hashes: Hashes) -> int:
