@@ -187,7 +187,7 @@ class ZmqEventPublisher(EventPublisher):
         )
 
     def flush(self) -> None:
-        """Wait until all that was published so far is sent; `TimeoutError` after ten seconds."""
+        """Wait until all that was published so far is sent; `TimeoutError` after a minute."""
         self._loop.run(_nothing)
 
     def check(self) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from msgspec.structs import astuple
 
@@ -56,7 +56,8 @@ class KeptBatch(DecodedBatch):
     @classmethod
     def read(cls, payload: bytes) -> Self:
         """Read a batch; raises `ValueError` where the payload is not one."""
-        return cls(*astuple(decode_batch(payload)), payload)
+        fields: tuple[Any, ...] = (*astuple(decode_batch(payload)), payload)
+        return cls(*fields)
 
 
 class RecordingReader:

@@ -104,7 +104,7 @@ class PublisherLoop:
         """Raise `IntegrityError` where anything of the publisher is broken."""
         self.run(self._check)
 
-    def run(self, function: Callable[[], None], timeout: float = 10.0) -> None:
+    def run(self, function: Callable[[], None], timeout: float = 60.0) -> None:
         """Have the thread do something once all that waits now is sent; raise what it raises."""
         task = _Task(function)
         self.outbox.call(task)
