@@ -66,7 +66,10 @@ CACHED = [32, 96, 128, 160]
 
 
 def run_turns(*arguments: str, program: Path = TURNS) -> tuple[dict[str, list[Any]], set[tuple[str, str]]]:
-    """Run a program until it has told its results and kill it; return these and the files that were mapped."""
+    """Run a program until it has told its results and kill it.
+
+    Return these, and the files that were mapped.
+    """
     with running(str(program), *arguments) as process:
         assert process.stdout is not None
         said: list[str] = []

@@ -107,8 +107,9 @@ def _expect_usable_loads(vllm_config: VllmConfig) -> None:
     """Refuse kernels that take no notice of KV which is there before a prompt's first computed token."""
     goes_on = vllm_config.scheduler_config.enable_chunked_prefill
     if current_platform.is_cpu() and vllm_config.model_config.use_mla and not goes_on:
-        problem = "expected kernels that can go on in a prompt, got CPU_MLA, for which vLLM turns prefix caching off"
-        raise InputError(f"MLA on a CPU: {problem}: what is loaded would give wrong tokens; use a GPU")
+        problem = "expected kernels that can go on in a prompt, got CPU_MLA"
+        reason = "vLLM turns prefix caching off for it, and what is loaded would give wrong tokens"
+        raise InputError(f"MLA on a CPU: {problem}: {reason}; use a GPU")
 
 
 def _num_replicas(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
