@@ -464,7 +464,7 @@ def test_kernels_that_cannot_go_on_in_a_prompt_are_refused(tmp_path: Path, cache
     from kvtier.integrations.vllm import describe_engine
 
     config = engine_config(save_mla_config(tmp_path), attention_backend="CPU_MLA")
-    with pytest.raises(InputError, match=r"^MLA on a CPU: .*, got CPU_MLA, .*wrong tokens; use a GPU$"):
+    with pytest.raises(InputError, match=r"^MLA on a CPU: .*, got CPU_MLA: .*wrong tokens; use a GPU$"):
         describe_engine(config, cache_config)
     config.scheduler_config.enable_chunked_prefill = True  # as with the kernels for AMX
     assert describe_engine(config, cache_config).world_size == 1
