@@ -292,6 +292,34 @@ def lent(*places: int, size: int = 2 << 20) -> list[BackendRow]:
     return [BackendRow(key(place), (memoryview(bytearray(size)),), place) for place in places]
 
 
+@pytest.mark.parametrize(
+    ("direction", "call_rows", "sizes"),
+    [
+        (Direction.DEMOTE, 8, [8, 8]),
+        (Direction.DEMOTE, 3, [3, 3, 3, 3, 3, 1]),
+        (Direction.PROMOTE, 8, [4, 3, 3, 2, 1, 1, 1, 1]),
+        (Direction.PROMOTE, 3, [3, 3, 3, 2, 2, 1, 1, 1]),
+    ],
+)
+def test_calls_that_nobody_waits_for_are_few(direction: Direction, call_rows: int, sizes: list[int]) -> None:
+    """A call costs the engine's thread a change of hands of the GIL, whatever it moves."""
+    gate = Gate()
+    gate.call_bytes = call_rows << 10
+    gate.open.release(100)
+    threads = IOThreads(gate, threads=4)
+    threads.hold(direction)
+    threads.submit(direction, 1, lent(*range(16), size=1 << 10), SealScope("n"), float("inf"))
+    threads.resume(direction)
+    assert threads.wait_any(30)
+    while threads.open_bytes(direction):
+        threads.wait_any(0.1)
+        threads.poll()
+    batches = sorted(gate.batches)
+    assert [len(batch) for batch in batches] == sizes
+    assert [place for batch in batches for place in batch] == list(range(16))
+    assert threads.close(30)
+
+
 def test_one_job_spreads_over_the_threads_first_rows_first() -> None:
     gate = Gate()
     threads = IOThreads(gate, threads=4)
