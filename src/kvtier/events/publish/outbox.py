@@ -213,8 +213,8 @@ class Outbox:
         return len(self.queue)
 
     def __del__(self) -> None:
-        # Not before: a `publish` that is under way in another thread must not write to whatever gets the number
-        # next.
+        # Not before: a `publish` that is under way in another thread must not write to whatever gets the
+        # number next.
         os.close(self.wake_fd)
 
     def check(self) -> None:
