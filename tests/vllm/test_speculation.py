@@ -31,6 +31,8 @@ FIRST, SECOND = (
 )
 NEW_TOKENS = 24
 
+pytestmark = pytest.mark.timeout(300)  # engines start slowly on a busy machine
+
 
 @pytest.fixture(scope="module", params=["full", "windowed"])
 def eagle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
@@ -54,7 +56,8 @@ def eagle_engine(eagle: tuple[Path, Path], *, drops_blocks: bool = True, **optio
     config = {"method": "eagle", "model": str(head), "num_speculative_tokens": 3}
     config["disable_eagle_block_drop"] = not drops_blocks
     options |= {"num_blocks": 128, "max_num_batched_tokens": 1024, "max_num_seqs": 16}
-    with vllm_engine(target, {}, speculative_config=config, **options) as engine:
+    patient = {"load_deadline": "60s", "store_deadline": "60s"}  # nothing is given up on a busy machine
+    with vllm_engine(target, patient, speculative_config=config, **options) as engine:
         yield engine
 
 
