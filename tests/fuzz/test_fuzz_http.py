@@ -158,7 +158,8 @@ def exchange(address: tuple[str, int], data: bytes) -> list[int]:
 def test_the_index_server_takes_anything() -> None:
     """No request fails inside the server: each is served, or refused with a reason."""
     rng, statuses, before = random.Random(SEED), Counter[int](), 0
-    settings = Settings(max_sources=8, max_groups=4, budget=1 << 20)
+    # Plain, since numba would be loaded at some time meanwhile, and takes more memory than may be lost.
+    settings = Settings(max_sources=8, max_groups=4, budget=1 << 20, form="python")
     with IndexServer(settings=settings, limits=HttpLimits(receive_timeout=1.0, idle_timeout=1.0)) as server:
         target = urlsplit(server.url)
         for at in range(count := FRAMES // 20):
