@@ -18,7 +18,7 @@ import pytest
 from tests.vllm.conftest import tokens_of
 from tests.vllm.engines import BLOCK, Engine, Output, Prompt, make_prompt, vllm_engine
 from tests.vllm.models import save_eagle
-from tests.vllm.test_ahead import steps_ahead
+from tests.vllm.test_async_scheduling import steps_ahead
 from tests.vllm.test_contract import engine_config
 
 from kvtier.offload import ReqContext
