@@ -10,7 +10,6 @@ from tests.unit.tier_kit import ROW, TickingClock, Tiered, context, key, keys
 from kvtier.offload import MissReason
 from kvtier.tiers.base import Outcome, TierMiss
 
-
 # Promotions
 
 
