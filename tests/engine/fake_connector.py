@@ -63,6 +63,9 @@ class FakeConnector:
 
     # -- the scheduler's side --
 
+    def on_new_request(self, request: Request) -> None:
+        return
+
     def get_num_new_matched_tokens(self, request: Request, local: int) -> tuple[int | None, bool]:
         self._requests[request.request_id] = request
         self.log.append(("ask", request.request_id))

@@ -160,7 +160,7 @@ def throw(engine: Engine, call: Throw, odd: Any) -> bool:
         assert "expected" in refusal
         assert len(refusal) < 300
         assert state(engine) == before
-    if good in engine._requests:
+    if engine.has_unfinished():
         outputs = run(engine) | outputs
         assert outputs[good].token_ids == expect(engine, prompt, sampling)
     assert engine.step() == []

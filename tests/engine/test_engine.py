@@ -5,6 +5,7 @@ The toy model answers wrongly if a single element of a single block is wrong.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -398,3 +399,78 @@ def test_a_real_model_from_a_config_and_from_a_folder(tmp_path: Path) -> None:
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json: expected a JSON file, there is none"):
         Engine.from_folder(tmp_path, EngineConfig(num_blocks=8))
+
+
+# -- whose outputs ---------------------------------------------------------------------------------
+
+
+def test_outputs_of_other_requests_wait_for_who_takes_them() -> None:
+    """`generate` and `drain` took what `step` should have returned, and threw it away."""
+    engine, short, long = toy_engine(), SamplingParams(max_tokens=3), SamplingParams(max_tokens=10)
+    name = engine.add_request(tokens(9), short)
+    (own,) = engine.generate([tokens(7, seed=1)], long)
+    assert own.token_ids == expect(engine, tokens(7, seed=1), long)
+    assert engine.has_unfinished(), "an output is to be had"
+    (other,) = engine.step()
+    assert (other.request_id, other.finished) == (name, True)
+    assert other.token_ids == expect(engine, tokens(9), short)
+    assert not engine.has_unfinished()
+    names = [engine.add_request(tokens(9, seed=seed), short) for seed in range(3)]
+    drained = {output.request_id: output for output in engine.drain()}
+    assert [drained[added].token_ids for added in names] == [
+        expect(engine, tokens(9, seed=seed), short) for seed in range(3)
+    ]
+    assert engine.step() == engine.drain() == []
+
+
+def test_an_aborted_request_is_told_by_abort_alone() -> None:
+    engine = toy_engine()
+    name = engine.add_request(tokens(9), SamplingParams(max_tokens=50))
+    engine.generate([tokens(7, seed=1)], SamplingParams(max_tokens=5))
+    aborted = engine.abort(name)
+    assert aborted is not None
+    assert aborted.token_ids
+    assert engine.step() == []
+
+
+def test_outputs_that_wait_are_told_apart_though_they_have_one_id() -> None:
+    engine = toy_engine()
+    for seed in range(2):
+        engine.add_request(tokens(9, seed=seed), SamplingParams(max_tokens=2), request_id="a")
+        engine.generate([tokens(7)], SamplingParams(max_tokens=8))
+    params = SamplingParams(max_tokens=2)
+    assert [output.token_ids for output in engine.step()] == [
+        expect(engine, tokens(9, seed=seed), params) for seed in range(2)
+    ]
+
+
+# -- what cannot be --------------------------------------------------------------------------------
+
+
+def test_blocks_that_no_memory_holds_are_refused_before_they_are_made() -> None:
+    """It made Python objects for minutes, and then the machine had no memory left."""
+    with pytest.raises(
+        ConfigError, match=r"num_blocks: 2147483647 blocks need .* but only .* lower num_blocks"
+    ):
+        toy_engine(num_blocks=2**31 - 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda: Engine(ToyModel(), {}), "config: expected EngineConfig, got {}"),  # type: ignore[arg-type]
+        (lambda: Engine(ToyModel(), None), "config: expected EngineConfig, got None"),  # type: ignore[arg-type]
+        (lambda: Engine(ToyModel(), CONFIG, {"cpu": {}}), "kvtier: expected KVTierConfig"),  # type: ignore[arg-type]
+        (lambda: Engine.from_folder(3, CONFIG), "path: expected the path of a folder, got 3"),  # type: ignore[arg-type]
+        (lambda: Engine.from_folder("a\0b", CONFIG), "path: expected the path of a folder"),
+        (lambda: Engine.from_folder("a", {}), "config: expected EngineConfig"),  # type: ignore[arg-type]
+        (lambda: Engine.from_config({}, {}), "config: expected EngineConfig"),  # type: ignore[arg-type]
+        (lambda: toy_engine().explain([]), "request_id: expected text"),  # type: ignore[arg-type]
+    ],
+)
+def test_values_of_wrong_types_are_refused_in_one_line(make: Callable[[], object], problem: str) -> None:
+    with pytest.raises(InputError, match=re.escape(problem)):
+        make()
+
+
+CONFIG = EngineConfig(num_blocks=8)

@@ -296,11 +296,11 @@ class Batches:
         self._batches: list[KVEventBatch] = []
 
     def publish(self, events: KVEventBatch) -> None:
-        assert events.events, "a step without events publishes nothing"
         self._batches.append(events)
 
     def take(self) -> list[KVCacheEvent]:
         taken, self._batches = self._batches, []
+        assert all(batch.events for batch in taken), "a step without events publishes nothing"
         return [event for batch in taken for event in batch.events]
 
 
@@ -452,3 +452,68 @@ def test_close_is_idempotent() -> None:
     for _ in range(2):
         engine.close()
         assert not handlers[0].transfer_async(99, (GPULoadStoreSpec([1]), CPULoadStoreSpec([0])))
+
+
+class FailingBatches(Batches):
+    """A publisher that raises while it fails."""
+
+    fails = False
+
+    def publish(self, events: KVEventBatch) -> None:
+        if self.fails:
+            raise RuntimeError("Publisher is closed")
+        super().publish(events)
+
+
+def test_a_publisher_that_fails_for_a_while_loses_no_events(caplog: pytest.LogCaptureFixture) -> None:
+    """A step's events were gone if it raised once, and the stream was wrong from then on."""
+    consumer, batches = Consumer(), FailingBatches()
+    with engine_with(num_blocks=16, publisher=batches) as engine:
+        for index in range(12):
+            batches.fails = index % 3 != 2
+            ask(engine, tokens(22, seed=index), f"r{index}")
+            engine.drain()
+        consumer.apply(batches.take())
+        assert consumer.held["GPU"] == Counter(engine._cache._found_by.keys())
+        assert len(consumer.held["CPU"]) == engine.connector.connector_scheduler.manager.stats().ready  # type: ignore
+    failures = [line for line in caplog.messages if "the publisher failed with" in line]
+    assert len(failures) == 4, "one for each time that it began to fail"
+
+
+def test_a_closed_publisher_does_not_stop_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    params = SamplingParams(max_tokens=4)
+    with publisher() as made, engine_with(publisher=made) as engine:
+        made.shutdown()
+        for seed in range(3):
+            prompt = tokens(22, seed=seed)
+            (output,) = engine.generate([prompt], params)
+            assert output.token_ids == expect(engine, prompt, params)
+        engine.drain()
+        engine.reset_prefix_cache()
+    failures = [line for line in caplog.messages if "the publisher failed with" in line]
+    assert len(failures) == 1
+    assert "closed" in failures[0]
+
+
+def test_what_a_publisher_does_not_take_is_bounded() -> None:
+    batches = FailingBatches()
+    batches.fails = True
+    with engine_with(num_blocks=16, publisher=batches) as engine:
+        engine._events._most_blocks = 50
+        for index in range(20):
+            ask(engine, tokens(22, seed=index), f"r{index}")
+        assert len(engine._events._events) <= 51
+        batches.fails = False
+        engine.reset_prefix_cache()
+        assert batches.take()[0] == AllBlocksCleared()
+
+
+def test_a_reused_id_is_not_explained_as_the_request_that_had_it_before() -> None:
+    with engine_with() as engine:
+        ask(engine, tokens(40), "a")
+        engine.add_request(tokens(3), SamplingParams(max_tokens=1), request_id="a")
+        assert engine.explain("a") is None
+        output = engine.abort("a")
+        assert output is not None
+        assert output.source is not None
+        assert output.source.recomputed == 3

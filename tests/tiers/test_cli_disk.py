@@ -135,6 +135,26 @@ def test_ls_of_a_folder_that_is_no_tiers(path: Path, capsys: pytest.CaptureFixtu
     assert "no places" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [["disk", "ls"], ["disk", "check"], ["disk", "gc", "--all"], ["doctor", "--disk"]],
+    ids=" ".join,
+)
+def test_no_path_is_not_the_current_folder(
+    arguments: list[str],
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Guards who has an empty variable in a script: `gc --all` removed what was in the current folder."""
+    monkeypatch.chdir(path)
+    assert main([*arguments, ""]) == 2
+    output, errors = capsys.readouterr()
+    assert output == ""
+    assert "expected the path of a folder, got ''" in " ".join(errors.split())
+    assert place_of(path).is_dir()
+
+
 def test_check_of_what_is_in_use(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with opened(path):
         assert main(["disk", "check", str(path)]) == 1

@@ -38,7 +38,7 @@ class Request:
     request_id: str
     tokens: list[int]
     num_prompt_tokens: int = 0
-    kv_transfer_params: dict[str, Any] | None = None
+    kv_transfer_params: Any = None
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.num_prompt_tokens or len(self.tokens)

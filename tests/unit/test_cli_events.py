@@ -514,6 +514,10 @@ WRONG = {
     "replay stream --endpoint nowhere": "expected one that begins with tcp://",
     "check tcp://127.0.0.1": "ENDPOINT: expected an address",
     "keygen keys": "keys/kvtier.key exists",
+    "keygen new --name ../x": "name: expected the name of a file, without a folder, got '../x'",
+    "keygen new --name=": "name: expected the name of a file, without a folder, got ''",
+    "keygen other": "other: expected a folder that keys can be written to",
+    "keygen other/new": "other/new: expected a folder that keys can be written to",
     "frobnicate": "No such command 'frobnicate'",
 }
 

@@ -615,3 +615,66 @@ def test_long_steps_do_not_make_a_load_look_slow() -> None:
 
 def _load_bytes(host: Host, tokens: int) -> int:
     return host.scheduler._geometry.load_bytes(0, tokens)
+
+
+JUNK: list[Any] = [
+    "",
+    "x",
+    0,
+    3,
+    0.0,
+    float("nan"),
+    True,
+    False,
+    [],
+    ["max_load_tokens"],
+    (),
+    set(),
+    b"",
+    object(),
+]
+NO_LIMITS: list[Any] = [*JUNK[:2], *JUNK[4:], -1, -(2**70), "9" * 10_000_000, -(10**9_000), {}, {"a": {}}]
+
+
+@pytest.mark.parametrize("params", JUNK, ids=lambda value: repr(value)[:20])
+def test_parameters_that_are_no_dict_are_none(params: Any) -> None:
+    """A client's `vllm_xargs` come here as they are; the first `.get` on them ended vLLM's engine."""
+    host = make_host()
+    host.cache(Request("a", PROMPT, kv_transfer_params=params))
+    again = Request("b", PROMPT, kv_transfer_params=params)
+    host.scheduler.on_new_request(again)
+    assert host.scheduler.get_num_new_matched_tokens(again, 0) == (24, True)
+    assert host.scheduler._requests["b"].context.kv_transfer_params is None
+
+
+@pytest.mark.parametrize("name", ["max_load_tokens", "max_offload_tokens"])
+@pytest.mark.parametrize("limit", NO_LIMITS, ids=lambda value: type(value).__name__)
+def test_a_limit_that_is_none_is_told_once_and_briefly(
+    name: str, limit: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A client's 20 MB were logged at every question about its request."""
+    host = make_host()
+    host.cache(Request("a", PROMPT, kv_transfer_params={name: limit}))
+    caplog.clear()
+    again = Request("b", PROMPT, kv_transfer_params={name: limit})
+    for _ in range(3):
+        assert host.scheduler.get_num_new_matched_tokens(again, 0) == (24, True)
+    (line,) = caplog.messages
+    assert name in line
+    assert len(line) < 300
+
+
+@pytest.mark.parametrize(("limit", "loaded"), [(0, 0), (7, 4), (8, 8), (2**70, 24), (None, 24)])
+def test_a_request_may_limit_what_is_loaded(limit: int | None, loaded: int) -> None:
+    host = make_host()
+    host.cache(Request("a", PROMPT))
+    again = Request("b", PROMPT, kv_transfer_params={"max_load_tokens": limit})
+    assert host.scheduler.get_num_new_matched_tokens(again, 0) == (loaded, loaded > 0)
+
+
+def test_a_queued_request_is_not_explained_as_the_former_one_of_its_id() -> None:
+    host = make_host()
+    host.cache(Request("a", PROMPT))
+    assert host.scheduler.explain("a") is not None
+    host.scheduler.on_new_request(Request("a", PROMPT[:3]))
+    assert host.scheduler.explain("a") is None

@@ -386,3 +386,19 @@ def test_failed_loads_that_nobody_takes_do_not_pile_up(config: OffloadingConfig)
         )
     assert rank.worker.take_failed_loads() == {"r8"}
     rank.close()
+
+
+def test_what_a_rank_has_not_named_is_not_waited_for_without_a_bound() -> None:
+    """Three containers grew by an entry for every output that was lost, and each step looked at all."""
+    aggregator = OutputAggregator(2, most_waiting=8)
+    for number in range(100):
+        named = {f"r{number}"}
+        merged = aggregator.aggregate([KVConnectorOutput(named, named, {number}), KVConnectorOutput()])
+        assert merged == KVConnectorOutput()
+    sizes = [len(kept) for kept in (aggregator._sending, aggregator._recving, aggregator._invalid)]
+    assert sizes == [8, 8, 8]
+    late = {"r98", "r99"}
+    merged = aggregator.aggregate([KVConnectorOutput(), KVConnectorOutput(late, late)])
+    assert merged == KVConnectorOutput(late, late, {98, 99}), "the newest are known"
+    sizes = [len(kept) for kept in (aggregator._sending, aggregator._recving, aggregator._invalid)]
+    assert sizes == [6, 6, 6]

@@ -5,20 +5,10 @@ back.
 from __future__ import annotations
 
 import pytest
-from tests.unit.connector_kit import Clock
-from tests.unit.tier_kit import ROW, Tiered, context, key, keys
+from tests.unit.tier_kit import ROW, TickingClock, Tiered, context, key, keys
 
 from kvtier.offload import MissReason
 from kvtier.tiers.base import Outcome, TierMiss
-
-
-class TickingClock(Clock):
-    """A clock that goes on when it is looked at."""
-
-    def __call__(self) -> float:
-        self.now += 0.01
-        return self.now
-
 
 # Promotions
 
@@ -406,6 +396,43 @@ def test_chunks_of_an_adapter_stay_in_the_pool() -> None:
     tiered.manager.shutdown()
     assert key(1) not in demoted(tiered)
     tiered.manager.check()
+
+
+@pytest.mark.parametrize("write", ["through", "evict"])
+@pytest.mark.parametrize("success", [True, False])
+@pytest.mark.parametrize("resets", [True, False])
+@pytest.mark.parametrize("is_ready", [True, False])
+def test_chunks_of_an_adapter_stay_in_the_pool_when_a_former_store_is_over(
+    write: str, success: bool, resets: bool, is_ready: bool
+) -> None:
+    """The late report of a lost job let the same chunk go that was stored anew in another slot."""
+    tiered = Tiered(2, write=write, clock=TickingClock())
+    manager = tiered.manager
+    first = manager.prepare_store(keys(1), context("a", stays_in_pool=True))
+    assert first is not None
+    if resets:
+        manager.reset_cache()
+    else:
+        manager.discard(keys(1))
+    second = manager.prepare_store(keys(1), context("b", stays_in_pool=True))
+    assert second is not None
+    reports = [(success, first.store_spec), (True, second.store_spec)]
+    for succeeds, spec in reversed(reports) if is_ready else reports:
+        manager.complete_store(keys(1), succeeds, spec)
+    tiered.store(2)
+    for _ in range(8):
+        tiered.poll()
+    manager.shutdown()
+    assert demoted(tiered) == keys(2)
+    assert tiered.ready(1) == [True]
+
+
+def test_a_slot_that_held_an_adapters_chunk_may_be_written_when_another_chunk_has_it() -> None:
+    tiered = Tiered(1)
+    tiered.store(1, stays_in_pool=True)
+    tiered.store(2)
+    tiered.poll()
+    assert demoted(tiered) == keys(2)
 
 
 def test_a_clean_end_writes_what_is_hot_for_a_few_seconds_at_most() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 import pytest
-from tests.unit.tier_kit import ROW, HandTier, Tiered, context, keys
+from tests.unit.tier_kit import ROW, HandTier, TickingClock, Tiered, context, keys
 
 from kvtier.keys import OffloadKey
 from kvtier.offload.promotions import Promotions
@@ -310,3 +310,65 @@ def test_a_slot_that_is_freed_while_a_call_writes_it_is_noticed(monkeypatch: pyt
         except (AssertionError, KeyError):
             return
     raise AssertionError("nothing was noticed")
+
+
+@dataclass
+class AdapterPlay:
+    """Random ends of stores, some of which are an adapter's; its chunks are given to no tier.
+
+    A store may be given up and its chunks stored anew before it is reported, well or not.
+    """
+
+    seed: int
+    stores: list[tuple[list[OffloadKey], CPULoadStoreSpec]] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def run(self, calls: int = 150) -> Counter[str]:
+        self.random = Random(self.seed)
+        slots, write = self.random.choice((4, 7, 12)), self.random.choice(("through", "evict"))
+        self.tiered = Tiered(slots, write, clock=TickingClock())
+        moves = [self.store, self.store, self.end_store, self.end_store, self.give_up, self.poll]
+        for _ in range(calls):
+            self.random.choice(moves)()
+            if self.random.random() < 0.02:
+                self.tiered.manager.reset_cache()
+            self.expect_no_adapters()
+            self.tiered.manager.check()
+        self.tiered.manager.shutdown()
+        self.expect_no_adapters()
+        return self.counts
+
+    def store(self) -> None:
+        """Offer chunks; of eight, the first four are an adapter's."""
+        confined = self.random.random() < 0.5
+        offered = keys(*self.random.sample(range(4) if confined else range(4, 8), 2))
+        output = self.tiered.manager.prepare_store(offered, context("s", confined))
+        if output is not None and output.keys_to_store:
+            assert isinstance(output.store_spec, CPULoadStoreSpec)
+            self.stores.append((output.keys_to_store, output.store_spec))
+            self.counts["confined"] += confined
+
+    def end_store(self) -> None:
+        if self.stores:
+            chunks, spec = self.stores.pop(self.random.randrange(len(self.stores)))
+            self.tiered.manager.complete_store(chunks, self.random.random() < 0.5, spec)
+
+    def give_up(self) -> None:
+        """Expire a job, as a connector does."""
+        if self.stores:
+            self.tiered.manager.discard(self.random.choice(self.stores)[0])
+
+    def poll(self) -> None:
+        for job_id in list(self.tiered.tier.demotions):
+            self.tiered.tier.finish(job_id, outcome=self.random.choice((Outcome.DONE, Outcome.FAILED)))
+        self.tiered.manager.poll_tiers()
+
+    def expect_no_adapters(self) -> None:
+        written = {row.key for job in self.tiered.tier.demotions.values() for row in job.rows}
+        assert written.isdisjoint(keys(*range(4))), f"seed {self.seed}: an adapter's row is given to a tier"
+        self.counts["demoted"] += len(written)
+
+
+def test_no_row_of_an_adapter_is_given_to_a_tier() -> None:
+    totals = sum((AdapterPlay(seed).run() for seed in range(FIRST, FIRST + NUM_SEEDS)), Counter[str]())
+    assert min(totals["confined"], totals["demoted"]) > NUM_SEEDS, totals

@@ -25,9 +25,17 @@ from kvtier.tiers.base import (
     TierStats,
 )
 
-__all__ = ["ROW", "HandTier", "Tiered", "context", "key", "keys"]
+__all__ = ["ROW", "HandTier", "TickingClock", "Tiered", "context", "key", "keys"]
 
 ROW = 4096
+
+
+class TickingClock(Clock):
+    """A clock that goes on when it is looked at."""
+
+    def __call__(self) -> float:
+        self.now += 0.01
+        return self.now
 
 
 class HandTier(Tier):

@@ -33,7 +33,6 @@ LEFT_ALONE = {
     "get_mem_pool_context": "vLLM's own memory will do",
     "has_connector_metadata": "about what bind_connector_metadata keeps",
     "has_pending_block_frees": "no blocks are held",
-    "on_new_request": "a request is known from the first question about it",
     "register_finished_partial_tail": "recurrent models only",
     "requires_piecewise_for_cudagraph": "nothing is done layer by layer",
     "reset_capture_state": "nothing is captured",

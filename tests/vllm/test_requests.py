@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from tests.vllm.engines import BLOCK, Engine, Output, make_prompt, vllm_engine
 PROMPT = make_prompt(0, 200)
 
 
-def run(engine: Engine, transfer: dict[str, Any] | None = None, **options: Any) -> Output:
+def run(engine: Engine, transfer: Any = None, **options: Any) -> Output:
     """Run the prompt with parameters of its own."""
     more = options if transfer is None else options | {"extra_args": {"kv_transfer_params": transfer}}
     (done,) = engine.llm.generate([{"prompt_token_ids": PROMPT}], engine.params(8, **more), use_tqdm=False)
@@ -58,3 +59,27 @@ def test_a_cache_of_two_blocks(llama: Path, reference: Reference) -> None:
         assert tokens_of(engine.generate([prompt], 8)) == expected
         worker = engine.worker._connector.connector_worker
         assert len(worker._handlers) == 2
+
+
+JUNK: list[Any] = [
+    "",
+    0,
+    [],
+    False,
+    {"kvtier": "x"},
+    {"kvtier": {"explain": "yes"}},
+    {"max_load_tokens": [1]},
+]
+
+
+def test_parameters_of_any_type_leave_the_engine_alive(llama: Path, reference: Reference) -> None:
+    """One HTTP request with `{"vllm_xargs": {"kv_transfer_params": ""}}` ended the server."""
+    with vllm_engine(llama, {}) as engine:
+        run(engine)
+        engine.forget()
+        outputs = [run(engine, junk).tokens for junk in JUNK]
+        for junk in ("x", 3, ["a"]):  # vLLM's front end refuses these; its scheduler would not
+            request = SimpleNamespace(request_id="r", kv_transfer_params=junk)
+            engine.connector.on_new_request(request)
+            assert request.kv_transfer_params is None
+    assert outputs == reference(llama, [PROMPT]) * len(JUNK)

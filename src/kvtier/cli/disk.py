@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from typer import Argument, Option
 
+from kvtier.cli.disk_checks import read_folder
 from kvtier.config import format_size, parse_duration
 from kvtier.errors import InputError, OutsideError
 from kvtier.tiers.disk.folder import DiskPlace, find_places, find_ranks
@@ -23,7 +24,10 @@ __all__ = ["check_command", "disk_app", "gc_command", "ls_command"]
 
 disk_app = typer.Typer(help="Look after the folder of a disk tier.")
 
-_Folder = Annotated[Path, Argument(metavar="PATH", help="The folder that the tier's `path` names.")]
+_Folder = Annotated[
+    Path,
+    Argument(metavar="PATH", help="The folder that the tier's `path` names.", parser=read_folder),
+]
 _Json = Annotated[bool, Option("--json", help="Print JSON.")]
 _Places = Annotated[
     list[str] | None, Argument(metavar="[PLACE]...", help="Names of places, as `ls` shows them.")

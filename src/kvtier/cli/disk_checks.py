@@ -21,10 +21,11 @@ from typing import NamedTuple
 
 from kvtier.cli.checks import Check, Status, quote
 from kvtier.config import format_size
+from kvtier.errors import InputError
 from kvtier.file_systems import Mount, find_mount
 from kvtier.tiers.disk.folder import is_owned, taken_bytes
 
-__all__ = ["examine_disk"]
+__all__ = ["examine_disk", "read_folder"]
 
 _REMOTE = {"9p", "afs", "ceph", "cifs", "fuse", "glusterfs", "lustre", "nfs", "nfs4", "smb3", "virtiofs"}
 _BLOCK = 1 << 20
@@ -34,6 +35,13 @@ _SECONDS = 1.0
 _THREADS = 4
 _SLOW = 200e6
 """Bytes a second: less than any GPU that serves a model computes KV of."""
+
+
+def read_folder(text: str) -> Path:
+    """Return the folder that a command line names: none is not the current one."""
+    if not text:
+        raise InputError("expected the path of a folder, got ''; the current one is '.'")
+    return Path(text)
 
 
 def examine_disk(path: Path, capacity: int | None = None) -> list[Check]:

@@ -15,7 +15,7 @@ from typer import Option
 
 from kvtier import __version__
 from kvtier.cli.checks import Check, Status, examine
-from kvtier.cli.disk_checks import examine_disk
+from kvtier.cli.disk_checks import examine_disk, read_folder
 from kvtier.config import DiskConfig, KVTierConfig
 
 __all__ = ["doctor_command"]
@@ -27,7 +27,10 @@ _Config = Annotated[
     Path | None,
     Option(metavar="FILE", help="Settings, as `kvtier config check` takes them, whose disk is looked at."),
 ]
-_Disk = Annotated[Path | None, Option(metavar="FOLDER", help="The folder of a disk tier to look at.")]
+_Disk = Annotated[
+    Path | None,
+    Option(metavar="FOLDER", help="The folder of a disk tier to look at.", parser=read_folder),
+]
 
 
 def doctor_command(

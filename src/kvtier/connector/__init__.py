@@ -21,7 +21,7 @@ from kvtier.connector.metadata import (
     yield_req_data,
 )
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
-from kvtier.connector.state import read_token_limit
+from kvtier.connector.state import read_params
 from kvtier.connector.stats import ConnectorStats
 from kvtier.connector.worker import OffloadingConnectorWorker
 from kvtier.transfer.base import TransferSpec
@@ -45,6 +45,6 @@ __all__ = [
     "StepView",
     "TransferReport",
     "TransferSpec",
-    "read_token_limit",
+    "read_params",
     "yield_req_data",
 ]

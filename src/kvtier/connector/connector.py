@@ -79,6 +79,10 @@ class OffloadingConnector:
 
     # The scheduler's side.
 
+    def on_new_request(self, request: RequestView) -> None:
+        """Tell that a request was queued. Its id may have been another's before."""
+        self._scheduler.on_new_request(request)
+
     def get_num_new_matched_tokens(
         self, request: RequestView, num_computed_tokens: int, max_num_new_tokens: int | None = None
     ) -> tuple[int | None, bool]:

@@ -73,6 +73,10 @@ class Explainer:
         """Return the explanation of a request; `None` if it has not run or is long forgotten."""
         return self._explained.get(req_id)
 
+    def forget(self, req_id: ReqId) -> None:
+        """Drop the explanation of an id, which is given to another request."""
+        self._explained.pop(req_id, None)
+
     def _explain(
         self, state: RequestState, loaded: int, from_tiers: dict[str, int], seconds: float | None = None
     ) -> Explanation | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 from kvtier.transfer.base import TransferResult, TransferSpec
@@ -180,28 +181,36 @@ class OutputAggregator:
 
     A block is invalid if any rank says so. That is passed on together with the request that it belongs to,
     however many steps after the rank has said it: an engine takes the other blocks of a named request as
-    good.
+    good. A rank's output may be lost: of requests that not all ranks have named, the oldest are forgotten
+    when there are more than `most_waiting`. `update_connector_output` names them by what became of their
+    jobs.
     """
 
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
+    def __init__(self, world_size: int, most_waiting: int = 16_384) -> None:
+        self._world_size, self._most_waiting = world_size, most_waiting
         self._sending: dict[ReqId, set[int]] = {}
         self._recving: dict[ReqId, set[int]] = {}
-        self._invalid: list[tuple[set[ReqId], set[int]]] = []
-        """Blocks that did not arrive, and the requests named beside them: those of them that not all ranks
-        have named.
-        """
+        """The ranks that have named a request, the oldest request first."""
+        self._invalid: dict[ReqId, set[int]] = {}
+        """Blocks that did not arrive, by the requests of `_recving` that were named beside them."""
 
     def aggregate(self, outputs: Iterable[KVConnectorOutput]) -> KVConnectorOutput:
         """Fold one step's outputs, one per rank and in the order of the ranks, into one."""
         merged = KVConnectorOutput()
         for rank, output in enumerate(outputs):
+            if output.invalid_block_ids:
+                for req_id in output.finished_recving:
+                    self._invalid.setdefault(req_id, set()).update(output.invalid_block_ids)
             merged.finished_sending |= self._note(self._sending, rank, output.finished_sending)
             merged.finished_recving |= self._note(self._recving, rank, output.finished_recving)
-            if output.invalid_block_ids:
-                self._invalid.append((set(output.finished_recving), output.invalid_block_ids))
             merged.reports += output.reports
-        merged.invalid_block_ids = self._take_invalid(merged.finished_recving)
+        for req_id in merged.finished_recving:
+            merged.invalid_block_ids |= self._invalid.pop(req_id, set())
+        for named in (self._sending, self._recving):
+            for req_id in list(islice(named, max(0, len(named) - self._most_waiting))):
+                del named[req_id]
+                if named is self._recving:
+                    self._invalid.pop(req_id, None)
         return merged
 
     def _note(self, named: dict[ReqId, set[int]], rank: int, req_ids: set[ReqId]) -> set[ReqId]:
@@ -212,13 +221,3 @@ class OutputAggregator:
         for req_id in complete:
             del named[req_id]
         return complete
-
-    def _take_invalid(self, complete: set[ReqId]) -> set[int]:
-        """Return the blocks that may belong to these requests, and keep what may belong to others too."""
-        taken: set[int] = set()
-        for req_ids, blocks in self._invalid:
-            if not req_ids.isdisjoint(complete):
-                taken |= blocks
-                req_ids -= complete
-        self._invalid = [entry for entry in self._invalid if entry[0]]
-        return taken

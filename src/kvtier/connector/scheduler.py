@@ -44,7 +44,7 @@ from kvtier.connector.metadata import (
 )
 from kvtier.connector.promotion import PromotionDecision
 from kvtier.connector.running import LoadFailures, RunningJobs
-from kvtier.connector.state import ChunkGeometry, GroupState, RequestState, read_token_limit
+from kvtier.connector.state import ChunkGeometry, GroupState, RequestState, read_params, read_token_limit
 from kvtier.connector.stats import ConnectorStats, TransferTimes, describe_tiers, make_registry
 from kvtier.errors import InputError, IntegrityError
 from kvtier.events.tracker import Describe, OffloadingEventsTracker
@@ -120,6 +120,10 @@ class OffloadingConnectorScheduler:
 
     # -- asking ------------------------------------------------------------------------------------
 
+    def on_new_request(self, request: RequestView) -> None:
+        """Take note that a request was queued. What is known of a former one of its id is not of it."""
+        self._explainer.forget(request.request_id)
+
     def get_num_new_matched_tokens(
         self, request: RequestView, num_computed_tokens: int, max_num_new_tokens: int | None = None
     ) -> tuple[int | None, bool]:
@@ -136,8 +140,9 @@ class OffloadingConnectorScheduler:
         if not state.may_load:
             return 0, False
         limit = request.num_tokens
-        if max_num_new_tokens is not None:
-            limit = min(limit, num_computed_tokens + max_num_new_tokens)
+        for most in (max_num_new_tokens, state.load_limit):
+            if most is not None:
+                limit = min(limit, num_computed_tokens + most)
         if self._promotion is not None and self._promotion.is_waiting(state):
             self.stats.waits += 1
             return None, False
@@ -578,10 +583,12 @@ class OffloadingConnectorScheduler:
         state = self._requests.get(request.request_id)
         if state is None:
             stays = self._promotion is not None and self._is_of_an_adapter(request)
-            context = ReqContext(request.kv_transfer_params, request.request_id, stays)
+            params = read_params(request.kv_transfer_params)
+            context = ReqContext(params, request.request_id, stays)
             groups = tuple(GroupState(geometry) for geometry in self._geometry.groups)
             state = self._requests[request.request_id] = RequestState(request, context, groups, self._epoch)
-            state.store_limit = read_token_limit(request.kv_transfer_params, "max_offload_tokens")
+            state.store_limit = read_token_limit(params, "max_offload_tokens")
+            state.load_limit = read_token_limit(params, "max_load_tokens")
         return state
 
     def _is_of_an_adapter(self, request: RequestView) -> bool:

@@ -21,11 +21,19 @@ from typing import Any
 
 from kvtier.config import OffloadingConfig
 from kvtier.connector.metadata import RequestView
+from kvtier.errors import show_value
 from kvtier.keys import OffloadKey, make_offload_keys
 from kvtier.offload.base import MissReason, ReqContext
 from kvtier.transfer.base import NULL_BLOCK
 
-__all__ = ["ChunkGeometry", "GroupGeometry", "GroupState", "RequestState", "read_token_limit"]
+__all__ = [
+    "ChunkGeometry",
+    "GroupGeometry",
+    "GroupState",
+    "RequestState",
+    "read_params",
+    "read_token_limit",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -206,6 +214,8 @@ class RequestState:
     retry_store_at: int = 0
     store_limit: int | None = None
     """Tokens from its beginning that may be stored, if the request sets a limit."""
+    load_limit: int | None = None
+    """Tokens that a load may bring, if the request sets a limit."""
     finished: bool = False
     explained: bool = False
     miss: tuple[dict[str, MissReason], int | None] = field(default_factory=lambda: ({}, None))
@@ -247,14 +257,22 @@ class RequestState:
         return [key for _, _, key in sorted(placed)]
 
 
+def read_params(params: object) -> dict[str, Any] | None:
+    """Return the parameters that a request brings; `None` for what is no dict.
+
+    They are a client's words, of any type.
+    """
+    return params if isinstance(params, dict) else None
+
+
 def read_token_limit(params: Mapping[str, Any] | None, name: str) -> int | None:
     """Return a number of tokens that a request names; `None` without one, or if it is no such number."""
     limit = None if params is None else params.get(name)
     if limit is None or (type(limit) is int and limit >= 0):
         return limit
     logger.warning(
-        "kv_transfer_params.%s: expected a number of tokens, got %r; the request has no such limit",
+        "kv_transfer_params.%s: expected a number of tokens, got %s; the request has no such limit",
         name,
-        limit,
+        show_value(limit),
     )
     return None

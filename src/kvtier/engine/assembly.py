@@ -16,7 +16,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from kvtier.config import GroupConfig, KVTierConfig, OffloadingConfig
+from kvtier.config import GroupConfig, KVTierConfig, OffloadingConfig, format_size
 from kvtier.engine.cache import CacheGroup
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.model import Decoder, ForwardBatch, SequenceSlice
@@ -24,9 +24,13 @@ from kvtier.engine.model_config import ModelConfig
 from kvtier.engine.scheduler import RequestSlice
 from kvtier.errors import ConfigError
 from kvtier.keys import fingerprint
+from kvtier.memory import free_memory
 from kvtier.namespace import Namespace, WeightsFiles
 
-__all__ = ["allocate_kv", "describe_cache", "make_batch", "make_decoder"]
+__all__ = ["allocate_kv", "describe_cache", "expect_room", "make_batch", "make_decoder"]
+
+_BLOCK_BYTES = 256
+"""What the cache's books take for a block, about."""
 
 
 def make_decoder(model: ModelConfig, weights: Mapping[str, Tensor], config: EngineConfig) -> Decoder:
@@ -39,6 +43,25 @@ def make_decoder(model: ModelConfig, weights: Mapping[str, Tensor], config: Engi
     return Decoder(
         model, weights, device=config.device, dtype=getattr(torch, config.dtype), compute_dtype=compute
     )
+
+
+def expect_room(model: ModelConfig, config: EngineConfig, groups: Sequence[CacheGroup]) -> None:
+    """Raise `ConfigError` if the blocks cannot be had in host memory, before one of them is made."""
+    bytes_per_block = _BLOCK_BYTES
+    if config.device == "cpu":
+        layers = max(len(group.layer_names) for group in groups)
+        bytes_per_block += layers * config.block_size * _token_bytes(model, config)
+    needed, free = config.num_blocks * bytes_per_block, free_memory()
+    if free is not None and needed > free.size:
+        but = f"but only {format_size(free.size)} {free.where}"
+        problem = f"{config.num_blocks} blocks need {format_size(needed)}, {but}; lower num_blocks"
+        raise ConfigError("num_blocks", f"{problem}{free.remedy}")
+
+
+def _token_bytes(model: ModelConfig, config: EngineConfig) -> int:
+    """Return the bytes of one token's KV in one layer."""
+    itemsize: int = getattr(torch, config.dtype).itemsize
+    return 2 * model.num_kv_heads * model.head_dim * itemsize
 
 
 def allocate_kv(model: ModelConfig, config: EngineConfig, groups: Sequence[CacheGroup]) -> dict[str, Tensor]:
@@ -68,7 +91,7 @@ def describe_cache(
 
     Weights without an id are taken to be like no others; files are hashed later.
     """
-    token_bytes = 2 * model.num_kv_heads * model.head_dim * getattr(torch, config.dtype).itemsize
+    token_bytes = _token_bytes(model, config)
     described = tuple(
         GroupConfig(
             block_size=config.block_size,

@@ -12,6 +12,7 @@ import operator
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from kvtier.errors import InputError, show_value
 
-__all__ = ["count_items", "read_items", "read_text", "read_tokens"]
+__all__ = ["count_items", "read_items", "read_path", "read_text", "read_tokens"]
 
 _NO_LISTS = (str, bytes, bytearray, memoryview, Mapping, Set)
 """They have a length and can be iterated, and yet no tokens in order are meant."""
@@ -77,6 +78,15 @@ def read_text(where: str, value: Any) -> str:
         if len(encoded) > _MOST_TEXT:
             raise ValueError("too long")
         return encoded.decode()  # a subclass of str leaves its own hash and equality behind
+
+
+def read_path(where: str, value: Any) -> Path:
+    """Return a path that the system can be asked about."""
+    with _refusing(where, "the path of a folder", value):
+        path = Path(value)
+        if "\0" in str(path):
+            raise ValueError("no path has that character")
+        return path
 
 
 @contextmanager

@@ -18,6 +18,7 @@ else changes. One thread calls an engine.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
@@ -31,10 +32,10 @@ from torch import Tensor
 
 from kvtier.config import KVTierConfig, OffloadingConfig
 from kvtier.connector import ConnectorRole, Explanation, OffloadingConnector
-from kvtier.engine.assembly import allocate_kv, describe_cache, make_batch, make_decoder
+from kvtier.engine.assembly import allocate_kv, describe_cache, expect_room, make_batch, make_decoder
 from kvtier.engine.cache import KVCache, group_layers
 from kvtier.engine.config import EngineConfig
-from kvtier.engine.door import count_items, read_items, read_text, read_tokens
+from kvtier.engine.door import count_items, read_items, read_path, read_text, read_tokens
 from kvtier.engine.event_buffer import EventBuffer
 from kvtier.engine.interrupts import uninterrupted
 from kvtier.engine.model import ForwardBatch
@@ -51,6 +52,8 @@ from kvtier.offload.base import OffloadingSpec
 from kvtier.offload.factory import OffloadingSpecFactory
 
 __all__ = ["Engine", "Model", "Publisher"]
+
+logger = logging.getLogger(__name__)
 
 _IDLE_SECONDS = 0.05  # how long a step without tokens waits for a transfer
 _TIER_SECONDS = 0.005  # how long one waits for a tier, while a transfer may end too
@@ -85,7 +88,10 @@ class LayeredModel(Model, Protocol):
 
 
 class Publisher(Protocol):
-    """What the engine asks of a publisher of events: `kvtier.events` has some. It must not block."""
+    """What the engine asks of a publisher of events: `kvtier.events` has some.
+
+    It must not block. If it raises, it is given the same events again, with those of the next step.
+    """
 
     def publish(self, events: KVEventBatch) -> None: ...
 
@@ -111,10 +117,14 @@ class Engine:
         content. `publisher` is given each step's events, and nothing is left for `take_events`; closing it
         is its owner's business.
         """
+        _expect_type("config", config, EngineConfig)
+        if kvtier is not None:
+            _expect_type("kvtier", kvtier, KVTierConfig)
         if config.kv_events is None:
             config = replace(config, kv_events=publisher is not None)
         self.model, self.config = model, config
         self.groups = group_layers(model.config.layer_names, model.config.sliding_windows)
+        expect_room(model.config, config, self.groups)
         self._cache = KVCache(
             self.groups,
             config.num_blocks,
@@ -137,9 +147,12 @@ class Engine:
         self.speculation = Speculation()
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
-        self._outputs: list[RequestOutput] = []  # not told yet
+        self._outputs: dict[int, RequestOutput] = {}
+        """The newest output of each request that was not told of, by its arrival."""
         self._is_closed = False
         self._publisher = publisher
+        self._is_publishing = True
+        """False from a failure of the publisher to its next success."""
         self._events = EventBuffer()
 
     def _connect(
@@ -160,9 +173,11 @@ class Engine:
         cls, path: str | Path, config: EngineConfig, kvtier: KVTierConfig | None = None, **more: Any
     ) -> Self:
         """Make an engine from a local Hugging Face folder."""
-        files = WeightsFiles(path)
-        model_config = load_config(path)
-        model = make_decoder(model_config, load_weights(path, model_config), config)
+        _expect_type("config", config, EngineConfig)
+        folder = read_path("path", path)
+        files = WeightsFiles(folder)
+        model_config = load_config(folder)
+        model = make_decoder(model_config, load_weights(folder, model_config), config)
         return cls(model, config, kvtier, weights_id=files, **more)
 
     @classmethod
@@ -176,6 +191,7 @@ class Engine:
         **more: Any,
     ) -> Self:
         """Make an engine from the contents of a `config.json` and random weights."""
+        _expect_type("config", config, EngineConfig)
         parsed = ModelConfig.from_dict(model_config)
         model = make_decoder(parsed, random_weights(parsed, seed), config)
         return cls(model, config, kvtier, weights_id={"random": seed, "config": asdict(parsed)}, **more)
@@ -227,6 +243,8 @@ class Engine:
             lora_name=lora_name,
         )
         self._arrivals += 1
+        if self.connector is not None:
+            self.connector.on_new_request(request)
         self._requests[request_id] = request
         self._scheduler.waiting.append(request)
         return request_id
@@ -240,6 +258,7 @@ class Engine:
         if request is None:
             return None
         self._end(request, FinishReason.ABORT)
+        self._outputs.pop(request.arrival, None)
         return self._output(request)
 
     def generate(
@@ -249,7 +268,8 @@ class Engine:
     ) -> list[RequestOutput]:
         """Run prompts to their end and return their outputs in order.
 
-        One that is bad, or bad params, refuse them all.
+        One that is bad, or bad params, refuse them all. Other requests run beside them, and their outputs
+        wait for `step` or `drain`.
         """
         listed = read_items("prompts", prompts, count_items("prompts", prompts, "a list of prompts"))
         tokens = [self._read_prompt(f"prompts[{index}]", prompt) for index, prompt in enumerate(listed)]
@@ -267,14 +287,18 @@ class Engine:
 
         One that somebody has aborted meanwhile is told as it was last seen.
         """
+        arrivals = {self._requests[request_id].arrival for request_id in ids}
         outputs = {request_id: RequestOutput(request_id, [], finished=True) for request_id in ids}
-        while not self._requests.keys().isdisjoint(ids) or self._outputs:
-            outputs |= {output.request_id: output for output in self.step()}
+        while not self._requests.keys().isdisjoint(ids):
+            self._advance()
+            for arrival in arrivals & self._outputs.keys():
+                output = self._outputs.pop(arrival)
+                outputs[output.request_id] = output
         return [outputs[request_id] for request_id in ids]
 
     def has_unfinished(self) -> bool:
-        """Say whether any request is not over."""
-        return bool(self._requests)
+        """Say whether any request is not over, or its output not told."""
+        return bool(self._requests or self._outputs)
 
     @property
     def num_free_blocks(self) -> int:
@@ -291,6 +315,15 @@ class Engine:
         If it raises, whoever ran starts over in the next step, and no token and no output is lost. Ctrl-C
         comes after it.
         """
+        self._advance()
+        return self._take_outputs()
+
+    def _take_outputs(self) -> list[RequestOutput]:
+        outputs, self._outputs = self._outputs, {}
+        return list(outputs.values())
+
+    def _advance(self) -> None:
+        """Take a step. Its outputs wait."""
         self._refuse_closed()
         with uninterrupted():
             try:
@@ -298,8 +331,6 @@ class Engine:
             except BaseException:
                 self._scheduler.start_all_over()
                 raise
-        outputs, self._outputs = self._outputs, []
-        return outputs
 
     def _step(self) -> None:
         step = self._scheduler.schedule()
@@ -408,7 +439,7 @@ class Engine:
             if reason is not None:
                 self._end(request, reason)
         finally:
-            self._outputs.append(self._output(request))
+            self._outputs[request.arrival] = self._output(request)
 
     def _finish_reason(self, request: Request) -> FinishReason | None:
         params, token = request.params, request.tokens[-1]
@@ -452,7 +483,8 @@ class Engine:
         """Say where a prompt came from and why not all of it from a cache; `None` without kvtier or if not
         known.
         """
-        return None if self.connector is None else self.connector.explain(request_id)
+        name = read_text("request_id", request_id)
+        return None if self.connector is None else self.connector.explain(name)
 
     def take_events(self) -> list[KVCacheEvent]:
         """Drain the KV events since the last call: of each step the engine's own, then the tiers'.
@@ -481,18 +513,34 @@ class Engine:
     def _publish(self) -> None:
         """Give the publisher what has happened since the last call; without one, keep it for
         `take_events`.
+
+        What a publisher does not take waits for the next call, like events that nobody takes.
         """
         self._keep_events()
-        if self._publisher is not None and (events := self._events.take()):
+        if self._publisher is None or not (events := self._events.take()):
+            return
+        try:
             self._publisher.publish(KVEventBatch(time.time(), events))  # type: ignore[arg-type]
+            self._is_publishing = True
+        except Exception as error:  # a publisher may be anybody's, and no reason to stop computing
+            self._events.add(events)
+            if self._is_publishing:
+                self._is_publishing = False
+                logger.error(
+                    "KV events: the publisher failed with %s; the engine goes on, and events wait for it",
+                    show_value(error),
+                )
 
     # -- ending ------------------------------------------------------------------------------------
 
-    def drain(self) -> None:
-        """Step until all requests and all transfers are over."""
+    def drain(self) -> list[RequestOutput]:
+        """Step until all requests and all transfers are over, and return the last output of each request
+        that was not told of.
+        """
         self._refuse_closed()
-        while self.has_unfinished() or self._scheduler.held or self._has_transfers():
-            self.step()
+        while self._requests or self._scheduler.held or self._has_transfers():
+            self._advance()
+        return self._take_outputs()
 
     def _has_transfers(self) -> bool:
         return self.connector is not None and self.connector.has_pending_push_work()
@@ -563,6 +611,11 @@ class Engine:
             )
             raise ConfigError("num_blocks", f"{needed}, got {self.config.num_blocks} with the null block")
         return longest
+
+
+def _expect_type(where: str, value: object, expected: type) -> None:
+    if not isinstance(value, expected):
+        raise InputError(f"{where}: expected {expected.__name__}, got {show_value(value)}")
 
 
 def _read_params(where: str, params: Any) -> SamplingParams:

@@ -18,7 +18,7 @@ from typing import Any, Self
 import zmq
 import zmq.auth
 
-from kvtier.errors import ConfigError, InputError
+from kvtier.errors import ConfigError, InputError, show_value
 
 __all__ = ["CurveClient", "CurveServer", "Gate", "make_keys"]
 
@@ -34,14 +34,19 @@ def make_keys(folder: str | Path, name: str) -> tuple[Path, Path]:
 
     An existing pair is an error, not replaced.
     """
+    if not name or Path(name).name != name:
+        raise InputError(f"name: expected the name of a file, without a folder, got {show_value(name)}")
     folder = Path(folder)
     public, secret = folder / f"{name}.key", folder / f"{name}.key_secret"
     for file in (public, secret):
         if file.exists():
             raise InputError(f"{file} exists: remove it first, or choose another name")
-    folder.mkdir(parents=True, exist_ok=True)
-    zmq.auth.create_certificates(folder, name)
-    secret.chmod(0o600)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        zmq.auth.create_certificates(folder, name)
+        secret.chmod(0o600)
+    except OSError as error:
+        raise InputError(f"{folder}: expected a folder that keys can be written to: {error}") from None
     return public, secret
 
 

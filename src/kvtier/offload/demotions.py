@@ -2,7 +2,8 @@
 
 A demotion is one more reader of a row. Nothing waits for it: an offer is noted and submitted when there is
 room, a row that has left the pool by then is lost to the tier, and rows that no thread has begun to write
-are given back when their slots are needed (`make_room`). Both are counted.
+are given back when their slots are needed (`make_room`). Both are counted. What must not leave the pool is
+no tier's, whoever has offered it.
 
 What demotions take of the pool is bounded, and so is what is in a tier's queue on our behalf. A hung tier
 keeps no more than that pinned. Scheduler thread only; nothing blocks.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import compress, islice
+from itertools import islice
 
 from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey
@@ -112,7 +113,7 @@ class Demotions:
                 self._submit(queue, keys)
 
     def _submit(self, queue: _TierQueue, keys: list[OffloadKey]) -> None:
-        ready = list(compress(keys, self._pool.lookup_many(keys, _NOBODY)))
+        ready = self._pool.demotable(keys)
         self.unwritten += len(keys) - len(ready)
         if not ready:
             return

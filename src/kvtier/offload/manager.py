@@ -89,6 +89,7 @@ class CPUOffloadingManager(OffloadingManager):
         self._readers = np.zeros(num_slots, dtype=np.int64)  # WRITING while being written
         self._evictable = np.zeros(num_slots, dtype=np.bool_)  # ready and unread
         self._stored_by = np.zeros(num_slots, dtype=np.int64)  # hash of the request's id
+        self._stays = np.zeros(num_slots, dtype=np.bool_)  # what was last put there must not leave the pool
         self._book = SlotBook(self._readers, self._evictable, self._stored_by)
         self._doomed: dict[int, OffloadKey] = {}  # the key that a slot had
         self._store_threshold = store_threshold
@@ -177,6 +178,7 @@ class CPUOffloadingManager(OffloadingManager):
             self._book.complete(wanted)
             self._book.release(slots)
             raise
+        self._stays[slots] = req_context.stays_in_pool
         return PrepareStoreOutput(wanted, CPULoadStoreSpec(slots), evicted)
 
     def complete_store(
@@ -221,6 +223,18 @@ class CPUOffloadingManager(OffloadingManager):
         spared = self._book.held(keys)
         evictable = int(self._evictable.sum()) - int(self._evictable[spared].sum())
         return max(0, len(self._book.missing(keys)) - self._book.num_free() - evictable)
+
+    def demotable(self, keys: list[OffloadKey]) -> list[OffloadKey]:
+        """Return those of some chunks that are ready and may leave the pool.
+
+        Which may not is kept by slot, from one `prepare_store` to the next: a slot belongs to one job, while
+        a key may be given up, stored elsewhere, and only then be told of by its former job.
+        """
+        slots = self._book.find(keys)
+        places = np.flatnonzero(slots != ABSENT)
+        held = slots[places]
+        may_leave = (self._readers[held] != WRITING) & ~self._stays[held]
+        return [keys[place] for place in places[may_leave].tolist()]
 
     def coldest(self, count: int) -> list[OffloadKey]:
         """Return up to `count` chunks that would be evicted next, the first to go first."""

@@ -23,13 +23,12 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import compress, islice
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey
 from kvtier.metrics import Histogram
 from kvtier.offload.base import (
@@ -105,8 +104,6 @@ class TieredOffloadingManager(OffloadingManager):
         self._promotions = Promotions(pool, piece_of, row_bytes, self.tiers, self._reserve, clock)
         self._inquiries = Inquiries(self.tiers, row_bytes, clock)
         self._demotions = Demotions(pool, piece_of, row_bytes, self.tiers, store_deadline, clock)
-        self._confined: set[OffloadKey] = set()
-        """Chunks of the pool that must not leave it."""
         self._offered_ahead: set[OffloadKey] = set()
         """The coldest chunks when last looked: a tier that did not want them is not asked again."""
         self.tier_times = {
@@ -154,20 +151,12 @@ class TieredOffloadingManager(OffloadingManager):
         """Take what can be stored of an offer. Demotions that have not begun give way to it."""
         offered = list(keys)
         self._make_room(offered)
-        output = self.pool.prepare_store(offered, req_context)
-        if output is not None:
-            self._confined.difference_update(output.evicted_keys)
-            if req_context.stays_in_pool:
-                self._confined.update(output.keys_to_store)
-        return output
+        return self.pool.prepare_store(offered, req_context)
 
     def _reserve(self, keys: list[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Take slots for a promotion."""
         self._make_room(keys)
-        output = self.pool.prepare_store(keys, req_context, unasked=True)
-        if output is not None:
-            self._confined.difference_update(output.evicted_keys)
-        return output
+        return self.pool.prepare_store(keys, req_context, unasked=True)
 
     def _make_room(self, keys: list[OffloadKey]) -> None:
         if len(self._demotions) and len(keys) > self.pool.num_free:
@@ -179,12 +168,8 @@ class TieredOffloadingManager(OffloadingManager):
         """End the writing of chunks. Those that are ready now may be written to tiers."""
         keys = list(keys)
         self.pool.complete_store(keys, success, spec)
-        if not success:
-            self._confined.difference_update(keys)
-        elif self._through:
-            ready = list(compress(keys, self.pool.lookup_many(keys, _NOBODY)))
-            if self._confined:
-                ready = [key for key in ready if key not in self._confined]
+        if success and self._through:
+            ready = self.pool.demotable(keys)
             for tier in self._through:
                 self._demotions.offer(tier, ready)
 
@@ -198,7 +183,6 @@ class TieredOffloadingManager(OffloadingManager):
         keys = list(keys)
         wrong = [key for key in keys if self.pool.lookup(key, _NOBODY)] + self._promotions.drop(keys)
         self.pool.discard(keys, reason)
-        self._confined.difference_update(keys)
         if wrong:
             for tier in self.tiers:
                 tier.discard(wrong)
@@ -214,7 +198,6 @@ class TieredOffloadingManager(OffloadingManager):
         self._inquiries.reset()
         self._promotions.reset()
         self._demotions.reset()
-        self._confined.clear()
         self.pool.reset_cache()
 
     # -- inquiries ---------------------------------------------------------------------------------
@@ -303,7 +286,7 @@ class TieredOffloadingManager(OffloadingManager):
         margin = max(1, min(self.pool.num_slots // _AHEAD_SHARE, _AHEAD_MOST))
         if self.pool.num_free >= margin:
             return
-        coldest = [key for key in self.pool.coldest(margin) if key not in self._confined]
+        coldest = self.pool.demotable(self.pool.coldest(margin))
         new = [key for key in coldest if key not in self._offered_ahead]
         self._offered_ahead = set(coldest)
         for tier in self._ahead:
@@ -388,8 +371,6 @@ class TieredOffloadingManager(OffloadingManager):
         self._demotions.check()
         for tier in self.tiers:
             tier.check()
-        if any(self.pool.lookup(key, _NOBODY) is False for key in self._confined):
-            raise IntegrityError("tiered manager: a chunk is confined to the pool and not in it")
 
     # -- ending ------------------------------------------------------------------------------------
 
@@ -400,7 +381,7 @@ class TieredOffloadingManager(OffloadingManager):
         self._is_closed = True
         until = self._clock() + _SHUTDOWN_SECONDS
         self._promotions.reset()
-        hot = [key for key in self.pool.hottest() if key not in self._confined]
+        hot = self.pool.demotable(self.pool.hottest())
         for tier in self.tiers:
             self._offer_absent(tier, hot)
         self.poll_tiers()

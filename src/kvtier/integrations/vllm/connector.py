@@ -35,7 +35,7 @@ from kvtier.connector import (
     OffloadingConnector,
     OffloadingConnectorMetadata,
     TransferReport,
-    read_token_limit,
+    read_params,
 )
 from kvtier.errors import ConfigError
 from kvtier.integrations.summary import Summary
@@ -167,6 +167,14 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._make_half(describe_engine(self._vllm_config, self._kv_cache_config, role, sizes), role)
         self._awaits_handshake = False
 
+    def on_new_request(self, request: Request) -> None:
+        """Take in a request whose parameters are a client's words.
+
+        An OpenAI client's `vllm_xargs` bring them unread.
+        """
+        request.kv_transfer_params = read_params(request.kv_transfer_params)
+        self._connector.on_new_request(request)
+
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -195,7 +203,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return 0
         if request.skip_reading_prefix_cache:
             return 0  # as with prompt logprobs: vLLM computes all of it, whatever it is offered
-        return read_token_limit(request.kv_transfer_params, "max_load_tokens")
+        return None
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
