@@ -18,12 +18,12 @@ import pytest
 from tests.vllm.conftest import tokens_of
 from tests.vllm.engines import BLOCK, Engine, Output, Prompt, make_prompt, vllm_engine
 from tests.vllm.models import save_eagle
-from tests.vllm.test_async_scheduling import steps_ahead
+from tests.vllm.test_async_scheduling import async_scheduling
 from tests.vllm.test_contract import engine_config
 
 from kvtier.offload import ReqContext
 
-__all__ = ["steps_ahead"]  # a fixture
+__all__ = ["async_scheduling"]  # a fixture
 
 SHARED = [make_prompt(seed, 2 * BLOCK) for seed in range(12)]
 FIRST, SECOND = (
@@ -156,7 +156,7 @@ def test_what_is_stored_while_drafting_is_final(plain_eagle: tuple[Path, Path]) 
         check_rows(engine)
 
 
-@pytest.mark.usefixtures("steps_ahead")
+@pytest.mark.usefixtures("async_scheduling")
 def test_and_with_steps_that_are_scheduled_ahead(plain_eagle: tuple[Path, Path]) -> None:
     with eagle_engine(plain_eagle, async_scheduling=True) as engine:
         assert engine.core.batch_queue is not None, "two steps at a time"
