@@ -265,8 +265,8 @@ def without_held_blocks(patch: pytest.MonkeyPatch) -> None:
     """As if blocks that did not arrive were told at once, and their request when all ranks have spoken."""
 
     def take_invalid(self: OutputAggregator, complete: set[str]) -> set[int]:
-        told, self._invalid = self._invalid, []
-        return set().union(*(blocks for _, blocks in told))
+        told, self._invalid = self._invalid, {}
+        return set().union(*told.values())
 
     patch.setattr(OutputAggregator, "_take_invalid", take_invalid)
 

@@ -204,8 +204,7 @@ class OutputAggregator:
             merged.finished_sending |= self._note(self._sending, rank, output.finished_sending)
             merged.finished_recving |= self._note(self._recving, rank, output.finished_recving)
             merged.reports += output.reports
-        for req_id in merged.finished_recving:
-            merged.invalid_block_ids |= self._invalid.pop(req_id, set())
+        merged.invalid_block_ids = self._take_invalid(merged.finished_recving)
         for named in (self._sending, self._recving):
             for req_id in list(islice(named, max(0, len(named) - self._most_waiting))):
                 del named[req_id]
@@ -221,3 +220,7 @@ class OutputAggregator:
         for req_id in complete:
             del named[req_id]
         return complete
+
+    def _take_invalid(self, complete: set[ReqId]) -> set[int]:
+        """Return the blocks that may belong to these requests."""
+        return set().union(*(self._invalid.pop(req_id, ()) for req_id in complete))
