@@ -97,6 +97,7 @@ def test_at_the_deadline_the_leading_run_counts_and_the_rest_is_withdrawn() -> N
     assert tiered.is_waiting()
     tiered.clock.now = 1.0
     assert not tiered.is_waiting(), "it is over before anybody has polled"
+    assert tiered.manager.explain_tiers(key(3), context())["disk"] is MissReason.TOO_SLOW
     tiered.poll()
     assert tiered.ready(1, 2, 3, 4) == [True, True, None, False]
     assert tiered.can_evict(1, 2)

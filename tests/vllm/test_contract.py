@@ -483,7 +483,7 @@ def test_ranks_with_mla_keep_one_copy(llama: Path, cache_config: Any) -> None:
 
     def speculative(role: Any) -> Any:
         config = engine_config(llama, tensor_parallel_size=2)
-        config.speculative_config = SimpleNamespace()
+        config.speculative_config = SimpleNamespace(use_eagle_block_drop=lambda: False)
         return describe_engine(config, replace(cache_config, kv_cache_groups=[mla], kv_tp_replicas=2), role)
 
     spec = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=torch.float32)

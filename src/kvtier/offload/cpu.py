@@ -51,8 +51,10 @@ _REQUIRED_SECONDS = 30.0
 """How long a start waits for a tier that it may not go without."""
 _OPEN_SECONDS = 2.0
 """How long a start waits for a server, so that its first request finds it."""
-_MOONCAKE_CALLS = 2
-"""Calls at once: one moves a batch, by as many connections as the store likes; the other is being sealed."""
+_MOONCAKE_CALLS = 3
+"""Calls at once: one moves a batch, by as many connections as the store likes; another is being sealed, and
+a third is not for writes.
+"""
 _HOW_MANY_ENGINES = (
     "%s: this is data-parallel engine %d, of how many is not known: the first to start takes all of the"
     " capacity; set %s.engines to their number"

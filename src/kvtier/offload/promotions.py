@@ -204,9 +204,16 @@ class Promotions:
         return {} if waiter is None else waiter.sources
 
     def failure(self, key: OffloadKey, context: ReqContext) -> tuple[str, MissReason] | None:
-        """Say which tier did not bring a row for a request, and why."""
+        """Say which tier did not bring a row for a request, and why.
+
+        A row that is still on its way to a request which waits no more is too slow.
+        """
         waiter = self._waiters.get(context.req_id)
-        return None if waiter is None else waiter.reasons.get(key)
+        if waiter is None:
+            return None
+        if key in waiter.missing and key in self._arrivals and not self.is_waiting(context):
+            return self._arrivals[key].job.tier.name, MissReason.TOO_SLOW
+        return waiter.reasons.get(key)
 
     # -- wishing and submitting --------------------------------------------------------------------
 

@@ -3,7 +3,9 @@
 Work goes by direction and priority: small calls of the tier itself first, then promotions, then demotions;
 of one direction the lower priority, then the older job. A thread takes the next few rows of the first job,
 so one request gets all threads, and its first rows come first. At most `max_in_flight` bytes are with the
-backend at a time: more depth only adds latency, and what waits here can still be reordered or dropped.
+backend at a time: more depth only adds latency, and what waits here can still be reordered or dropped. Of
+several threads one is kept from demotions, so that writes which do not return hold up nobody who asks or
+reads.
 
 `poll` tells what has become of rows. At a job's deadline rows that were not begun are late and free; rows
 that a call is working on are late and in use, and a second report says when the call has returned.
@@ -518,6 +520,8 @@ class IOThreads:
             size = max(1, work.sizes[work.queued(1)[0]])
             if running and running + size > self._max_in_flight:
                 return None
+            if direction is Direction.DEMOTE and self._writing_threads() >= max(1, self._num_threads - 1):
+                return None
             most = max(1, (self.backend or Backend).call_bytes // size)
             # Of a promotion, for which somebody waits, all threads take a share. Of a demotion one takes all
             # that a call should move: each thread that wakes costs the engine's own.
@@ -532,6 +536,10 @@ class IOThreads:
             self._running[batch] = self._clock()
             return batch
         return None
+
+    def _writing_threads(self) -> int:
+        """Count the threads that demotions keep. One is left for whom somebody waits; under the lock."""
+        return sum(batch.work.direction is Direction.DEMOTE for batch in self._running)
 
     def _answer(self, call: _Call) -> _Answer:
         try:

@@ -109,8 +109,8 @@ def _expect_usable_loads(vllm_config: VllmConfig) -> None:
     goes_on = vllm_config.scheduler_config.enable_chunked_prefill
     if current_platform.is_cpu() and vllm_config.model_config.use_mla and not goes_on:
         raise InputError(
-            "MLA on a CPU: expected kernels that can go on in a prompt, got CPU_MLA, for which vLLM turns"
-            " prefix caching off: what is loaded would give wrong tokens; use a GPU"
+            "MLA on a CPU: expected kernels that can go on in a prompt, got CPU_MLA: vLLM turns prefix"
+            " caching off for it, and what is loaded would give wrong tokens; use a GPU"
         )
 
 
