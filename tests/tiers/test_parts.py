@@ -356,6 +356,22 @@ def test_a_demotion_wakes_no_more_threads_than_it_needs() -> None:
         assert sorted(gate.batches) == batches
 
 
+def test_writes_that_do_not_return_leave_a_thread_for_questions() -> None:
+    """Two writes at a dead server kept both threads, and the next question cost its whole deadline."""
+    gate, asked = Gate(), threading.Event()
+    threads = IOThreads(gate, threads=3)
+    for job in range(3):
+        threads.submit(Direction.DEMOTE, job, lent(job), SealScope("n"), float("inf"))
+    for _ in range(2):
+        assert gate.begun.acquire(timeout=30)
+    threads.call(asked.set, lambda _value, _error: None)
+    assert asked.wait(30)
+    assert sorted(gate.batches) == [[0], [1]]
+    gate.open.release(100)
+    assert threads.close(30)
+    assert sorted(gate.batches) == [[0], [1], [2]]
+
+
 def test_the_order_of_jobs() -> None:
     gate = Gate()
     threads = IOThreads(gate, threads=1)
