@@ -278,7 +278,7 @@ def test_an_index_that_goes_over_answers_and_learns_meanwhile() -> None:
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        while (not moved.is_set() or len(blocks) % 1000) and len(blocks) < 400_000:
+        while (not blocks or not moved.is_set() or len(blocks) % 1000) and len(blocks) < 400_000:
             hashes = list(range(len(blocks) + 1, len(blocks) + 41))
             event = stored(hashes, parent)
             index.apply("a", decode(frame_batch(1.0, [encoder.event(event)], 0)))

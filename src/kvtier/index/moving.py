@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvtier.index.compiled.table import CompiledTable
     from kvtier.index.prefix import PrefixIndex
 
-__all__ = ["CompiledParts", "PlainParts", "SwitchingDecoder", "move", "start"]
+__all__ = ["CompiledParts", "MovingTable", "PlainParts", "SwitchingDecoder", "move", "start"]
 
 logger = logging.getLogger(__name__)
 
@@ -129,15 +129,15 @@ class SwitchingDecoder:
         )
 
 
-def move(lock: threading.RLock, old: PlainParts, new: CompiledParts, use: Use) -> Iterator[None]:
+def move(
+    lock: threading.RLock, old: PlainParts, new: CompiledParts, both: MovingTable, use: Use
+) -> Iterator[None]:
     """Copy what there is, one slice for each turn, and then use the new form.
 
-    The lock is free between turns.
+    The lock is free between turns. The index uses `both` tables since the new one was made: what was told in
+    between would be in the old one alone.
     """
-    both = MovingTable(old.table, new.table)
     names = None
-    with lock:
-        use(both, old.names)
     yield from _copy_blocks(lock, old.table, new.table)
     if old.names is not None and new.names is not None:
         # only now, since a full book asks the table which names are needed, and the table must know of all

@@ -210,7 +210,9 @@ class PrefixIndex:
                 table.require(worker.number, self._intake.areas.needed(worker.groups.counted))
             old = moving.PlainParts(self._table, self._book)  # type: ignore[arg-type]
             new = moving.CompiledParts(table, book)  # type: ignore[arg-type]
-        yield from moving.move(self._lock, old, new, self._use)
+            both = moving.MovingTable(old.table, new.table)
+            self._use(both, old.names)
+        yield from moving.move(self._lock, old, new, both, self._use)
 
     # -- workers -----------------------------------------------------------------------------------
 
