@@ -446,10 +446,7 @@ def _parse_file(path: Path) -> Any:
     kind, parse = ("TOML", tomllib.loads) if path.suffix.lower() == ".toml" else ("JSON", _parse_json)
     try:
         return parse(content.decode("utf-8-sig"))
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # neither parser has an own error for long numbers and deep nesting
+    except (ValueError, RecursionError) as error:  # no parser's own errors: long numbers, deep nesting
         raise ConfigError("", f"expected {kind}: {error}") from None
 
 

@@ -78,8 +78,6 @@ def show_value(value: object) -> str:
     """Write what came into a message: as Python would, in one line, and cut short."""
     try:
         text = " ".join(repr(value).split())
-    except (
-        Exception
-    ):  # an int of 5,000 digits, lists in lists in lists, whatever a caller's own class raises
+    except Exception:  # an int of 5,000 digits, lists in lists in lists, whatever a caller's class raises
         text = f"a value of type {type(value).__name__} that cannot be printed"
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

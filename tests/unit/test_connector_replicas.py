@@ -9,32 +9,25 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.unit.connector_kit import Clock, Request, make_config
-from tests.unit.rank_process import Rank
+from tests.unit.ranked_host import BLOCKS, PROMPT, TARGET, RankedHost
 
 from kvtier.config import OffloadingConfig
 from kvtier.connector import (
-    ConnectorRole,
     EndOrder,
     KVConnectorOutput,
     NewRequest,
-    OffloadingConnector,
     OffloadingConnectorMetadata,
     OffloadingConnectorScheduler,
-    OutputAggregator,
     StepView,
 )
 from kvtier.offload import (
     CPULoadStoreSpec,
     CPUOffloadingSpec,
     GPULoadStoreSpec,
-    OffloadingSpec,
     TransferType,
 )
-from kvtier.testing.faults import Fault, FaultPlan, with_faults
+from kvtier.testing.faults import Fault, FaultPlan
 
-NUM_BLOCKS = 32
-PROMPT = list(range(26))
-BLOCKS, TARGET = [3, 9, 4, 8, 5, 7], [20, 14, 15, 21, 11, 10]
 PAGE = 4096
 
 
@@ -44,57 +37,13 @@ def replica_config(world_size: int, replicas: int) -> OffloadingConfig:
     return replace(alike, groups=groups, engine_id=uuid.uuid4().hex, replicas=replicas)
 
 
-class Replicas:
-    """Ranks over one pool, and their scheduler's side. `seeds` fill the ranks' blocks."""
+class Replicas(RankedHost):
+    """Ranks of which some hold the same bytes."""
 
     def __init__(self, config: OffloadingConfig, seeds: list[int], plan: FaultPlan | None = None) -> None:
-        self.config, self.seeds = config, seeds
-        self.ranks = [
-            Rank(own, NUM_BLOCKS, self._spec(own, plan))
-            for own in (replace(config, rank=rank) for rank in range(config.world_size))
-        ]
-        self.scheduler = OffloadingConnector(config, ConnectorRole.SCHEDULER)
-        self.aggregator = OutputAggregator(config.world_size)
-        self.outputs: list[KVConnectorOutput] = []
-
-    def _spec(self, config: OffloadingConfig, plan: FaultPlan | None) -> OffloadingSpec:
-        spec = CPUOffloadingSpec(config)
-        return spec if plan is None else with_faults(spec, plan)
-
-    def step(self, step: StepView) -> KVConnectorOutput:
-        """Run a step on all ranks; `outputs` are what each of them says."""
-        orders = self.scheduler.build_connector_meta(step)
-        self.outputs = [rank.step(orders) for rank in self.ranks]
-        output = self.aggregator.aggregate(self.outputs)
-        self.scheduler.update_connector_output(output)
-        return output
-
-    def compute(self, req_id: str) -> list[torch.Tensor]:
-        """Compute the prompt into `BLOCKS`, forget it, and return what each rank had."""
-        request = Request(req_id, PROMPT)
-        assert self.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
-        for seed, rank in zip(self.seeds, self.ranks, strict=True):
-            rank.fill(seed)
-        self.step(StepView(new=[NewRequest(req_id, ([*BLOCKS, 6],), 0)], num_scheduled_tokens={req_id: 26}))
-        self.scheduler.request_finished(request)
-        computed = [rank.blocks(BLOCKS) for rank in self.ranks]
-        for rank in self.ranks:
-            rank.fill(99)
-        return computed
-
-    def load(self, req_id: str) -> KVConnectorOutput:
-        """Load the prompt into `TARGET`."""
-        request = Request(req_id, PROMPT)
-        assert self.scheduler.get_num_new_matched_tokens(request, 0) == (24, True)
-        self.scheduler.update_state_after_alloc(request, (TARGET,), 24)
-        output = self.step(StepView())
-        self.scheduler.request_finished(request)
-        return output
-
-    def close(self) -> None:
-        for rank in self.ranks:
-            rank.close()
-        self.scheduler.shutdown()
+        self.config = config
+        configs = [replace(config, rank=rank) for rank in range(config.world_size)]
+        super().__init__(configs, [plan] * config.world_size, seeds)
 
 
 Make = Callable[..., Replicas]

@@ -10,24 +10,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.unit.connector_kit import Request, make_config
-from tests.unit.rank_process import Rank
+from tests.unit.connector_kit import make_config
+from tests.unit.ranked_host import BLOCKS, TARGET, RankedHost
 
 from kvtier.config import OffloadingConfig
-from kvtier.connector import (
-    ConnectorRole,
-    KVConnectorOutput,
-    NewRequest,
-    OffloadingConnector,
-    OutputAggregator,
-    StepView,
-)
 from kvtier.offload import CPUOffloadingSpec, GPULoadStoreSpec, TransferType
-from kvtier.testing.faults import Fault, FaultPlan, with_faults
-
-NUM_BLOCKS = 32
-PROMPT = list(range(26))
-BLOCKS, TARGET = [3, 9, 4, 8, 5, 7], [20, 14, 15, 21, 11, 10]
+from kvtier.testing.faults import Fault, FaultPlan
 
 
 class FirstLoadFails(FaultPlan):
@@ -55,56 +43,12 @@ def stage_configs(sizes: list[int]) -> list[OffloadingConfig]:
     ]
 
 
-class Stages:
-    """An engine of stages, driven by hand: prompts go through all of them, one at a time."""
+class Stages(RankedHost):
+    """An engine of stages."""
 
     def __init__(self, sizes: list[int], plans: dict[int, FaultPlan] | None = None) -> None:
-        configs = stage_configs(sizes)
-        self.ranks = []
-        for config in configs:
-            plan = (plans or {}).get(config.rank)
-            spec = None if plan is None else with_faults(CPUOffloadingSpec(config), plan)
-            self.ranks.append(Rank(config, NUM_BLOCKS, spec))
-        self.scheduler = OffloadingConnector(configs[0], ConnectorRole.SCHEDULER)
-        self.aggregator = OutputAggregator(len(sizes))
-
-    def step(self, step: StepView) -> KVConnectorOutput:
-        """Run a step on all stages."""
-        orders = self.scheduler.build_connector_meta(step)
-        output = self.aggregator.aggregate([rank.step(orders) for rank in self.ranks])
-        self.scheduler.update_connector_output(output)
-        return output
-
-    def compute(self, req_id: str) -> list[torch.Tensor]:
-        """Compute the prompt into `BLOCKS`, and return what each stage has of it."""
-        request = Request(req_id, PROMPT)
-        assert self.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
-        for seed, rank in enumerate(self.ranks):
-            rank.fill(seed)
-        self.step(StepView(new=[NewRequest(req_id, ([*BLOCKS, 6],), 0)], num_scheduled_tokens={req_id: 26}))
-        assert self.scheduler.request_finished(request) == (False, None)
-        computed = [rank.blocks(BLOCKS) for rank in self.ranks]
-        for rank in self.ranks:
-            rank.fill(99)
-        return computed
-
-    def load(self, req_id: str) -> KVConnectorOutput:
-        """Load the prompt into `TARGET`."""
-        request = Request(req_id, PROMPT)
-        assert self.scheduler.get_num_new_matched_tokens(request, 0) == (24, True)
-        self.scheduler.update_state_after_alloc(request, (TARGET,), 24)
-        output = self.step(StepView())
-        self.scheduler.request_finished(request)
-        return output
-
-    def loaded(self) -> list[torch.Tensor]:
-        """Return what each stage has in `TARGET`."""
-        return [rank.blocks(TARGET) for rank in self.ranks]
-
-    def close(self) -> None:
-        for rank in self.ranks:
-            rank.close()
-        self.scheduler.shutdown()
+        ranks = range(len(sizes))
+        super().__init__(stage_configs(sizes), [(plans or {}).get(rank) for rank in ranks], ranks)
 
 
 @pytest.fixture(params=[[128, 64], [64, 128], [5000, 64, 3000]], ids=str)

@@ -259,9 +259,7 @@ class OffloadingConnectorWorker:
         """Give a job to a handler and say whether it took it."""
         try:
             return (handler.transfer_by_layer if by_layer else handler.transfer_async)(job_id, spec)
-        except (
-            Exception
-        ) as error:  # a handler may be anybody's, and a step must not end because of a transfer
+        except Exception as error:  # a handler may be anybody's, and a step must not end by a transfer
             is_known = isinstance(error, KVTierError)
             logger.error(
                 "job %d could not be started: %s", job_id, error, exc_info=None if is_known else error

@@ -104,10 +104,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"{path}: expected a file that can be read ({error})") from None
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # the parser has no own error for long numbers and deep nesting
+    except (ValueError, RecursionError) as error:  # not the parser's own: long numbers, deep nesting
         raise ModelError(f"{path}: expected JSON, got something else ({error})") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path}: expected a JSON object, got a {type(value).__name__}")
