@@ -1,15 +1,16 @@
 """Claim: rows go to a shared server and come back faster than through its packaged clients, checked.
 
-    python benchmarks/shared_tiers.py [--only valkey] [--mib 64] [--rounds 9] [--engines 1 2 4] [--json FILE]
+    python benchmarks/shared_tiers.py [--only valkey] [--mib 128] [--rounds 9] [--engines 1 2 4] [--json FILE]
 
-Each server is started here. Rows of 256 KiB, 1 MiB and 2 MiB are put and got into rows in batches of 16, in
-turns, in one run: by ours as a tier does it (sealed, checked) and without seals, and by peers, whose values
-are copied into rows if they do not arrive there. Ratios are of one round; their median counts. `of which
-seals` is the part of our time that sealing the same rows takes by itself: peers check nothing. CPU seconds
-are this process's own, without the server's. `engines` are processes with an engine's I/O threads each on
-one server, all at once. A peer that is not installed is left out: `redis` and `hiredis`; `lmcache` with
-torch, of which its folder is enough. Where a server writes a row once, all rows are deleted before they are
-put again; that is not measured.
+Each server is started here. Rows of 256 KiB, 1 MiB and 2 MiB are put and got into rows in batches of 8 MiB,
+in turns, in one run: by ours as a tier does it (sealed, checked) and without seals, and by peers, whose
+values are copied into rows if they do not arrive there. Everybody has as many threads as the tier has by
+default (`--threads`): while one seals, another moves. Ratios are of one round; their median counts. `of
+which seals` is the part of our time that sealing the same rows takes by itself, with as many threads: peers
+check nothing. CPU seconds are this process's own, without the server's. `engines` are processes with an
+engine's I/O threads each on one server, all at once. A peer that is not installed is left out: `redis` and
+`hiredis`; `lmcache` with torch, of which its folder is enough. Where a server writes a row once, all rows
+are deleted before they are put again; that is not measured.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +35,7 @@ from pathlib import Path
 from select import select
 from socket import create_connection, socket
 from statistics import median
+from threading import local
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,7 +50,7 @@ from kvtier.tiers.seal import SealScope, seal_of
 from kvtier.tiers.valkey import ValkeyBackend
 
 SIZES = (256 << 10, 1 << 20, 2 << 20)
-BATCH = 16
+BATCH_BYTES = 8 << 20
 TIMEOUT = 60.0
 SCOPE = SealScope("bench")
 
@@ -55,7 +58,7 @@ Rows = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Mover(ABC):
-    """One way to move rows. The number of a row is its name."""
+    """One way to move rows. The number of a row is its name. Several threads may call."""
 
     @abstractmethod
     def put(self, numbers: Sequence[int], rows: Rows) -> None: ...
@@ -184,7 +187,7 @@ class RedisPy(Mover):
 
 
 class LMCacheClient(Mover):
-    """LMCache's own client in C++, with one worker: one connection, as the others here have."""
+    """LMCache's own client in C++, a client with one connection for each thread."""
 
     def __init__(self, url: str, _size: int) -> None:
         import_module("torch")  # whose libraries it needs
@@ -197,7 +200,16 @@ class LMCacheClient(Mover):
         module: Any = importlib.util.module_from_spec(ModuleSpec(loader.name, loader, origin=str(path)))
         loader.exec_module(module)
         host, _, port = url.removeprefix("valkey://").partition(":")
-        self._client = module.LMCacheRedisClient(host, int(port), 1)
+        self._connect = partial(module.LMCacheRedisClient, host, int(port), 1)
+        self._own = local()
+        self._clients: list[Any] = []
+
+    @property
+    def _client(self) -> Any:
+        if not hasattr(self._own, "client"):
+            self._own.client = self._connect()
+            self._clients.append(self._own.client)
+        return self._own.client
 
     def put(self, numbers: Sequence[int], rows: Rows) -> None:
         self._wait(self._client.submit_batch_set(self._names(numbers), [row.data for row in rows]))
@@ -209,7 +221,8 @@ class LMCacheClient(Mover):
         return sum(self._wait(self._client.submit_batch_exists(self._names(numbers))))
 
     def close(self) -> None:
-        self._client.close()
+        for client in self._clients:
+            client.close()
 
     def _names(self, numbers: Sequence[int]) -> list[str]:
         return [f"bench@0@0@{number:064x}" for number in numbers]
@@ -275,7 +288,7 @@ _GIVE_MEMORY = """
 import sys
 from mooncake.store import MooncakeDistributedStore
 store = MooncakeDistributedStore()
-assert store.setup("127.0.0.1", sys.argv[2], 1 << 30, 0, "tcp", "", sys.argv[1]) == 0
+assert store.setup("127.0.0.1", sys.argv[2], 2 << 30, 0, "tcp", "", sys.argv[1]) == 0
 print("joined", flush=True)
 sys.stdin.read()
 """
@@ -283,7 +296,7 @@ sys.stdin.read()
 
 @contextmanager
 def serve_mooncake() -> Iterator[str]:
-    """Run a master and a process with 1 GiB of memory; yield the addresses of master and metadata server."""
+    """Run a master and a process with 2 GiB of memory; yield the addresses of master and metadata server."""
     package = importlib.util.find_spec("mooncake")
     if package is None or package.origin is None:
         raise SystemExit("no Mooncake store: pip install 'kvtier[mooncake]'")
@@ -381,7 +394,7 @@ class Section:
     bars: dict[str, float]
     """The least ratio, by `put / peer` and `get / peer`."""
     threads: int = 4
-    """Of an engine's tier."""
+    """Of an engine's tier, by default."""
 
 
 SECTIONS = {
@@ -396,13 +409,14 @@ SECTIONS = {
         open_object,
         {"obstore": Obstore, "obstore, body not signed": partial(Obstore, unsigned_payload=True)},
         {"put / obstore": 0.95, "get / obstore": 0.9},
+        threads=16,
     ),
     "mooncake": Section(
         serve_mooncake,
         open_mooncake,
         {"batch calls": BareMooncake},
         {"put / batch calls": 0.95, "get / batch calls": 0.95},
-        threads=2,
+        threads=3,
     ),
 }
 
@@ -430,11 +444,12 @@ def make_rows(count: int, size: int) -> Rows:
     return rows
 
 
-def in_batches(move: Callable[[Sequence[int], Rows], None], rows: Rows) -> None:
-    """Move all rows."""
-    for at in range(0, len(rows), BATCH):
-        part = rows[at : at + BATCH]
-        move(range(at, at + len(part)), part)
+def in_batches(pool: Executor, move: Callable[[Sequence[int], Rows], None], rows: Rows) -> None:
+    """Move all rows, as many batches at once as there are threads."""
+    count = BATCH_BYTES // rows.shape[1]
+    batches = [range(at, min(at + count, len(rows))) for at in range(0, len(rows), count)]
+    for _ in pool.map(lambda batch: move(batch, rows[batch.start : batch.stop]), batches):
+        pass
 
 
 def seal_all(numbers: Sequence[int], rows: Rows) -> None:
@@ -443,9 +458,11 @@ def seal_all(numbers: Sequence[int], rows: Rows) -> None:
         seal_of(SCOPE, key_of(number), (row.data,))
 
 
-def bench_rows(section: Section, url: str, size: int, nbytes: int, rounds: int) -> dict[str, Any]:
+def bench_rows(
+    section: Section, url: str, size: int, nbytes: int, rounds: int, pool: Executor
+) -> dict[str, Any]:
     """Let ours and its peers take turns."""
-    memory = make_rows(2 * max(BATCH, nbytes // size), size)
+    memory = make_rows(2 * (nbytes // size), size)
     rows, found = np.split(memory, 2)
     movers: dict[str, Mover] = {
         "ours": Ours(section.opens(url, size), sealed=True),
@@ -458,17 +475,18 @@ def bench_rows(section: Section, url: str, size: int, nbytes: int, rounds: int) 
             print(f"{name} is not installed and left out", file=sys.stderr)
     for mover in movers.values():
         mover.lend(memory)
+    move = partial(partial, in_batches, pool)
     cells: dict[str, list[Cell]] = {f"{name} {way}": [] for way in ("put", "get") for name in movers}
     cells["seals"] = []
     for turn in range(-1, rounds):
         for name, mover in movers.items():
             mover.forget(range(len(rows)))
-            cells[f"{name} put"].append(timed(rows.nbytes, partial(in_batches, mover.put, rows)))
+            cells[f"{name} put"].append(timed(rows.nbytes, move(mover.put, rows)))
         for name, mover in movers.items():
             found[:] = 0
-            cells[f"{name} get"].append(timed(rows.nbytes, partial(in_batches, mover.get, found)))
+            cells[f"{name} get"].append(timed(rows.nbytes, move(mover.get, found)))
             assert np.array_equal(found, rows), name
-        cells["seals"].append(timed(rows.nbytes, partial(in_batches, seal_all, rows)))
+        cells["seals"].append(timed(rows.nbytes, move(seal_all, rows)))
         if turn < 0:  # a first round that does not count
             for part in cells.values():
                 part.clear()
@@ -613,8 +631,9 @@ def show(kind: str, section: Section, results: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", choices=list(SECTIONS), help="measure this kind of tier alone")
-    parser.add_argument("--mib", type=int, default=64, help="moved in each turn")
+    parser.add_argument("--mib", type=int, default=128, help="moved in each turn")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, help="of everybody; by default as many as the tier has")
     parser.add_argument("--engines", type=int, nargs="*", default=[1, 2, 4])
     parser.add_argument("--json", metavar="FILE", help="write the numbers here too")
     parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
@@ -629,8 +648,8 @@ def main() -> None:
             continue
         rows, engines = [], []
         for size in SIZES:
-            with section.serve() as url:
-                rows.append(bench_rows(section, url, size, arguments.mib << 20, arguments.rounds))
+            with section.serve() as url, ThreadPoolExecutor(arguments.threads or section.threads) as pool:
+                rows.append(bench_rows(section, url, size, arguments.mib << 20, arguments.rounds, pool))
         if counts := arguments.engines:
             with section.serve() as url:
                 engines = bench_engines(kind, section, url, counts, arguments.mib, arguments.rounds)
