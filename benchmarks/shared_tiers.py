@@ -1,6 +1,6 @@
 """Claim: rows go to a shared server and come back faster than through its packaged clients, checked.
 
-    python benchmarks/shared_tiers.py [--only valkey] [--mib 128] [--rounds 9] [--engines 1 2 4] [--json FILE]
+    python benchmarks/shared_tiers.py [--only valkey] [--mib 128] [--rounds 9] [--engines 1 2 4] [--json F]
 
 Each server is started here. Rows of 256 KiB, 1 MiB and 2 MiB are put and got into rows in batches of 8 MiB,
 in turns, in one run: by ours as a tier does it (sealed, checked) and without seals, and by peers, whose
