@@ -205,7 +205,7 @@ class OffloadingConnector:
     def take_output(self, finished_req_ids: set[ReqId]) -> KVConnectorOutput:
         """Take all that this worker has to tell after a step.
 
-        The three calls below it give the same in parts.
+        The four calls below it give the same in parts.
         """
         sending, recving = self._worker.get_finished(finished_req_ids)
         invalid = self._worker.get_block_ids_with_load_errors()

@@ -14,7 +14,8 @@ soon as a chunk's last token is computed, complete jobs when every rank has repo
 - every place in the pool is freed or ready once its job is over, whatever became of the request.
 
 A job knows its request, not the request's id, which may be somebody else's by the time the job is over.
-Everything runs on the scheduler thread; nothing waits and there are no locks.
+Everything runs on the scheduler thread and there are no locks. Nothing waits but `wait_for_tiers`, and, for
+half a second at most, a reset or a row with wrong bytes where a disk has to take note of it.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ Nothing is evicted or completed between an ask and its allocation, since only th
 that. Rows that become ready are offered to the tiers below (`write: through`), or the coldest are ahead
 of their eviction (`write: evict`). What a tier announces comes before what the pool announces, so that a
 row that leaves the pool is known to be below. A reset makes all of it void, in this process and in later
-ones. Scheduler thread only; nothing blocks but `wait_any` and `shutdown`.
+ones. Scheduler thread only; nothing blocks but `wait_any` and `shutdown`, and `discard` and `reset_cache`
+for half a second at most where a disk has to take note.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     manager (scheduler thread)  ->  Tier  ->  tiers/io (its threads)  ->  Backend  ->  disk, server, ...
 
 A `Tier` belongs to the scheduler thread: it knows what it holds, takes promotions and demotions, and tells
-by `poll` what became of them. None of its methods blocks except `wait_any` and `close`. A `Backend`
-blocks, knows nothing of requests or policies, and is called by I/O threads only. Seals are put on and
-checked between the two.
+by `poll` what became of them. None of its methods blocks except `wait_any` and `close`, and, for half a
+second at most, `discard` and `reset`. A `Backend` blocks, knows nothing of requests or policies, and is
+called by I/O threads only. Seals are put on and checked between the two.
 
 Memory is lent: from the call that takes a job until a result says that a row's memory is free, nobody else
 may write it (promotions) or change it (demotions). Late means failed, not freed: a result may be out while a
@@ -270,14 +270,17 @@ class Tier(ABC):
 
     @abstractmethod
     def discard(self, keys: Sequence[OffloadKey]) -> None:
-        """Make chunks absent here, because their bytes are wrong. They may be demoted again at once."""
+        """Make chunks absent here, because their bytes are wrong. They may be demoted again at once.
+
+        May block, for half a second at most, so that a kill right after this does not bring them back.
+        """
 
     @abstractmethod
     def reset(self, suffix: str) -> None:
         """Make everything absent, for good: no row from before comes back, in this process or a later one.
 
         Rows from now on belong to the namespace with this suffix, which no other reset has had. Jobs from
-        before end as `RESET`. Removals are announced.
+        before end as `RESET`. Removals are announced. May block as `discard` does.
         """
 
     def take_events(self) -> list[TierChange]:
