@@ -48,8 +48,8 @@ from kvtier.testing.faulty_backend import BackendFaultPlan, FaultyBackend
 from kvtier.testing.memory_tier import MemoryServer
 from kvtier.tier_config import read_tiers
 from kvtier.tiers import shared_tier
-from kvtier.tiers.backends import open_backend
 from kvtier.tiers.base import Backend, Outcome, Tier
+from kvtier.tiers.factory import open_backend
 from kvtier.tiers.shared_tier import SharedTier
 
 NUM_REAL_SEEDS = int(os.environ.get("KVTIER_REAL_SEEDS", "3"))

@@ -14,7 +14,7 @@ from tests.tiers.servers import ValkeyServer, free_port
 from tests.tiers.test_disk import opened
 
 from kvtier.cli import main
-from kvtier.tiers import backends
+from kvtier.tiers import factory
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_a_package_that_is_missing_is_named_with_its_install_line(
 ) -> None:
     missing = {"obstore", "mooncake"}
     find = importlib.util.find_spec
-    monkeypatch.setattr(backends, "find_spec", lambda name: None if name in missing else find(name))
+    monkeypatch.setattr(factory, "find_spec", lambda name: None if name in missing else find(name))
     mooncake = {"mooncake": {"master": "127.0.0.1:1", "metadata": "http://127.0.0.1:2/metadata"}}
     code, lines = check(tmp_path, capsys, {"object": {"url": "s3://bucket"}}, mooncake)
     assert code == 1

@@ -21,11 +21,11 @@ from kvtier.config import OffloadingConfig
 from kvtier.errors import ConfigError, OutsideError
 from kvtier.keys import OffloadKey
 from kvtier.offload import CPUOffloadingManager, ReqContext
-from kvtier.offload import cpu as spec_module
 from kvtier.offload.tiered import TieredOffloadingManager, TierSeat
 from kvtier.testing.caches import make_caches, make_config
 from kvtier.testing.faulty_backend import FaultyBackend
 from kvtier.testing.tier_suite import ROW_BYTES, StandingClock, TierDriver, churn, content, key, keys
+from kvtier.tiers import factory
 from kvtier.tiers.base import Outcome, TierMiss
 from kvtier.tiers.disk import DiskConfig, DiskFiles, DiskTier, find_places
 from kvtier.tiers.disk import files as files_module
@@ -343,13 +343,13 @@ def test_engines_that_were_not_told_how_many_they_are_share_by_a_setting(
     with ExitStack() as stack:
         for index in range(2):
             config = engine(tmp_path, index, engines=2)
-            tier = stack.enter_context(closing(spec_module.make_tier(config.settings.tiers[0], config)))
+            tier = stack.enter_context(closing(factory.make_tier(config.settings.tiers[0], config)))
             assert isinstance(tier, DiskTier)
             assert tier.wait_open(), tier.problem
             assert tier.stats().capacity == 1
     assert not caplog.records
     config = engine(tmp_path / "other", 1, engines=None)
-    with closing(spec_module.make_tier(config.settings.tiers[0], config)):
+    with closing(factory.make_tier(config.settings.tiers[0], config)):
         assert "tiers[0].disk.engines to their number" in caplog.text
 
 

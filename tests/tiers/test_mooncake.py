@@ -30,7 +30,7 @@ from kvtier.testing.backend_suite import (
     sealed,
 )
 from kvtier.tier_config import MooncakeConfig
-from kvtier.tiers import backends
+from kvtier.tiers import factory
 from kvtier.tiers.base import Backend, BackendRow
 from kvtier.tiers.mooncake import MooncakeBackend
 
@@ -203,9 +203,9 @@ class TestLeaving:
             patch.setattr(MooncakeBackend, "contains", fail)
             for _ in range(3):
                 with pytest.raises(OSError, match="the master does not answer"):
-                    backends.open_backend(config, ROW_BYTES, PATIENCE)
+                    factory.open_backend(config, ROW_BYTES, PATIENCE)
         assert clients[0] is clients[1] is clients[2]
-        backend = backends.open_backend(config, ROW_BYTES, PATIENCE)
+        backend = factory.open_backend(config, ROW_BYTES, PATIENCE)
         assert backend.write([sealed(1)]) == [None]
         backend.close()
 

@@ -145,7 +145,7 @@ def _scratch(tier: TierConfig, num_rows: int, row_bytes: int) -> Iterator[tuple[
 
 def _measure(tier: TierConfig, config: KVTierConfig, num_rows: int, row_bytes: int) -> TierCheck:
     """Open a tier as an engine does, and move rows."""
-    from kvtier.offload.cpu import make_tier
+    from kvtier.tiers.factory import make_tier
 
     group = GroupConfig(block_size=16, bytes_per_block=row_bytes, layer_names=("check",))
     settings = replace(config, cpu=CPUConfig(capacity=row_bytes), blocks_per_chunk=1, tiers=(tier,))

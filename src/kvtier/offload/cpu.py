@@ -19,18 +19,14 @@ from importlib.util import find_spec
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvtier.config import DiskConfig, TierConfig
-from kvtier.errors import ConfigError
 from kvtier.memory import expect_total_memory
 from kvtier.offload.base import OffloadingSpec
 from kvtier.offload.manager import CPUOffloadingManager
 from kvtier.offload.tiered import TieredOffloadingManager, TierSeat
-from kvtier.policies import make_policy
 from kvtier.pool import Pool
-from kvtier.tier_config import MooncakeConfig, SharedTierConfig
+from kvtier.tier_config import TierConfig
 from kvtier.tiers.base import Tier
-from kvtier.tiers.io_tier import IOTier
-from kvtier.tiers.seal import SealKey, read_seal_key
+from kvtier.tiers.factory import REQUIRED_SECONDS, make_tier
 from kvtier.tiers.shared_tier import SharedTier
 from kvtier.transfer.base import (
     CanonicalKVCaches,
@@ -43,22 +39,12 @@ from kvtier.transfer.base import (
 if TYPE_CHECKING:
     from kvtier.config import OffloadingConfig
 
-__all__ = ["CPUOffloadingSpec", "make_tier"]
+__all__ = ["CPUOffloadingSpec"]
 
 logger = logging.getLogger(__name__)
 
-_REQUIRED_SECONDS = 30.0
-"""How long a start waits for a tier that it may not go without."""
 _OPEN_SECONDS = 2.0
 """How long a start waits for a server, so that its first request finds it."""
-_MOONCAKE_CALLS = 3
-"""Calls at once: one moves a batch, by as many connections as the store likes; another is being sealed, and
-a third is not for writes.
-"""
-_HOW_MANY_ENGINES = (
-    "%s: this is data-parallel engine %d, of how many is not known: the first to start takes all of the"
-    " capacity; set %s.engines to their number"
-)
 
 
 class _OpenPool(NamedTuple):
@@ -73,69 +59,6 @@ _open_pools: dict[tuple[int, str, str, int], _OpenPool] = {}
 _lock = Lock()
 
 MakeTier = Callable[[TierConfig, "OffloadingConfig"], Tier]
-
-
-def make_tier(tier: TierConfig, config: OffloadingConfig) -> Tier:
-    """Make a tier of its settings. `OutsideError` in one line if it is required and cannot be had."""
-    path = f"tiers[{config.settings.tiers.index(tier)}].{tier.kind}"
-    made = (
-        _make_disk(tier, config, path) if isinstance(tier, DiskConfig) else _make_shared(tier, config, path)
-    )
-    if tier.required:
-        try:
-            made.wait_open(_REQUIRED_SECONDS)
-        except BaseException:
-            made.close(0.0)
-            raise
-    return made
-
-
-def _make_disk(tier: DiskConfig, config: OffloadingConfig, path: str) -> IOTier:
-    from kvtier.tiers.disk import DiskTier
-
-    _expect_policy(tier, f"{path}.policy")
-    engines = tier.engines or config.num_engines
-    if config.engine_index >= engines:
-        logger.warning(_HOW_MANY_ENGINES, path, config.engine_index, path)
-    return DiskTier(
-        tier,
-        row_bytes=config.row_bytes,
-        namespace=config.tier_namespace_nowait,
-        rank=config.engine_index,
-        ranks=engines,
-        description_bytes=config.description_bytes,
-    )
-
-
-def _make_shared(tier: SharedTierConfig, config: OffloadingConfig, path: str) -> IOTier:
-    from kvtier.tiers.backends import expect_package, open_backend
-
-    expect_package(tier.kind, path)
-    made = SharedTier(
-        tier.kind,
-        config.row_bytes,
-        partial(open_backend, tier, config.row_bytes, config.settings.load_deadline),
-        namespace=config.tier_namespace_nowait,
-        threads=_MOONCAKE_CALLS if isinstance(tier, MooncakeConfig) else tier.connections,
-        seal_key=_read_seal_key(tier, path),
-    )
-    made.required = tier.required
-    return made
-
-
-def _read_seal_key(tier: SharedTierConfig, path: str) -> SealKey | None:
-    try:
-        return None if tier.seal_key_file is None else read_seal_key(tier.seal_key_file)
-    except ConfigError as error:
-        raise ConfigError(f"{path}.{error.path}", str(error).removeprefix(f"{error.path}: ")) from None
-
-
-def _expect_policy(tier: DiskConfig, path: str) -> None:
-    """Refuse a policy that cannot be made, before a thread of the tier finds out."""
-    try:
-        make_policy(tier.policy, 1)
-    except ConfigError as error:
-        raise ConfigError(path, str(error).removeprefix(f"{error.path}: ")) from None
 
 
 class CPUOffloadingSpec(OffloadingSpec):
@@ -200,7 +123,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         try:
             for tier in manager.tiers:
                 if isinstance(tier, SharedTier):  # an idle engine would not notice that it is open
-                    tier.wait_open(_REQUIRED_SECONDS if tier.required else _OPEN_SECONDS)
+                    tier.wait_open(REQUIRED_SECONDS if tier.required else _OPEN_SECONDS)
         except BaseException:
             manager.shutdown()
             raise

@@ -1,0 +1,151 @@
+"""Makes tiers from their settings: the tier, and for a shared one the backend that its threads open.
+
+What a kind of tier needs beyond kvtier itself is an extra of the package (`pip install '.[object]'`), and is
+imported here, when it is asked for. `make_tier` is called while an engine starts, and waits for a tier that
+is required; `open_backend` asks the server something, and so blocks: I/O threads.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from kvtier.errors import ConfigError
+from kvtier.keys import OffloadKey
+from kvtier.policies import make_policy
+from kvtier.tier_config import (
+    DiskConfig,
+    MooncakeConfig,
+    ObjectConfig,
+    SharedTierConfig,
+    TierConfig,
+    ValkeyConfig,
+)
+from kvtier.tiers.base import Backend, BackendRow, Tier
+from kvtier.tiers.io_tier import IOTier
+from kvtier.tiers.seal import SealKey, read_seal_key
+from kvtier.tiers.shared_tier import SharedTier
+
+if TYPE_CHECKING:
+    from kvtier.config import OffloadingConfig
+
+__all__ = ["REQUIRED_SECONDS", "expect_package", "make_tier", "open_backend"]
+
+logger = logging.getLogger(__name__)
+
+REQUIRED_SECONDS = 30.0
+"""How long a start waits for a tier that it may not go without."""
+_MOONCAKE_CALLS = 3
+"""Calls at once: one moves a batch, by as many connections as the store likes; another is being sealed, and
+a third is not for writes.
+"""
+_HOW_MANY_ENGINES = (
+    "%s: this is data-parallel engine %d, of how many is not known: the first to start takes all of the"
+    " capacity; set %s.engines to their number"
+)
+_PACKAGES = {"object": "obstore", "mooncake": "mooncake"}
+_NO_ROW = BackendRow(OffloadKey(b"kvtier asks whether you are there" + bytes(4)), ())
+
+
+def make_tier(tier: TierConfig, config: OffloadingConfig) -> Tier:
+    """Make a tier of its settings. `OutsideError` in one line if it is required and cannot be had."""
+    path = f"tiers[{config.settings.tiers.index(tier)}].{tier.kind}"
+    made = (
+        _make_disk(tier, config, path) if isinstance(tier, DiskConfig) else _make_shared(tier, config, path)
+    )
+    if tier.required:
+        try:
+            made.wait_open(REQUIRED_SECONDS)
+        except BaseException:
+            made.close(0.0)
+            raise
+    return made
+
+
+def _make_disk(tier: DiskConfig, config: OffloadingConfig, path: str) -> IOTier:
+    from kvtier.tiers.disk import DiskTier
+
+    _expect_policy(tier, f"{path}.policy")
+    engines = tier.engines or config.num_engines
+    if config.engine_index >= engines:
+        logger.warning(_HOW_MANY_ENGINES, path, config.engine_index, path)
+    return DiskTier(
+        tier,
+        row_bytes=config.row_bytes,
+        namespace=config.tier_namespace_nowait,
+        rank=config.engine_index,
+        ranks=engines,
+        description_bytes=config.description_bytes,
+    )
+
+
+def _make_shared(tier: SharedTierConfig, config: OffloadingConfig, path: str) -> IOTier:
+    expect_package(tier.kind, path)
+    made = SharedTier(
+        tier.kind,
+        config.row_bytes,
+        partial(open_backend, tier, config.row_bytes, config.settings.load_deadline),
+        namespace=config.tier_namespace_nowait,
+        threads=_MOONCAKE_CALLS if isinstance(tier, MooncakeConfig) else tier.connections,
+        seal_key=_read_seal_key(tier, path),
+    )
+    made.required = tier.required
+    return made
+
+
+def _read_seal_key(tier: SharedTierConfig, path: str) -> SealKey | None:
+    try:
+        return None if tier.seal_key_file is None else read_seal_key(tier.seal_key_file)
+    except ConfigError as error:
+        raise ConfigError(f"{path}.{error.path}", str(error).removeprefix(f"{error.path}: ")) from None
+
+
+def _expect_policy(tier: DiskConfig, path: str) -> None:
+    """Refuse a policy that cannot be made, before a thread of the tier finds out."""
+    try:
+        make_policy(tier.policy, 1)
+    except ConfigError as error:
+        raise ConfigError(path, str(error).removeprefix(f"{error.path}: ")) from None
+
+
+def expect_package(kind: str, path: str) -> None:
+    """Raise `ConfigError` if a kind of tier needs a package that is not there.
+
+    Any thread; imports nothing.
+    """
+    package = _PACKAGES.get(kind)
+    if package is not None and find_spec(package) is None:
+        raise ConfigError(
+            path,
+            f"expected the package {package}, which is not there: in a checkout, pip install '.[{kind}]'",
+        )
+
+
+def open_backend(config: SharedTierConfig, row_bytes: int, timeout: float) -> Backend:
+    """Return a backend whose server has answered.
+
+    Where it can, it ends each call within `timeout` seconds.
+    """
+    backend = _make(config, row_bytes, timeout)
+    try:
+        backend.contains([_NO_ROW])
+    except BaseException:
+        backend.close()
+        raise
+    return backend
+
+
+def _make(config: SharedTierConfig, row_bytes: int, timeout: float) -> Backend:
+    if isinstance(config, ValkeyConfig):
+        from kvtier.tiers.valkey import ValkeyBackend
+
+        return ValkeyBackend(config, row_bytes, timeout=timeout)
+    if isinstance(config, ObjectConfig):
+        from kvtier.tiers.object import ObjectBackend
+
+        return ObjectBackend(config, row_bytes, timeout=timeout)
+    from kvtier.tiers.mooncake import MooncakeBackend
+
+    return MooncakeBackend(config, row_bytes, timeout=timeout)
