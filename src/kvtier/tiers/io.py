@@ -68,7 +68,7 @@ class IOReport(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class _Work:
+class _IOJob:
     """A job in the queue. Rows `[0, cursor)` are not queued any more; others may be withdrawn."""
 
     job_id: int
@@ -94,14 +94,14 @@ class _Work:
         waiting = (at for at in range(self.cursor, len(self.rows)) if self.states[at] is _RowState.QUEUED)
         return list(islice(waiting, most))
 
-    def begin(self, places: list[int]) -> None:
-        for at in places:
+    def begin(self, indices: list[int]) -> None:
+        for at in indices:
             self.states[at] = _RowState.RUNNING
-        self.cursor = places[-1] + 1
-        self.num_queued -= len(places)
+        self.cursor = indices[-1] + 1
+        self.num_queued -= len(indices)
 
-    def end(self, places: Iterable[int]) -> None:
-        for at in places:
+    def end(self, indices: Iterable[int]) -> None:
+        for at in indices:
             self.states[at] = _RowState.OVER
             self.left -= 1
 
@@ -110,8 +110,8 @@ class _Work:
 class _Batch:
     """What a thread has taken."""
 
-    work: _Work
-    places: list[int]
+    job: _IOJob
+    indices: list[int]
     nbytes: int
 
 
@@ -161,7 +161,7 @@ class IOThreads:
         self._lock = threading.Condition(threading.Lock())
         # Under the lock: what threads take from.
         self._calls: deque[_Call] = deque()
-        self._queues: tuple[list[tuple[int, int, _Work]], ...] = ([], [])  # heaps, by direction
+        self._queues: tuple[list[tuple[int, int, _IOJob]], ...] = ([], [])  # heaps, by direction
         self._queued_bytes = [0, 0]
         self._running_bytes = [0, 0]
         self._running: dict[_Batch, float] = {}  # since when
@@ -173,10 +173,10 @@ class IOThreads:
         self._closed = False
         # Filled by threads, drained by `poll`.
         self._ended: deque[_Ended | _Answer] = deque()
-        self._something = threading.Event()
+        self._has_ended = threading.Event()
         # The scheduler thread's own.
-        self._works: dict[int, _Work] = {}
-        self._given_up: set[_Work] = set()
+        self._jobs: dict[int, _IOJob] = {}
+        self._given_up: set[_IOJob] = set()
         self._starved = False  # rows were given up that no thread had begun
         self._stuck_reads: list[BackendRow] = []
         self._next_deadline = float("inf")
@@ -203,14 +203,14 @@ class IOThreads:
         priority: int = 0,
     ) -> None:
         """Queue the rows of a job. Memory is in use until a report says that it is not."""
-        if job_id in self._works:
+        if job_id in self._jobs:
             raise InputError(f"job_id: expected one that no open job of this tier has, got {job_id}")
-        work = self._works[job_id] = _Work(job_id, direction, rows, scope, deadline)
+        job = self._jobs[job_id] = _IOJob(job_id, direction, rows, scope, deadline)
         self._next_deadline = min(self._next_deadline, deadline)
         self._count += 1
         with self._lock:
-            self._queued_bytes[direction] += sum(work.sizes)
-            heapq.heappush(self._queues[direction], (priority, self._count, work))
+            self._queued_bytes[direction] += sum(job.sizes)
+            heapq.heappush(self._queues[direction], (priority, self._count, job))
             self._lock.notify()  # one is enough: whoever takes rows and leaves some wakes the next
 
     def call(self, function: Callable[[], Any], tell: Callable[[Any, BaseException | None], None]) -> None:
@@ -220,7 +220,7 @@ class IOThreads:
             self._calls.append(_Call(function, tell))
             self._lock.notify()
 
-    def help(self, function: Callable[[], None]) -> None:
+    def run_soon(self, function: Callable[[], None]) -> None:
         """Have a free thread run a function, before all rows.
 
         Threads may call it; nobody hears of the end.
@@ -240,32 +240,32 @@ class IOThreads:
         self, job_id: int, keys: Sequence[OffloadKey] | None = None
     ) -> tuple[Direction | None, list[BackendRow]]:
         """Take back the rows of a job (all, or these) that no thread has begun. No report follows."""
-        work = self._works.get(job_id)
-        if work is None:
+        job = self._jobs.get(job_id)
+        if job is None:
             return None, []
         wanted = None if keys is None else set(keys)
         with self._lock:
-            places = [at for at in work.queued() if wanted is None or work.rows[at].key in wanted]
-            rows = self._take_out(work, places)
-        self._starved |= bool(rows) and work.direction is Direction.PROMOTE
-        self._forget_if_over(work)
-        return work.direction, rows
+            indices = [at for at in job.queued() if wanted is None or job.rows[at].key in wanted]
+            rows = self._take_out(job, indices)
+        self._starved |= bool(rows) and job.direction is Direction.PROMOTE
+        self._forget_if_over(job)
+        return job.direction, rows
 
     def cancel(self, direction: Direction, keys: Sequence[OffloadKey], outcome: Outcome) -> None:
         """End the rows of some keys that no thread has begun: report them with this outcome, at the next
         `poll`.
         """
-        for work in list(self._works.values()) if keys else ():
-            if work.direction is direction:
-                _, rows = self.withdraw(work.job_id, keys)
+        for job in list(self._jobs.values()) if keys else ():
+            if job.direction is direction:
+                _, rows = self.withdraw(job.job_id, keys)
                 if rows:
-                    self._reports.append(IOReport(work.job_id, direction, rows, outcome))
+                    self._reports.append(IOReport(job.job_id, direction, rows, outcome))
 
     def give_up(self, outcome: Outcome, direction: Direction | None = None, why: str = "") -> None:
         """End all jobs (of a direction) now: report their rows with this outcome, at the next `poll`."""
-        for work in list(self._works.values()):
-            if direction is None or work.direction is direction:
-                self._give_up(work, outcome, why)
+        for job in list(self._jobs.values()):
+            if direction is None or job.direction is direction:
+                self._give_up(job, outcome, why)
 
     def hold(self, direction: Direction) -> None:
         """Begin no rows of a direction until `resume`. They may be submitted, withdrawn, and late."""
@@ -280,8 +280,8 @@ class IOThreads:
 
     def poll(self) -> list[IOReport]:
         """Take what has become of rows since the last call."""
-        if self._something.is_set():
-            self._something.clear()
+        if self._has_ended.is_set():
+            self._has_ended.clear()
         self._settle_all()
         self._give_up_late()
         reports, self._reports = self._reports, []
@@ -297,11 +297,11 @@ class IOThreads:
 
     def open_jobs(self, direction: Direction) -> int:
         """Count the jobs that are not over; those that were given up do not count."""
-        return sum(work.direction is direction for work in self._works.values())
+        return sum(job.direction is direction for job in self._jobs.values())
 
     def stuck_rows(self) -> int:
         """Count the rows that were given up and whose call has not returned."""
-        return sum(work.left for work in self._given_up)
+        return sum(job.left for job in self._given_up)
 
     def take_stuck(self, seconds: float) -> int:
         """Count the calls that run for so long, for jobs that were given up, and were not counted before.
@@ -314,13 +314,13 @@ class IOThreads:
         with self._lock:
             began = self._clock() - seconds
             stuck = {
-                batch for batch, since in self._running.items() if batch.work.given_up and since <= began
+                batch for batch, since in self._running.items() if batch.job.given_up and since <= began
             }
             new = stuck - self._stuck
             self._stuck |= new
             self._stuck_bytes += sum(batch.nbytes for batch in new)
-            reads = [batch for batch in new if batch.work.direction is Direction.PROMOTE]
-            self._stuck_reads += [batch.work.rows[at] for batch in reads for at in batch.places]
+            reads = [batch for batch in new if batch.job.direction is Direction.PROMOTE]
+            self._stuck_reads += [batch.job.rows[at] for batch in reads for at in batch.indices]
             if new:
                 self._lock.notify()  # what is stuck takes no room: others may go on
             all_busy = len(self._busy) == self._num_threads and max(self._busy.values()) <= began
@@ -334,7 +334,7 @@ class IOThreads:
 
     def wait_any(self, timeout: float) -> bool:
         """Block until `poll` may have something to tell."""
-        return bool(self._reports) or bool(self._ended) or self._something.wait(timeout)
+        return bool(self._reports) or bool(self._ended) or self._has_ended.wait(timeout)
 
     def close(self, timeout: float) -> bool:
         """End: work off the queue while there is time, give up the rest. False: a call has not returned."""
@@ -361,52 +361,49 @@ class IOThreads:
     def check(self) -> None:
         """Raise `IntegrityError` if the books do not agree."""
         with self._lock:
-            works = [*self._works.values(), *self._given_up]
+            jobs = [*self._jobs.values(), *self._given_up]
             for direction in Direction:
                 queued = sum(
-                    work.rows[at].nbytes
-                    for work in works
-                    if work.direction is direction
-                    for at in work.queued()
+                    job.rows[at].nbytes for job in jobs if job.direction is direction for at in job.queued()
                 )
                 if queued != self._queued_bytes[direction]:
                     found = self._queued_bytes[direction]
                     raise IntegrityError(
                         f"tier I/O: expected {queued} bytes queued for {direction.name}, found {found}"
                     )
-            for work in works:
-                if work.left != sum(state is not _RowState.OVER for state in work.states) or not work.left:
-                    raise IntegrityError(f"tier I/O: job {work.job_id} is over and kept, or miscounted")
+            for job in jobs:
+                if job.left != sum(state is not _RowState.OVER for state in job.states) or not job.left:
+                    raise IntegrityError(f"tier I/O: job {job.job_id} is over and kept, or miscounted")
 
     # -- inside, on the scheduler's thread ---------------------------------------------------------
 
-    def _take_out(self, work: _Work, places: list[int]) -> list[BackendRow]:
+    def _take_out(self, job: _IOJob, indices: list[int]) -> list[BackendRow]:
         """Unqueue rows; under the lock."""
-        work.end(places)
-        work.num_queued -= len(places)
-        rows = [work.rows[at] for at in places]
-        self._queued_bytes[work.direction] -= sum(row.nbytes for row in rows)
+        job.end(indices)
+        job.num_queued -= len(indices)
+        rows = [job.rows[at] for at in indices]
+        self._queued_bytes[job.direction] -= sum(row.nbytes for row in rows)
         return rows
 
-    def _give_up(self, work: _Work, outcome: Outcome, why: str) -> None:
-        del self._works[work.job_id]
+    def _give_up(self, job: _IOJob, outcome: Outcome, why: str) -> None:
+        del self._jobs[job.job_id]
         with self._lock:
-            free = self._take_out(work, work.queued())
-        used = [row for row, state in zip(work.rows, work.states, strict=True) if state is _RowState.RUNNING]
-        work.given_up = True
+            free = self._take_out(job, job.queued())
+        used = [row for row, state in zip(job.rows, job.states, strict=True) if state is _RowState.RUNNING]
+        job.given_up = True
         if used:
-            self._given_up.add(work)
+            self._given_up.add(job)
         for rows, in_use in ((free, False), (used, True)):
             if rows:
-                self._reports.append(IOReport(work.job_id, work.direction, rows, outcome, in_use, why=why))
+                self._reports.append(IOReport(job.job_id, job.direction, rows, outcome, in_use, why=why))
 
     def _give_up_late(self) -> None:
         now = self._clock()
         if now >= self._next_deadline:
-            for work in [work for work in self._works.values() if work.deadline <= now]:
-                self._starved |= work.num_queued > 0
-                self._give_up(work, Outcome.LATE, "")
-            self._next_deadline = min((work.deadline for work in self._works.values()), default=float("inf"))
+            for job in [job for job in self._jobs.values() if job.deadline <= now]:
+                self._starved |= job.num_queued > 0
+                self._give_up(job, Outcome.LATE, "")
+            self._next_deadline = min((job.deadline for job in self._jobs.values()), default=float("inf"))
 
     def _settle_all(self) -> None:
         while self._ended:
@@ -420,28 +417,28 @@ class IOThreads:
 
     def _settle(self, ended: _Ended) -> None:
         """Report what a call came to, rows of one outcome together."""
-        work, places = ended.batch.work, ended.batch.places
-        work.end(places)
+        job, indices = ended.batch.job, ended.batch.indices
+        job.end(indices)
         by_outcome: dict[RowEnd, list[BackendRow]] = {}
-        if ended.outcomes.count(DONE) == len(places):
-            by_outcome[DONE] = [work.rows[at] for at in places]
+        if ended.outcomes.count(DONE) == len(indices):
+            by_outcome[DONE] = [job.rows[at] for at in indices]
         else:
-            for at, told in zip(places, ended.outcomes, strict=True):
-                by_outcome.setdefault(told, []).append(work.rows[at])
+            for at, told in zip(indices, ended.outcomes, strict=True):
+                by_outcome.setdefault(told, []).append(job.rows[at])
         for (outcome, why), rows in by_outcome.items():
             report = IOReport(
-                work.job_id,
-                work.direction,
+                job.job_id,
+                job.direction,
                 rows,
                 outcome,
-                nbytes=ended.batch.nbytes if len(rows) == len(places) else sum(row.nbytes for row in rows),
-                seconds=ended.seconds * len(rows) / len(places),
+                nbytes=ended.batch.nbytes if len(rows) == len(indices) else sum(row.nbytes for row in rows),
+                seconds=ended.seconds * len(rows) / len(indices),
                 why=why,
             )
-            if work.given_up:
+            if job.given_up:
                 report = report._replace(outcome=Outcome.RETURNED, returned=outcome)
             self._add(report)
-        self._forget_if_over(work)
+        self._forget_if_over(job)
 
     def _add(self, report: IOReport) -> None:
         """Add a report; to the last one, if it tells the same of the same job."""
@@ -460,11 +457,11 @@ class IOThreads:
         else:
             self._reports.append(report)
 
-    def _forget_if_over(self, work: _Work) -> None:
-        if work.left == 0:
-            self._given_up.discard(work)
-            if self._works.get(work.job_id) is work:
-                del self._works[work.job_id]
+    def _forget_if_over(self, job: _IOJob) -> None:
+        if job.left == 0:
+            self._given_up.discard(job)
+            if self._jobs.get(job.job_id) is job:
+                del self._jobs[job.job_id]
 
     # -- inside, on the threads --------------------------------------------------------------------
 
@@ -479,8 +476,8 @@ class IOThreads:
                 start = time.perf_counter()
                 outcomes = self._move(task)
                 self._ended.append(_Ended(task, outcomes, time.perf_counter() - start))
-            if not self._something.is_set():
-                self._something.set()
+            if not self._has_ended.is_set():
+                self._has_ended.set()
 
     def _claim(self, ended: _Batch | None) -> _Call | _Batch | None:
         """Give back the room of what has ended, and wait for work; `None`: there will be none."""
@@ -490,7 +487,7 @@ class IOThreads:
                 if ended in self._stuck:
                     self._stuck.discard(ended)
                     self._stuck_bytes -= ended.nbytes
-                self._running_bytes[ended.work.direction] -= ended.nbytes
+                self._running_bytes[ended.job.direction] -= ended.nbytes
                 del self._running[ended]
             while True:
                 task: _Call | _Batch | None = self._calls.popleft() if self._calls else None
@@ -513,11 +510,11 @@ class IOThreads:
         """Take the next rows of the first job that has any, if there is room for them; under the lock."""
         queue, running = self._queues[direction], sum(self._running_bytes) - self._stuck_bytes
         while queue and direction not in self._on_hold:
-            work = queue[0][2]
-            if not work.num_queued or work.deadline <= self._clock():  # `poll` will report them as late
+            job = queue[0][2]
+            if not job.num_queued or job.deadline <= self._clock():  # `poll` will report them as late
                 heapq.heappop(queue)
                 continue
-            size = max(1, work.sizes[work.queued(1)[0]])
+            size = max(1, job.sizes[job.queued(1)[0]])
             if running and running + size > self._max_in_flight:
                 return None
             if direction is Direction.DEMOTE and self._writing_threads() >= max(1, self._num_threads - 1):
@@ -527,19 +524,19 @@ class IOThreads:
             # that a call should move: each thread that wakes costs the engine's own.
             if direction is Direction.PROMOTE:
                 most = max(1, min(most, -(-self._queued_bytes[direction] // (size * self._num_threads))))
-            places = work.queued(most)
-            work.begin(places)
-            nbytes = sum([work.sizes[at] for at in places])
+            indices = job.queued(most)
+            job.begin(indices)
+            nbytes = sum([job.sizes[at] for at in indices])
             self._queued_bytes[direction] -= nbytes
             self._running_bytes[direction] += nbytes
-            batch = _Batch(work, places, nbytes)
+            batch = _Batch(job, indices, nbytes)
             self._running[batch] = self._clock()
             return batch
         return None
 
     def _writing_threads(self) -> int:
         """Count the threads that demotions keep. One is left for whom somebody waits; under the lock."""
-        return sum(batch.work.direction is Direction.DEMOTE for batch in self._running)
+        return sum(batch.job.direction is Direction.DEMOTE for batch in self._running)
 
     def _answer(self, call: _Call) -> _Answer:
         try:
@@ -549,9 +546,9 @@ class IOThreads:
 
     def _move(self, batch: _Batch) -> list[RowEnd]:
         """Move the rows of a batch."""
-        work = batch.work
-        rows = [work.rows[at] for at in batch.places]
+        job = batch.job
+        rows = [job.rows[at] for at in batch.indices]
         if (backend := self.backend) is None:
             return [(Outcome.FAILED, "not open")] * len(rows)
-        move = self._mover.read if work.direction is Direction.PROMOTE else self._mover.write
-        return move(backend, rows, work.scope)
+        move = self._mover.read if job.direction is Direction.PROMOTE else self._mover.write
+        return move(backend, rows, job.scope)

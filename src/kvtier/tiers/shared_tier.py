@@ -221,7 +221,7 @@ class SharedTier(IOTier):
             return None
         question.began = began
         rows = [BackendRow(key, (), scope=question.scope) for key in question.keys]
-        calls = CallsAtOnce(backend.contains, backend.contains_batch, self._num_threads, self._io.help)
+        calls = CallsAtOnce(backend.contains, backend.contains_batch, self._num_threads, self._io.run_soon)
         try:
             return search_prefix(calls.contains, rows, calls.width, lambda: not question.is_late)
         finally:
