@@ -34,8 +34,8 @@ class PlannedJob:
     """Those that have not reported."""
     deadline: float
     """Seconds after which a worker gives it up."""
-    tier_end: LoadStoreSpec | None = None
-    """Where the chunks are in the tier, in the order of `keys`. Known once the manager was asked."""
+    pool_end: LoadStoreSpec | None = None
+    """Where the chunks are in the pool, in the order of `keys`. Known once the manager was asked."""
     job_id: int = 0
     started: float = 0.0
     epoch: int = 0
@@ -90,11 +90,11 @@ class PlannedJob:
         """Order those ranks to end it that have not reported it."""
         return EndOrder(self.req_id, frozenset(self.missing_ranks), (), void=self.expired)
 
-    def tier_part(self, indices: Iterable[int]) -> LoadStoreSpec | None:
-        """Return the tier's end of some of the chunks, by index into `keys`; `None` where places have no
+    def pool_part(self, indices: Iterable[int]) -> LoadStoreSpec | None:
+        """Return the pool's end of some of the chunks, by index into `keys`; `None` where places have no
         numbers.
         """
-        spec = self.tier_end
+        spec = self.pool_end
         return type(spec)(spec.block_ids[list(indices)]) if isinstance(spec, BlockIDsLoadStoreSpec) else None
 
     def arrived(self) -> list[int]:

@@ -188,7 +188,7 @@ class OffloadingConnectorScheduler:
         if self._promotion is not None:
             job.from_tiers = self._promotion.tokens_by_tier(state, end)
         try:
-            job.tier_end = self.manager.prepare_load(job.keys, state.context)
+            job.pool_end = self.manager.prepare_load(job.keys, state.context)
         except InputError as error:  # something came between the ask and this: a reset, or another length
             logger.warning("request %s: its load has failed before it began: %s", job.req_id, error)
             job.keys, job.void = [], True
@@ -196,8 +196,8 @@ class OffloadingConnectorScheduler:
         state.load_job = job.job_id
         for group in state.groups:
             group.next_store = max(group.next_store, end // group.geometry.chunk_size)
-        if job.tier_end is not None:  # else the workers are ordered to report what they do not know
-            self._planned.reqs_to_load[job.req_id] = (job.tier_end, job.gpu_end)
+        if job.pool_end is not None:  # else the workers are ordered to report what they do not know
+            self._planned.reqs_to_load[job.req_id] = (job.pool_end, job.gpu_end)
             self._planned.load_jobs[job.req_id] = job.job_id
 
     def _start(self, job: LoadJob | StoreJob) -> None:
@@ -326,7 +326,7 @@ class OffloadingConnectorScheduler:
             return None
         taken = [{key: chunks[key] for key in output.keys_to_store if key in chunks} for chunks in wanted]
         job = plan_store(self.spec.config, state, taken)
-        target = job.tier_end = reordered(output.store_spec, output.keys_to_store, job.keys)
+        target = job.pool_end = reordered(output.store_spec, output.keys_to_store, job.keys)
         self._start(job)
         state.store_jobs.add(job.job_id)
         self._describe_chunks(state, taken)
@@ -392,7 +392,7 @@ class OffloadingConnectorScheduler:
         if isinstance(job, LoadJob):
             if job.void:
                 job.fail()
-            self.manager.complete_load(job.keys, job.tier_end)
+            self.manager.complete_load(job.keys, job.pool_end)
             self._end_load(job)
         else:
             self._complete_store(job)
@@ -423,9 +423,9 @@ class OffloadingConnectorScheduler:
     def _free_slots(self, job: LoadJob | StoreJob) -> None:
         """Let go of the slots of a job that was given up: every rank is done with them."""
         if isinstance(job, LoadJob):
-            self.manager.complete_load(job.keys, job.tier_end)
+            self.manager.complete_load(job.keys, job.pool_end)
         else:
-            self.manager.complete_store(job.keys, success=False, spec=job.tier_end)
+            self.manager.complete_store(job.keys, success=False, spec=job.pool_end)
 
     def _end_load(self, job: LoadJob) -> None:
         """Tell of a load that is over, and let its request go on."""
@@ -453,9 +453,9 @@ class OffloadingConnectorScheduler:
         arrived, failed = job.arrived(), sorted(job.failed)
         if failed:
             keys = [job.keys[index] for index in failed]
-            self.manager.complete_store(keys, success=False, spec=job.tier_part(failed))
+            self.manager.complete_store(keys, success=False, spec=job.pool_part(failed))
         keys = [job.keys[index] for index in arrived] if failed else job.keys
-        self.manager.complete_store(keys, spec=job.tier_part(arrived) if failed else job.tier_end)
+        self.manager.complete_store(keys, spec=job.pool_part(arrived) if failed else job.pool_end)
         if self._tracker.enabled and job.epoch == self._epoch:
             self._translate_events()
             # What was not announced by now failed, or was made absent meanwhile; it may be on its way again.
