@@ -63,7 +63,7 @@ class Explainer:
         """Explain a request whose load is over after so many seconds, unless that was done before."""
         if job.failed:
             state.miss = {_POOL: MissReason.FAILED}, job.first_failed_token()
-        return self._explain(state, job.tokens_saved(recompute), job.from_tiers, seconds)
+        return self._explain(state, job.tokens_saved(recompute), job.promoted_tokens, seconds)
 
     def note_run(self, state: RequestState) -> Explanation | None:
         """Explain a request that runs, unless that was done before: it has not loaded anything."""
@@ -78,7 +78,7 @@ class Explainer:
         self._explained.pop(req_id, None)
 
     def _explain(
-        self, state: RequestState, loaded: int, from_tiers: dict[str, int], seconds: float | None = None
+        self, state: RequestState, loaded: int, promoted: dict[str, int], seconds: float | None = None
     ) -> Explanation | None:
         req_id = state.view.request_id
         if state.explained:
@@ -89,7 +89,7 @@ class Explainer:
         loaded = max(0, min(loaded, prompt - 1 - local))
         misses, token = state.miss
         reason = list(misses.values())[-1] if misses else None
-        tiers = _split(loaded, from_tiers)
+        tiers = _split(loaded, promoted)
         explanation = Explanation(local, tiers, prompt - local - loaded, reason, token, misses, seconds)
         self._explained[req_id] = explanation
         if len(self._explained) > _REMEMBERED:
@@ -97,11 +97,11 @@ class Explainer:
         return explanation
 
 
-def _split(loaded: int, from_tiers: dict[str, int]) -> dict[str, int]:
+def _split(loaded: int, promoted: dict[str, int]) -> dict[str, int]:
     """Divide loaded tokens among the tiers that they came from; the pool had the rest."""
     counts: dict[str, int] = {}
     left = loaded
-    for tier, tokens in from_tiers.items():
+    for tier, tokens in promoted.items():
         counts[tier] = min(tokens, left)
         left -= counts[tier]
     return {tier: tokens for tier, tokens in ({_POOL: left} | counts).items() if tokens}

@@ -133,7 +133,7 @@ class LoadJob(PlannedJob):
     """Tokens of a block, by group."""
     patience: float
     """Seconds after which computing is the better choice."""
-    from_tiers: dict[str, int] = field(default_factory=dict)
+    promoted_tokens: dict[str, int] = field(default_factory=dict)
     """Tokens that were in the pool only because they had been promoted, by tier."""
     void: bool = False
     """A reset came after it was planned: nothing of it may be used."""

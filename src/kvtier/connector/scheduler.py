@@ -186,7 +186,7 @@ class OffloadingConnectorScheduler:
     def _plan_load(self, state: RequestState, end: int) -> None:
         job = plan_load(self.spec.config, state, end, self._load_decision.patience(state, end))
         if self._promotion is not None:
-            job.from_tiers = self._promotion.tokens_by_tier(state, end)
+            job.promoted_tokens = self._promotion.tokens_by_tier(state, end)
         try:
             job.pool_end = self.manager.prepare_load(job.keys, state.context)
         except InputError as error:  # something came between the ask and this: a reset, or another length
