@@ -229,7 +229,7 @@ def test_a_tier_without_capacity_serves(here: Path, capsys: pytest.CaptureFixtur
     assert main(["demo", "--quick", "--cpu-capacity", "0"]) == 0
     out = capsys.readouterr().out
     assert "0 B" in out
-    assert "note: no run over a disk: the CPU tier has no room for one prompt of the last turn" in out
+    assert "note: no run over a disk: the pool has no room for one prompt of the last turn" in out
     assert (here / "kvtier-report.html").exists()
 
 

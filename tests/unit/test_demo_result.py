@@ -126,7 +126,7 @@ def test_the_table_compares() -> None:
     assert rows["time to first token, p50"][1:] == ("700 ms", "80.0 ms", "8.75× sooner")
     assert rows["wall time"][1:] == ("40.0 s", "16.0 s", "2.5× sooner")
     assert rows["processor time"][1:] == ("36.0 s", "12.0 s", "3× less")
-    assert rows["CPU tier in use"].on == "75.0 MiB (15%)"
+    assert rows["pool in use"].on == "75.0 MiB (15%)"
     assert rows["chunks evicted"].on == "3"
     assert rows["same tokens"].on == "identical"
 

@@ -134,7 +134,7 @@ def test_why_something_was_missing_is_explained() -> None:
     result = replace(result, on=replace(result.on, requests=(*result.on.requests[:-2], nothing, evicted)))
     page = text_of(parse(result))
     assert "never stored" in page
-    assert "The CPU tier was full and the policy chose this chunk to leave." in page
+    assert "The pool was full and the policy chose this chunk to leave." in page
     assert "All whole chunks were there" in page
 
 

@@ -29,7 +29,7 @@ __all__ = [
 
 _COUNTERS = {
     "loads": "Loads from the pool that are over.",
-    "loads_failed": "Loads that did not deliver everything, so that vLLM recomputed it.",
+    "loads_failed": "Loads that did not deliver everything, so that the engine recomputed it.",
     "load_bytes": "Bytes loaded, over all ranks.",
     "stores": "Stores to the pool that are over.",
     "stores_failed": "Stores that did not deliver everything.",
@@ -38,7 +38,7 @@ _COUNTERS = {
     "not_worth": "Times that computing was expected to be faster than a load.",
     "flushes": "Stores that had to end before a step overwrote what they read.",
     "expired": "Transfers that were given up because not every worker reported them.",
-    "asked_tokens": "Prompt tokens that vLLM's own cache did not have.",
+    "asked_tokens": "Prompt tokens that the engine's own cache did not have.",
     "loaded_tokens": "Prompt tokens of them that were loaded instead of computed.",
 }
 """The totals of `ConnectorStats`."""

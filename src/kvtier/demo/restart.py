@@ -99,7 +99,7 @@ def _choose_prompts(settings: DemoSettings, result: DemoResult) -> tuple[dict[Tu
             prompts[turn] = prompt
             rows += needed
     if not prompts:
-        raise OutsideError("the CPU tier has no room for one prompt of the last turn; raise --cpu-capacity")
+        raise OutsideError("the pool has no room for one prompt of the last turn; raise --cpu-capacity")
     return prompts, rows
 
 

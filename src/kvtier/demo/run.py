@@ -116,18 +116,18 @@ class _People:
 
 
 def _note_capacity(settings: DemoSettings, engine: Engine, watcher: Watcher) -> None:
-    """Say so if the CPU tier cannot hold all conversations: evictions are then part of what is shown."""
+    """Say so if the pool cannot hold all conversations: evictions are then part of what is shown."""
     needed, capacity = settings.workload.total() * token_bytes(engine), settings.kvtier.cpu.capacity
     if needed > capacity:
         watcher.note(
             f"all conversations need about {format_size(needed)} of KV, "
-            f"the CPU tier has {format_size(capacity)}: "
+            f"the pool has {format_size(capacity)}: "
             "expect evictions"
         )
 
 
 def _pool_use(engine: Engine) -> PoolUse | None:
-    """Return how full the CPU tier is; `None` without kvtier."""
+    """Return how full the pool is; `None` without kvtier."""
     from kvtier.offload import CPUOffloadingManager
 
     scheduler = None if engine.connector is None else engine.connector.connector_scheduler

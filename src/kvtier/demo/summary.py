@@ -29,9 +29,9 @@ RESTART_RUNS = {"computed": "computed", "pool": "from the pool", "disk": "disk, 
 MEANINGS = {
     "nothing": "All whole chunks were there; only the rest of the prompt, less than a chunk, was computed.",
     "never stored": "The tokens are new: nobody had sent or generated them before.",
-    "evicted": "The CPU tier was full and the policy chose this chunk to leave.",
-    "refused": "The CPU tier had no place that could be freed when the chunk was offered.",
-    "still being written": "The chunk was on its way to the CPU tier and could not be read yet.",
+    "evicted": "The pool was full and the policy chose this chunk to leave.",
+    "refused": "The pool had no place that could be freed when the chunk was offered.",
+    "still being written": "The chunk was on its way to the pool and could not be read yet.",
     "failed its check": "A transfer failed or came too late, so the tokens were computed again.",
     "cleared by a reset": "The cache was emptied on request.",
     "not worth loading": "Computing these tokens was expected to be faster than loading them.",
@@ -86,7 +86,7 @@ def summarize(result: DemoResult) -> Iterator[Row]:
     yield Row("requests", f"{len(off.requests):,}", f"{len(on.requests):,}")
     yield Row("prompt tokens", f"{off.prompt_tokens:,}", f"{on.prompt_tokens:,}")
     yield Row("  from the GPU cache", _share(off.from_gpu, off), _share(on.from_gpu, on))
-    yield Row("  from the CPU tier", "–", _share(sum(on.from_tiers.values()), on))
+    yield Row("  from the pool", "–", _share(sum(on.from_tiers.values()), on))
     less = _less(off.recomputed, on.recomputed)
     yield Row("  recomputed", _share(off.recomputed, off), _share(on.recomputed, on), less)
     yield _time("time to first token, p50", off.ttft_ms(50), on.ttft_ms(50))
@@ -99,7 +99,7 @@ def summarize(result: DemoResult) -> Iterator[Row]:
     yield _time("  processor time", off.cpu_seconds * 1000, on.cpu_seconds * 1000, "less", "more")
     yield Row("preemptions", f"{off.preemptions:,}", f"{on.preemptions:,}")
     if on.pool is not None:
-        yield Row("CPU tier in use", "–", _in_use(on.pool))
+        yield Row("pool in use", "–", _in_use(on.pool))
         yield Row("  chunks evicted", "–", f"{on.pool.evicted:,}")
     yield Row("same tokens", "", "identical" if result.identical else "DIFFERENT")
 

@@ -1,4 +1,4 @@
-"""The manager of the CPU tier: which chunk is in which slot of the pool, who uses it, who leaves.
+"""The manager of the pool: which chunk is in which slot, who uses it, who leaves.
 
 A chunk that is held, ready or writing, is in the index and ranked by the policy. One that was made absent
 (by `reset_cache` or `discard`) while a job was using its slot leaves that slot *doomed*: nobody can read,

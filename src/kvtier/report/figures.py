@@ -16,7 +16,7 @@ from kvtier.report.plots import BOTTOM, LEFT, RIGHT, TOP, Linear, Log, Plot, for
 __all__ = ["RUNS", "SOURCES", "Figure", "figures", "restart_figure"]
 
 RUNS = (("off", "without kvtier"), ("on", "with kvtier"))
-SOURCES = (("gpu", "from the GPU cache"), ("cpu", "loaded from the CPU tier"), ("recomputed", "recomputed"))
+SOURCES = (("gpu", "from the GPU cache"), ("cpu", "loaded from the pool"), ("recomputed", "recomputed"))
 
 RESTART = (
     ("recomputed", "computed"),

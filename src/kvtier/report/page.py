@@ -257,7 +257,7 @@ def _request_table(result: DemoResult) -> str:
         "turn",
         "prompt",
         "GPU",
-        "CPU tier",
+        "pool",
         "recomputed",
         "first token off",
         "first token on",
