@@ -48,6 +48,10 @@ class ReqContext:
     """Its chunks must not leave the process: their keys do not say all that their bytes depend on."""
 
 
+NO_REQUEST = ReqContext()
+"""For calls that no request stands behind."""
+
+
 @dataclass(slots=True)
 class PrepareStoreOutput:
     """What `prepare_store` took: the keys to store, in the order offered, where to, and who had to leave for

@@ -17,7 +17,7 @@ from itertools import islice
 
 from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey
-from kvtier.offload.base import ReqContext
+from kvtier.offload.base import NO_REQUEST
 from kvtier.offload.manager import CPUOffloadingManager
 from kvtier.tiers.base import LentRow, Piece, Tier, TierJob, TierMiss, TierResult
 from kvtier.transfer.base import CPULoadStoreSpec
@@ -28,8 +28,6 @@ _SHARE = 4
 """One slot in so many may be pinned by demotions."""
 _BYTES = 128 << 20
 """With a tier at a time: enough for a disk during a long step, less than a tier's queue takes."""
-
-_NOBODY = ReqContext()
 
 
 @dataclass(slots=True, eq=False)
@@ -117,7 +115,7 @@ class Demotions:
         self.unwritten += len(keys) - len(ready)
         if not ready:
             return
-        spec = self._pool.prepare_load(ready, _NOBODY)
+        spec = self._pool.prepare_load(ready, NO_REQUEST)
         self._newest -= 1
         job = _DemotionJob(self._newest, queue, dict(zip(ready, spec.block_ids.tolist(), strict=True)))
         piece_of, describe = self._piece_of, self.describe

@@ -24,6 +24,7 @@ import numpy as np
 from kvtier.errors import InputError, IntegrityError
 from kvtier.keys import OffloadKey
 from kvtier.offload.base import (
+    NO_REQUEST,
     MissReason,
     OffloadingEvent,
     OffloadingManager,
@@ -39,7 +40,7 @@ __all__ = ["CPUOffloadingManager", "ManagerStats"]
 
 _MEDIUM = CPULoadStoreSpec.medium()
 _EVICTED = MissReason.EVICTED  # looking it up in the enum takes as long as looking a key up
-_NOBODY = -1  # no string has this hash
+_NO_USER = -1  # no string has this hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ class CPUOffloadingManager(OffloadingManager):
         return None if wait and ready < len(keys) and self._book.get(keys[ready]) is not None else ready
 
     def explain(self, key: OffloadKey) -> MissReason | None:
-        found = self.lookup(key, _ANYONE)
+        found = self.lookup(key, NO_REQUEST)
         if found is False:
             return self._miss_history.reason(key)
         return None if found else MissReason.WRITING
@@ -147,7 +148,7 @@ class CPUOffloadingManager(OffloadingManager):
     def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         slots = self._book.held(_as_list(keys))
         if len(slots):
-            user = hash(req_context.req_id) if req_context.req_id else _NOBODY
+            user = hash(req_context.req_id) if req_context.req_id else _NO_USER
             self.policy.touch(slots, self._stored_by[slots] != user)
 
     # -- store -------------------------------------------------------------------------------------
@@ -371,9 +372,6 @@ class CPUOffloadingManager(OffloadingManager):
 
     def _policy_name(self) -> str:
         return type(self.policy).__qualname__
-
-
-_ANYONE = ReqContext()
 
 
 def _as_list(keys: Iterable[OffloadKey]) -> list[OffloadKey]:

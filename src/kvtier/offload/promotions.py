@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey
-from kvtier.offload.base import MissReason, PrepareStoreOutput, ReqContext
+from kvtier.offload.base import NO_REQUEST, MissReason, PrepareStoreOutput, ReqContext
 from kvtier.offload.manager import CPUOffloadingManager
 from kvtier.tiers.base import LentRow, Outcome, Piece, Tier, TierJob, TierResult
 from kvtier.transfer.base import CPULoadStoreSpec
@@ -189,7 +189,7 @@ class Promotions:
 
         Those on their way cost nothing more.
         """
-        absent = [key for key in needed if self._pool.lookup(key, _NOBODY) is False]
+        absent = [key for key in needed if self._pool.lookup(key, NO_REQUEST) is False]
         counts = Counter(tier.name for tier in self.find(absent) if tier is not None)
         counts.update({self._arrivals[key].job.tier.name: 0 for key in needed if key in self._arrivals})
         return [
@@ -472,9 +472,6 @@ class Promotions:
         ):
             if not holds:
                 raise IntegrityError(f"promotions: expected that {what}")
-
-
-_NOBODY = ReqContext()
 
 
 def _leading(keys: list[OffloadKey], holders: Mapping[OffloadKey, Tier]) -> list[OffloadKey]:

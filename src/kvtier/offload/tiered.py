@@ -33,6 +33,7 @@ import numpy.typing as npt
 from kvtier.keys import OffloadKey
 from kvtier.metrics import Histogram
 from kvtier.offload.base import (
+    NO_REQUEST,
     MissReason,
     OffloadingEvent,
     OffloadingManager,
@@ -182,7 +183,7 @@ class TieredOffloadingManager(OffloadingManager):
         So does what is on its way from there. A chunk that is being stored says nothing of one below.
         """
         keys = list(keys)
-        wrong = [key for key in keys if self.pool.lookup(key, _NOBODY)] + self._promotions.drop(keys)
+        wrong = [key for key in keys if self.pool.lookup(key, NO_REQUEST)] + self._promotions.drop(keys)
         self.pool.discard(keys, reason)
         if wrong:
             for tier in self.tiers:
@@ -208,7 +209,7 @@ class TieredOffloadingManager(OffloadingManager):
 
         Changes nothing.
         """
-        return self._inquiries.unknown([key for key in keys if self.pool.lookup(key, _NOBODY) is False])
+        return self._inquiries.unknown([key for key in keys if self.pool.lookup(key, NO_REQUEST) is False])
 
     def ask(self, inquiries: list[Inquiry], seconds: float, req_context: ReqContext) -> None:
         """Note that a request wants to know, and waits for so many seconds at most."""
@@ -438,6 +439,3 @@ class _Anywhere:
                 hits += 1
             size *= 2
         return hits
-
-
-_NOBODY = ReqContext()
