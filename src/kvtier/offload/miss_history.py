@@ -9,34 +9,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from itertools import islice
-from typing import TypeVar
 
 from kvtier.keys import OffloadKey
 from kvtier.offload.base import MissReason
+from kvtier.tiers.recent import RecentKeys
 
 __all__ = ["MissHistory"]
-
-V = TypeVar("V")
-
-
-class _RecentKeys(dict[OffloadKey, V]):
-    """The `limit` keys that were added last, each with a value.
-
-    Trimmed in batches, so that it may hold an eighth more for a while: taking the first key out of a dict
-    again and again would walk over ever more holes.
-    """
-
-    def __init__(self, limit: int) -> None:
-        super().__init__()
-        self._limit = limit
-
-    def trim(self) -> None:
-        """Forget the oldest keys if there are too many."""
-        excess = len(self) - self._limit
-        if excess > self._limit // 8:
-            for key in list(islice(self, excess)):
-                del self[key]
 
 
 class MissHistory:
@@ -44,17 +22,16 @@ class MissHistory:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._offers: _RecentKeys[int] = _RecentKeys(limit)
-        self._reasons: _RecentKeys[MissReason] = _RecentKeys(limit)
+        self._offers: RecentKeys[int] = RecentKeys(limit)
+        self._reasons: RecentKeys[MissReason] = RecentKeys(limit)
         # Filed when someone asks: chunks leave by the thousand and few are asked about.
         self._unfiled: deque[tuple[tuple[OffloadKey, ...], MissReason]] = deque()
         self._num_unfiled = 0
 
     def count_offers(self, keys: Iterable[OffloadKey]) -> dict[OffloadKey, int]:
         """Count one more offer of each key and return their counts."""
-        counts = {key: self._offers.pop(key, 0) + 1 for key in keys}
+        counts = {key: (self._offers.get(key) or 0) + 1 for key in keys}
         self._offers.update(counts)
-        self._offers.trim()
         return counts
 
     def forget_offers(self) -> None:
@@ -71,13 +48,9 @@ class MissHistory:
             self._num_unfiled -= len(self._unfiled.popleft()[0])
 
     def reason(self, key: OffloadKey) -> MissReason:
-        """Say why an absent key is absent, as far as is remembered.
-
-        The last reason counts, the first one's age.
-        """
+        """Say why an absent key is absent, as far as is remembered: for the last reason."""
         for keys, reason in self._unfiled:
-            self._reasons.update(dict.fromkeys(keys, reason))
-            self._reasons.trim()
+            self._reasons.note(keys, reason)
         self._unfiled.clear()
         self._num_unfiled = 0
-        return self._reasons.get(key, MissReason.NEVER_STORED)
+        return self._reasons.get(key) or MissReason.NEVER_STORED

@@ -31,9 +31,14 @@ class RecentKeys(Generic[V]):
 
     def note(self, keys: Iterable[OffloadKey], value: V) -> None:
         """Remember a value for these keys."""
-        for key in keys:
-            self._values.pop(key, None)
-            self._values[key] = value
+        self.update(dict.fromkeys(keys, value))
+
+    def update(self, values: dict[OffloadKey, V]) -> None:
+        """Remember a value for each key."""
+        if not self._values.keys().isdisjoint(values):
+            for key in values:
+                self._values.pop(key, None)
+        self._values.update(values)
         excess = len(self._values) - self._limit
         if excess > self._limit // 8:
             for key in list(islice(self._values, excess)):
