@@ -45,6 +45,10 @@ Piece = memoryview
 """Bytes without gaps (`array.data` of a numpy row). A row may consist of several, e.g. K and V apart."""
 
 
+def _total_bytes(pieces: tuple[Piece, ...]) -> int:
+    return pieces[0].nbytes if len(pieces) == 1 else sum(piece.nbytes for piece in pieces)
+
+
 class LentRow(NamedTuple):
     """The memory of one row of a job, lent to the tier; and what events tell of the chunk, opaque here.
 
@@ -54,6 +58,11 @@ class LentRow(NamedTuple):
     key: OffloadKey
     pieces: tuple[Piece, ...]
     description: bytes = b""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all pieces."""
+        return _total_bytes(self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +355,7 @@ class BackendRow(NamedTuple):
     @property
     def nbytes(self) -> int:
         """The bytes of all pieces."""
-        return self.pieces[0].nbytes if len(self.pieces) == 1 else sum(piece.nbytes for piece in self.pieces)
+        return _total_bytes(self.pieces)
 
 
 class Backend(ABC):

@@ -30,10 +30,11 @@ from kvtier.tiers.base import (
 )
 from kvtier.tiers.health import TierHealth
 from kvtier.tiers.io import Direction, IOReport, IOThreads
+from kvtier.tiers.mover import say_error
 from kvtier.tiers.recent import RecentKeys
 from kvtier.tiers.seal import SealKey, SealScope
 
-__all__ = ["REMEMBERED", "IOTier", "num_bytes", "say_error"]
+__all__ = ["REMEMBERED", "IOTier"]
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +204,7 @@ class IOTier(Tier):
         if len(rows) * self.row_bytes <= room:
             return rows
         for count, row in enumerate(rows):
-            room -= num_bytes(row)
+            room -= row.nbytes
             if room < 0:
                 return rows[:count]
         return rows
@@ -344,15 +345,3 @@ class IOTier(Tier):
             return self._io.close(0.0)
         self._closed = True
         return self._io.close(timeout)
-
-
-def num_bytes(row: LentRow) -> int:
-    """Return the bytes of all pieces of a row."""
-    return row.pieces[0].nbytes if len(row.pieces) == 1 else sum(piece.nbytes for piece in row.pieces)
-
-
-def say_error(error: BaseException | None) -> str:
-    """Put an error into words for people."""
-    if isinstance(error, OSError):
-        return error.strerror or str(error) or type(error).__name__
-    return repr(error)

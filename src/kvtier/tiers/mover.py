@@ -13,7 +13,7 @@ from collections.abc import Callable
 from kvtier.tiers.base import Backend, BackendRow, Outcome
 from kvtier.tiers.seal import SealKey, SealScope, seal_of
 
-__all__ = ["DONE", "RowEnd", "RowMover"]
+__all__ = ["DONE", "RowEnd", "RowMover", "say_error"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class RowMover:
                 for key, pieces, place, number, _seal, description in rows
             ]
             errors = backend.write(sealed)
-            return [DONE if error is None else (Outcome.FAILED, _say(error)) for error in errors]
+            return [DONE if error is None else (Outcome.FAILED, say_error(error)) for error in errors]
 
         return _ends_of(rows, move)
 
@@ -62,7 +62,7 @@ class RowMover:
         if found is None:
             return Outcome.ABSENT, ""
         if isinstance(found, OSError):
-            return Outcome.FAILED, _say(found)
+            return Outcome.FAILED, say_error(found)
         if self._check_seals and found != seal_of(scope, row.key, row.pieces, self._seal_key):
             if self._seal_key is not None and not self._warned:
                 self._warned = True
@@ -76,7 +76,7 @@ def _ends_of(rows: list[BackendRow], move: Callable[[], list[RowEnd]]) -> list[R
     try:
         ends = move()
     except OSError as error:
-        return [(Outcome.FAILED, _say(error))] * len(rows)
+        return [(Outcome.FAILED, say_error(error))] * len(rows)
     except Exception as error:
         logger.exception("tier I/O: the backend raised")
         return [(Outcome.FAILED, f"{type(error).__name__}: {error}")] * len(rows)
@@ -86,5 +86,8 @@ def _ends_of(rows: list[BackendRow], move: Callable[[], list[RowEnd]]) -> list[R
     return ends
 
 
-def _say(error: OSError) -> str:
-    return error.strerror or str(error) or type(error).__name__
+def say_error(error: BaseException | None) -> str:
+    """Put an error into words for people."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error) or type(error).__name__
+    return repr(error)

@@ -27,7 +27,8 @@ from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey
 from kvtier.tiers.base import Backend, BackendRow, LentRow, Outcome, Piece, TierJob, TierMiss, TierResult
 from kvtier.tiers.io import Direction, IOReport
-from kvtier.tiers.io_tier import REMEMBERED, IOTier, say_error
+from kvtier.tiers.io_tier import REMEMBERED, IOTier
+from kvtier.tiers.mover import say_error
 from kvtier.tiers.prefix_search import CallsAtOnce, FoundPrefix, search_prefix
 from kvtier.tiers.recent import RecentKeys
 from kvtier.tiers.seal import SealKey, SealScope

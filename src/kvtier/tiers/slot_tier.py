@@ -22,7 +22,7 @@ from kvtier.keys import OffloadKey
 from kvtier.policies import Slots
 from kvtier.tiers.base import Backend, BackendRow, LentRow, Outcome, TierChange, TierJob, TierMiss
 from kvtier.tiers.io import Direction, IOReport
-from kvtier.tiers.io_tier import REMEMBERED, IOTier, num_bytes
+from kvtier.tiers.io_tier import REMEMBERED, IOTier
 from kvtier.tiers.recent import RecentKeys
 from kvtier.tiers.seal import SealScope
 from kvtier.tiers.slot_table import SlotTable
@@ -138,7 +138,7 @@ class SlotTier(IOTier):
         self._misses.note(evicted, TierMiss.EVICTED)
         self._announce_removed(evicted, victims)
         if wanted:
-            self._limit.spend(sum(map(num_bytes, wanted)))
+            self._limit.spend(sum(row.nbytes for row in wanted))
             self._last_progress = self._clock()
             self._submit(Direction.DEMOTE, job, wanted, slots.tolist())
         return taken
@@ -154,7 +154,7 @@ class SlotTier(IOTier):
         allowed: list[LentRow] = []
         forbidden: list[LentRow] = []
         for row in rows:
-            room -= num_bytes(row)
+            room -= row.nbytes
             (allowed if room >= 0 or self._offered.get(row.key) else forbidden).append(row)
         self._offered.note([row.key for row in forbidden], True)
         return allowed
