@@ -16,7 +16,6 @@ from kvtier.testing.manager_suite import key, keys
 from kvtier.tiers.base import (
     MEDIUM_STORAGE,
     Outcome,
-    Piece,
     Tier,
     TierChange,
     TierJob,
@@ -82,7 +81,7 @@ class HandTier(Tier):
         for asked, _ in self.asked:
             self.unknown -= set(asked)
 
-    def lend(self, memory: Piece) -> None:
+    def lend(self, memory: memoryview) -> None:
         self.lent.append(memory.nbytes)
 
     def explain(self, key: OffloadKey) -> TierMiss | None:

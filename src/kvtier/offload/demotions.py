@@ -19,7 +19,7 @@ from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey
 from kvtier.offload.base import NO_REQUEST
 from kvtier.offload.manager import CPUOffloadingManager
-from kvtier.tiers.base import LentRow, Piece, Tier, TierJob, TierMiss, TierResult
+from kvtier.tiers.base import LentRow, Tier, TierJob, TierMiss, TierResult
 from kvtier.transfer.base import CPULoadStoreSpec
 
 __all__ = ["Demotions"]
@@ -58,7 +58,7 @@ class Demotions:
     def __init__(
         self,
         pool: CPUOffloadingManager,
-        piece_of: Callable[[int], Piece],
+        piece_of: Callable[[int], memoryview],
         row_bytes: int,
         tiers: Sequence[Tier],
         seconds: float,

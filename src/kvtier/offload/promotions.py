@@ -25,7 +25,7 @@ from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey
 from kvtier.offload.base import NO_REQUEST, MissReason, PrepareStoreOutput, ReqContext
 from kvtier.offload.manager import CPUOffloadingManager
-from kvtier.tiers.base import LentRow, Outcome, Piece, Tier, TierJob, TierResult
+from kvtier.tiers.base import LentRow, Outcome, Tier, TierJob, TierResult
 from kvtier.transfer.base import CPULoadStoreSpec
 
 __all__ = ["PromotionTime", "Promotions", "TierCost", "Wish"]
@@ -143,7 +143,7 @@ class Promotions:
     def __init__(
         self,
         pool: CPUOffloadingManager,
-        piece_of: Callable[[int], Piece],
+        piece_of: Callable[[int], memoryview],
         row_bytes: int,
         tiers: Sequence[Tier],
         reserve: Reserve,

@@ -44,7 +44,7 @@ from kvtier.offload.demotions import Demotions
 from kvtier.offload.inquiries import Inquiries, Inquiry, InquiryTime
 from kvtier.offload.manager import CPUOffloadingManager, ManagerStats
 from kvtier.offload.promotions import Promotions, PromotionTime, TierCost, Wish
-from kvtier.tiers.base import Outcome, Piece, Tier, TierMiss, TierResult, TierStats
+from kvtier.tiers.base import Outcome, Tier, TierMiss, TierResult, TierStats
 from kvtier.transfer.base import LoadStoreSpec
 
 __all__ = ["TierSeat", "TieredOffloadingManager"]
@@ -98,7 +98,7 @@ class TieredOffloadingManager(OffloadingManager):
     ) -> None:
         self.pool, self.tiers = pool, [seat.tier for seat in seats]
         self._rows, self._row_bytes = rows, rows.shape[1]
-        self._memory: Piece = rows.reshape(-1).data
+        self._memory: memoryview = rows.reshape(-1).data
         self._through = [seat.tier for seat in seats if seat.write == "through"]
         self._ahead = [seat.tier for seat in seats if seat.write == "evict"]
         self._is_namespace_known, self._clock = is_namespace_known, clock
@@ -396,7 +396,7 @@ class TieredOffloadingManager(OffloadingManager):
             # Else a call still uses the memory, which goes with the process.
             self._rows, self._memory = self._rows[:0], memoryview(b"")
 
-    def _piece(self, slot: int) -> Piece:
+    def _piece(self, slot: int) -> memoryview:
         start = slot * self._row_bytes
         return self._memory[start : start + self._row_bytes]
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvtier.keys import OffloadKey
-from kvtier.tiers.base import Backend, BackendRow, Piece
+from kvtier.tiers.base import Backend, BackendRow
 
 __all__ = ["BackendFault", "BackendFaultPlan", "FaultyBackend", "KillPoint"]
 
@@ -86,7 +86,7 @@ class FaultyBackend(Backend):
         self._lock = threading.Lock()
         self._last: tuple[bytes, bytes] | None = None  # seal and bytes of the row that was read before
 
-    def lend(self, memory: Piece) -> None:
+    def lend(self, memory: memoryview) -> None:
         self.backend.lend(memory)
 
     def hang(self) -> None:

@@ -29,7 +29,6 @@ __all__ = [
     "BackendRow",
     "LentRow",
     "Outcome",
-    "Piece",
     "Tier",
     "TierChange",
     "TierJob",
@@ -41,22 +40,20 @@ __all__ = [
 MEDIUM_CPU = "CPU"
 MEDIUM_STORAGE = "STORAGE"
 
-Piece = memoryview
-"""Bytes without gaps (`array.data` of a numpy row). A row may consist of several, e.g. K and V apart."""
 
-
-def _total_bytes(pieces: tuple[Piece, ...]) -> int:
+def _total_bytes(pieces: tuple[memoryview, ...]) -> int:
     return pieces[0].nbytes if len(pieces) == 1 else sum(piece.nbytes for piece in pieces)
 
 
 class LentRow(NamedTuple):
     """The memory of one row of a job, lent to the tier; and what events tell of the chunk, opaque here.
 
+    A piece is bytes without gaps (`array.data` of a numpy row); a row may have several, e.g. K and V apart.
     Pieces that begin and end at multiples of 4,096 bytes are moved as they are; others may be copied.
     """
 
     key: OffloadKey
-    pieces: tuple[Piece, ...]
+    pieces: tuple[memoryview, ...]
     description: bytes = b""
 
     @property
@@ -232,7 +229,7 @@ class Tier(ABC):
         """
         return
 
-    def lend(self, memory: Piece) -> None:
+    def lend(self, memory: memoryview) -> None:
         """Take note of the memory in which the rows of all jobs lie, before the first job. Once."""
         return
 
@@ -346,7 +343,7 @@ class BackendRow(NamedTuple):
     """
 
     key: OffloadKey
-    pieces: tuple[Piece, ...]
+    pieces: tuple[memoryview, ...]
     place: int = -1
     scope: int = 0
     seal: bytes = b""
@@ -377,7 +374,7 @@ class Backend(ABC):
     job spreads.
     """
 
-    def lend(self, memory: Piece) -> None:
+    def lend(self, memory: memoryview) -> None:
         """Take note of the memory in which most pieces will lie, e.g. to register it.
 
         Before any other call.

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from kvtier.errors import ConfigError, InputError
 from kvtier.tier_config import MooncakeConfig
-from kvtier.tiers.base import Backend, BackendRow, Piece
+from kvtier.tiers.base import Backend, BackendRow
 from kvtier.tiers.value_header import HEADER_BYTES, copy_into, pack_header, seal_in
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class MooncakeBackend(Backend):
         self._replication.replica_num = config.replicas
         self._lent = range(0)
         self._scratches = threading.local()
-        self._registered: dict[int, Piece] = {}  # memory that the client knows, by address
+        self._registered: dict[int, memoryview] = {}  # memory that the client knows, by address
         self._closed = False
         self._joining = _Joining(
             config.host or facing,
@@ -171,7 +171,7 @@ class MooncakeBackend(Backend):
     def __repr__(self) -> str:
         return f"MooncakeBackend({self._master})"
 
-    def lend(self, memory: Piece) -> None:
+    def lend(self, memory: memoryview) -> None:
         self._register(memory)
         self._lent = range(_address_of(memory), _address_of(memory) + memory.nbytes)
 
@@ -301,7 +301,7 @@ class MooncakeBackend(Backend):
             self._register(scratch.memory.data)
         return scratch
 
-    def _register(self, memory: Piece) -> None:
+    def _register(self, memory: memoryview) -> None:
         address = _address_of(memory)
         code = self._store.register_buffer(address, memory.nbytes)
         if code:
@@ -358,7 +358,7 @@ def _must_answer(config: MooncakeConfig, timeout: float) -> str:
     return facing
 
 
-def _address_of(memory: Piece) -> int:
+def _address_of(memory: memoryview) -> int:
     """Return where memory begins. Whoever uses the number keeps the memory."""
     if memory.readonly or not memory.nbytes:
         address: int = np.frombuffer(memory, np.uint8).ctypes.data

@@ -29,7 +29,6 @@ import xxhash
 
 from kvtier.errors import ConfigError
 from kvtier.keys import OffloadKey
-from kvtier.tiers.base import Piece
 
 __all__ = ["SEAL_BYTES", "SealKey", "SealScope", "read_seal_key", "seal_of"]
 
@@ -97,7 +96,7 @@ class SealKey:
         """Return a number of 64 bits for a text, another one for each key."""
         return int.from_bytes(self._blake3(text, key=self._secret).digest(length=8), "little")
 
-    def seal(self, scope: SealScope, key: OffloadKey, length: int, pieces: Sequence[Piece]) -> bytes:
+    def seal(self, scope: SealScope, key: OffloadKey, length: int, pieces: Sequence[memoryview]) -> bytes:
         """Return the keyed seal of a row."""
         whose = scope.text + len(key).to_bytes(4, "little") + key + length.to_bytes(8, "little")
         state = self._blake3(whose, key=self._secret)
@@ -137,7 +136,7 @@ def read_seal_key(path: str) -> SealKey:
 def seal_of(
     scope: SealScope,
     key: OffloadKey,
-    pieces: Sequence[Piece],
+    pieces: Sequence[memoryview],
     seal_key: SealKey | None = None,
 ) -> bytes:
     """Return the seal of a row, 16 bytes. How it is cut into pieces does not matter."""

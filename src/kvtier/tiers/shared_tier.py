@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey
-from kvtier.tiers.base import Backend, BackendRow, LentRow, Outcome, Piece, TierJob, TierMiss, TierResult
+from kvtier.tiers.base import Backend, BackendRow, LentRow, Outcome, TierJob, TierMiss, TierResult
 from kvtier.tiers.io import Direction, IOReport
 from kvtier.tiers.io_tier import REMEMBERED, IOTier
 from kvtier.tiers.mover import say_error
@@ -113,7 +113,7 @@ class SharedTier(IOTier):
         )
         self._open_backend, self._namespace, self._seal_key = open_backend, namespace, seal_key
         self._num_threads = threads
-        self._memory: Piece | None = None
+        self._memory: memoryview | None = None
         self._is_named = False  # the namespace is known
         self._suffix = ""  # of the last reset
         self._known: RecentKeys[_LastHeard] = RecentKeys(REMEMBERED)
@@ -140,7 +140,7 @@ class SharedTier(IOTier):
     def lacks_namespace(self) -> bool:
         return self._io.backend is not None
 
-    def lend(self, memory: Piece) -> None:
+    def lend(self, memory: memoryview) -> None:
         self._memory = memory
         backend, self._io.backend = self._io.backend, None
         if backend is not None:  # opened before: it is of use again when it knows the memory
@@ -537,7 +537,7 @@ class _WriteOnce(Backend):
         )
         return [errors.get(row.key) for row in rows]
 
-    def lend(self, memory: Piece) -> None:
+    def lend(self, memory: memoryview) -> None:
         self._backend.lend(memory)
 
     def read(self, rows: Sequence[BackendRow]) -> list[bytes | OSError | None]:
@@ -556,7 +556,7 @@ class _WriteOnce(Backend):
         self._backend.close()
 
 
-def _with_memory(backend: Backend, memory: Piece | None) -> Backend:
+def _with_memory(backend: Backend, memory: memoryview | None) -> Backend:
     """Tell a backend of the memory that rows lie in, if that is known. On an I/O thread."""
     try:
         if memory is not None:

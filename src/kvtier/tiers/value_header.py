@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvtier.errors import InputError
-from kvtier.tiers.base import BackendRow, Piece
+from kvtier.tiers.base import BackendRow
 
 __all__ = ["HEADER_BYTES", "copy_into", "pack_header", "seal_in"]
 
@@ -43,7 +43,7 @@ def seal_in(header: bytes | bytearray | memoryview, row: BackendRow) -> bytes:
     return bytes(seal[:length])
 
 
-def copy_into(pieces: Sequence[Piece], payload: Piece) -> None:
+def copy_into(pieces: Sequence[memoryview], payload: memoryview) -> None:
     """Copy a payload without the GIL, which assigning to a memoryview would hold."""
     source, at = np.frombuffer(payload, np.uint8), 0
     for piece in pieces:

@@ -31,7 +31,7 @@ import numpy.typing as npt
 from kvtier.config import ROW_ALIGNMENT, format_size
 from kvtier.errors import OutsideError
 from kvtier.keys import OffloadKey
-from kvtier.tiers.base import Backend, BackendRow, Piece
+from kvtier.tiers.base import Backend, BackendRow
 from kvtier.tiers.disk.descriptions import description_stride, pack_description, read_description
 from kvtier.tiers.disk.folder import DESCRIPTIONS, RECORDS, SLOTS, place_name, taken_bytes
 from kvtier.tiers.disk.header import HEADER_BYTES, PAGE_BYTES, VERSION, DiskHeader, pack_header, read_header
@@ -305,7 +305,7 @@ class DiskFiles(Backend):
             _write_all(self._records, EMPTY * count, HEADER_BYTES + first * RECORD_BYTES)
 
     def _move(
-        self, move: Callable[[int, list[Piece], int], int], run: list[BackendRow], *, into_memory: bool
+        self, move: Callable[[int, list[memoryview], int], int], run: list[BackendRow], *, into_memory: bool
     ) -> None:
         """Read or write rows of adjacent slots, past the page cache where their memory allows."""
         row, offset = run[0], run[0].place * self._stride
@@ -324,7 +324,7 @@ class DiskFiles(Backend):
 
     def _move_buffered(
         self,
-        move: Callable[[int, list[Piece], int], int],
+        move: Callable[[int, list[memoryview], int], int],
         row: BackendRow,
         offset: int,
         *,
@@ -510,7 +510,7 @@ def _has_records(folder: Path) -> bool:
     return False
 
 
-def _copy_pieces(pieces: Sequence[Piece], buffer: npt.NDArray[np.uint8], *, into_memory: bool) -> None:
+def _copy_pieces(pieces: Sequence[memoryview], buffer: npt.NDArray[np.uint8], *, into_memory: bool) -> None:
     """Copy between pieces and a buffer, with numpy: it lets other threads run."""
     at = 0
     for piece in pieces:

@@ -27,7 +27,7 @@ from typing import TypeVar
 
 from kvtier.errors import IntegrityError
 from kvtier.tier_config import ValkeyConfig
-from kvtier.tiers.base import Backend, BackendRow, Piece
+from kvtier.tiers.base import Backend, BackendRow
 from kvtier.tiers.valkey.endpoint import Endpoint
 from kvtier.tiers.valkey.resp import RespConnection, bulk, command
 from kvtier.tiers.value_header import HEADER_BYTES, pack_header, seal_in
@@ -106,10 +106,10 @@ class ValkeyBackend(Backend):
     def _name(self, row: BackendRow) -> bytes:
         return b"%b:%016x:%x:%b" % (self._prefix, row.scope, self._row_bytes, row.key.hex().encode())
 
-    def _ask(self, verb: bytes, row: BackendRow) -> list[bytes | Piece]:
+    def _ask(self, verb: bytes, row: BackendRow) -> list[bytes | memoryview]:
         return [command(verb, self._name(row))]
 
-    def _set(self, row: BackendRow) -> list[bytes | Piece]:
+    def _set(self, row: BackendRow) -> list[bytes | memoryview]:
         """Return `SET name header.row`, its row from where it lies."""
         head = b"*%d\r\n" % (5 if self._expiry else 3) + bulk(b"SET", self._name(row))
         size = b"$%d\r\n" % (HEADER_BYTES + row.nbytes)
@@ -128,7 +128,7 @@ class ValkeyBackend(Backend):
     def _exchange(
         self,
         parts: Sequence[Sequence[BackendRow]],
-        ask: Callable[[BackendRow], list[bytes | Piece]],
+        ask: Callable[[BackendRow], list[bytes | memoryview]],
         receive: Callable[[RespConnection, BackendRow], _Answer],
     ) -> list[_Answer | OSError]:
         """Send what `ask` says of the rows of a part, then receive all answers; part by part.

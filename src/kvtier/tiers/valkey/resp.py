@@ -19,8 +19,6 @@ import struct
 import time
 from collections.abc import Sequence
 
-from kvtier.tiers.base import Piece
-
 __all__ = ["RespConnection", "bulk", "command", "late", "seconds_left"]
 
 _BUFFER_BYTES = 4096
@@ -119,7 +117,7 @@ class RespConnection:
 
     # -- sending -----------------------------------------------------------------------------------
 
-    def send(self, buffers: Sequence[bytes | Piece]) -> None:
+    def send(self, buffers: Sequence[bytes | memoryview]) -> None:
         """Send buffers one after the other, from where they lie."""
         try:
             if isinstance(self._socket, ssl.SSLSocket):  # has no `sendmsg`
@@ -158,7 +156,7 @@ class RespConnection:
             return head
         return None if head == b"-1" else _number(head)
 
-    def read_value(self, pieces: Sequence[Piece]) -> None:
+    def read_value(self, pieces: Sequence[memoryview]) -> None:
         """Fill pieces with the next bytes of a value."""
         for piece in pieces:
             filled = min(self._end - self._start, piece.nbytes)
@@ -202,7 +200,7 @@ class RespConnection:
         self._start, self._end = 0, held
         self._end += self._receive(self._view[held:])
 
-    def _receive(self, view: Piece, flags: int = 0) -> int:
+    def _receive(self, view: memoryview, flags: int = 0) -> int:
         seconds_left(self._deadline)
         try:
             received = self._socket.recv_into(view, 0, flags)
