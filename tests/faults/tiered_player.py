@@ -116,5 +116,5 @@ class TieredPlayer(Player):
 
 def shorten_backoff(patch: pytest.MonkeyPatch) -> None:
     """Have a tier that is suspended come back within a workload, which lasts a second."""
-    patch.setattr(health, "_FIRST_PAUSE", 0.02)
+    patch.setattr(health, "_FIRST_BACKOFF", 0.02)
     patch.setattr(io_tier, "_STUCK_AFTER", 0.05)

@@ -17,26 +17,28 @@ logger = logging.getLogger(__name__)
 
 _FAILURES = 3
 """One bad sector is no reason to give up a disk."""
-_FIRST_PAUSE = 1.0
-_LONGEST_PAUSE = 60.0
+_FIRST_BACKOFF = 1.0
+_LONGEST_BACKOFF = 60.0
 
 
 class TierHealth:
     """Whether one direction of a tier works. `what` names it in the log."""
 
-    def __init__(self, what: str, clock: Callable[[], float], longest_pause: float = _LONGEST_PAUSE) -> None:
-        self._what, self._clock, self._longest_pause = what, clock, longest_pause
+    def __init__(
+        self, what: str, clock: Callable[[], float], longest_backoff: float = _LONGEST_BACKOFF
+    ) -> None:
+        self._what, self._clock, self._longest_backoff = what, clock, longest_backoff
         self.problem: str | None = None
         """Why it is suspended; `None`: it is not."""
         self._failures = 0
-        self._pause = _FIRST_PAUSE
+        self._backoff = _FIRST_BACKOFF
         self._due = 0.0
 
     def note_success(self) -> None:
         """Note that a call has done its work."""
         self._failures = 0
         if self.problem is None:
-            self._pause = _FIRST_PAUSE
+            self._backoff = _FIRST_BACKOFF
 
     def note_failure(self, why: str) -> None:
         """Note that a call has failed; enough of them in a row suspend."""
@@ -48,15 +50,15 @@ class TierHealth:
         """Give up for a while. One line in the log, not one for each failure."""
         if self.problem is None:
             self.problem = why
-            self._due = self._clock() + self._pause
-            logger.warning("%s is suspended: %s; next try in %g s", self._what, why, self._pause)
+            self._due = self._clock() + self._backoff
+            logger.warning("%s is suspended: %s; next try in %g s", self._what, why, self._backoff)
 
     def take_due(self) -> bool:
         """Say whether it is time for a probe; the next one is then due after twice the pause."""
         if self.problem is None or self._clock() < self._due:
             return False
-        self._pause = min(2 * self._pause, self._longest_pause)
-        self._due = self._clock() + self._pause
+        self._backoff = min(2 * self._backoff, self._longest_backoff)
+        self._due = self._clock() + self._backoff
         return True
 
     def resume(self) -> None:

@@ -43,7 +43,7 @@ REMEMBERED = 64_000
 _STUCK_AFTER = 1.0
 """A call of a late job that has run for so many seconds is stuck, and not just the last of a long queue."""
 _IDLE_AFTER = 1.0
-_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 10.0
+_FIRST_BACKOFF, _LONGEST_BACKOFF = 1.0, 10.0
 """Between two tries to open a tier."""
 
 
@@ -62,10 +62,10 @@ class IOTier(Tier):
         max_queued: int,
         clock: Callable[[], float] = time.monotonic,
         check_seals: bool = True,
-        longest_pause: float = 60.0,
+        longest_backoff: float = 60.0,
         seal_key: SealKey | None = None,
     ) -> None:
-        """`longest_pause`: seconds between two probes of a tier that is suspended.
+        """`longest_backoff`: seconds between two probes of a tier that is suspended.
 
         The key makes the seals.
         """
@@ -82,8 +82,8 @@ class IOTier(Tier):
             seal_key=seal_key,
         )
         self._health = {
-            Direction.PROMOTE: TierHealth(f"{name} tier: reading", clock, longest_pause),
-            Direction.DEMOTE: TierHealth(f"{name} tier: writing", clock, longest_pause),
+            Direction.PROMOTE: TierHealth(f"{name} tier: reading", clock, longest_backoff),
+            Direction.DEMOTE: TierHealth(f"{name} tier: writing", clock, longest_backoff),
         }
         self.required = False
         """An engine does not start without it."""
@@ -91,7 +91,7 @@ class IOTier(Tier):
         """What lines in the log begin with."""
         self._opening = False
         self._problem: str | None = None
-        self._pause, self._retry_at = _FIRST_PAUSE, 0.0
+        self._backoff, self._retry_at = _FIRST_BACKOFF, 0.0
         self._probing = False
         self._closed = False
         self._misses: RecentKeys[TierMiss] = RecentKeys(REMEMBERED)
@@ -163,7 +163,7 @@ class IOTier(Tier):
     @property
     def _may_wait(self) -> bool:
         """Whether it was tried so few times that something may still be about to become better."""
-        return self._pause < _LONGEST_PAUSE
+        return self._backoff < _LONGEST_BACKOFF
 
     def _note_problem(self, error: BaseException | None) -> None:
         """Keep in mind why it is not open, say it once, and try again later."""
@@ -171,13 +171,13 @@ class IOTier(Tier):
         if line != self._problem:
             logger.warning("%s; running without it", line)
         self._problem = line
-        self._retry_at = self._clock() + self._pause
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        self._retry_at = self._clock() + self._backoff
+        self._backoff = min(2 * self._backoff, _LONGEST_BACKOFF)
 
     def _note_solved(self) -> None:
         if self._problem is not None:
             logger.warning("%s: can be used now", self.where)
-        self._problem, self._pause, self._retry_at = None, _FIRST_PAUSE, 0.0
+        self._problem, self._backoff, self._retry_at = None, _FIRST_BACKOFF, 0.0
 
     # -- moving ------------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ _YES_SECONDS = 30.0
 """A row that was there is there for as long, as a rule: servers evict what was not used for minutes."""
 _NO_SECONDS = 1.0
 """Enough that a burst of equal prompts asks once; another engine's row is found a second later."""
-_LONGEST_PAUSE = 5.0
+_LONGEST_BACKOFF = 5.0
 """Between two probes of a server that is suspended: it is taken back within seconds."""
 _SLOW_FAILURE = 0.1
 """Calls that fail so slowly delay requests, and one of them suspends. Of quick ones a few are let pass."""
@@ -108,7 +108,7 @@ class SharedTier(IOTier):
             max_queued=max_queued,
             clock=clock,
             check_seals=check_seals,
-            longest_pause=_LONGEST_PAUSE,
+            longest_backoff=_LONGEST_BACKOFF,
             seal_key=seal_key,
         )
         self._open_backend, self._namespace, self._seal_key = open_backend, namespace, seal_key

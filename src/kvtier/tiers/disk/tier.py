@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 _SLICE = 1024
 """Chunks announced in a step."""
 _SAVE_EVERY = 5.0
-_EPOCH_PAUSES = (0.05, 0.2, 1.0, 5.0)
+_EPOCH_BACKOFF = (0.05, 0.2, 1.0, 5.0)
 _RESET_WAIT = 0.5
 """How long a reset may wait for the page cache."""
 
@@ -441,7 +441,7 @@ def _save_epoch(
     put_down: _EpochWriter, tried: threading.Event, may_retry_after: Callable[[float], bool]
 ) -> None:
     """Have an epoch on the disk, after some failures if need be. Run on an I/O thread."""
-    for pause in (*_EPOCH_PAUSES, None):
+    for pause in (*_EPOCH_BACKOFF, None):
         try:
             return put_down(tried)
         except OSError:

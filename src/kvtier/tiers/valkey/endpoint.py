@@ -137,16 +137,18 @@ class Endpoint:
 
     def _greet(self, connection: RespConnection, password: bytes | None) -> None:
         """Be let in, choose the database, and see that the server listens: one round trip."""
-        steps: list[tuple[bytes, str]] = []
+        commands: list[tuple[bytes, str]] = []
         if password is not None or self.user is not None:  # some users need no password, but to be named
             user = [] if self.user is None else [self.user.encode()]
             hint = "see valkey.password_file and the user in valkey.url"
-            steps.append((command(b"AUTH", *user, password or b""), hint))
+            commands.append((command(b"AUTH", *user, password or b""), hint))
         if self.database:
-            steps.append((command(b"SELECT", b"%d" % self.database), "see the database in valkey.url"))
-        steps.append((command(b"PING"), "set valkey.password_file" if password is None else "see its log"))
-        connection.send([words for words, _ in steps])
-        for _, hint in steps:
+            commands.append((command(b"SELECT", b"%d" % self.database), "see the database in valkey.url"))
+        commands.append(
+            (command(b"PING"), "set valkey.password_file" if password is None else "see its log")
+        )
+        connection.send([words for words, _ in commands])
+        for _, hint in commands:
             refusal = connection.read_status()
             if refusal is not None:
                 told = refusal.errno in (errno.EACCES, errno.EIO)
