@@ -443,13 +443,13 @@ def _seconds_a_chunk(tier: SlotTier | None, chunks: int, a_step: int) -> float:
         output = manager.prepare_store(keys, context)
         assert output is not None
         manager.complete_store(output.keys_to_store, spec=output.store_spec)
-        manager.poll_tiers()
+        manager.end_step()
         manager.take_events()
         spent += time.thread_time() - start
         while tier is not None and tier.stats().demoted < first + a_step:
             tier.wait_any(1.0)
             start = time.thread_time()
-            manager.poll_tiers()
+            manager.end_step()
             manager.take_events()
             spent += time.thread_time() - start
     return spent / chunks

@@ -64,11 +64,11 @@ class Stepped(TieredOffloadingManager):
 
     def _turn(self) -> None:
         """Have everything written that is on its way: the suite counts the chunks that nobody reads."""
-        self.poll_tiers()
+        self.end_step()
         while len(self._demotions):
             for tier in self.tiers:
                 tier.wait_any(1.0)
-            self.poll_tiers()
+            self.end_step()
 
     def take_events(self) -> list[OffloadingEvent]:
         return [event for event in super().take_events() if event.medium == "CPU"]

@@ -239,7 +239,7 @@ def test_rows_offered_while_a_reset_is_written_down_are_written_after_it(tmp_pat
         output = manager.prepare_store(keys(1, 2), ReqContext())
         assert output is not None
         manager.complete_store(output.keys_to_store, spec=output.store_spec)
-        manager.poll_tiers()
+        manager.end_step()
         for _ in range(2):  # the second call would come after rows that the only free thread may begin
             answered: list[object] = []
             disk(driver)._io.call(lambda: None, lambda *answer, told=answered: told.append(answer))
@@ -247,7 +247,7 @@ def test_rows_offered_while_a_reset_is_written_down_are_written_after_it(tmp_pat
         assert disk(driver).stats().queued_bytes == 2 * ROW_BYTES, "nothing is written before the epoch is"
         may_write.set()
         for _ in range(10_000):
-            manager.poll_tiers()
+            manager.end_step()
             if disk(driver).lookup_prefix(keys(1, 2)) == 2:
                 break
             disk(driver).wait_any(0.01)

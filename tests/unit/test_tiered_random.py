@@ -167,12 +167,12 @@ class Play:
 
     def step(self) -> None:
         self.tiered.clock.now += self.random.choice((0.0, 0.1, 0.5))
-        self.tiered.manager.submit_promotions()
+        self.tiered.manager.begin_step()
         self.take_jobs()
         for tier in self.tiered.tiers:
             if self.asks and self.random.random() < 0.7:
                 tier.answer()
-        self.tiered.manager.poll_tiers()
+        self.tiered.manager.end_step()
 
     def end_rows(self) -> None:
         """Have a tier end some of its rows, or give memory back."""
@@ -260,7 +260,7 @@ class Play:
             self.take_jobs()
             while self.lent:
                 self.end_rows()
-            self.tiered.manager.poll_tiers()
+            self.tiered.manager.end_step()
         self.tiered.manager.check()
         stats = self.tiered.manager.stats()
         assert (stats.reading, stats.writing, stats.doomed) == (0, 0, 0), f"seed {self.seed}: {stats}"
@@ -361,7 +361,7 @@ class AdapterPlay:
     def poll(self) -> None:
         for job_id in list(self.tiered.tier.demotions):
             self.tiered.tier.finish(job_id, outcome=self.random.choice((Outcome.DONE, Outcome.FAILED)))
-        self.tiered.manager.poll_tiers()
+        self.tiered.manager.end_step()
 
     def expect_no_adapters(self) -> None:
         written = {row.key for job in self.tiered.tier.demotions.values() for row in job.rows}

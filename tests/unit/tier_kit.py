@@ -224,13 +224,13 @@ class Tiered:
 
     def submit(self) -> TierJob | None:
         """Begin a step's promotions; return the newest job."""
-        self.manager.submit_promotions()
+        self.manager.begin_step()
         self.manager.check()
         return list(self.tier.promotions.values())[-1] if self.tier.promotions else None
 
     def poll(self) -> None:
         """End a step."""
-        self.manager.poll_tiers()
+        self.manager.end_step()
         self.manager.check()
 
     def ready(self, *numbers: int) -> list[bool | None]:

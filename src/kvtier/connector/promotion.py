@@ -151,15 +151,10 @@ class PromotionDecision:
         counts = Counter(sources[key] for key in keys if key in sources)
         return {tier: (end - state.local) * count // len(keys) for tier, count in counts.items()}
 
-    # -- one step ----------------------------------------------------------------------------------
+    # -- prices ------------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
-        """Start what was wished while this step was scheduled."""
-        self._manager.submit_promotions()
-
-    def end_step(self) -> None:
-        """Take in what the tiers have done, and learn from it."""
-        self._manager.poll_tiers()
+    def learn(self) -> None:
+        """Learn from what promotions and inquiries have cost since the last call."""
         for time in self._manager.take_promotion_times():
             price = self._cost.price_of(time.tier)
             (price.note_lost if time.lost else price.note)(time.num_bytes, time.seconds)

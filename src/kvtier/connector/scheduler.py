@@ -104,8 +104,9 @@ class OffloadingConnectorScheduler:
         self._tracker = OffloadingEventsTracker(describe if described else None)
         self._told: list[KVCacheEvent] = []
         self._describe = describe
-        if isinstance(self.manager, TieredOffloadingManager):
-            self._use_tiers(self.manager)
+        self._tiered = self.manager if isinstance(self.manager, TieredOffloadingManager) else None
+        if self._tiered is not None:
+            self._use_tiers(self._tiered)
         self._recompute = Recompute.ALL if self._geometry.windowed else spec.config.recompute
 
     def _use_tiers(self, manager: TieredOffloadingManager) -> None:
@@ -215,8 +216,8 @@ class OffloadingConnectorScheduler:
         meta.jobs_to_flush = self._jobs.stores_reading(self._allocated)
         meta.jobs_to_end = self._jobs.end_orders(self._clock())
         self.stats.flushes += len(meta.jobs_to_flush)
-        if self._promotion is not None:
-            self._promotion.begin_step()
+        if self._tiered is not None:
+            self._tiered.begin_step()
         for job, spec in self._get_reqs_to_store(step):
             meta.reqs_to_store[job.req_id] = spec
             meta.store_jobs[job.req_id] = job.job_id
@@ -355,8 +356,9 @@ class OffloadingConnectorScheduler:
             self._take_report(report)
         for job in self._jobs.expire(self._clock()):
             self._give_up(job)
-        if self._promotion is not None:
-            self._promotion.end_step()
+        if self._tiered is not None and self._promotion is not None:
+            self._tiered.end_step()
+            self._promotion.learn()
         over, self._over = self._over, KVConnectorOutput()
         connector_output.finished_recving = over.finished_recving
         connector_output.finished_sending = over.finished_sending
@@ -547,7 +549,7 @@ class OffloadingConnectorScheduler:
 
     def describe_tiers(self) -> list[str]:
         """Say in a line for each tier below the pool what it has done since the start."""
-        return describe_tiers(self.manager) if isinstance(self.manager, TieredOffloadingManager) else []
+        return describe_tiers(self._tiered) if self._tiered is not None else []
 
     def check(self) -> None:
         """Raise `IntegrityError` if jobs and requests disagree, or the manager is broken."""
@@ -571,7 +573,7 @@ class OffloadingConnectorScheduler:
 
         `False`: none comes.
         """
-        return isinstance(self.manager, TieredOffloadingManager) and self.manager.wait_any(timeout)
+        return self._tiered is not None and self._tiered.wait_any(timeout)
 
     def shutdown(self) -> None:
         """Release the manager and the pool. Idempotent."""

@@ -6,8 +6,8 @@ pool alone. Beyond that a connector may ask what can be had `anywhere`, and have
     ask       anywhere.lookup_prefix, promotion_costs      change nothing, start nothing
               ask -> an inquiry of tiers that do not know what they hold; is_asking answers in O(1)
               promote -> a wish; is_promoting answers in O(1) from then on
-    step      submit_promotions     takes slots and starts I/O       (when a step's orders are built)
-              poll_tiers            takes in results, writes rows    (when a step's output comes in)
+    step      begin_step            takes slots and starts I/O       (when a step's orders are built)
+              end_step              takes in results, writes rows    (when a step's output comes in)
     load      prepare_load          pins the rows for the load and lets go of the promotion
 
 Nothing is evicted or completed between an ask and its allocation, since only the two calls of a step do
@@ -255,12 +255,12 @@ class TieredOffloadingManager(OffloadingManager):
         """Take what promotions have cost since the last call."""
         return self._promotions.take_times()
 
-    def submit_promotions(self) -> None:
+    def begin_step(self) -> None:
         """Take slots for what was wished in this step, and start its I/O. Have tiers asked, too."""
         self._inquiries.submit()
         self._promotions.submit()
 
-    def poll_tiers(self) -> None:
+    def end_step(self) -> None:
         """Take in what has become of rows under way, end waits that are over, and have rows written."""
         for tier in self.tiers:
             for result in tier.poll():
@@ -386,11 +386,11 @@ class TieredOffloadingManager(OffloadingManager):
         hot = self.pool.demotable(self.pool.hottest())
         for tier in self.tiers:
             self._offer_absent(tier, hot)
-        self.poll_tiers()
+        self.end_step()
         while self.has_pending_work() and self._clock() < until:
             for tier in self.tiers:
                 tier.wait_any(0.05)
-            self.poll_tiers()
+            self.end_step()
         ended = [tier.close(max(0.0, until - self._clock())) for tier in self.tiers]
         if all(ended):
             # Else a call still uses the memory, which goes with the process.
