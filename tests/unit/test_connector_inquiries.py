@@ -255,16 +255,16 @@ def test_the_first_tier_that_has_a_row_gives_it_and_none_is_asked_in_vain() -> N
     assert anywhere.lookup_many(keys(1, 2, 3, 5, 6), context()) == [True, True, None, None, False]
     assert anywhere.lookup_prefix(keys(1, 2, 3), context()) is None
     assert anywhere.lookup_prefix(keys(1, 2, 3), context(), wait=False) == 2
-    (inquiry,) = tiered.manager.unknown(keys(1, 2, 3, 4, 5, 6))
+    (inquiry,) = tiered.manager.inquiries.unknown(keys(1, 2, 3, 4, 5, 6))
     assert (inquiry.tier, inquiry.keys) == (far, keys(3, 4, 5))
     assert inquiry.cost == ("object", 3 * ROW, 0)
-    tiered.manager.ask([inquiry], 1.0, context())
+    tiered.manager.inquiries.note([inquiry], 1.0, context())
     tiered.submit()
-    assert tiered.manager.is_asking(context())
+    assert tiered.manager.inquiries.is_waiting(context())
     assert tiered.manager.wait_any(0.0), "an idle engine waits for the answer"
     far.answer()
     tiered.poll()
-    assert not tiered.manager.is_asking(context())
+    assert not tiered.manager.inquiries.is_waiting(context())
     assert not tiered.manager.wait_any(0.0)
     assert anywhere.lookup_prefix(keys(1, 2, 3, 4, 5), context()) == 4
     assert tiered.wish(1, 2, 3, 4)
@@ -275,4 +275,4 @@ def test_the_first_tier_that_has_a_row_gives_it_and_none_is_asked_in_vain() -> N
 def test_tiers_are_lent_the_whole_pool() -> None:
     tiered = Tiered(8)
     assert tiered.tier.lent == [8 * ROW]
-    assert tiered.manager.unknown([key(1)]) == []
+    assert tiered.manager.inquiries.unknown([key(1)]) == []

@@ -44,10 +44,10 @@ def test_rows_that_have_come_are_pinned_until_the_load() -> None:
     assert not tiered.is_waiting()
     assert tiered.ready(1, 2) == [True, True]
     assert not tiered.can_evict(1, 2)
-    assert tiered.manager.promoted_from(context()) == {key(1): "disk", key(2): "disk"}
+    assert tiered.manager.promotions.sources(context()) == {key(1): "disk", key(2): "disk"}
     spec = tiered.manager.prepare_load(keys(1, 2), context())
     assert [int(tiered.rows[slot][0]) for slot in spec.block_ids] == [1, 2]  # type: ignore[attr-defined]
-    assert tiered.manager.promoted_from(context()) == {}
+    assert tiered.manager.promotions.sources(context()) == {}
     tiered.manager.complete_load(keys(1, 2), spec)
     assert tiered.can_evict(1, 2)
     tiered.manager.check()
@@ -200,7 +200,7 @@ def test_the_first_tier_that_has_a_row_gives_it() -> None:
     disk, distant = tiered.tiers
     disk.held, distant.held = set(keys(1)), set(keys(1, 2))
     assert tiered.manager.anywhere.lookup_prefix(keys(1, 2), context()) == 2
-    costs = tiered.manager.promotion_costs(keys(1, 2))
+    costs = tiered.manager.promotions.costs(keys(1, 2))
     assert [(cost.tier, cost.num_bytes) for cost in costs] == [("disk", ROW), ("object", ROW)]
     tiered.wish(1, 2)
     tiered.submit()

@@ -148,7 +148,7 @@ class Play:
         name = f"r{self.random.randrange(5)}"
         chunks = self.some(12)
         anywhere = self.tiered.manager.anywhere.lookup_prefix(keys(*chunks), context(name), wait=False) or 0
-        if anywhere and not self.tiered.manager.is_promoting(context(name)):
+        if anywhere and not self.tiered.manager.promotions.is_waiting(context(name)):
             self.names.add(name)
             whole = self.random.random() < 0.2
             self.counts["wishes"] += self.tiered.wish(
@@ -159,10 +159,10 @@ class Play:
         """Have a request ask about chunks of which tiers have forgotten whether they have them."""
         name, chunks = f"r{self.random.randrange(5)}", keys(*self.some(12))
         self.random.choice(self.tiered.tiers).unknown = set(self.random.sample(chunks, len(chunks) // 2))
-        inquiries = self.tiered.manager.unknown(chunks)
-        if inquiries and not self.tiered.manager.is_asking(context(name)):
+        inquiries = self.tiered.manager.inquiries.unknown(chunks)
+        if inquiries and not self.tiered.manager.inquiries.is_waiting(context(name)):
             self.names.add(name)
-            self.tiered.manager.ask(inquiries, 1.0, context(name))
+            self.tiered.manager.inquiries.note(inquiries, 1.0, context(name))
             self.counts["inquiries"] += 1
 
     def step(self) -> None:
@@ -214,7 +214,7 @@ class Play:
         name = self.random.choice([*sorted(self.names), "other"])
         chunks = keys(*self.some(12))
         ready = self.tiered.manager.lookup_prefix(chunks, context(name), wait=False) or 0
-        if not ready or self.tiered.manager.is_promoting(context(name)):
+        if not ready or self.tiered.manager.promotions.is_waiting(context(name)):
             return
         spec = self.tiered.manager.prepare_load(chunks[:ready], context(name))
         assert isinstance(spec, CPULoadStoreSpec)

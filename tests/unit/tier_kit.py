@@ -220,7 +220,7 @@ class Tiered:
 
     def wish(self, *numbers: int, name: str = "a", patience: float = 10.0, whole: bool = False) -> bool:
         """Have a request wish for chunks."""
-        return self.manager.promote(Wish(keys(*numbers), patience, patience, whole), context(name))
+        return self.manager.promotions.wish(Wish(keys(*numbers), patience, patience, whole), context(name))
 
     def submit(self) -> TierJob | None:
         """Begin a step's promotions; return the newest job."""
@@ -239,7 +239,7 @@ class Tiered:
 
     def is_waiting(self, name: str = "a") -> bool:
         """Say whether a request waits."""
-        return self.manager.is_promoting(context(name))
+        return self.manager.promotions.is_waiting(context(name))
 
     def can_evict(self, *numbers: int) -> bool:
         """Say whether the pool would let all of these chunks go."""

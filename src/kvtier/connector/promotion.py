@@ -44,6 +44,7 @@ class PromotionDecision:
     ) -> None:
         self._settings, self._geometry = settings, geometry
         self._cost, self._prefill, self._manager = cost, prefill, manager
+        self._promotions, self._inquiries = manager.promotions, manager.inquiries
         self._learnt: set[str] = set()
         self._times = 0
         self.waits = 0
@@ -53,9 +54,9 @@ class PromotionDecision:
 
     def is_waiting(self, state: RequestState) -> bool:
         """Say whether a request should be asked about later: its chunks come from a tier."""
-        if not state.may_ask and self._manager.is_asking(state.context):
+        if not state.may_ask and self._inquiries.is_waiting(state.context):
             return True
-        return not state.may_promote and self._manager.is_promoting(state.context)
+        return not state.may_promote and self._promotions.is_waiting(state.context)
 
     def begins_to_wait(self, state: RequestState, here: PrefixMatch, limit: int) -> bool:
         """Say whether a request should wait for more than is `here`, and note its wish if so."""
@@ -69,14 +70,14 @@ class PromotionDecision:
             return False
         state.may_promote = False
         wish = self._choose(state, here, there)
-        waits = wish is not None and self._manager.promote(wish, state.context)
+        waits = wish is not None and self._promotions.wish(wish, state.context)
         self.waits += waits
         return waits
 
     def _begins_to_ask(self, state: RequestState, there: PrefixMatch, limit: int) -> bool:
         """Say whether a request should wait for tiers to find out what they have beyond `there`."""
         end = limit // self._geometry.alignment * self._geometry.alignment
-        inquiries = self._manager.unknown(self._chunks(state, there.end, end))
+        inquiries = self._inquiries.unknown(self._chunks(state, there.end, end))
         if not inquiries:
             return False
         state.may_ask = False
@@ -89,7 +90,7 @@ class PromotionDecision:
             if answer is not None and not self._cost.worth_asking(tiers, answer + (bring or 0.0), compute):
                 return False
             wait = min(wait, compute)
-        self._manager.ask(inquiries, wait, state.context)
+        self._inquiries.note(inquiries, wait, state.context)
         return True
 
     def _chunks(self, state: RequestState, start: int, end: int) -> list[OffloadKey]:
@@ -106,14 +107,14 @@ class PromotionDecision:
 
     def without_arrivals(self, match: PrefixMatch) -> PrefixMatch:
         """Return a match that is not waited for because of a row from a tier: that has been decided here."""
-        if match.pending and match.missing is not None and self._manager.is_arriving(match.missing):
+        if match.pending and match.missing is not None and self._promotions.is_arriving(match.missing):
             return match._replace(pending=False)
         return match
 
     def _choose(self, state: RequestState, here: PrefixMatch, there: PrefixMatch) -> Wish | None:
         """Say what to wish for; `None`: computing is expected to be faster."""
         needed = self._needed(state, there)
-        costs = self._manager.promotion_costs(needed)
+        costs = self._promotions.costs(needed)
         expected = self._cost.promotion_seconds(costs)
         ahead = self._prefill.ahead_of(state.view.request_id)
         compute = self._cost.compute_seconds(there.end - here.end + ahead)
@@ -142,7 +143,7 @@ class PromotionDecision:
 
     def tokens_by_tier(self, state: RequestState, end: int) -> dict[str, int]:
         """Say how many of the tokens up to `end`, which are to be loaded, came from which tier."""
-        sources = self._manager.promoted_from(state.context)
+        sources = self._promotions.sources(state.context)
         if not sources:
             return {}
         group = state.groups[self._geometry.main_group]
@@ -155,13 +156,13 @@ class PromotionDecision:
 
     def learn(self) -> None:
         """Learn from what promotions and inquiries have cost since the last call."""
-        for time in self._manager.take_promotion_times():
+        for time in self._promotions.take_times():
             price = self._cost.price_of(time.tier)
             (price.note_lost if time.lost else price.note)(time.num_bytes, time.seconds)
             self._times += 1
             if self._times % _LEARN_EVERY == 0:
                 self.keep_prices()
-        for answer in self._manager.take_inquiry_times():
+        for answer in self._inquiries.take_times():
             price = self._cost.inquiry_price_of(answer.tier)
             (price.note_lost if answer.lost else price.note)(1, answer.seconds)
         self._recall_prices()

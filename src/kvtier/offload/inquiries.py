@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey
-from kvtier.offload.base import ReqContext
+from kvtier.offload.base import NO_REQUEST, ReqContext
+from kvtier.offload.manager import CPUOffloadingManager
 from kvtier.offload.promotions import TierCost
 from kvtier.tiers.base import Tier
 
@@ -65,14 +66,24 @@ def _is_answered(inquiry: Inquiry) -> bool:
 class Inquiries:
     """Has `tiers` asked on behalf of requests."""
 
-    def __init__(self, tiers: Sequence[Tier], row_bytes: int, clock: Callable[[], float]) -> None:
-        self._tiers, self._row_bytes, self._clock = tiers, row_bytes, clock
+    def __init__(
+        self,
+        pool: CPUOffloadingManager,
+        tiers: Sequence[Tier],
+        row_bytes: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._pool, self._tiers, self._row_bytes, self._clock = pool, tiers, row_bytes, clock
         self._noted: list[_Asker] = []
         self._askers: dict[str, _Asker] = {}
         self._times: list[InquiryTime] = []
 
     def unknown(self, keys: Sequence[OffloadKey]) -> list[Inquiry]:
-        """Say what would have to be asked of which tier: chunks that none is known to have, and it may."""
+        """Say which tier would have to be asked for which chunks: it may have them, and nobody is known to.
+
+        Changes nothing.
+        """
+        keys = [key for key in keys if self._pool.lookup(key, NO_REQUEST) is False]
         answers = [(tier, tier.lookup_many(keys)) for tier in self._tiers]
         had = [any(answer[at] for _, answer in answers) for at in range(len(keys))]
         inquiries = []

@@ -3,9 +3,9 @@
 To the connector it is the pool's manager: what can be loaded is in the pool, and `lookup` speaks of the
 pool alone. Beyond that a connector may ask what can be had `anywhere`, and have it brought into the pool:
 
-    ask       anywhere.lookup_prefix, promotion_costs      change nothing, start nothing
-              ask -> an inquiry of tiers that do not know what they hold; is_asking answers in O(1)
-              promote -> a wish; is_promoting answers in O(1) from then on
+    ask       anywhere.lookup_prefix, inquiries.unknown, promotions.costs     change nothing, start nothing
+              inquiries.note   -> tiers that do not know what they hold are asked; is_waiting answers in O(1)
+              promotions.wish  -> a wish; is_waiting answers in O(1) from then on
     step      begin_step            takes slots and starts I/O       (when a step's orders are built)
               end_step              takes in results, writes rows    (when a step's output comes in)
     load      prepare_load          pins the rows for the load and lets go of the promotion
@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -41,9 +41,9 @@ from kvtier.offload.base import (
     ReqContext,
 )
 from kvtier.offload.demotions import Demotions
-from kvtier.offload.inquiries import Inquiries, Inquiry, InquiryTime
+from kvtier.offload.inquiries import Inquiries
 from kvtier.offload.manager import CPUOffloadingManager, ManagerStats
-from kvtier.offload.promotions import Promotions, PromotionTime, TierCost, Wish
+from kvtier.offload.promotions import Promotions
 from kvtier.tiers.base import Outcome, Tier, TierMiss, TierResult, TierStats
 from kvtier.transfer.base import LoadStoreSpec
 
@@ -103,8 +103,8 @@ class TieredOffloadingManager(OffloadingManager):
         self._ahead = [seat.tier for seat in seats if seat.write == "evict"]
         self._is_namespace_known, self._clock = is_namespace_known, clock
         row_bytes, piece_of = self._row_bytes, self._piece
-        self._promotions = Promotions(pool, piece_of, row_bytes, self.tiers, self._reserve, clock)
-        self._inquiries = Inquiries(self.tiers, row_bytes, clock)
+        self.promotions = Promotions(pool, piece_of, row_bytes, self.tiers, self._reserve, clock)
+        self.inquiries = Inquiries(pool, self.tiers, row_bytes, clock)
         self._demotions = Demotions(pool, piece_of, row_bytes, self.tiers, store_deadline, clock)
         self._offered_ahead: set[OffloadKey] = set()
         """The coldest chunks when last looked: a tier that did not want them is not asked again."""
@@ -136,7 +136,7 @@ class TieredOffloadingManager(OffloadingManager):
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """Pin ready chunks. What was brought for the request is from here on held by its load alone."""
         spec = self.pool.prepare_load(keys, req_context)
-        self._promotions.release(req_context)
+        self.promotions.release(req_context)
         return spec
 
     def complete_load(self, keys: Iterable[OffloadKey], spec: LoadStoreSpec | None = None) -> None:
@@ -183,95 +183,44 @@ class TieredOffloadingManager(OffloadingManager):
         So does what is on its way from there. A chunk that is being stored says nothing of one below.
         """
         keys = list(keys)
-        wrong = [key for key in keys if self.pool.lookup(key, NO_REQUEST)] + self._promotions.drop(keys)
+        wrong = [key for key in keys if self.pool.lookup(key, NO_REQUEST)] + self.promotions.drop(keys)
         self.pool.discard(keys, reason)
         if wrong:
             for tier in self.tiers:
                 tier.discard(wrong)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._inquiries.release(req_context)
-        self._promotions.release(req_context)
+        self.inquiries.release(req_context)
+        self.promotions.release(req_context)
 
     def reset_cache(self) -> None:
         """Make everything absent, everywhere and for good: nothing comes back, not after a restart."""
         for tier in self.tiers:  # first: whatever happens, their rows are void
             tier.reset(secrets.token_hex(8))
-        self._inquiries.reset()
-        self._promotions.reset()
+        self.inquiries.reset()
+        self.promotions.reset()
         self._demotions.reset()
         self.pool.reset_cache()
 
-    # -- inquiries ---------------------------------------------------------------------------------
-
-    def unknown(self, keys: Sequence[OffloadKey]) -> list[Inquiry]:
-        """Say what would have to be asked of which tier to know whether these chunks can be had.
-
-        Changes nothing.
-        """
-        return self._inquiries.unknown([key for key in keys if self.pool.lookup(key, NO_REQUEST) is False])
-
-    def ask(self, inquiries: list[Inquiry], seconds: float, req_context: ReqContext) -> None:
-        """Note that a request wants to know, and waits for so many seconds at most."""
-        self._inquiries.note(inquiries, seconds, req_context)
-
-    def is_asking(self, req_context: ReqContext) -> bool:
-        """Say in O(1) whether a request should go on waiting for answers."""
-        return self._inquiries.is_waiting(req_context)
-
-    def take_inquiry_times(self) -> list[InquiryTime]:
-        """Take how long tiers have taken to answer since the last call."""
-        return self._inquiries.take_times()
-
-    # -- promotions --------------------------------------------------------------------------------
-
-    def promotion_costs(self, needed: Sequence[OffloadKey]) -> list[TierCost]:
-        """Say what would have to come from which tier for these chunks to be in the pool.
-
-        Changes nothing.
-        """
-        return self._promotions.costs(needed)
-
-    def promote(self, wish: Wish, req_context: ReqContext) -> bool:
-        """Note that a request wants chunks in the pool and will wait.
-
-        `False`: there is no room, compute instead.
-        """
-        return self._promotions.wish(wish, req_context)
-
-    def is_promoting(self, req_context: ReqContext) -> bool:
-        """Say in O(1) whether a request should go on waiting for what it wished."""
-        return self._promotions.is_waiting(req_context)
-
-    def is_arriving(self, key: OffloadKey) -> bool:
-        """Say whether a chunk is on its way from a tier."""
-        return self._promotions.is_arriving(key)
-
-    def promoted_from(self, req_context: ReqContext) -> Mapping[OffloadKey, str]:
-        """Say from which tier each chunk has come that was brought for a request and waits for its load."""
-        return self._promotions.sources(req_context)
-
-    def take_promotion_times(self) -> list[PromotionTime]:
-        """Take what promotions have cost since the last call."""
-        return self._promotions.take_times()
+    # -- one step ----------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         """Take slots for what was wished in this step, and start its I/O. Have tiers asked, too."""
-        self._inquiries.submit()
-        self._promotions.submit()
+        self.inquiries.submit()
+        self.promotions.submit()
 
     def end_step(self) -> None:
         """Take in what has become of rows under way, end waits that are over, and have rows written."""
         for tier in self.tiers:
             for result in tier.poll():
                 self._note_time(tier, result)
-                jobs = self._promotions if result.job_id > 0 else self._demotions
+                jobs = self.promotions if result.job_id > 0 else self._demotions
                 if jobs.has_job(result.job_id):
                     jobs.take_result(result)
                 else:
                     logger.error("%s: a result of job %d, which is over", tier.name, result.job_id)
-        self._inquiries.poll()
-        self._promotions.expire()
+        self.inquiries.poll()
+        self.promotions.expire()
         self._write_ahead()
         self._demotions.submit()
 
@@ -315,7 +264,7 @@ class TieredOffloadingManager(OffloadingManager):
         reasons: dict[str, MissReason] = {"cpu": in_pool} | {
             tier.name: self._explain(tier, key) for tier in self.tiers
         }
-        failure = self._promotions.failure(key, req_context)
+        failure = self.promotions.failure(key, req_context)
         if failure is not None:
             name, reason = failure
             reasons = {other: why for other, why in reasons.items() if other != name} | {name: reason}
@@ -361,15 +310,15 @@ class TieredOffloadingManager(OffloadingManager):
 
         `False`: none will.
         """
-        busy = [tier for tier in self.tiers if tier.promotion_bytes] or self._inquiries.busy_tiers()
+        busy = [tier for tier in self.tiers if tier.promotion_bytes] or self.inquiries.busy_tiers()
         for tier in busy[:1]:
             tier.wait_any(timeout)
         return bool(busy)
 
     def check(self) -> None:
         self.pool.check()
-        self._inquiries.check()
-        self._promotions.check()
+        self.inquiries.check()
+        self.promotions.check()
         self._demotions.check()
         for tier in self.tiers:
             tier.check()
@@ -382,7 +331,7 @@ class TieredOffloadingManager(OffloadingManager):
             return
         self._is_closed = True
         until = self._clock() + _SHUTDOWN_SECONDS
-        self._promotions.reset()
+        self.promotions.reset()
         hot = self.pool.demotable(self.pool.hottest())
         for tier in self.tiers:
             self._offer_absent(tier, hot)
@@ -411,7 +360,7 @@ class _Anywhere:
         self._manager = manager
 
     def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        pool, promotions = self._manager.pool, self._manager._promotions
+        pool, promotions = self._manager.pool, self._manager.promotions
         found = pool.lookup_many(keys, req_context)
         absent = []
         for index, (key, is_ready) in enumerate(zip(keys, found, strict=True)):
