@@ -42,7 +42,7 @@ import xxhash
 
 from kvtier.keys import OffloadKey
 from kvtier.offload import CPUOffloadingManager, ReqContext
-from kvtier.offload.tiered import TieredOffloadingManager, TierSeat
+from kvtier.offload.tiered import ConfiguredTier, TieredOffloadingManager
 from kvtier.policies import make_policy
 from kvtier.tiers.base import Backend, BackendRow, LentRow, Outcome, TierJob
 from kvtier.tiers.disk import DiskConfig, DiskFiles, DiskTier
@@ -436,7 +436,9 @@ def bench_scheduler(rounds: int, chunks: int = 20_000, a_step: int = 200) -> dic
 
 def _seconds_a_chunk(tier: SlotTier | None, chunks: int, a_step: int) -> float:
     rows, context, spent = np.zeros((4096, 4096), np.uint8), ReqContext(req_id="bench"), 0.0
-    manager = TieredOffloadingManager(CPUOffloadingManager(4096), rows, [TierSeat(tier)] if tier else [])
+    manager = TieredOffloadingManager(
+        CPUOffloadingManager(4096), rows, [ConfiguredTier(tier)] if tier else []
+    )
     for first in range(0, chunks, a_step):
         keys = [OffloadKey(b"%036d" % number) for number in range(first, first + a_step)]
         start = time.thread_time()

@@ -17,7 +17,7 @@ from kvtier.offload import (
     PrepareStoreOutput,
     ReqContext,
 )
-from kvtier.offload.tiered import TieredOffloadingManager, TierSeat
+from kvtier.offload.tiered import ConfiguredTier, TieredOffloadingManager
 from kvtier.testing.manager_suite import ManagerSuite
 from kvtier.testing.memory_tier import make_memory_tier
 from kvtier.tiers.base import Tier
@@ -85,10 +85,10 @@ class TieredSuite(ManagerSuite):
             tier.check()
             assert tier.close()
 
-    def seat(self, write: str = "through") -> TierSeat:
+    def make_tier(self, write: str = "through") -> ConfiguredTier:
         tier = make_memory_tier(16, ROW, name=f"tier {len(self.tiers)}")
         self.tiers.append(tier)
-        return TierSeat(tier, write)
+        return ConfiguredTier(tier, write)
 
 
 def make_rows(num_slots: int) -> np.ndarray[Any, Any]:
@@ -99,14 +99,20 @@ class TestTieredBetweenSteps(TieredSuite):
     """Offers pile up, and no tier has a turn."""
 
     def make(self, num_slots: int) -> OffloadingManager:
-        return TieredOffloadingManager(CPUOffloadingManager(num_slots), make_rows(num_slots), [self.seat()])
+        return TieredOffloadingManager(
+            CPUOffloadingManager(num_slots), make_rows(num_slots), [self.make_tier()]
+        )
 
 
 class TestTieredWrittenThrough(TieredSuite):
     def make(self, num_slots: int) -> OffloadingManager:
-        return Stepped(CPUOffloadingManager(num_slots), make_rows(num_slots), [self.seat(), self.seat()])
+        return Stepped(
+            CPUOffloadingManager(num_slots), make_rows(num_slots), [self.make_tier(), self.make_tier()]
+        )
 
 
 class TestTieredWrittenAhead(TieredSuite):
     def make(self, num_slots: int) -> OffloadingManager:
-        return Stepped(CPUOffloadingManager(num_slots, "arc"), make_rows(num_slots), [self.seat("evict")])
+        return Stepped(
+            CPUOffloadingManager(num_slots, "arc"), make_rows(num_slots), [self.make_tier("evict")]
+        )

@@ -21,7 +21,7 @@ from kvtier.config import OffloadingConfig
 from kvtier.errors import ConfigError, OutsideError
 from kvtier.keys import OffloadKey
 from kvtier.offload import CPUOffloadingManager, ReqContext
-from kvtier.offload.tiered import TieredOffloadingManager, TierSeat
+from kvtier.offload.tiered import ConfiguredTier, TieredOffloadingManager
 from kvtier.testing.caches import make_caches, make_config
 from kvtier.testing.faulty_backend import FaultyBackend
 from kvtier.testing.tier_suite import ROW_BYTES, StandingClock, TierDriver, churn, content, key, keys
@@ -234,7 +234,7 @@ def test_rows_offered_while_a_reset_is_written_down_are_written_after_it(tmp_pat
 
         files.save_header = save_late  # type: ignore[method-assign]
         rows = np.zeros((8, ROW_BYTES), dtype=np.uint8)
-        manager = TieredOffloadingManager(CPUOffloadingManager(8), rows, [TierSeat(driver.tier)])
+        manager = TieredOffloadingManager(CPUOffloadingManager(8), rows, [ConfiguredTier(driver.tier)])
         manager.reset_cache()
         output = manager.prepare_store(keys(1, 2), ReqContext())
         assert output is not None

@@ -11,7 +11,7 @@ from tests.unit.connector_kit import Clock
 from kvtier.keys import OffloadKey
 from kvtier.offload import CPUOffloadingManager, ReqContext
 from kvtier.offload.promotions import Wish
-from kvtier.offload.tiered import TieredOffloadingManager, TierSeat
+from kvtier.offload.tiered import ConfiguredTier, TieredOffloadingManager
 from kvtier.testing.manager_suite import key, keys
 from kvtier.tiers.base import (
     MEDIUM_STORAGE,
@@ -203,8 +203,8 @@ class Tiered:
         self.tiers = [HandTier(name) for name in ("disk", "object")[: self.num_tiers]]
         self.pool = CPUOffloadingManager(self.num_slots)
         self.rows = np.zeros((self.num_slots, ROW), np.uint8)
-        seats = [TierSeat(tier, self.write) for tier in self.tiers]
-        self.manager = TieredOffloadingManager(self.pool, self.rows, seats, clock=self.clock)
+        configured = [ConfiguredTier(tier, self.write) for tier in self.tiers]
+        self.manager = TieredOffloadingManager(self.pool, self.rows, configured, clock=self.clock)
 
     @property
     def tier(self) -> HandTier:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvtier.memory import expect_total_memory
 from kvtier.offload.base import OffloadingSpec
 from kvtier.offload.manager import CPUOffloadingManager
-from kvtier.offload.tiered import TieredOffloadingManager, TierSeat
+from kvtier.offload.tiered import ConfiguredTier, TieredOffloadingManager
 from kvtier.pool import Pool
 from kvtier.tier_config import TierConfig
 from kvtier.tiers.base import Tier
@@ -111,11 +111,11 @@ class CPUOffloadingSpec(OffloadingSpec):
         settings = self.config.settings
         apart = self.config.scheduler_apart
         rows = self.open_pool("scheduler", self.parties - 1 if apart else self.party).rows
-        seats = [TierSeat(self._make_tier(tier, self.config), tier.write) for tier in settings.tiers]
+        tiers = [ConfiguredTier(self._make_tier(tier, self.config), tier.write) for tier in settings.tiers]
         manager = TieredOffloadingManager(
             pool,
             rows,
-            seats,
+            tiers,
             store_deadline=settings.store_deadline,
             is_namespace_known=lambda: self.config.tier_namespace_nowait() is not None,
             clock=self._clock,

@@ -47,7 +47,7 @@ from kvtier.offload.promotions import Promotions
 from kvtier.tiers.base import Outcome, Tier, TierMiss, TierResult, TierStats
 from kvtier.transfer.base import LoadStoreSpec
 
-__all__ = ["TierSeat", "TieredOffloadingManager"]
+__all__ = ["ConfiguredTier", "TieredOffloadingManager"]
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ _REASONS = {
 }
 
 
-class TierSeat(NamedTuple):
+class ConfiguredTier(NamedTuple):
     """A tier, and when rows are written to it: `through`, when they are ready, or before they leave."""
 
     tier: Tier
@@ -90,17 +90,17 @@ class TieredOffloadingManager(OffloadingManager):
         self,
         pool: CPUOffloadingManager,
         rows: npt.NDArray[np.uint8],
-        seats: Sequence[TierSeat],
+        tiers: Sequence[ConfiguredTier],
         *,
         store_deadline: float = 30.0,
         is_namespace_known: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.pool, self.tiers = pool, [seat.tier for seat in seats]
+        self.pool, self.tiers = pool, [tier for tier, _ in tiers]
         self._rows, self._row_bytes = rows, rows.shape[1]
         self._memory: memoryview = rows.reshape(-1).data
-        self._through = [seat.tier for seat in seats if seat.write == "through"]
-        self._ahead = [seat.tier for seat in seats if seat.write == "evict"]
+        self._through = [tier for tier, write in tiers if write == "through"]
+        self._ahead = [tier for tier, write in tiers if write == "evict"]
         self._is_namespace_known, self._clock = is_namespace_known, clock
         row_bytes, piece_of = self._row_bytes, self._piece
         self.promotions = Promotions(pool, piece_of, row_bytes, self.tiers, self._reserve, clock)
