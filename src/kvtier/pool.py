@@ -34,7 +34,7 @@ import numpy.typing as npt
 
 from kvtier.config import format_size
 from kvtier.errors import InputError, IntegrityError, PoolError, show_value
-from kvtier.memory import expect_free_memory
+from kvtier.memory_limits import expect_free_memory
 from kvtier.rendezvous import announce, default_directory, find, meeting, path_of
 
 __all__ = ["MAX_PARTIES", "Pool"]

@@ -18,7 +18,7 @@ import kvtier
 PACKAGE = Path(kvtier.__file__).parent
 
 BASE = {"config", "errors", "keys", "namespace", "settings", "tier_config"}
-BELOW_TRANSFER = BASE | {"memory", "policies", "pool"}
+BELOW_TRANSFER = BASE | {"memory_limits", "policies", "pool"}
 BELOW_OFFLOAD = BELOW_TRANSFER | {"transfer", "tiers", "events", "metrics"}
 BELOW_CONNECTOR = BELOW_OFFLOAD | {"offload"}
 BELOW_ENGINE = BELOW_CONNECTOR | {"connector"}
@@ -35,9 +35,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "native": {"errors"},
     "keys": {"errors", "native"},
     "policies": BASE | {"native"},
-    "memory": {"config", "errors"},
+    "memory_limits": {"config", "errors"},
     "rendezvous": {"errors"},
-    "pool": BASE | {"memory", "rendezvous"},
+    "pool": BASE | {"memory_limits", "rendezvous"},
     "events": {"errors", "keys"},
     "metrics": {"errors"},
     "index": {"errors", "events", "keys", "metrics"},

@@ -25,7 +25,7 @@ from kvtier import __version__, native
 from kvtier.config import format_size
 from kvtier.errors import InputError, PoolError
 from kvtier.integrations import expect_version
-from kvtier.memory import free_memory
+from kvtier.memory_limits import free_memory
 from kvtier.rendezvous import default_directory, is_held, locked, named_files
 
 __all__ = ["VLLM_VERSIONS", "Check", "Status", "examine", "quote"]

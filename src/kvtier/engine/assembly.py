@@ -24,7 +24,7 @@ from kvtier.engine.model_config import ModelConfig
 from kvtier.engine.scheduler import RequestSlice
 from kvtier.errors import ConfigError
 from kvtier.keys import fingerprint
-from kvtier.memory import free_memory
+from kvtier.memory_limits import free_memory
 from kvtier.namespace import Namespace, WeightsFiles
 
 __all__ = ["allocate_kv", "describe_cache", "expect_room", "make_batch", "make_decoder"]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import PoolError
-from kvtier.memory import expect_free_memory, expect_total_memory, free_memory, total_memory
+from kvtier.memory_limits import expect_free_memory, expect_total_memory, free_memory, total_memory
 
 MIB = 1 << 20
 GIB = 1 << 30
