@@ -21,9 +21,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self
 
-from kvtier.errors import ConfigError, show_value
-from kvtier.namespace import Namespace
-from kvtier.settings import (
+from kvtier.config_fields import (
     LARGEST,
     at_least,
     check_names,
@@ -41,6 +39,8 @@ from kvtier.settings import (
     read_text,
     setting,
 )
+from kvtier.errors import ConfigError, show_value
+from kvtier.namespace import Namespace
 from kvtier.tier_config import DiskConfig, MooncakeConfig, ObjectConfig, TierConfig, ValkeyConfig, read_tiers
 
 __all__ = [

@@ -16,8 +16,7 @@ from difflib import get_close_matches
 from typing import Any, ClassVar, Self
 from urllib.parse import SplitResult, urlsplit
 
-from kvtier.errors import ConfigError, show_value
-from kvtier.settings import (
+from kvtier.config_fields import (
     at_least,
     check_names,
     is_text,
@@ -33,6 +32,7 @@ from kvtier.settings import (
     setting,
     shown,
 )
+from kvtier.errors import ConfigError, show_value
 
 __all__ = [
     "DiskConfig",

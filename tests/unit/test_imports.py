@@ -17,7 +17,7 @@ import kvtier
 
 PACKAGE = Path(kvtier.__file__).parent
 
-BASE = {"config", "errors", "keys", "namespace", "settings", "tier_config"}
+BASE = {"config", "errors", "keys", "namespace", "config_fields", "tier_config"}
 BELOW_TRANSFER = BASE | {"memory_limits", "policies", "pool"}
 BELOW_OFFLOAD = BELOW_TRANSFER | {"transfer", "tiers", "events", "metrics"}
 BELOW_CONNECTOR = BELOW_OFFLOAD | {"offload"}
@@ -25,9 +25,9 @@ BELOW_ENGINE = BELOW_CONNECTOR | {"connector"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "settings": {"errors"},
-    "tier_config": {"errors", "settings"},
-    "config": {"errors", "namespace", "settings", "tier_config"},
+    "config_fields": {"errors"},
+    "tier_config": {"errors", "config_fields"},
+    "config": {"errors", "namespace", "config_fields", "tier_config"},
     "digests": {"errors", "file_hasher"},
     "file_hasher": set(),
     "file_systems": set(),
