@@ -35,12 +35,21 @@ from kvtier.connector import ConnectorRole, Explanation, OffloadingConnector
 from kvtier.engine.assembly import allocate_kv, describe_cache, expect_room, make_batch, make_decoder
 from kvtier.engine.cache import KVCache, group_layers
 from kvtier.engine.config import EngineConfig
-from kvtier.engine.door import count_items, read_items, read_path, read_text, read_tokens
 from kvtier.engine.event_buffer import EventBuffer
 from kvtier.engine.interrupts import uninterrupted
 from kvtier.engine.model import ForwardBatch
 from kvtier.engine.model_config import ModelConfig
 from kvtier.engine.request import FinishReason, Request, RequestOutput, TokenSources
+from kvtier.engine.request_input import (
+    count_items,
+    expect_type,
+    read_items,
+    read_path,
+    read_sampling,
+    read_sampling_of_each,
+    read_text,
+    read_tokens,
+)
 from kvtier.engine.sampling import SamplingParams, sample
 from kvtier.engine.scheduler import RequestSlice, Scheduler, Step
 from kvtier.engine.speculation import Speculation, written_blocks
@@ -117,9 +126,9 @@ class Engine:
         content. `publisher` is given each step's events, and nothing is left for `take_events`; closing it
         is its owner's business.
         """
-        _expect_type("config", config, EngineConfig)
+        expect_type("config", config, EngineConfig)
         if kvtier is not None:
-            _expect_type("kvtier", kvtier, KVTierConfig)
+            expect_type("kvtier", kvtier, KVTierConfig)
         if config.kv_events is None:
             config = replace(config, kv_events=publisher is not None)
         self.model, self.config = model, config
@@ -173,7 +182,7 @@ class Engine:
         cls, path: str | Path, config: EngineConfig, kvtier: KVTierConfig | None = None, **more: Any
     ) -> Self:
         """Make an engine from a local Hugging Face folder."""
-        _expect_type("config", config, EngineConfig)
+        expect_type("config", config, EngineConfig)
         folder = read_path("path", path)
         files = WeightsFiles(folder)
         model_config = load_config(folder)
@@ -191,7 +200,7 @@ class Engine:
         **more: Any,
     ) -> Self:
         """Make an engine from the contents of a `config.json` and random weights."""
-        _expect_type("config", config, EngineConfig)
+        expect_type("config", config, EngineConfig)
         parsed = ModelConfig.from_dict(model_config)
         model = make_decoder(parsed, random_weights(parsed, seed), config)
         return cls(model, config, kvtier, weights_id={"random": seed, "config": asdict(parsed)}, **more)
@@ -214,7 +223,7 @@ class Engine:
         """
         return self._queue(
             self._read_prompt("prompt", prompt_token_ids),
-            _read_params("params", params),
+            read_sampling("params", params),
             self._free_id() if request_id is None else self._read_id(request_id),
             cache_salt=None if cache_salt is None else read_text("cache_salt", cache_salt),
             lora_name=None if lora_name is None else read_text("lora_name", lora_name),
@@ -228,7 +237,7 @@ class Engine:
         cache_salt: str | None = None,
         lora_name: str | None = None,
     ) -> str:
-        """Queue what has been read at the door."""
+        """Queue what has been read."""
         self._refuse_closed()
         if params.seed is None:
             params = replace(params, seed=self.config.seed << 32 | self._arrivals)
@@ -273,7 +282,7 @@ class Engine:
         """
         listed = read_items("prompts", prompts, count_items("prompts", prompts, "a list of prompts"))
         tokens = [self._read_prompt(f"prompts[{index}]", prompt) for index, prompt in enumerate(listed)]
-        chosen = _read_params_of_each(params, len(tokens))
+        chosen = read_sampling_of_each(params, len(tokens))
         ids = [self._queue(ours, param, self._free_id()) for ours, param in zip(tokens, chosen, strict=True)]
         try:
             return self._run_to_end(ids)
@@ -611,27 +620,3 @@ class Engine:
             )
             raise ConfigError("num_blocks", f"{needed}, got {self.config.num_blocks} with the null block")
         return longest
-
-
-def _expect_type(where: str, value: object, expected: type) -> None:
-    if not isinstance(value, expected):
-        raise InputError(f"{where}: expected {expected.__name__}, got {show_value(value)}")
-
-
-def _read_params(where: str, params: Any) -> SamplingParams:
-    if params is None:
-        return SamplingParams()
-    if not isinstance(params, SamplingParams):
-        raise InputError(f"{where}: expected SamplingParams or None, got {show_value(params)}")
-    return params
-
-
-def _read_params_of_each(params: Any, number: int) -> list[SamplingParams]:
-    """Return the parameters of each of some prompts, for which there may be one for all."""
-    if params is None or isinstance(params, SamplingParams):
-        return [_read_params("params", params)] * number
-    given = count_items("params", params, "SamplingParams, or a list of them")
-    if given != number:
-        raise InputError(f"params: expected one for each of {number} prompts, got {given}")
-    listed = read_items("params", params, given)
-    return [_read_params(f"params[{index}]", param) for index, param in enumerate(listed)]

@@ -1,5 +1,4 @@
-"""The door: reads what a caller gives about a request, and refuses with `InputError` what a step could not
-run.
+"""Reads what a caller gives about a request, and refuses with `InputError` what a step could not run.
 
 A step computes many requests together, so a value that fails inside of one would stop them all. Whatever
 comes through here is plain: lists of ints, and text that can be encoded. Nothing is changed on the way, and
@@ -18,9 +17,19 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from kvtier.engine.sampling import SamplingParams
 from kvtier.errors import InputError, show_value
 
-__all__ = ["count_items", "read_items", "read_path", "read_text", "read_tokens"]
+__all__ = [
+    "count_items",
+    "expect_type",
+    "read_items",
+    "read_path",
+    "read_sampling",
+    "read_sampling_of_each",
+    "read_text",
+    "read_tokens",
+]
 
 _NO_LISTS = (str, bytes, bytearray, memoryview, Mapping, Set)
 """They have a length and can be iterated, and yet no tokens in order are meant."""
@@ -87,6 +96,32 @@ def read_path(where: str, value: Any) -> Path:
         if "\0" in str(path):
             raise ValueError("no path has that character")
         return path
+
+
+def expect_type(where: str, value: object, expected: type) -> None:
+    """Refuse a value of another type."""
+    if not isinstance(value, expected):
+        raise InputError(f"{where}: expected {expected.__name__}, got {show_value(value)}")
+
+
+def read_sampling(where: str, params: Any) -> SamplingParams:
+    """Return the parameters of a request; those by default for `None`."""
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise InputError(f"{where}: expected SamplingParams or None, got {show_value(params)}")
+    return params
+
+
+def read_sampling_of_each(params: Any, number: int) -> list[SamplingParams]:
+    """Return the parameters of each of some prompts, for which there may be one for all."""
+    if params is None or isinstance(params, SamplingParams):
+        return [read_sampling("params", params)] * number
+    given = count_items("params", params, "SamplingParams, or a list of them")
+    if given != number:
+        raise InputError(f"params: expected one for each of {number} prompts, got {given}")
+    listed = read_items("params", params, given)
+    return [read_sampling(f"params[{index}]", param) for index, param in enumerate(listed)]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Whatever is thrown at the door is refused there and leaves no trace, or runs to its end: nobody else's
+"""Whatever is given as a request is refused at once and leaves no trace, or runs to its end: nobody else's
 request is hurt.
 """
 
