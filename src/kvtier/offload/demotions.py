@@ -72,7 +72,7 @@ class Demotions:
         self._queues = {tier.name: _TierQueue(tier) for tier in tiers}
         self._jobs: dict[int, _DemotionJob] = {}
         self._newest = 0
-        self.describe: Callable[[OffloadKey], bytes] = lambda key: b""
+        self.encode_description: Callable[[OffloadKey], bytes] = lambda key: b""
         """What the event stream tells of a chunk."""
         self.unwritten = 0
         """Rows that were offered and left the pool, or were needed, before they were written."""
@@ -118,8 +118,10 @@ class Demotions:
         spec = self._pool.prepare_load(ready, NO_REQUEST)
         self._newest -= 1
         job = _DemotionJob(self._newest, queue, dict(zip(ready, spec.block_ids.tolist(), strict=True)))
-        piece_of, describe = self._piece_of, self.describe
-        rows = tuple([LentRow(key, (piece_of(slot),), describe(key)) for key, slot in job.slots.items()])
+        piece_of, encode_description = self._piece_of, self.encode_description
+        rows = tuple(
+            [LentRow(key, (piece_of(slot),), encode_description(key)) for key, slot in job.slots.items()]
+        )
         self._jobs[job.job_id] = job
         queue.num_submitted += len(ready)
         taken = queue.tier.demote(TierJob(job.job_id, rows, self._clock() + self._seconds))

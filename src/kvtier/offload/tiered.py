@@ -121,7 +121,7 @@ class TieredOffloadingManager(OffloadingManager):
 
     def describe_with(self, describe: Callable[[OffloadKey], bytes]) -> None:
         """Have tiers keep what the event stream tells of a chunk."""
-        self._demotions.describe = describe
+        self._demotions.encode_description = describe
 
     # -- the pool's manager ------------------------------------------------------------------------
 
