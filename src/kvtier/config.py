@@ -1,5 +1,5 @@
-"""What a user may set, and what the engine adds to it: validated once, with the path of the bad field in the
-error.
+"""The settings of a user, and the geometry that the engine adds: validated once, with the path of the bad
+field in the error.
 
 `KVTierConfig` is the user's: a Python object, a JSON or TOML file, or the extra config of an engine's
 connector. Sizes and times are readable (`"8GiB"`, `"500ms"`), unknown fields are errors with a suggestion,

@@ -1,4 +1,4 @@
-"""How settings are read: sizes and times as people write them, and fields that say where they are wrong.
+"""Readers of config fields: sizes and times as people write them, and errors that say which field is wrong.
 
 A setting is a field of a frozen dataclass with a reader, which turns what came into what is kept or raises a
 `ConfigError` of one line with the path of the field. Pure; any thread.

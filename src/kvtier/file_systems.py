@@ -1,4 +1,4 @@
-"""Which file system a path is on, as Linux tells it. Elsewhere nothing is known, which is `None`.
+"""`find_mount`: the file system that a path is on, as Linux tells it; `None` where nothing is known.
 
 Blocks as long as reading one small file of the kernel's does. Any thread.
 """

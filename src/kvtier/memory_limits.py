@@ -1,4 +1,4 @@
-"""How much host memory this process can have: the least of what the machine and its control groups have
+"""The host memory that this process can have: the least of what the machine and its control groups have
 left.
 
     the machine       MemAvailable

@@ -1,4 +1,4 @@
-"""Where the processes of an engine find memory that has no name.
+"""The place where the processes of an engine find memory that has no name.
 
 The memory is a file that only descriptors lead to, so it goes with the last process that has it, however
 that one ends. The first process writes into a small named file which process and which descriptor of it

@@ -1,4 +1,4 @@
-"""What `kvtier doctor` looks at.
+"""The checks of `kvtier doctor`.
 
 Each check is one function that returns one `Check` and never fails: what cannot be found out is said. Only
 what kvtier cannot run without is `FAIL`; torch and everything above it are optional. Nothing is changed,

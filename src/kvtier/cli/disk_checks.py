@@ -1,4 +1,4 @@
-"""What `kvtier doctor` looks at in the folder of a disk tier.
+"""The checks of `kvtier doctor` in the folder of a disk tier.
 
 One line for each question that decides whether the tier works, and how well. As of all checks: what cannot
 be found out is said, and nothing is changed. The speed is measured in a file of its own, which has no name

@@ -1,4 +1,4 @@
-"""What `kvtier demo` shows: the runs as they go, and the tables at the end.
+"""The display of `kvtier demo`: the runs as they go, and the tables at the end.
 
 On a terminal a live table, elsewhere a line for each quarter of a run. Where a table is too wide for the
 terminal, its rows become lines that wrap: nothing is cut off. One thread.

@@ -1,4 +1,4 @@
-"""What `kvtier events check` compares: the blocks that were announced with what the publisher says.
+"""`kvtier events check`: compares the blocks that were announced with what the publisher says.
 
 The subscriber verifies marks with running sums, which trust that no block is announced twice. Here the set
 itself is kept, so that a publisher that breaks that promise is found out, too. For the thread of the

@@ -1,4 +1,4 @@
-"""What happens on an event stream, as lines: for people, or one JSON object each.
+"""Lines that tell what happens on an event stream: for people, or one JSON object each.
 
 JSON lines have a `kind`: `batch` (with `seq`, `ts`, `rank`, `events` as on the wire, `mark`), `state` or
 `forgotten`. What travels as bytes is hex.

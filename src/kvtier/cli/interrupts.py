@@ -1,4 +1,4 @@
-"""What Ctrl-C does to the `kvtier` command, and when.
+"""Ctrl-C in the `kvtier` command: it ends the process at once, or raises where work is to be put in order.
 
 A command mostly imports, for seconds, and has nothing to put in order. Ctrl-C then ends the process at once:
 an exception that falls into an import may be swallowed, or come out as a traceback. What must be put in

@@ -1,4 +1,5 @@
-"""Is a load faster than recomputing? Learned from what the engine, the bus and the tiers have done so far.
+"""`CostModel`: is a load faster than recomputing? Learned from what the engine, the bus and the tiers have
+done so far.
 
 `StepTimer` tells how long each step took, also where an engine schedules a step while the one before it
 still runs. `Price` is a running average of seconds per byte: of loads, and of each tier's promotions; or

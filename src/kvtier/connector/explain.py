@@ -1,4 +1,4 @@
-"""Where each request's prompt came from, and why it did not all come from a cache.
+"""`Explainer`: where the tokens of each request's prompt came from, and why not all came from a cache.
 
 An explanation is fixed when a request first runs; those of finished requests are kept until `_REMEMBERED`
 newer ones came. Scheduler thread only.

@@ -1,4 +1,4 @@
-"""How far a request's prefix can be loaded: the longest end that every group can serve.
+"""`match_prefix`: how far a request's prefix can be loaded, the longest end that every group can serve.
 
 A full-attention group serves an end if all chunks up to it are ready; a windowed group if those in the
 window before it are. Of a chunk that the end lies in, all tokens must be the request's. Looking up pins

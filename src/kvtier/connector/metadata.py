@@ -1,5 +1,5 @@
-"""What passes between an engine and the connector: small views of requests and steps, and the messages
-between its two sides.
+"""The messages between an engine and the connector, and between its two sides; small views of requests and
+steps.
 
 The connector sees no engine's classes. An engine offers objects that fit `RequestView`, fills one `StepView`
 a step, carries `OffloadingConnectorMetadata` from the scheduler's side to every worker and one

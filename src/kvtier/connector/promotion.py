@@ -1,4 +1,4 @@
-"""Is it worth waiting for chunks from tiers below the pool, and for how long?
+"""`PromotionDecision`: is it worth waiting for chunks from tiers below the pool, and for how long?
 
 Asked before the pool's own match. A request wishes once per admission: it is then answered in O(1) until
 its rows have come or its patience is over, and computes what has not come. A promotion is compared with

@@ -1,4 +1,4 @@
-"""What the scheduler's side keeps for a request: its keys, its blocks and its jobs.
+"""`RequestState`: the keys, blocks and jobs of a request, as the scheduler's side keeps them.
 
 Chunk arithmetic lives here too. All ranges are half-open; for one group, in tokens:
 

@@ -1,4 +1,4 @@
-"""What the scheduler's side counts, and how it is shown: as metrics, and in words.
+"""The counts and times of the scheduler's side, and how they are shown: as metrics, and in words.
 
 Scheduler thread only; whoever reads a total of `ConnectorStats` elsewhere may read an old one.
 """

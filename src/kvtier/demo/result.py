@@ -1,4 +1,4 @@
-"""What the demo measured: each request of the run without kvtier (`off`), of the one with it (`on`) and of
+"""The results of a demo: each request of the run without kvtier (`off`), of the one with it (`on`) and of
 those over a disk before and after a kill (`restart`), and their sums.
 
 Requests of all runs stand in the order in which they were asked, which is the same. Times are in seconds

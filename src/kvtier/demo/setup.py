@@ -1,4 +1,4 @@
-"""What the demo runs on: its settings, and the engines made from them.
+"""The settings of a demo, and the engines made from them.
 
 The two engines of one process have the same model, loaded once, and the same settings; nothing differs but
 the connector. Sizes that do not go together are refused before anything is allocated. One thread.

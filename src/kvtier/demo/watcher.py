@@ -1,4 +1,4 @@
-"""Who wants to see a demo's progress."""
+"""`Watcher`: sees the progress of a demo."""
 
 from __future__ import annotations
 

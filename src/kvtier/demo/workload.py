@@ -1,5 +1,4 @@
-"""Who asks what, and in which order: conversations that share a system prompt and come back after the cache
-forgot them.
+"""The workload of a demo: conversations that share a system prompt and come back when the cache forgot them.
 
     turn 1   system | opening message                                       -> answer 1
     turn 2   system | opening message | answer 1 | message 2                -> answer 2

@@ -1,5 +1,4 @@
-"""What an engine is put together from: a decoder, KV tensors, the description of them that kvtier wants, and
-batches.
+"""The parts of an engine: a decoder, KV tensors, the description of them that kvtier wants, and batches.
 
 Functions of configs; nothing is kept. Any thread.
 """

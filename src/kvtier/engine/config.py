@@ -1,4 +1,4 @@
-"""What a user may set about the engine: validated once, with the name of the bad field in the error.
+"""`EngineConfig`: the settings of the engine, validated once, with the name of the bad field in the error.
 
 Sizes are counts of blocks and tokens; where KV goes beyond them is `KVTierConfig`'s business. Pure; any
 thread.

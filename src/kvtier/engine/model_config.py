@@ -1,4 +1,4 @@
-"""What a Hugging Face `config.json` says about a decoder, read and checked once.
+"""`ModelConfig`: a decoder as a Hugging Face `config.json` describes it, read and checked once.
 
 `ModelConfig.from_dict` accepts Llama, Qwen2, Qwen3, Mistral and Ministral, in the spelling of transformers 5
 (`rope_parameters`) and of older releases (`rope_theta`, `rope_scaling`). What it cannot honour it refuses

@@ -1,4 +1,4 @@
-"""How the next token is chosen from logits: greedily, or drawn.
+"""Sampling: the next token is chosen from logits greedily, or drawn.
 
 A draw depends only on the logits, the parameters and `(seed, number of tokens generated so far)`. There is
 no generator whose state a neighbour in the batch, a preemption or a restart could move. Pure; any thread.

@@ -1,4 +1,4 @@
-"""What kvtier did, in one line of the log now and then.
+"""A line in the log now and then that sums up what kvtier did.
 
 A timer's thread looks at the running totals every `INTERVAL` seconds and tells what has changed: an engine
 that works in bursts, or sits in one long step, is heard of too. A line speaks of the time since the last

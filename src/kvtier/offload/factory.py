@@ -1,4 +1,5 @@
-"""Where specs are found by name. A spec outside this package is registered once, or named with its module.
+"""`OffloadingSpecFactory`: finds specs by name. A spec outside this package is registered once, or named
+with its module.
 
 Modules are imported when their spec is asked for, not before. Called while an engine starts, by one thread.
 """

@@ -1,5 +1,5 @@
-"""What a manager remembers of chunks that it does not hold: how often they were offered, and why they are
-absent.
+"""`MissHistory`: a manager's notes on chunks that it does not hold: how often they were offered, and why
+they are absent.
 
 Bounded: of each kind, the newest `limit` keys are remembered, or an eighth more. Called on the scheduler
 thread only.

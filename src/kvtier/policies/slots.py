@@ -1,5 +1,5 @@
-"""What managers and policies are made of: which chunk is in which slot, slots in order of use, keys that
-were evicted.
+"""The maps and lists that managers and policies are made of: which chunk is in which slot, slots in order of
+use, keys that were evicted.
 
 Each is written twice: in `native/_slots.c`, for speed, and here, for machines without a C compiler and as
 the specification of the other. `SLOTS_BY` says which is in use. All take and return batches; in C, one of a

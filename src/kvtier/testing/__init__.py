@@ -1,4 +1,4 @@
-"""What we test with, for others to use: contract suites, faults, caches of every layout, a toy model.
+"""The test kit, for us and for others: contract suites, faults, caches of every layout, a toy model.
 
 The suites are classes for pytest. Subclass one in your own tests, say how to make your policy, manager,
 handlers, tier or backend, and every promise of the contract is tested:

@@ -1,5 +1,5 @@
-"""What every pair of handlers must do: subclass `HandlerSuite`, say how to make a pair, and let pytest run
-it.
+"""`HandlerSuite`: the promises of every pair of handlers. Subclass it, say how to make a pair, and let
+pytest run it.
 
     class TestMyHandlers(HandlerSuite):
         def make_handlers(self, config, kv_caches, clock): ...

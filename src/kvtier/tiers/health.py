@@ -1,4 +1,4 @@
-"""When a tier is suspended, probed, and taken back.
+"""`TierHealth`: suspends a direction of a tier, says when a probe is due, and takes it back.
 
 Some calls in a row that fail suspend the direction that they were for (a disk that turned read-only can
 still be read); one call that is stuck suspends both. While suspended, a probe falls due after a pause that

@@ -1,4 +1,4 @@
-"""Which chunks of a prefix does a server have? Found out in few round trips. Any thread; it blocks.
+"""`search_prefix`: finds in few round trips which chunks of a prefix a server has. Any thread; it blocks.
 
 A prefix is stored from its head on, so what is there is a run from the head, as a rule. Where one call
 can ask about all chunks it does, and gaps are seen. Where it cannot, the first chunk is asked about

@@ -1,4 +1,4 @@
-"""What was last said of some keys, for the newest of them only. Scheduler thread only."""
+"""`RecentKeys`: what was last said of keys, for the newest of them only. Scheduler thread only."""
 
 from __future__ import annotations
 

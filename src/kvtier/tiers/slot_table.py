@@ -1,4 +1,4 @@
-"""Which chunk is in which slot of an exact tier, who uses it, who leaves, and when each was last used.
+"""`SlotTable`: the books of an exact tier: which chunk is in which slot, who uses it, who leaves, last uses.
 
 The states of a slot are those of the pool: free, writing, ready, reading; and doomed, for a slot whose
 chunk was made absent while a call was using it: it comes back when that call has returned. Last uses are

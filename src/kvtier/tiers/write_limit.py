@@ -1,4 +1,4 @@
-"""How much a tier may write: so many bytes in any 24 hours, counted by the hour.
+"""`WriteLimit`: a tier may write so many bytes in any 24 hours, counted by the hour.
 
 Flash wears out, and an engine can write more in a day than a disk is made for in a month. The hours are
 those of the wall clock, because the count outlives the process. A clock that goes back counts into the

@@ -1,4 +1,4 @@
-"""How bytes move between an engine's cache and the pool.
+"""Transfers: bytes on their way between an engine's cache and the pool.
 
 `base` has the contracts and `plan` the pairing of the two ends; both do without torch and are exported here.
 `jobs` keeps the books of handlers. `layout` turns engine tensors into canonical form, `spans` into arrays

@@ -1,5 +1,5 @@
-"""What a transfer is: the two ends of a job, the engine's caches in canonical form, and the handler that
-moves bytes.
+"""The contract of a transfer: the two ends of a job, the engine's caches in canonical form, and the handler
+that moves bytes.
 
 What an offloading contract needs besides a manager. A *spec* says where bytes are at one end; a job is a
 pair `(src, dst)` of specs with an id and one `TransferResult`. No class here imports torch: tensors only

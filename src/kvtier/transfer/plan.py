@@ -1,4 +1,4 @@
-"""Which block goes with which part of which slot: the two ends of a job, paired block by block.
+"""`Plan`: the two ends of a job paired block by block: which block goes with which part of which slot.
 
     blocks_per_chunk = 4, block_indices = (6,):
         blocks of the request   6  7 | 8  9 10 11 | 12

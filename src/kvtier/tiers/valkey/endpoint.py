@@ -1,4 +1,4 @@
-"""Where a server is, and how a connection to it is opened: sockets, TLS, password, database.
+"""`Endpoint`: the address of a server, and the opening of connections: sockets, TLS, password, database.
 
 Secrets are kept nowhere: files are read at each connect, so that they can be replaced, and errors name files
 and hosts only. Any thread may call what is here.
