@@ -1,10 +1,15 @@
-"""The map of the house is true: docs/architecture.md names every module that there is, and no other."""
+"""The map of the house is true: docs/architecture.md names every module that there is and no other, and the
+functions that its walks name are there.
+"""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 import kvtier
 
@@ -72,3 +77,67 @@ def test_a_module_too_few_and_one_too_many_are_found(tmp_path: Path) -> None:
     page = "\n".join(["## Modules", *rows, "", ""])
     assert left_out(page, tmp_path) == {"a/two", "c", "four"}
     assert made_up(page, tmp_path) == {"a/gone"}
+
+
+class Names:
+    """All names that a package defines: its modules, functions and classes, and what each class has."""
+
+    def __init__(self, package: Path) -> None:
+        self.anywhere: set[str] = {"manager"}  # which the page explains
+        self.members: dict[str, set[str]] = {}
+        self.bases: dict[str, list[str]] = {}
+        for file in package.rglob("*.py"):
+            self.anywhere |= {file.stem, file.parent.name}
+            for node in ast.walk(ast.parse(file.read_text(), str(file))):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                    self.anywhere.add(node.name)
+                if isinstance(node, ast.ClassDef):
+                    self.members[node.name] = set(_names_in(node))
+                    self.bases[node.name] = [base.id for base in node.bases if isinstance(base, ast.Name)]
+
+    def has(self, name: str) -> bool:
+        """Say whether there is a name: of a class a member if its class is named, else any."""
+        owner, _, last = name.replace("/", ".").rpartition(".")
+        owner = owner.rpartition(".")[2]
+        return (
+            self._has_member(owner, last) if owner in self.members else last in self.anywhere | self._all()
+        )
+
+    def _has_member(self, owner: str, name: str) -> bool:
+        return name in self.members.get(owner, ()) or any(
+            self._has_member(base, name) for base in self.bases.get(owner, ())
+        )
+
+    def _all(self) -> set[str]:
+        return set().union(*self.members.values())
+
+
+def _names_in(node: ast.ClassDef) -> Iterator[str]:
+    for part in ast.walk(node):
+        if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield part.name
+        elif isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store):
+            yield part.attr
+
+
+def hops_of(page: str) -> Iterator[str]:
+    """Yield the names on the page's walks. `…Scheduler` and `…Worker` are the connector's two sides."""
+    walks = page.split("## Three walks\n", 1)[1].split("\n## ", 1)[0]
+    for name in re.findall(r"`([\w./…]+)`", walks):
+        yield name.replace("…", "OffloadingConnector")
+
+
+@pytest.fixture(scope="module")
+def names() -> Names:
+    return Names(PACKAGE)
+
+
+def test_the_walks_name_what_there_is(names: Names) -> None:
+    assert [hop for hop in hops_of(PAGE.read_text()) if not names.has(hop)] == []
+
+
+def test_a_hop_that_is_gone_is_found(names: Names) -> None:
+    hops = hops_of(
+        "## Three walks\n`…Scheduler.build_connector_meta` → `tiers/io.IOThreads.gone`, `lost`\n## "
+    )
+    assert [hop for hop in hops if not names.has(hop)] == ["tiers/io.IOThreads.gone", "lost"]
