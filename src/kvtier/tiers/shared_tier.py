@@ -19,9 +19,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey
@@ -30,53 +28,19 @@ from kvtier.tiers.io import Direction, IOReport
 from kvtier.tiers.io_tier import REMEMBERED, IOTier
 from kvtier.tiers.mover import say_error
 from kvtier.tiers.prefix_search import CallsAtOnce, FoundPrefix, search_prefix
-from kvtier.tiers.recent import RecentKeys
+from kvtier.tiers.questions import KnownRows, Question, Questions
 from kvtier.tiers.seal import SealKey, SealScope
 
 __all__ = ["SharedTier"]
 
-_YES_SECONDS = 30.0
-"""A row that was there is there for as long, as a rule: servers evict what was not used for minutes."""
-_NO_SECONDS = 1.0
-"""Enough that a burst of equal prompts asks once; another engine's row is found a second later."""
 _LONGEST_BACKOFF = 5.0
 """Between two probes of a server that is suspended: it is taken back within seconds."""
 _SLOW_FAILURE = 0.1
 """Calls that fail so slowly delay requests, and one of them suspends. Of quick ones a few are let pass."""
 _LARGE_ROW = 64 << 10
 """From here on a row takes longer to send than a question whether it is there."""
-_FRESH_NO = 5.0
-"""A server that said no so many seconds ago is not asked again before a row is sent: who computes a prompt
-has asked about it just before, and a row that another engine has sent since is the same row.
-"""
 _ASK_FIRST, _SEND_AT_ONCE = -1, 0
 """What stands for the place of a row that is to be written; servers have no places."""
-
-
-class _LastHeard(NamedTuple):
-    """What was last known of a chunk, and when."""
-
-    is_there: bool
-    at: float
-
-    @property
-    def until(self) -> float:
-        """When it counts no more."""
-        return self.at + (_YES_SECONDS if self.is_there else _NO_SECONDS)
-
-
-@dataclass(slots=True, eq=False)
-class _Question:
-    """Chunks of a prefix that a thread asks about, or is about to."""
-
-    keys: list[OffloadKey]
-    scope: int
-    deadline: float
-    is_late: bool = False
-    began: float | None = None
-    """When a thread has begun it."""
-    seconds: float = 0.0
-    """How long it took, once it is over."""
 
 
 class SharedTier(IOTier):
@@ -116,8 +80,7 @@ class SharedTier(IOTier):
         self._memory: memoryview | None = None
         self._is_named = False  # the namespace is known
         self._suffix = ""  # of the last reset
-        self._known: RecentKeys[_LastHeard] = RecentKeys(REMEMBERED)
-        self._trusted_since = float("-inf")  # a yes from before then is in doubt
+        self._known, self._questions = KnownRows(REMEMBERED, clock), Questions()
         # Of the current scope, rows that calls work on. None is written or deleted beside another call.
         self._writing: set[OffloadKey] = set()
         self._reading: Counter[OffloadKey] = Counter()
@@ -127,9 +90,6 @@ class SharedTier(IOTier):
         """Why rows could not be deleted, the last time that was so; whoever reads them sees that they are
         wrong.
         """
-        self._asked: dict[OffloadKey, _Question] = {}
-        self._questions: set[_Question] = set()
-        self._num_late = 0  # questions that hold others up
         self._advance()
 
     # -- opening -----------------------------------------------------------------------------------
@@ -189,33 +149,31 @@ class SharedTier(IOTier):
 
     def _look_up(self, key: OffloadKey, now: float) -> bool | None:
         """Say what is known of a chunk, or whether it may turn out to be there."""
-        answer = self._known.get(key)
-        if answer is not None and self._is_trusted(answer) and now < answer.until:
-            return answer.is_there
-        question = self._asked.get(key)
+        known = self._known.look_up(key, now)
+        if known is not None:
+            return known
+        question = self._questions.get(key)
         if question is not None:
             return None if now < question.deadline else False
-        return None if self._num_late == 0 else False
+        return None if self._questions.num_late == 0 else False
 
     def ask(self, keys: Sequence[OffloadKey], deadline: float) -> None:
-        if not self._is_readable() or self._num_late:
+        if not self._is_readable() or self._questions.num_late:
             return
         new: list[OffloadKey] = []
         for key, found in zip(keys, self.lookup_many(keys), strict=True):
-            if (question := self._asked.get(key)) is not None:
+            if (question := self._questions.get(key)) is not None:
                 question.deadline = max(question.deadline, deadline)
             elif found is None:
                 new.append(key)
         if new:
-            question = _Question(new, self._scope.number, deadline)
-            self._questions.add(question)
-            self._asked.update(dict.fromkeys(new, question))
+            question = self._questions.add(new, self._scope.number, deadline)
             self._counts["questions"] += 1
             self._io.call(
                 lambda: self._search(question), lambda value, error: self._answer(question, value, error)
             )
 
-    def _search(self, question: _Question) -> FoundPrefix | None:
+    def _search(self, question: Question) -> FoundPrefix | None:
         """Find out, unless nobody waits for it any more. On an I/O thread."""
         began, backend = self._clock(), self._io.backend
         if question.is_late or backend is None:
@@ -228,9 +186,9 @@ class SharedTier(IOTier):
         finally:
             question.seconds = self._clock() - began
 
-    def _answer(self, question: _Question, found: FoundPrefix | None, error: BaseException | None) -> None:
+    def _answer(self, question: Question, found: FoundPrefix | None, error: BaseException | None) -> None:
         """Take in what a question has come to, be it late."""
-        self._forget(question)
+        self._questions.forget(question)
         if question.scope != self._scope.number:
             return
         if error is not None:
@@ -244,63 +202,39 @@ class SharedTier(IOTier):
             )
             absent = [key for key, is_there in zip(question.keys, found.there, strict=True) if not is_there]
             if not question.is_late:  # else rounds were left out
-                evicted = [key for key in absent if self._was_there(key)]
+                evicted = [key for key in absent if self._known.was_there(key)]
                 self._note_absent(absent, TierMiss.NEVER_STORED)
                 self._note_absent(evicted, TierMiss.EVICTED)
 
     def _look_after_questions(self) -> None:
         """Give up what is not answered in time. A server that goes on not to answer is suspended."""
-        now = self._clock()
-        for question in list(self._questions):
-            if not question.is_late and now >= question.deadline:
-                question.is_late = True
-                self._num_late += 1
-                self._note_absent(self._take_off(question), TierMiss.NO_ANSWER)
-            if question.is_late and self._is_stuck(question.began):
+        if unanswered := self._questions.take_late(self._clock()):
+            self._note_absent(unanswered, TierMiss.NO_ANSWER)
+        for question in self._questions.late():
+            if self._is_stuck(question.began):
                 self._suspend("a question is not answered")
-                self._forget(question)  # it holds nobody up when a probe has worked
-
-    def _forget(self, question: _Question) -> None:
-        self._take_off(question)
-        if question in self._questions:
-            self._questions.remove(question)
-            self._num_late -= question.is_late
-
-    def _take_off(self, question: _Question) -> list[OffloadKey]:
-        """Take the keys of a question off those that are being asked about, and return them."""
-        keys = [key for key in question.keys if self._asked.get(key) is question]
-        for key in keys:
-            del self._asked[key]
-        return keys
+                self._questions.forget(question)  # it holds nobody up when a probe has worked
 
     def _note_there(self, keys: list[OffloadKey]) -> None:
-        self._known.note(keys, _LastHeard(True, self._clock()))
+        self._known.note(keys, is_there=True)
 
     def _note_absent(self, keys: list[OffloadKey], reason: TierMiss) -> None:
-        self._known.note(keys, _LastHeard(False, self._clock()))
+        self._known.note(keys, is_there=False)
         self._misses.note(keys, reason)
-
-    def _was_there(self, key: OffloadKey) -> bool:
-        """Say whether a chunk was there when it was last heard of, however long ago."""
-        answer = self._known.get(key)
-        return answer is not None and answer.is_there and self._is_trusted(answer)
-
-    def _is_trusted(self, heard: _LastHeard) -> bool:
-        return not heard.is_there or heard.at >= self._trusted_since
 
     def explain(self, key: OffloadKey) -> TierMiss | None:
         if not self.is_open():
             return TierMiss.NOT_OPEN
         if key in self._writing:
             return TierMiss.WRITING
-        answer = self._known.get(key)
-        if answer is not None and not answer.is_there:
+        known = self._known.last(key)
+        if known is False:
             return self._misses.get(key) or TierMiss.NEVER_STORED
         if self._is_suspended(Direction.PROMOTE):
             return TierMiss.SUSPENDED
-        if answer is not None:
+        if known:
             return None
-        return TierMiss.NO_ANSWER if key in self._asked else self._misses.get(key)
+        return TierMiss.NO_ANSWER if self._questions.get(key) is not None else self._misses.get(key)
 
     def _is_readable(self) -> bool:
         return self.is_open() and not self._closed and not self._is_suspended(Direction.PROMOTE)
@@ -338,15 +272,16 @@ class SharedTier(IOTier):
 
     def _how_to_send(self, key: OffloadKey, now: float) -> int:
         """Say whether the server is to be asked before a row is sent."""
-        heard = self._known.get(key)
-        was_absent = heard is not None and not heard.is_there and now - heard.at < _FRESH_NO
-        return _SEND_AT_ONCE if was_absent else _ASK_FIRST
+        return _SEND_AT_ONCE if self._known.was_just_absent(key, now) else _ASK_FIRST
 
     def _may_write(self, row: LentRow) -> bool:
         """Say whether a row is not known to be there, and no call works on it."""
         key = row.key
         return not (
-            self._was_there(key) or key in self._writing or key in self._deleting or key in self._reading
+            self._known.was_there(key)
+            or key in self._writing
+            or key in self._deleting
+            or key in self._reading
         )
 
     def _withdrawn(self, direction: Direction, rows: list[BackendRow]) -> None:
@@ -385,7 +320,7 @@ class SharedTier(IOTier):
             self._health[Direction.PROMOTE].note_success()
             self._counts["evicted"] += len(rows)
             # The server may have lost all, and rows behind these were not even read.
-            self._trusted_since = self._clock()
+            self._known.doubt()
             self._note_absent(current, TierMiss.EVICTED)
         elif outcome is Outcome.FAILED:
             self._counts["failed"] += len(rows)
@@ -472,8 +407,9 @@ class SharedTier(IOTier):
         self._scope = SealScope(self._scope.namespace, suffix=suffix, seal_key=self._seal_key)
         self._misses.note(list(self._known), TierMiss.CLEARED)
         self._known.clear()
-        for rows in (self._writing, self._deleting, self._unwanted, self._asked, self._reading):
+        for rows in (self._writing, self._deleting, self._unwanted, self._reading):
             rows.clear()
+        self._questions.forget_chunks()
         self._io.give_up(Outcome.RESET)
 
     # -- reports and ends --------------------------------------------------------------------------
@@ -485,15 +421,8 @@ class SharedTier(IOTier):
 
     def check(self) -> None:
         super().check()
+        self._questions.check()
         for holds, what in (
-            (
-                all(question in self._questions for question in self._asked.values()),
-                "what is asked has a question",
-            ),
-            (
-                self._num_late == sum(question.is_late for question in self._questions),
-                "late questions are counted",
-            ),
             (self._writing.isdisjoint(self._reading), "no row is written and read at once"),
             (
                 self._deleting.isdisjoint(self._writing | self._reading.keys()),
