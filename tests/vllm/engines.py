@@ -169,6 +169,30 @@ def as_connector(settings: dict[str, Any], connector: tuple[str, str] = KVTIER) 
     }
 
 
+SMALL: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 352,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 128,
+    "enforce_eager": True,
+    "block_size": BLOCK,
+    "kv_cache_memory_bytes": 64 << 20,
+    "skip_tokenizer_init": True,
+}
+"""What all engines of the tests are given, unless a test says otherwise."""
+
+
+def make_llm(model: Path | str, num_blocks: int, transfer: dict[str, Any] | None, **options: Any) -> Any:
+    """Make a vLLM engine with a cache of `num_blocks` blocks, in whatever processes the environment says."""
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    gc.freeze()  # vLLM collects garbage nine times an engine, and what was imported is never garbage
+    if transfer is not None:
+        options["kv_transfer_config"] = KVTransferConfig(**transfer)
+    return LLM(model=str(model), num_gpu_blocks_override=num_blocks, **(SMALL | engine_options() | options))
+
+
 @contextmanager
 def vllm_engine(
     model: Path,
@@ -183,36 +207,16 @@ def vllm_engine(
 
     With `beside`, kvtier is the first child of a `MultiConnector` and these are the others.
     """
-    from vllm import LLM
-    from vllm.config import KVTransferConfig
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    gc.freeze()  # vLLM collects garbage nine times an engine, and what was imported is never garbage
-    if kvtier is not None:
-        transfer = as_connector(kvtier, connector)
-        if beside is not None:
-            children = {"connectors": [transfer, *beside]}
-            transfer = {
-                "kv_connector": "MultiConnector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": children,
-            }
-        options["kv_transfer_config"] = KVTransferConfig(**transfer)
-    defaults = {
-        "dtype": "float32",
-        "max_model_len": 352,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 128,
-        "enforce_eager": True,
-        "block_size": BLOCK,
-        "kv_cache_memory_bytes": 64 << 20,
-        "skip_tokenizer_init": True,
-        "disable_log_stats": False,
-        "seed": 0,
-    }
-    llm = LLM(
-        model=str(model), num_gpu_blocks_override=num_blocks, **(defaults | engine_options() | options)
-    )
+    transfer = None if kvtier is None else as_connector(kvtier, connector)
+    if transfer is not None and beside is not None:
+        transfer = {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"connectors": [transfer, *beside]},
+        }
+    llm = make_llm(model, num_blocks, transfer, **({"disable_log_stats": False, "seed": 0} | options))
     engine = Engine(llm)
     try:
         yield engine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 VOCAB = 512
 WINDOW = 65
@@ -32,10 +32,10 @@ def save_llama(folder: Path) -> Path:
     return _save(folder, num_hidden_layers=3)
 
 
-def save_hybrid(folder: Path, pairs: int = 2) -> Path:
+def save_hybrid(folder: Path, pairs: int = 2, window: int = WINDOW) -> Path:
     """Save a Llama whose layers attend in turn to everything and to a window: two KV cache groups."""
     kinds = ["full_attention", "sliding_attention"] * pairs
-    return _save(folder, num_hidden_layers=2 * pairs, layer_types=kinds, sliding_window=WINDOW)
+    return _save(folder, num_hidden_layers=2 * pairs, layer_types=kinds, sliding_window=window)
 
 
 def save_unequal(folder: Path, kv_heads: Sequence[int], windows: Sequence[int | None]) -> Path:
@@ -82,13 +82,27 @@ def save_unequal(folder: Path, kv_heads: Sequence[int], windows: Sequence[int | 
 
 def save_mla_config(folder: Path) -> Path:
     """Save the config, and no weights, of a small DeepSeek with MLA."""
+    _mla_config().save_pretrained(folder)
+    return folder
+
+
+def save_mla(folder: Path) -> Path:
+    """Save a small DeepSeek with MLA and without experts."""
+    import torch
+    from transformers import DeepseekV2ForCausalLM
+
+    torch.manual_seed(0)
+    DeepseekV2ForCausalLM(_mla_config()).to(torch.float32).save_pretrained(folder)
+    return folder
+
+
+def _mla_config() -> Any:
     from transformers import DeepseekV2Config
 
     shape = {"num_hidden_layers": 3, "num_key_value_heads": 4, "first_k_dense_replace": 3}
     heads = {"kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
     mla = shape | heads | {"v_head_dim": 128, "architectures": ["DeepseekV2ForCausalLM"]}
-    DeepseekV2Config(**(_SHAPE | mla)).save_pretrained(folder)
-    return folder
+    return DeepseekV2Config(**(_SHAPE | mla))
 
 
 def save_adapter(folder: Path, seed: int) -> Path:
@@ -115,7 +129,14 @@ def save_adapter(folder: Path, seed: int) -> Path:
     return folder
 
 
-def save_eagle(folder: Path, *, windowed: bool = False) -> tuple[Path, Path]:
+class Drafting(NamedTuple):
+    """A model, and how vLLM is told to draft for it."""
+
+    target: Path
+    config: dict[str, Any]
+
+
+def save_eagle(folder: Path, *, windowed: bool = False) -> Drafting:
     """Save a Llama of one layer that counts, and an EAGLE head for it whose drafts are mostly right.
 
     The head has the weights of that layer and is blind to hidden states, so that it computes what the model
@@ -124,30 +145,90 @@ def save_eagle(folder: Path, *, windowed: bool = False) -> tuple[Path, Path]:
     attend to a window and change little.
     """
     import torch
-    from safetensors.torch import save_file
-    from transformers import LlamaConfig
 
-    target, head = folder / "target", folder / "head"
     kinds = ["full_attention", *["sliding_attention"] * 2] if windowed else ["full_attention"]
     more = {"layer_types": kinds, "sliding_window": WINDOW} if windowed else {}
     model = _random_llama(num_hidden_layers=len(kinds), **more)
+    _let_first_layer_count(model)
+    head = {f"layers.0.{name}": value for name, value in model.model.layers[0].state_dict().items()}
+    del head["layers.0.input_layernorm.weight"]
+    size = _SHAPE["hidden_size"]
+    return _save_with_head(folder, model, "eagle", head | {"fc.weight": torch.eye(size, 2 * size)})
+
+
+def save_eagle3(folder: Path) -> Drafting:
+    """Save a Llama of one layer that counts and two that change little, and an EAGLE 3 head for it.
+
+    The head sees little of the hidden states of all three layers: their norm makes them small. It does not
+    add the token to what its layer gives, so the embeddings of the model are small too, which are normed
+    before its first layer.
+    """
+    import torch
+
+    model = _random_llama(num_hidden_layers=3)
+    _let_first_layer_count(model, embedding_length=_LITTLE)
+    head = {f"midlayer.{name}": value for name, value in model.model.layers[0].state_dict().items()}
+    for name in ("q_proj", "k_proj", "v_proj"):
+        weight = head[f"midlayer.self_attn.{name}.weight"]
+        head[f"midlayer.self_attn.{name}.weight"] = torch.cat([weight, weight.flip(1)], 1)
+    size = _SHAPE["hidden_size"]
+    head["midlayer.hidden_norm.weight"] = torch.full((size,), _LITTLE)
+    head["norm.weight"] = torch.ones(size)
+    head["fc.weight"] = torch.eye(size).repeat(1, 3)
+    return _save_with_head(folder, model, "eagle3", head, norm_before_residual=True)
+
+
+def save_mtp(folder: Path) -> Drafting:
+    """Save a MiMo of one layer, which is a Qwen 2 with an MTP module that vLLM runs without experts.
+
+    The module is the layer once more, and sees little of hidden states.
+    """
+    import torch
+    from safetensors.torch import save_file
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(**_SHAPE, num_hidden_layers=1)).to(torch.float32)
+    _let_first_layer_count(model)
+    weights, module, size = model.state_dict(), "model.mtp_layers.0", _SHAPE["hidden_size"]
+    weights |= {f"{module}.{name}": value for name, value in model.model.layers[0].state_dict().items()}
+    norms = ("token_layernorm", "hidden_layernorm", "final_layernorm")
+    weights |= {f"{module}.{norm}.weight": torch.ones(size) for norm in norms}
+    weights[f"{module}.input_proj.weight"] = torch.cat([_LITTLE * torch.eye(size), torch.eye(size)], 1)
+    save_file({name: value.clone() for name, value in weights.items()}, folder / "model.safetensors")
+    model.config.architectures, model.config.num_nextn_predict_layers = ["MiMoForCausalLM"], 1
+    model.config.save_pretrained(folder)
+    _save_tokenizer(folder)
+    return Drafting(folder, {"method": "mtp"})
+
+
+_LITTLE = 0.01
+
+
+def _let_first_layer_count(model: Any, embedding_length: float = 1.0) -> None:
+    """Have all layers but the first change little, and give embeddings a length."""
+    import torch
+
     with torch.no_grad():
         embeddings = model.model.embed_tokens.weight
-        embeddings /= embeddings.square().mean(-1, keepdim=True).sqrt()
+        embeddings *= embedding_length / embeddings.square().mean(-1, keepdim=True).sqrt()
         for layer in model.model.layers[1:]:
-            layer.self_attn.o_proj.weight *= 0.01
-            layer.mlp.down_proj.weight *= 0.01
-    model.save_pretrained(target)
-    _save_tokenizer(target)
-    weights = {f"layers.0.{name}": value for name, value in model.model.layers[0].state_dict().items()}
-    del weights["layers.0.input_layernorm.weight"]
-    size = _SHAPE["hidden_size"]
-    weights["fc.weight"] = torch.eye(size, 2 * size)
-    head.mkdir()
-    save_file(weights, head / "model.safetensors")
-    config = LlamaConfig(**_SHAPE, num_hidden_layers=1, architectures=["LlamaForCausalLM"])
-    config.save_pretrained(head)
-    return target, head
+            layer.self_attn.o_proj.weight *= _LITTLE
+            layer.mlp.down_proj.weight *= _LITTLE
+
+
+def _save_with_head(folder: Path, model: Any, method: str, head: dict[str, Any], **config: Any) -> Drafting:
+    """Save a model and a head of one layer, each in a folder of its own."""
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig
+
+    model.save_pretrained(folder / "target")
+    _save_tokenizer(folder / "target")
+    (folder / "head").mkdir()
+    save_file(head, folder / "head" / "model.safetensors")
+    shape = LlamaConfig(**_SHAPE, num_hidden_layers=1, architectures=["LlamaForCausalLM"], **config)
+    shape.save_pretrained(folder / "head")
+    return Drafting(folder / "target", {"method": method, "model": str(folder / "head")})
 
 
 def _save(folder: Path, **config: Any) -> Path:

@@ -9,41 +9,17 @@ from __future__ import annotations
 import json
 import sys
 
-from tests.vllm.device import engine_options
+from tests.vllm.engines import as_connector, make_llm
 from vllm import LLM, SamplingParams
-from vllm.config import KVTransferConfig
 
 PROMPTS = [[(7 * seed + 13 * token) % 512 for token in range(60 + 25 * seed)] for seed in range(8)]
 ROUNDS = 8
 
 
 def main() -> None:
-    llm = LLM(
-        **engine_options(),
-        model=sys.argv[1],
-        dtype="float32",
-        max_model_len=352,
-        max_num_seqs=8,
-        max_num_batched_tokens=128,
-        enforce_eager=True,
-        block_size=32,
-        num_gpu_blocks_override=64,
-        kv_cache_memory_bytes=64 << 20,
-        skip_tokenizer_init=True,
-        disable_log_stats=False,
-        tensor_parallel_size=2,
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="FaultyRanks",
-            kv_connector_module_path="tests.vllm.faulty",
-            kv_role="kv_both",
-            kv_connector_extra_config={
-                "cpu": {"capacity": "16MiB"},
-                "load_if_faster": False,
-                "load_deadline": "100ms",
-                "store_deadline": "300ms",
-            },
-        ),
-    )
+    settings = {"load_deadline": "100ms", "store_deadline": "300ms"}
+    faulty = as_connector(settings, ("tests.vllm.faulty", "FaultyRanks"))
+    llm = make_llm(sys.argv[1], 64, faulty, disable_log_stats=False, tensor_parallel_size=2)
     computed = generate(llm)
     loaded = []
     for _ in range(ROUNDS):

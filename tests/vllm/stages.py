@@ -16,12 +16,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.vllm.device import engine_options
 from tests.vllm.disks import PROBE, disk_tier, num_rows, wait_open
-from tests.vllm.engines import make_prompt
+from tests.vllm.engines import as_connector, make_llm, make_prompt
 from tests.vllm.turns import generate, run
 from vllm import LLM
-from vllm.config import KVTransferConfig
 
 
 class StageWorker:
@@ -45,28 +43,13 @@ def main() -> None:
     model, folder, *rows = sys.argv[1:]
     fail = Path(folder) / "fail"
     os.environ |= {"KVTIER_TEST_FAIL": str(fail), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    llm = LLM(
-        **engine_options(),
-        model=model,
-        dtype="float32",
-        max_model_len=352,
-        max_num_seqs=8,
-        max_num_batched_tokens=128,
-        enforce_eager=True,
-        block_size=32,
-        num_gpu_blocks_override=40,
-        kv_cache_memory_bytes=64 << 20,
-        skip_tokenizer_init=True,
+    llm = make_llm(
+        model,
+        40,
+        as_connector(disk_tier(Path(folder) / "disk"), ("tests.vllm.faulty", "FailingStage")),
         disable_log_stats=False,
         pipeline_parallel_size=2,
         worker_extension_cls="tests.vllm.stages.StageWorker",
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="FailingStage",
-            kv_connector_module_path="tests.vllm.faulty",
-            kv_role="kv_both",
-            kv_connector_extra_config={"cpu": {"capacity": "16MiB"}, "load_if_faster": False}
-            | disk_tier(Path(folder) / "disk"),
-        ),
     )
     llm.collective_rpc("make_intermediate_tensors")
     wait_open(lambda seed: probe(llm, seed))

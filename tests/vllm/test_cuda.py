@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from tests.vllm.conftest import tokens_of
-from tests.vllm.engines import make_prompt, vllm_engine
+from tests.vllm.engines import Prompt, make_prompt, vllm_engine
+from tests.vllm.models import save_mla
 from tests.vllm.test_same_tokens import STRESS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -69,10 +70,34 @@ def test_same_tokens_in_every_layout(model: Path, layout: str, monkeypatch: pyte
 
 
 def test_flash_attention_in_bfloat16(llama: Path) -> None:
-    prompts = [make_prompt(seed, 96 + 5 * seed) for seed in range(24)]
+    prompts = _prompts()
     with vllm_engine(llama, num_blocks=256, **BF16) as plain:
         expected = tokens_of(plain.generate(prompts))
-    with vllm_engine(llama, {}, num_blocks=256, **BF16) as engine:
+    _compare_most(llama, prompts, expected, **BF16)
+
+
+def test_mla_in_bfloat16(tmp_path: Path) -> None:
+    """Skipped where vLLM has not the kernels: it decodes with Triton, and prefills with FlashAttention."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    model, prompts = save_mla(tmp_path), _prompts()
+    options = {"dtype": "bfloat16", "attention_backend": "TRITON_MLA"}
+    try:
+        with vllm_engine(model, num_blocks=256, **options) as plain:
+            expected = tokens_of(plain.generate(prompts))
+    except (ImportError, AttributeError, NotImplementedError, RuntimeError, ValueError) as error:
+        cleanup_dist_env_and_memory()
+        pytest.skip(f"vLLM alone does not run MLA here: {error}")
+    _compare_most(model, prompts, expected, **options)
+
+
+def _prompts() -> list[Prompt]:
+    return [make_prompt(seed, 96 + 5 * seed) for seed in range(24)]
+
+
+def _compare_most(model: Path, prompts: list[Prompt], expected: list[list[int]], **options: Any) -> None:
+    """Expect most prompts to give the same tokens after a load, and none if the pool is falsified."""
+    with vllm_engine(model, {}, num_blocks=256, **options) as engine:
         engine.generate(prompts)
         engine.forget()
         again = engine.generate(prompts)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.vllm.conftest import Reference, tokens_of
+from tests.vllm.device import on_gpu
 from tests.vllm.engines import KVTIER, as_connector, make_prompt, vllm_engine
 from tests.vllm.test_faults import DEADLINES, FAULTY, use
 
@@ -16,17 +17,18 @@ from kvtier.testing.faults import Fault, FaultPlan
 
 PROMPTS = [make_prompt(seed, 60 + 40 * seed) for seed in range(4)]
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-OWN = {
-    "kv_connector": "OffloadingConnector",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {
-        "spec_name": "HostSpec",
-        "spec_module_path": "_vllm_host_spec",
-        "cpu_bytes_to_use": 16 << 20,
-        "offload_prompt_only": False,
-    },
-}
-"""vLLM's own connector and manager, with a worker that copies on a CPU."""
+
+
+def own_connector() -> dict[str, Any]:
+    """Return vLLM's own connector and manager, on a CPU with a worker that copies there."""
+    settings: dict[str, Any] = {"cpu_bytes_to_use": 16 << 20, "offload_prompt_only": False}
+    if not on_gpu():
+        settings |= {"spec_name": "HostSpec", "spec_module_path": "_vllm_host_spec"}
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": settings,
+    }
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +100,7 @@ def test_beside_vllms_own_connector(
 ) -> None:
     """Each has everything: what one has lost the other gives, and so the first has it again."""
     monkeypatch.syspath_prepend(BENCHMARKS)
-    with vllm_engine(llama, {}, beside=[OWN]) as engine:
+    with vllm_engine(llama, {}, beside=[own_connector()]) as engine:
         rounds, loads = [], []
         for is_emptied in (False, False, True, False):
             if is_emptied:
@@ -123,7 +125,7 @@ def test_failures_beside_vllms_own_connector(
     prompts = [make_prompt(seed % 9, 100 + 10 * (seed % 9)) for seed in range(24)]
     kinds = (Fault.REFUSE, Fault.FAIL, Fault.HANG, Fault.SHORT)
     use(HangingLoads(seed=0, rate=1.0) if all_hang else FaultPlan(1, 0.3, kinds))
-    with vllm_engine(llama, DEADLINES, connector=FAULTY, beside=[OWN], num_blocks=20) as engine:
+    with vllm_engine(llama, DEADLINES, connector=FAULTY, beside=[own_connector()], num_blocks=20) as engine:
         rounds = [tokens_of(engine.generate(prompts, 24)) for _ in range(2)]
         engine.settle()
         assert (engine.stats.loads if all_hang else engine.stats.loads - 1) >= engine.stats.loads_failed > 0
@@ -139,7 +141,7 @@ def test_a_store_does_not_read_what_a_sibling_loads(
     monkeypatch.syspath_prepend(BENCHMARKS)
     ended, later, loaded = make_prompt(0, 128), make_prompt(1, 96), make_prompt(2, 140)
     is_loaded = Event()
-    with vllm_engine(llama, {}, beside=[OWN], num_blocks=8, max_model_len=224) as engine:
+    with vllm_engine(llama, {}, beside=[own_connector()], num_blocks=8, max_model_len=224) as engine:
         ours, theirs = engine.core.scheduler.connector.sub_connectors
         engine.generate([loaded])
         engine.forget()

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from tests.unit.connector_kit import Request, make_host
 from tests.vllm.conftest import Reference, tokens_of
+from tests.vllm.device import on_gpu
 from tests.vllm.engines import BLOCK, Engine, Output, Prompt, make_prompt, vllm_engine
 from tests.vllm.models import save_unequal
-from tests.vllm.test_multi import BENCHMARKS, OWN
+from tests.vllm.test_multi import BENCHMARKS, own_connector
 
 STORED = [make_prompt(seed, length) for seed, length in enumerate((130, 160, 192, 300))]
 ASKED = [
@@ -26,8 +27,17 @@ Groups = list[tuple[int, int | None]]
 """For each group the tokens of a block, and its window."""
 
 CHATS = [make_prompt(seed % 4, 200) + make_prompt(100 + seed, 7 * seed) for seed in range(12)]
-WINDOWS = {(32, 64, 96): (None, 65, 40), (64, 32): (None, 33)}
+WINDOWS = {(32, 64, 96): (None, 65, 40), (64, 32): (None, 33), (32, 64): (None, 1)}
 """By the tokens of a block in each group: the windows."""
+
+
+@pytest.fixture(autouse=True)
+def layers_outermost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have vLLM keep blocks unequal on a GPU too: with blocks outermost, as kvtier asks for, it makes them
+    equal. The layout is that of vLLM's own connector.
+    """
+    if on_gpu():
+        monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "LBHNC")
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +60,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, ...], Pa
         # All of 192 tokens but the last; the full-attention blocks end at 288, those of 64 at 256.
         ((32, 64, 96), [96, 96, 191, 256, 0, 64, 96, 192, 192, 192]),
         ((64, 32), [128, 128, 191, 256, 64, 64, 128, 192, 192, 256]),
+        ((32, 64), [128, 128, 191, 256, 64, 64, 128, 192, 192, 256]),
     ],
 )
 def test_as_much_is_loaded_as_with_vllms_own_connector(
@@ -65,7 +76,9 @@ def test_as_much_is_loaded_as_with_vllms_own_connector(
     with vllm_engine(models[sizes], PATIENT, num_blocks=40) as engine:
         assert tuple(group.block_size for group in engine.connector._groups) == sizes
         ours = _ask_again(engine)
-    with vllm_engine(models[sizes], num_blocks=40, kv_transfer_config=KVTransferConfig(**OWN)) as engine:
+    with vllm_engine(
+        models[sizes], num_blocks=40, kv_transfer_config=KVTransferConfig(**own_connector())
+    ) as engine:
         theirs = _ask_again(engine)
     assert [output.cached for output in ours] == loaded
     assert all(our.cached >= their.cached for our, their in zip(ours, theirs, strict=True))
@@ -109,14 +122,14 @@ class Stock:
             for size, window in groups
         ]
         names = [KVCacheGroupSpec([f"layers.{index}"], spec) for index, spec in enumerate(specs)]
-        own = OWN["kv_connector_extra_config"]
-        extra = own | {"blocks_per_chunk": blocks_per_chunk} if isinstance(own, dict) else {}
+        own = own_connector()
+        own["kv_connector_extra_config"] |= {"blocks_per_chunk": blocks_per_chunk}
         config = EngineArgs(
             model=str(model),
             dtype="float32",
             block_size=BLOCK,
             skip_tokenizer_init=True,
-            kv_transfer_config=KVTransferConfig(**OWN | {"kv_connector_extra_config": extra}),
+            kv_transfer_config=KVTransferConfig(**own),
         ).create_engine_config()
         connector = OffloadingConnector(config, KVConnectorRole.SCHEDULER, KVCacheConfig(100, [], names))
         self._scheduler = connector.connector_scheduler

@@ -15,11 +15,9 @@ from pathlib import Path
 from socket import create_connection
 from typing import Any
 
-from tests.vllm.device import engine_options
 from tests.vllm.disks import PROBE, num_rows, wait_open
-from tests.vllm.engines import make_prompt
+from tests.vllm.engines import as_connector, make_llm, make_prompt
 from vllm import LLM, SamplingParams
-from vllm.config import KVTransferConfig
 
 PROMPTS = [[(7 * seed + 13 * token) % 512 for token in range(60 + 40 * seed)] for seed in range(4)]
 ROWS = 2 + 3 + 4 + 5
@@ -28,31 +26,8 @@ ROWS = 2 + 3 + 4 + 5
 
 def main() -> None:
     model, tensor_parallel_size, *places = sys.argv[1:]
-    llm = LLM(
-        **engine_options(),
-        model=model,
-        dtype="float32",
-        max_model_len=352,
-        max_num_seqs=8,
-        max_num_batched_tokens=128,
-        enforce_eager=True,
-        block_size=32,
-        num_gpu_blocks_override=24,
-        kv_cache_memory_bytes=64 << 20,
-        skip_tokenizer_init=True,
-        tensor_parallel_size=int(tensor_parallel_size),
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="KVTierConnector",
-            kv_connector_module_path="kvtier.integrations.vllm",
-            kv_role="kv_both",
-            kv_connector_extra_config={
-                "cpu": {"capacity": "16MiB"},
-                "load_if_faster": False,
-                "load_deadline": "30s",
-                "tiers": [settings_of(place) for place in places],
-            },
-        ),
-    )
+    settings = {"load_deadline": "30s", "tiers": [settings_of(place) for place in places]}
+    llm = make_llm(model, 24, as_connector(settings), tensor_parallel_size=int(tensor_parallel_size))
     if places:
         wait_open(lambda seed: run(llm, [make_prompt(seed, 40)], 1, PROBE)[0].kv_transfer_params["kvtier"])
     computed = generate(llm, 8)

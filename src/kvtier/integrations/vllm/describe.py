@@ -182,8 +182,18 @@ def _describe_group(index: int, kv_cache_config: KVCacheConfig) -> GroupConfig:
         block_size=spec.block_size,
         bytes_per_block=spec.unpadded_page_size_bytes * len(group.layer_names),
         layer_names=tuple(group.layer_names),
-        sliding_window=spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None,
+        sliding_window=_tokens_kept(spec),
     )
+
+
+def _tokens_kept(spec: KVCacheSpec) -> int | None:
+    """Return how many tokens before the next one vLLM keeps in a windowed group, and takes for loaded.
+
+    With a chain of heads that draft they are more than the window.
+    """
+    if not isinstance(spec, SlidingWindowSpec):
+        return None
+    return int(spec.sliding_window + spec.extra_retained_tokens)
 
 
 def _spec_of_layers(spec: KVCacheSpec) -> KVCacheSpec:
