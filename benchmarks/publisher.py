@@ -16,11 +16,11 @@ thread of this process sleeps a moment and notes how much too late it gets the i
 engine's view of it; and the publisher's thread notes how much CPU time it takes between two rests. The
 former has the machine's own noise in it, which `quiet` shows: the same thread before the snapshot.
 *Filling*: the most CPU time that the publisher's thread takes for one batch while those blocks come in,
-which bounds how long a table that grows stops everybody. Where the machine is a guest of another, a moment
-in which that one stops it counts as CPU time too. Our own holds come in every run, and those stops at
-random, so the longest hold is that of the run in which it was shortest (`held_ms`), and beside it stands the
-longest of all runs (`held_worst_ms`). Other figures are medians over the runs. Needs vLLM 0.32 for the
-comparison (`make bench` builds an environment that has it); without it, kvtier is measured alone.
+which bounds how long a table that grows stops everybody. Where the machine is a guest of another and others
+want the CPU, moments in which it stops count as CPU time too: `held_ms` leaves out those stretches in which
+the kernel took the CPU away from the thread, `held_any_ms` is over all of them. Figures are medians over the
+runs. Needs vLLM 0.32 for the comparison (`make bench` builds an environment that has it); without it, kvtier
+is measured alone.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import json
 import math
 import os
 import random
+import resource
 import select
 import statistics
 import struct
@@ -315,12 +316,14 @@ def measure_snapshot() -> dict[str, float]:
         batches = make_batches(kvtier.events, SNAPSHOT_BATCH, SNAPSHOT_BLOCKS // SNAPSHOT_BATCH, room=True)
         gc.collect()
         gc.freeze()
-        filling = note_batches(made.publisher._loop.sender)
+        filling = Stretches()
+        filling.note_batches(made.publisher._loop.sender)
         for start in range(0, len(batches), 20_000):
             made.publish(batches[start : start + 20_000])
         gc.collect()
         gc.freeze()
-        held = note_held(made.publisher._loop)
+        held = Stretches()
+        held.note_turns(made.publisher._loop)
         quiet = lateness(lambda: time.sleep(2.0))
         held.clear()
         begin = time.perf_counter()
@@ -330,7 +333,7 @@ def measure_snapshot() -> dict[str, float]:
         gc.unfreeze()
     found = {"snapshot_s": seconds}
     for name, cpu in (("snapshot", held), ("filling", filling)):
-        found |= {f"{name}_held_ms": max(cpu), f"{name}_held_worst_ms": max(cpu)}
+        found |= {f"{name}_held_ms": max(cpu.undisturbed), f"{name}_held_any_ms": max(cpu.all)}
     return found | {
         f"{name}_{cut}_ms": ms
         for name, by_cut in (("quiet", quiet), ("snapshot", late))
@@ -338,42 +341,56 @@ def measure_snapshot() -> dict[str, float]:
     }
 
 
-def note_batches(sender: Any) -> list[float]:
-    """Return a list that fills with the CPU milliseconds that the publisher's thread takes for
-    each batch.
+class Stretches:
+    """CPU milliseconds of stretches of the publisher's thread.
+
+    In the `undisturbed` ones it was not taken off the CPU.
     """
-    took: list[float] = []
-    send = sender.send
 
-    def noted(batch: Any, more: bool) -> None:
-        begin = time.thread_time()
-        send(batch, more=more)
-        took.append((time.thread_time() - begin) * 1e3)
+    def __init__(self) -> None:
+        self.all: list[float] = []
+        self.undisturbed: list[float] = []
+        self._begin, self._switches = 0.0, 0
 
-    sender.send = noted
-    return took
+    def clear(self) -> None:
+        self.all.clear()
+        self.undisturbed.clear()
 
+    def note_batches(self, sender: Any) -> None:
+        """Take sending a batch for a stretch."""
+        send = sender.send
 
-def note_held(loop: Any) -> list[float]:
-    """Return a list that fills with the CPU milliseconds that the publisher's thread takes between two
-    rests.
-    """
-    held: list[float] = []
-    turn, begin = loop._turn, 0.0
+        def noted(batch: Any, more: bool) -> None:
+            self._start()
+            send(batch, more=more)
+            self._stop()
 
-    def noted() -> None:
-        nonlocal begin
-        begin = time.thread_time()
-        turn()
+        sender.send = noted
 
-    def rest(seconds: float) -> None:
-        nonlocal begin
-        held.append((time.thread_time() - begin) * 1e3)
-        time.sleep(seconds)
-        begin = time.thread_time()
+    def note_turns(self, loop: Any) -> None:
+        """Take what is between two rests for a stretch."""
+        turn = loop._turn
 
-    loop._turn, loop.rest = noted, rest
-    return held
+        def noted() -> None:
+            self._start()
+            turn()
+
+        def rest(seconds: float) -> None:
+            self._stop()
+            time.sleep(seconds)
+            self._start()
+
+        loop._turn, loop.rest = noted, rest
+
+    def _start(self) -> None:
+        self._switches = resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
+        self._begin = time.thread_time()
+
+    def _stop(self) -> None:
+        took = (time.thread_time() - self._begin) * 1e3
+        self.all.append(took)
+        if resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw == self._switches:
+            self.undisturbed.append(took)
 
 
 def lateness(work: Callable[[], object]) -> dict[str, float]:
@@ -393,7 +410,7 @@ def lateness(work: Callable[[], object]) -> dict[str, float]:
 
 
 def measure(modules: dict[str, Any], repeat: int) -> dict[str, dict[str, dict[str, float]]]:
-    """Measure all publishers in turns; return each figure over all runs, by situation and publisher."""
+    """Measure all publishers in turns; return the median of each figure by situation and publisher."""
     found: dict[str, dict[str, list[dict[str, float]]]] = {}
     for _ in range(repeat):
         for room in (True, False):
@@ -411,17 +428,11 @@ def measure(modules: dict[str, Any], repeat: int) -> dict[str, dict[str, dict[st
         )
     return {
         situation: {
-            name: {figure: over_runs(figure, [run[figure] for run in runs]) for figure in runs[0]}
+            name: {figure: statistics.median(run[figure] for run in runs) for figure in runs[0]}
             for name, runs in by_name.items()
         }
         for situation, by_name in found.items()
     }
-
-
-def over_runs(figure: str, values: list[float]) -> float:
-    if figure.endswith("held_ms"):
-        return min(values)
-    return max(values) if figure.endswith("held_worst_ms") else statistics.median(values)
 
 
 def print_table(console: Console, results: dict[str, dict[str, dict[str, float]]]) -> None:
