@@ -536,6 +536,26 @@ def test_a_restart_that_passed_the_old_number_is_seen(make: Callable[[], Bench])
     assert bench.follower.counters.restarts == 1
 
 
+@pytest.mark.parametrize("fewer", [True, False])
+@pytest.mark.parametrize("make", [ours, stock])
+def test_a_restart_that_an_answer_shows_is_counted_once(make: Callable[[], Bench], fewer: bool) -> None:
+    """The live stream shows it too, later: its numbers go back from those of the publisher before."""
+    bench = make()
+    bench.join()
+    bench.live(*(bench.publish() for _ in range(5)))
+    bench.assert_exact()
+    bench.follower.disconnected(bench.now)
+    bench.publisher.begin()
+    bench.publisher.hello()
+    first = [bench.publish() for _ in range(2 if fewer else 20)]
+    bench.follower.connected(bench.now)
+    bench.answer_all()
+    bench.live(*first, bench.publish())
+    bench.answer_all()
+    bench.assert_exact()
+    assert (bench.follower.counters.restarts, bench.follower.counters.resets) == (1, 1)
+
+
 def test_a_restart_below_the_snapshot_is_seen_by_its_mark() -> None:
     bench = ours()
     for _ in range(10):

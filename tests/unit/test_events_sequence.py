@@ -33,7 +33,7 @@ def test_a_clean_end_is_exact(tmp_path: Path) -> None:
 
 
 def test_any_other_end_leaves_a_gap(tmp_path: Path) -> None:
-    file = SequenceFile(tmp_path / "seq", step=100)
+    file = SequenceFile(tmp_path / "seq", reserve_size=100)
     for seq in range(250):
         file.reserve(seq)
         assert file.reserved > seq

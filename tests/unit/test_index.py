@@ -186,20 +186,6 @@ def test_many_workers_and_blocks(form: str) -> None:
         assert_same(index, model, keys[start : start + 100])
 
 
-def test_batch_queries_are_single_queries(form: str) -> None:
-    index = PrefixIndex(form=form, budget=MiB)
-    index.apply("a", batch(stored([1, 2, 3])))
-    index.apply("b", batch(stored([1]), stored([2, 3, 4], "CPU")))
-    queries = [[1, 2, 3, 4], [], [2], [9, 1], [1]]
-    many = index.match_many([np.array(query, np.uint64) for query in queries])
-    for row, query in enumerate(queries):
-        single = index.match(query)
-        assert many.any[row].tolist() == single.any.tolist()
-        assert many.alone[row].tolist() == single.alone.tolist()
-        assert many.reach[row].tolist() == single.reach.tolist()
-    assert index.match_many([]).any.shape == (0, 2)
-
-
 def test_the_walk_goes_down_the_tiers(form: str) -> None:
     index = PrefixIndex(form=form, budget=MiB)
     index.apply("a", batch(stored([1, 2]), stored([3], "CPU"), stored([4], "STORAGE"), stored([5], "GPU")))

@@ -80,8 +80,7 @@ def test_a_subscriber_has_the_truth_whenever_the_traffic_pauses(
     assert counters.gaps
     assert counters.lost_batches == counters.skipped_events == counters.bad_frames == 0
     assert consumers[0].status.kind is Kind.STOCK
-    # Twice where an answer shows it before the live stream does, as on a busy machine.
-    assert consumers[1].status.counters.restarts in (1, 2)
+    assert consumers[1].status.counters.restarts == 1  # whoever shows it first, an answer or the live stream
 
 
 def test_what_the_buffer_has_lost_is_known_to_be_missing(start: Start, follow: Follow) -> None:

@@ -144,8 +144,9 @@ class ZmqEventPublisher(EventPublisher):
         A batch that names no rank is of the publisher's own, which the thread writes into it.
         """
         outbox = self._outbox  # one call less than to ask it: it is cold when an engine comes to it
-        if len(outbox.queue) < outbox.room:
-            outbox.queue.append(events)
+        queue = outbox.queue
+        if len(queue) < outbox.room:
+            queue.append(events)
         else:
             outbox.put_aside(events)
         if outbox.is_asleep:

@@ -85,8 +85,7 @@ class Match(NamedTuple):
 
     `any` counts leading blocks held on whatever tier. `alone[:, tier]` counts those held on that tier.
     `reach[:, tier]` is the walk down: leading blocks on the GPU, then on with those on the CPU, then on with
-    those in storage; so `reach[:, 2]` is the longest walk. A batch query puts one more dimension, the query,
-    in front.
+    those in storage; so `reach[:, 2]` is the longest walk.
     """
 
     workers: tuple[str | None, ...]
@@ -144,8 +143,8 @@ class Table(Protocol):
         blocks.
         """
 
-    def match(self, hashes: Hashes, offsets: npt.NDArray[np.int64]) -> Columns:
-        """Return `[query, worker, column]` for the queries `hashes[offsets[i]:offsets[i + 1]]`."""
+    def match(self, hashes: Hashes) -> Columns:
+        """Return `[worker, column]`: how far along these blocks each worker comes, see `columns_of`."""
 
     def holds(self, worker: int, hashes: Hashes) -> npt.NDArray[np.bool_]:
         """Tell of each block whether the worker holds it in any area."""
@@ -178,7 +177,7 @@ class Table(Protocol):
 
 def columns_of(workers: tuple[str | None, ...], columns: Columns) -> Match:
     """Name the columns of a match."""
-    return Match(workers, columns[..., 0], columns[..., 1:4], columns[..., 4:7])
+    return Match(workers, columns[:, 0], columns[:, 1:4], columns[:, 4:7])
 
 
 def tiers_of(

@@ -221,8 +221,8 @@ class MovingTable:
         self._old.clear(worker)
         self._new.clear(worker)
 
-    def match(self, hashes: Hashes, offsets: npt.NDArray[np.int64]) -> Columns:
-        return self._old.match(hashes, offsets)
+    def match(self, hashes: Hashes) -> Columns:
+        return self._old.match(hashes)
 
     def holds(self, worker: int, hashes: Hashes) -> npt.NDArray[np.bool_]:
         return self._old.holds(worker, hashes)

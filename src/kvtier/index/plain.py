@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -224,12 +223,10 @@ class PlainTable:
 
     # -- questions ---------------------------------------------------------------------------------
 
-    def match(self, hashes: Hashes, offsets: npt.NDArray[np.int64]) -> Columns:
-        out = np.zeros((len(offsets) - 1, len(self._held), 7), np.int32)
-        keys, ends = hashes.tolist(), offsets.tolist()
-        for query, (start, stop) in enumerate(pairwise(ends)):
-            for worker, columns in self._walk(keys[start:stop]).items():
-                out[query, worker] = columns
+    def match(self, hashes: Hashes) -> Columns:
+        out = np.zeros((len(self._held), 7), np.int32)
+        for worker, columns in self._walk(hashes.tolist()).items():
+            out[worker] = columns
         return out
 
     def _walk(self, keys: list[int]) -> dict[int, list[int]]:

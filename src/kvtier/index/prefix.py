@@ -313,18 +313,7 @@ class PrefixIndex:
         """
         wanted = _as_hashes(hashes)
         with self._lock:
-            columns = self._table.match(wanted, np.array((0, len(wanted))))
-            return columns_of(self._names, columns[0, : len(self._names)])
-
-    def match_many(self, queries: Sequence[npt.ArrayLike]) -> Match:
-        """Answer many questions at once; the arrays of the answer have the question as their first
-        dimension.
-        """
-        arrays = [_as_hashes(query) for query in queries]
-        offsets = np.cumsum([0] + [len(array) for array in arrays])
-        with self._lock:
-            columns = self._table.match(np.concatenate(arrays) if arrays else _NO_HASHES, offsets)
-            return columns_of(self._names, columns[:, : len(self._names)])
+            return columns_of(self._names, self._table.match(wanted)[: len(self._names)])
 
     def match_tokens(self, tokens: Any, *, lora: str | None = None, salt: str | None = None) -> Match:
         """Return how many leading full blocks of a prompt each worker holds."""

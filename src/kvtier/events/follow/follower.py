@@ -172,15 +172,15 @@ class Follower(Generic[B]):
         self._now = now
         self._answer_by = now + self._limits.reply_timeout
         request.replies += 1
-        epoch = self.epoch
+        restarts = self.counters.restarts
         if request.kind is RequestKind.STATUS:
             self._take_status(seq, payload)
         elif request.kind is RequestKind.SNAPSHOT:
             self._take_snapshot(request, seq, payload)
         else:
             self._take_replay(request, seq, payload)
-        if epoch not in (None, self.epoch):
-            self._forget_live()  # it came from the one before
+        if self.counters.restarts != restarts:
+            self._forget_live()  # it came from the publisher before
         if request is not self.request:
             self._drain()
         self._settle()
@@ -191,6 +191,7 @@ class Follower(Generic[B]):
             return
         self._now = now
         self.request = None
+        restarts = self.counters.restarts
         if error:
             self._fail(error)
         elif request.kind is RequestKind.STATUS:
@@ -199,6 +200,8 @@ class Follower(Generic[B]):
             self._end_snapshot(request)
         else:
             self._end_replay(request)
+        if self.counters.restarts != restarts:
+            self._forget_live()  # it came from the publisher before
         self._drain()
         self._settle()
 

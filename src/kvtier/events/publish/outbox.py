@@ -7,7 +7,7 @@ one exists, always last, so nothing is overtaken.
 
 An overflow is what its batches do to the published state. Per block the counts of a publisher change by +1,
 by -1 but not below 0, or to a constant. All of these, one after another, are some
-`n -> max(n + step, least)`, so a block needs two numbers however many batches overflow; besides them, the
+`n -> max(n + shift, least)`, so a block needs two numbers however many batches overflow; besides them, the
 event that stored it last. An overflow is therefore never larger than what the cache holds or held.
 
 Any thread may call `put_aside`, `call`, `wake` and `close`; the others belong to the sending thread. An
@@ -36,15 +36,15 @@ _UNREADABLE = (AttributeError, OverflowError, RecursionError, TypeError, ValueEr
 
 
 class _Net:
-    """What became of one block: its count `n` is now `max(n + step, least)`.
+    """What became of one block: its count `n` is now `max(n + shift, least)`.
 
     `event` stored it last, or removed it.
     """
 
-    __slots__ = ("event", "least", "step")
+    __slots__ = ("event", "least", "shift")
 
-    def __init__(self, event: BlockStored | BlockRemoved, step: float) -> None:
-        self.event, self.step, self.least = event, step, 0
+    def __init__(self, event: BlockStored | BlockRemoved, shift: float) -> None:
+        self.event, self.shift, self.least = event, shift, 0
 
 
 class Overflow:
@@ -79,18 +79,18 @@ class Overflow:
             self._nets.pop(rank, None)
         elif kind in ("BlockStored", "BlockRemoved"):
             nets = self._nets.setdefault(rank, {}).setdefault(place_of(event), {})
-            first_step = -inf if rank in self.cleared else 0
+            first_shift = -inf if rank in self.cleared else 0
             is_store = kind == "BlockStored"
             for block in event.block_hashes:
                 net = nets.get(block)
                 if net is None:
-                    net = nets[block] = _Net(event, first_step)
+                    net = nets[block] = _Net(event, first_shift)
                 if is_store:
                     net.event = event
-                    net.step, net.least = (net.step + 1, net.least + 1) if self._counted else (-inf, 1)
+                    net.shift, net.least = (net.shift + 1, net.least + 1) if self._counted else (-inf, 1)
                 else:
-                    net.step, net.least = (
-                        (net.step - 1, max(net.least - 1, 0)) if self._counted else (-inf, 0)
+                    net.shift, net.least = (
+                        (net.shift - 1, max(net.least - 1, 0)) if self._counted else (-inf, 0)
                     )
 
     def ranks(self) -> set[int]:
@@ -106,7 +106,7 @@ class Overflow:
         """Raise `IntegrityError` where a net effect is impossible."""
         for rank, places in self._nets.items():
             for place, nets in places.items():
-                wrong = [block for block, net in nets.items() if net.least < 0 or net.step > net.least]
+                wrong = [block for block, net in nets.items() if net.least < 0 or net.shift > net.least]
                 if wrong:
                     raise IntegrityError(f"overflow: rank {rank}, {place}: impossible net effect of {wrong}")
 
@@ -116,7 +116,7 @@ def _apply_nets(state: PublishedState, nets: dict[ExternalBlockHash, _Net]) -> N
     stored: dict[int, tuple[Any, dict[ExternalBlockHash, int]]] = {}
     for block, net in nets.items():
         before = state.count_of(net.event, block)
-        after = int(max(before + net.step, net.least))
+        after = int(max(before + net.shift, net.least))
         if before:
             state.set_count(net.event, block, after)
         elif after:

@@ -6,7 +6,7 @@ above all numbers of the one before it unless the clock was set back. The number
 year 2255, so consumers with signed 64-bit ints and with doubles take them too.
 
 A sequence file holds one number: no message was ever sent under it or a higher one. It is moved ahead in
-steps before numbers are used, so a process that dies leaves a gap, never a number used twice; a clean end
+portions before numbers are used, so a process that dies leaves a gap, never a number used twice; a clean end
 writes the exact number. One process at a time may have the file open. One thread owns it.
 """
 
@@ -33,10 +33,10 @@ def number_from_clock() -> int:
 class SequenceFile:
     """Numbers from `start` on, to be used once `reserve` has covered them."""
 
-    def __init__(self, path: str | Path, step: int = 10_000) -> None:
+    def __init__(self, path: str | Path, reserve_size: int = 10_000) -> None:
         """Open the file, making it if it is not there."""
         self.path = Path(path)
-        self._step = step
+        self._reserve_size = reserve_size
         self._file: int | None = None
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,7 @@ class SequenceFile:
         """
         if seq < self.reserved:
             return
-        self.reserved = seq + self._step
+        self.reserved = seq + self._reserve_size
         self._write(self.reserved)
 
     def close(self, next_seq: int) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 import msgspec
 
@@ -36,8 +35,11 @@ sent.
 """
 
 
-class RankBatch(NamedTuple):
-    """Events of one rank, end to end: a million apart would be a burden for the garbage collector."""
+class RankBatch(msgspec.Struct, frozen=True, gc=False):
+    """Events of one rank, end to end.
+
+    The garbage collector does not see it: it would look through all batches of a large snapshot at once.
+    """
 
     rank: int
     number: int

@@ -443,10 +443,7 @@ class PublishedState:
 
 def sum_of(hashes: Hashes) -> int:
     """Return what `hash_sum` returns; raise `TypeError` for what is no hash."""
-    try:
-        total = sum(hashes)  # type: ignore[arg-type]
-    except TypeError:
-        total = hash_sum(hashes)
+    total = hash_sum(hashes)
     if type(total) is not int:
         raise TypeError(f"a block hash is an int or bytes, got {hashes!r}")
     return total

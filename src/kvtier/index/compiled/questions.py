@@ -17,10 +17,10 @@ _ONE, _ZERO = np.uint64(1), np.uint64(0)
 
 
 @jit
-def _record(out: Any, query: Any, column: Any, word: Any, bits: Any, depth: Any) -> None:
+def _record(out: Any, column: Any, word: Any, bits: Any, depth: Any) -> None:
     """Write down for the workers of `bits` how far they came."""
     while bits:
-        out[query, word * 64 + lowest_bit(bits), column] = depth
+        out[word * 64 + lowest_bit(bits), column] = depth
         bits &= bits - _ONE
 
 
@@ -75,7 +75,7 @@ def _on_tiers(rows: Any, areas: Any, needed: Any, words: Any, holders: Any, word
 
 @jit
 def _race(
-    rows: Any, areas: Any, needed: Any, words: Any, found: Any, count: Any, query: Any, word: Any, out: Any
+    rows: Any, areas: Any, needed: Any, words: Any, found: Any, count: Any, word: Any, out: Any
 ) -> None:
     """Find how far each of 64 workers comes.
 
@@ -106,31 +106,31 @@ def _race(
             continue
         fell = everywhere & ~held
         if fell:
-            _record(out, query, 0, word, fell, depth)
+            _record(out, 0, word, fell, depth)
             everywhere &= held
         fell = cpus & ~cpu
         if fell:
-            _record(out, query, 2, word, fell, depth)
+            _record(out, 2, word, fell, depth)
             cpus &= cpu
         fell = storages & ~storage
         if fell:
-            _record(out, query, 3, word, fell, depth)
+            _record(out, 3, word, fell, depth)
             storages &= storage
         # who falls off the GPU tries the CPU at the same block, who falls off that the storage
         fell = walk_gpu & ~gpu
         if fell:
-            _record(out, query, 1, word, fell, depth)
-            _record(out, query, 4, word, fell, depth)
+            _record(out, 1, word, fell, depth)
+            _record(out, 4, word, fell, depth)
             walk_gpu &= gpu
             walk_cpu |= fell
         fell = walk_cpu & ~cpu
         if fell:
-            _record(out, query, 5, word, fell, depth)
+            _record(out, 5, word, fell, depth)
             walk_cpu &= cpu
             walk_storage |= fell
         fell = walk_storage & ~storage
         if fell:
-            _record(out, query, 6, word, fell, depth)
+            _record(out, 6, word, fell, depth)
             walk_storage &= storage
         if everywhere == 0:
             return
@@ -139,15 +139,14 @@ def _race(
 @jit
 def match(
     meta: Any, directory: Any, cells: Any, rows: Any, alias: Any, areas: Any, needed: Any,
-    hashes: Any, offsets: Any, out: Any,
+    hashes: Any, out: Any,
 ) -> None:  # fmt: skip
-    """Answer each query: look its blocks up, then race 64 workers at a time along them."""
-    words = out.shape[1] >> 6
+    """Look the blocks up, then race 64 workers at a time along them."""
+    words = out.shape[0] >> 6
     found = np.empty(hashes.size, np.uint32)
-    for query in range(offsets.size - 1):
-        count = _look_up(meta, directory, cells, alias, hashes[offsets[query] : offsets[query + 1]], found)
-        for word in range(words):
-            _race(rows, areas, needed, words, found, count, query, word, out)
+    count = _look_up(meta, directory, cells, alias, hashes, found)
+    for word in range(words):
+        _race(rows, areas, needed, words, found, count, word, out)
 
 
 @jit

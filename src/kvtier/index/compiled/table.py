@@ -200,11 +200,9 @@ class CompiledTable:
 
     # -- questions ---------------------------------------------------------------------------------
 
-    def match(self, hashes: Hashes, offsets: npt.NDArray[np.int64]) -> Columns:
-        out = np.zeros((len(offsets) - 1, len(self._held), 7), np.int32)
-        questions.match(
-            *self._cells[:3], self._rows, self._alias, self._areas, self._needed, hashes, offsets, out
-        )
+    def match(self, hashes: Hashes) -> Columns:
+        out = np.zeros((len(self._held), 7), np.int32)
+        questions.match(*self._cells[:3], self._rows, self._alias, self._areas, self._needed, hashes, out)
         return out
 
     @property
