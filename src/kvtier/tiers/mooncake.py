@@ -26,10 +26,12 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from ipaddress import ip_address, ip_network
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
+from urllib.request import proxy_bypass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +50,10 @@ _CALL_ROWS = 64
 _RPC_QUESTION = struct.pack("<4B4I", 21, 0, 0, 0, 0, 0, 0, 0)
 """A call of no function, in the protocol of the master (coro_rpc): it says that there is none."""
 _PORTS = {"http": 80, "https": 443, "etcd": 2379, "redis": 6379}
+_PROXY_VARIABLES = ("http_proxy", "all_proxy", "ALL_PROXY")  # HTTP_PROXY is none to libcurl
+_DIRECT_VARIABLES = ("no_proxy", "NO_PROXY")
+_PROXY_PORT = 1080
+"""Of a proxy that is named without one, as libcurl has it."""
 
 # What the store's calls return.
 _NO_SPACE = -200
@@ -333,7 +339,8 @@ def _import_mooncake() -> tuple[type[MooncakeDistributedStore], type[ReplicateCo
 def _must_answer(config: MooncakeConfig, timeout: float) -> str:
     """Raise `OSError` unless master and metadata server answer. Return our address that faces the master.
 
-    Whatever the master says is an answer. Silence and a connection that is closed are what must not be met.
+    The metadata server is asked as the client will ask it, by way of a proxy if there is one. Whatever they
+    say is an answer. Silence and a connection that is closed are what must not be met.
     """
     host, _, port = config.master.rpartition(":")
     url = urlsplit(config.metadata)
@@ -347,15 +354,36 @@ def _must_answer(config: MooncakeConfig, timeout: float) -> str:
                 raise OSError(errno.ECONNRESET, problem)
         problem = f"mooncake store: its metadata server at {url.hostname} does not answer"
         where = url.hostname or "", url.port or _PORTS[url.scheme]
+        target = f"{url.path}?key=kvtier"
+        if url.scheme == "http" and (proxy := _find_proxy(where[0])) is not None:
+            hint = f"add {where[0]} to no_proxy"
+            problem += f" by way of the proxy that the environment names (http_proxy, all_proxy): {hint}"
+            where, target = proxy, f"{config.metadata}?key=kvtier"
         if url.scheme == "http":
             with closing(http.client.HTTPConnection(*where, timeout=timeout)) as connection:
-                connection.request("GET", f"{url.path}?key=kvtier")
+                connection.request("GET", target)
                 connection.getresponse()
         else:
             socket.create_connection(where, timeout).close()
     except (OSError, http.client.HTTPException) as error:
         raise OSError(getattr(error, "errno", None) or errno.ETIMEDOUT, problem) from None
     return facing
+
+
+def _find_proxy(host: str) -> tuple[str, int] | None:
+    """Return the HTTP proxy that libcurl, in the store's client, asks instead of a host; `None`: none."""
+    proxy, direct = (
+        next((os.environ[name] for name in names if os.environ.get(name)), "")
+        for names in (_PROXY_VARIABLES, _DIRECT_VARIABLES)
+    )
+    if not proxy or proxy_bypass(host, {"no": direct}):
+        return None
+    for name in direct.split(","):
+        with suppress(ValueError):  # no network, or the host is no address
+            if ip_address(host) in ip_network(name.strip(), strict=False):
+                return None
+    url = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    return (url.hostname or "", url.port or _PROXY_PORT) if url.scheme == "http" else None
 
 
 def _address_of(memory: Piece) -> int:
