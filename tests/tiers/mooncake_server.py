@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
-from tests.tiers.object_server import free_port, wait_for_port
+from tests.tiers.object_server import wait_for_port
+from tests.tiers.servers import free_port
 
 from kvtier.tier_config import MooncakeConfig
 
@@ -94,6 +97,17 @@ class MooncakeServer:
             if line.strip() == b"joined":
                 return
         raise AssertionError(f"the process with memory ended: {self.log.read_text()[-2000:]}")
+
+    def list_names(self) -> list[str]:
+        """Return the names of objects that are whole; the master knows those that are being written, too."""
+        if not (names := self._query("get_all_keys").split()):
+            return []
+        answers = json.loads(self._query("batch_query_keys?keys=" + ",".join(names)))["data"]
+        return [name for name, answer in answers.items() if answer["ok"]]
+
+    def _query(self, what: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[2]}/{what}", timeout=60) as answer:
+            return str(answer.read().decode())
 
     def stop_giver(self) -> None:
         self.giver = _kill(self.giver)

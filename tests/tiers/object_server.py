@@ -6,6 +6,7 @@ import base64
 import hmac
 import importlib.util
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from contextlib import contextmanager
 from email.utils import formatdate
 
 import pytest
+from tests.tiers.servers import free_port
 
 BUCKET = "kvtier-test"
 REGION = "us-east-1"
@@ -68,11 +70,19 @@ class S3Server:
         urllib.request.urlopen(reset, timeout=_START).close()
         self._make_bucket(BUCKET)
 
+    def list_names(self, prefix: str) -> list[str]:
+        """Return the names of the first thousand objects below a prefix."""
+        return re.findall("<Key>(.*?)</Key>", self._ask("GET", f"{BUCKET}?list-type=2&prefix={prefix}/"))
+
     def _make_bucket(self, bucket: str) -> None:
-        request = urllib.request.Request(f"{self.endpoint}/{bucket}", method="PUT")
+        self._ask("PUT", bucket)
+
+    def _ask(self, method: str, what: str) -> str:
+        request = urllib.request.Request(f"{self.endpoint}/{what}", method=method)
         whose = f"Credential=test/20260101/{REGION}/s3/aws4_request"
         request.add_header("Authorization", f"AWS4-HMAC-SHA256 {whose}")
-        urllib.request.urlopen(request, timeout=_START).close()
+        with urllib.request.urlopen(request, timeout=_START) as answer:
+            return str(answer.read().decode())
 
     def stop(self) -> None:
         if self.process is not None:
@@ -91,13 +101,6 @@ def wait_for_port(port: int, process: subprocess.Popen[bytes] | None = None) -> 
             if time.monotonic() > until or (process is not None and process.poll() is not None):
                 raise
             time.sleep(0.05)
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 @contextmanager

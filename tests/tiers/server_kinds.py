@@ -25,16 +25,28 @@ class ServerKind:
     kill: Callable[[], None]
     send_signal: Callable[[int], None]
     """SIGSTOP: it accepts and never answers."""
+    num_rows: Callable[[], int]
+    """Counts the rows that are there, and whole."""
     environment: dict[str, str] = field(default_factory=dict)
     empty: Callable[[], None] | None = None
     """Has it forget all rows, if there is a quicker way than a kill and a start."""
+
+
+def _num_rows(names: list[str]) -> int:
+    return sum("/probe" not in name for name in names)
 
 
 def serve_valkey(_log: Path, stack: ExitStack) -> ServerKind:
     server = stack.enter_context(ValkeyServer())
     signals = {signal.SIGSTOP: server.suspend, signal.SIGCONT: server.resume}
     tier = {"valkey": {"url": server.url}}
-    return ServerKind(tier, server.start, server.kill, lambda number: signals[signal.Signals(number)]())
+    return ServerKind(
+        tier,
+        server.start,
+        server.kill,
+        lambda number: signals[signal.Signals(number)](),
+        lambda: int(server.say("DBSIZE")[1:]),
+    )
 
 
 def serve_objects(_log: Path, stack: ExitStack) -> ServerKind:
@@ -47,6 +59,7 @@ def serve_objects(_log: Path, stack: ExitStack) -> ServerKind:
         server.start,
         server.stop,
         lambda number: server.process.send_signal(number),
+        lambda: _num_rows(server.list_names("fleet")),
         {"AWS_ACCESS_KEY_ID": "test-id", "AWS_SECRET_ACCESS_KEY": "test-secret"},
         server.forget,
     )
@@ -61,6 +74,7 @@ def serve_mooncake(log: Path, stack: ExitStack) -> ServerKind:
         server.start_master,
         server.stop_master,
         lambda number: server.master.send_signal(number),
+        lambda: _num_rows(server.list_names()),
     )
 
 
@@ -74,4 +88,5 @@ def serve_mooncake_memory(log: Path, stack: ExitStack) -> ServerKind:
         server.start_giver,
         server.stop_giver,
         lambda number: server.giver.send_signal(number),
+        lambda: _num_rows(server.list_names()),
     )

@@ -32,7 +32,7 @@ from kvtier.testing.backend_suite import (
 from kvtier.tier_config import MooncakeConfig
 from kvtier.tiers import factory
 from kvtier.tiers.base import Backend, BackendRow
-from kvtier.tiers.mooncake import MooncakeBackend
+from kvtier.tiers.mooncake import MooncakeBackend, _must_answer
 
 PATIENCE = 60.0
 _prefixes = count()
@@ -389,6 +389,47 @@ def test_no_client_is_set_up_for_a_master_that_accepts_and_does_not_answer(
         )
         with pytest.raises(OSError, match=r"its master at .* accepts and does not answer"):
             MooncakeBackend(config, ROW_BYTES, timeout=0.5)
+
+
+@pytest.fixture
+def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[ToldServer]:
+    """A proxy in the environment that accepts and does not answer, unless it is told to."""
+    silent = ToldServer(None)
+    for name in ("http_proxy", "all_proxy", "ALL_PROXY", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", silent.endpoint)
+    yield silent
+    silent.close()
+
+
+@pytest.mark.parametrize("name", ["http_proxy", "all_proxy", "ALL_PROXY"])
+def test_no_client_is_set_up_by_way_of_a_proxy_that_does_not_answer(
+    server: MooncakeServer, proxy: ToldServer, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The client would go that way, and wait for minutes with the GIL in its hands."""
+    monkeypatch.setattr("kvtier.tiers.mooncake._import_mooncake", lambda: (pytest.fail, pytest.fail))
+    monkeypatch.delenv("http_proxy")
+    monkeypatch.setenv(name, proxy.endpoint.replace("http://", "http://user:secret@"))
+    proxy.close()
+    with pytest.raises(OSError, match=r"proxy .* add 127\.0\.0\.1 to no_proxy") as raised:
+        MooncakeBackend(server.config("proxy"), ROW_BYTES, timeout=PATIENCE)
+    assert "secret" not in str(raised.value)
+
+
+def test_a_proxy_that_answers_will_do(server: MooncakeServer, proxy: ToldServer) -> None:
+    proxy.answer = http_answer("404 Not Found")
+    assert _must_answer(server.config("proxy"), PATIENCE) == "127.0.0.1"
+    (request,) = proxy.requests
+    assert request.startswith(f"GET {server.metadata}?key=kvtier HTTP/1.1".encode())
+
+
+@pytest.mark.parametrize("names", ["127.0.0.1", "*", "other.host, 127.0.0.1", "10.0.0.0/8,127.0.0.0/8"])
+def test_a_proxy_is_not_asked_about_hosts_in_no_proxy(
+    server: MooncakeServer, proxy: ToldServer, monkeypatch: pytest.MonkeyPatch, names: str
+) -> None:
+    monkeypatch.setenv("no_proxy", names)
+    assert _must_answer(server.config("proxy"), PATIENCE) == "127.0.0.1"
+    assert proxy.requests == []
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

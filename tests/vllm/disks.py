@@ -12,7 +12,7 @@ from kvtier.tiers.disk.folder import RECORDS
 from kvtier.tiers.disk.header import HEADER_BYTES
 from kvtier.tiers.disk.records import EMPTY, RECORD_BYTES
 
-__all__ = ["PROBE", "disk_tier", "num_rows", "wait_open", "wait_rows"]
+__all__ = ["PROBE", "disk_tier", "num_rows", "wait_first_miss", "wait_open", "wait_rows"]
 
 PROBE = {"kvtier": {"explain": True}, "max_offload_tokens": 0}
 """What a request asks for that is to be explained and to leave nothing behind."""
@@ -31,8 +31,13 @@ def wait_open(explain: Callable[[int], dict[str, Any]]) -> None:
 
     `explain` runs a prompt of a block or more, made of a seed, with `PROBE`, and returns what is explained.
     """
-    while (reason := explain(next(_SEEDS))["first_miss"]) != "never stored":
-        assert reason in ("namespace not known yet", "not open yet")
+    wait_first_miss("never stored", explain, after=["namespace not known yet", "not open yet"])
+
+
+def wait_first_miss(reason: str, explain: Callable[[int], dict[str, Any]], after: list[str]) -> None:
+    """Ask about one new prompt after the other until this is why it is missing; others may precede it."""
+    while (found := explain(next(_SEEDS))["first_miss"]) != reason:
+        assert found in after
 
 
 def wait_rows(folder: Path, count: int) -> None:

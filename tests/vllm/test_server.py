@@ -93,7 +93,12 @@ def is_listening(port: int) -> bool:
 
 def wait_ready(client: Any) -> None:
     """Send prompts until the tiers of the engine that serves this client are open."""
-    wait_open(lambda seed: explain(client, make_prompt(seed, 40), PROBE))
+    wait_open(prober(client))
+
+
+def prober(client: Any) -> Callable[[int], dict[str, Any]]:
+    """Return what asks where a prompt of a seed comes from and leaves nothing of it behind."""
+    return lambda seed: explain(client, make_prompt(seed, 40), PROBE)
 
 
 def complete(client: Any, prompt: Prompt) -> list[int]:

@@ -9,7 +9,7 @@ deleted. Any thread may call, several at once; calls block without the GIL.
 The client has no deadline: with a dead master a call blocks for four seconds and more, so memory stays in
 use until it returns, and the tier above suspends. Worse, joining and leaving hold the GIL and so stop the
 whole process: joining for a tenth of a second as a rule, but for a minute and a half if a server hangs, so
-it is tried only after master and metadata server have both answered a question; leaving for a second or two,
+it is tried only after master and metadata server have both answered as such; leaving for a second or two,
 because the client waits for a thread of its own that sleeps. So nobody leaves while the process lives: a
 backend that is closed leaves its client, with no memory of ours, to the next one with equal settings.
 `health_check` says yes to a dead master: `probe` moves bytes instead.
@@ -20,16 +20,11 @@ from __future__ import annotations
 import atexit
 import ctypes
 import errno
-import http.client
 import os
-import socket
-import struct
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
-from urllib.parse import urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +32,7 @@ from numpy.typing import NDArray
 from kvtier.errors import ConfigError, InputError
 from kvtier.tier_config import MooncakeConfig
 from kvtier.tiers.base import Backend, BackendRow
+from kvtier.tiers.mooncake_servers import must_answer
 from kvtier.tiers.value_header import HEADER_BYTES, copy_into, pack_header, seal_in
 
 if TYPE_CHECKING:
@@ -45,9 +41,6 @@ if TYPE_CHECKING:
 __all__ = ["MooncakeBackend"]
 
 _CALL_ROWS = 64
-_RPC_QUESTION = struct.pack("<4B4I", 21, 0, 0, 0, 0, 0, 0, 0)
-"""A call of no function, in the protocol of the master (coro_rpc): it says that there is none."""
-_PORTS = {"http": 80, "https": 443, "etcd": 2379, "redis": 6379}
 
 # What the store's calls return.
 _NO_SPACE = -200
@@ -145,7 +138,7 @@ class MooncakeBackend(Backend):
         """Join the store. `OSError`: a server does not answer in time. `ConfigError`: no package."""
         store_class, replication_class = _import_mooncake()
         self._master, self._prefix, self._row_bytes = config.master, config.prefix, row_bytes
-        facing = _must_answer(config, timeout)
+        facing = must_answer(config, timeout)
         self._replication: ReplicateConfig = replication_class()
         self._replication.replica_num = config.replicas
         self._lent = range(0)
@@ -328,34 +321,6 @@ def _import_mooncake() -> tuple[type[MooncakeDistributedStore], type[ReplicateCo
         hint = "in a checkout, pip install '.[mooncake]' for one without CUDA"
         raise ConfigError("mooncake", f"{problem}: {hint}") from None
     return MooncakeDistributedStore, ReplicateConfig
-
-
-def _must_answer(config: MooncakeConfig, timeout: float) -> str:
-    """Raise `OSError` unless master and metadata server answer. Return our address that faces the master.
-
-    Whatever the master says is an answer. Silence and a connection that is closed are what must not be met.
-    """
-    host, _, port = config.master.rpartition(":")
-    url = urlsplit(config.metadata)
-    problem = f"mooncake store: its master at {config.master} cannot be reached"
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout) as sock:
-            problem = f"mooncake store: its master at {config.master} accepts and does not answer"
-            facing: str = sock.getsockname()[0]
-            sock.sendall(_RPC_QUESTION)
-            if not sock.recv(1):  # a stopped process accepts, and a proxy of a dead one closes
-                raise OSError(errno.ECONNRESET, problem)
-        problem = f"mooncake store: its metadata server at {url.hostname} does not answer"
-        where = url.hostname or "", url.port or _PORTS[url.scheme]
-        if url.scheme == "http":
-            with closing(http.client.HTTPConnection(*where, timeout=timeout)) as connection:
-                connection.request("GET", f"{url.path}?key=kvtier")
-                connection.getresponse()
-        else:
-            socket.create_connection(where, timeout).close()
-    except (OSError, http.client.HTTPException) as error:
-        raise OSError(getattr(error, "errno", None) or errno.ETIMEDOUT, problem) from None
-    return facing
 
 
 def _address_of(memory: memoryview) -> int:
