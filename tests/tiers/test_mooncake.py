@@ -317,6 +317,16 @@ class TestServers:
             server.master.send_signal(signal.SIGCONT)
             told.close()
 
+    @pytest.mark.parametrize("path", ["/meta", "/"])
+    def test_nobody_joins_by_way_of_another_web_server(
+        self, server: MooncakeServer, monkeypatch: pytest.MonkeyPatch, path: str
+    ) -> None:
+        """Joining would stop the process for two seconds, in vain, again and again."""
+        monkeypatch.setattr("kvtier.tiers.mooncake._import_mooncake", lambda: (pytest.fail, pytest.fail))
+        config = MooncakeConfig(master=server.address, metadata=server.metadata.replace("/metadata", path))
+        with pytest.raises(OSError, match=r"is no metadata server \(HTTP 404\); are port and path right\?"):
+            MooncakeBackend(config, ROW_BYTES, timeout=PATIENCE)
+
     def test_a_process_ends_whatever_the_store_does(self, own: MooncakeServer) -> None:
         """With a call that blocks because the master is gone."""
         script = (
@@ -389,6 +399,33 @@ def test_no_client_is_set_up_for_a_master_that_accepts_and_does_not_answer(
         )
         with pytest.raises(OSError, match=r"its master at .* accepts and does not answer"):
             MooncakeBackend(config, ROW_BYTES, timeout=0.5)
+
+
+@pytest.mark.parametrize("greeting", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"-ERR unknown command\r\n"])
+def test_no_client_is_set_up_for_another_server_at_the_master_s_port(
+    monkeypatch: pytest.MonkeyPatch, greeting: bytes
+) -> None:
+    """A port that was mistaken for the master's, as that of a web server or of Redis.
+
+    Setting up a client would hold the GIL for ten minutes.
+    """
+
+    def answer() -> None:
+        with master.accept()[0] as connection:
+            connection.recv(4096)
+            connection.sendall(greeting)
+
+    monkeypatch.setattr("kvtier.tiers.mooncake._import_mooncake", lambda: (pytest.fail, pytest.fail))
+    told = ToldServer(http_answer("404 Not Found"))
+    with socket.create_server(("127.0.0.1", 0)) as master:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        address = f"127.0.0.1:{master.getsockname()[1]}"
+        config = MooncakeConfig(master=address, metadata=f"{told.endpoint}/metadata")
+        with pytest.raises(OSError, match=r"what answers at .* is no master; is the port right\?"):
+            MooncakeBackend(config, ROW_BYTES, timeout=PATIENCE)
+        thread.join()
+    told.close()
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

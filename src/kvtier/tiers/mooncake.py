@@ -9,7 +9,7 @@ deleted. Any thread may call, several at once; calls block without the GIL.
 The client has no deadline: with a dead master a call blocks for four seconds and more, so memory stays in
 use until it returns, and the tier above suspends. Worse, joining and leaving hold the GIL and so stop the
 whole process: joining for a tenth of a second as a rule, but for a minute and a half if a server hangs, so
-it is tried only after master and metadata server have both answered a question; leaving for a second or two,
+it is tried only after master and metadata server have both answered as such; leaving for a second or two,
 because the client waits for a thread of its own that sleeps. So nobody leaves while the process lives: a
 backend that is closed leaves its client, with no memory of ours, to the next one with equal settings.
 `health_check` says yes to a dead master: `probe` moves bytes instead.
@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 __all__ = ["MooncakeBackend"]
 
 _CALL_ROWS = 64
-_RPC_QUESTION = struct.pack("<4B4I", 21, 0, 0, 0, 0, 0, 0, 0)
+_RPC_MAGIC = 21
+_RPC_QUESTION = struct.pack("<4B4I", _RPC_MAGIC, 0, 0, 0, 0, 0, 0, 0)
 """A call of no function, in the protocol of the master (coro_rpc): it says that there is none."""
 _PORTS = {"http": 80, "https": 443, "etcd": 2379, "redis": 6379}
 
@@ -333,29 +334,53 @@ def _import_mooncake() -> tuple[type[MooncakeDistributedStore], type[ReplicateCo
 def _must_answer(config: MooncakeConfig, timeout: float) -> str:
     """Raise `OSError` unless master and metadata server answer. Return our address that faces the master.
 
-    Whatever the master says is an answer. Silence and a connection that is closed are what must not be met.
+    Silence, a connection that is closed, and a server of another kind must not be met: joining tries each of
+    its steps twenty times, and its owner tries to join for as long as it lives.
     """
-    host, _, port = config.master.rpartition(":")
-    url = urlsplit(config.metadata)
-    problem = f"mooncake store: its master at {config.master} cannot be reached"
+    facing = _ask_master(config.master, timeout)
+    _ask_metadata(urlsplit(config.metadata), timeout)
+    return facing
+
+
+def _ask_master(master: str, timeout: float) -> str:
+    """Have the master say anything in its protocol. Return our address that faces it."""
+    host, _, port = master.rpartition(":")
+    problem = f"mooncake store: its master at {master} cannot be reached"
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout) as sock:
-            problem = f"mooncake store: its master at {config.master} accepts and does not answer"
+            problem = f"mooncake store: its master at {master} accepts and does not answer"
             facing: str = sock.getsockname()[0]
             sock.sendall(_RPC_QUESTION)
-            if not sock.recv(1):  # a stopped process accepts, and a proxy of a dead one closes
-                raise OSError(errno.ECONNRESET, problem)
-        problem = f"mooncake store: its metadata server at {url.hostname} does not answer"
-        where = url.hostname or "", url.port or _PORTS[url.scheme]
-        if url.scheme == "http":
-            with closing(http.client.HTTPConnection(*where, timeout=timeout)) as connection:
-                connection.request("GET", f"{url.path}?key=kvtier")
-                connection.getresponse()
-        else:
-            socket.create_connection(where, timeout).close()
-    except (OSError, http.client.HTTPException) as error:
-        raise OSError(getattr(error, "errno", None) or errno.ETIMEDOUT, problem) from None
+            answer = sock.recv(1)
+    except OSError as error:
+        raise OSError(error.errno or errno.ETIMEDOUT, problem) from None
+    if not answer:  # a stopped process accepts, and a proxy of a dead one closes
+        raise OSError(errno.ECONNRESET, problem)
+    if answer[0] != _RPC_MAGIC:
+        problem = f"mooncake store: what answers at {master} is no master; is the port right?"
+        raise OSError(errno.EPROTO, problem)
     return facing
+
+
+def _ask_metadata(url: SplitResult, timeout: float) -> None:
+    """Have the metadata server take an entry and remove it, as joining and leaving do."""
+    where = url.hostname or "", url.port or _PORTS[url.scheme]
+    name = f"{url.path}?key=kvtier/question/{os.urandom(8).hex()}"
+    statuses: list[int] = []
+    try:
+        if url.scheme != "http":
+            socket.create_connection(where, timeout).close()
+            return
+        for method, body in (("PUT", b"{}"), ("DELETE", None)):
+            with closing(http.client.HTTPConnection(*where, timeout=timeout)) as connection:
+                connection.request(method, name, body)
+                statuses.append(connection.getresponse().status)
+    except (OSError, http.client.HTTPException) as error:
+        problem = f"mooncake store: its metadata server at {url.hostname} does not answer"
+        raise OSError(getattr(error, "errno", None) or errno.ETIMEDOUT, problem) from None
+    if statuses != [http.client.OK, http.client.OK]:
+        problem = f"what answers at {url.hostname} is no metadata server (HTTP {statuses[0]})"
+        raise OSError(errno.EPROTO, f"mooncake store: {problem}; are port and path right?")
 
 
 def _address_of(memory: Piece) -> int:
