@@ -194,7 +194,7 @@ class TestServers:
             server.close()
 
     def test_a_probe_that_comes_back_longer_is_not_read(self) -> None:
-        """The client takes memory for as many bytes as the server says; without it the process is aborted."""
+        """The client takes memory for as many bytes as the server says; without it the process aborts."""
         dates = 'ETag: "1"\r\nLast-Modified: Mon, 02 Mar 2026 10:00:00 GMT\r\n'
         server = ToldServer(f"HTTP/1.1 200 OK\r\nContent-Length: {1 << 30}\r\n{dates}\r\n".encode())
         try:
