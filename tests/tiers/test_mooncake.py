@@ -32,7 +32,8 @@ from kvtier.testing.backend_suite import (
 from kvtier.tier_config import MooncakeConfig
 from kvtier.tiers import factory
 from kvtier.tiers.base import Backend, BackendRow
-from kvtier.tiers.mooncake import MooncakeBackend, _must_answer
+from kvtier.tiers.mooncake import MooncakeBackend
+from kvtier.tiers.mooncake_servers import must_answer
 
 PATIENCE = 60.0
 _prefixes = count()
@@ -317,6 +318,16 @@ class TestServers:
             server.master.send_signal(signal.SIGCONT)
             told.close()
 
+    @pytest.mark.parametrize("path", ["/meta", "/"])
+    def test_nobody_joins_by_way_of_another_web_server(
+        self, server: MooncakeServer, monkeypatch: pytest.MonkeyPatch, path: str
+    ) -> None:
+        """Joining would stop the process for two seconds, in vain, again and again."""
+        monkeypatch.setattr("kvtier.tiers.mooncake._import_mooncake", lambda: (pytest.fail, pytest.fail))
+        config = MooncakeConfig(master=server.address, metadata=server.metadata.replace("/metadata", path))
+        with pytest.raises(OSError, match=r"is no metadata server \(HTTP 404\); are port and path right\?"):
+            MooncakeBackend(config, ROW_BYTES, timeout=PATIENCE)
+
     def test_a_process_ends_whatever_the_store_does(self, own: MooncakeServer) -> None:
         """With a call that blocks because the master is gone."""
         script = (
@@ -417,10 +428,11 @@ def test_no_client_is_set_up_by_way_of_a_proxy_that_does_not_answer(
 
 
 def test_a_proxy_that_answers_will_do(server: MooncakeServer, proxy: ToldServer) -> None:
-    proxy.answer = http_answer("404 Not Found")
-    assert _must_answer(server.config("proxy"), PATIENCE) == "127.0.0.1"
-    (request,) = proxy.requests
-    assert request.startswith(f"GET {server.metadata}?key=kvtier HTTP/1.1".encode())
+    proxy.answer = http_answer("200 OK")
+    assert must_answer(server.config("proxy"), PATIENCE) == "127.0.0.1"
+    put, delete = proxy.requests
+    assert put.startswith(f"PUT {server.metadata}?key=kvtier/question/".encode())
+    assert delete.split()[:2] == [b"DELETE", put.split()[1]]
 
 
 @pytest.mark.parametrize("names", ["127.0.0.1", "*", "other.host, 127.0.0.1", "10.0.0.0/8,127.0.0.0/8"])
@@ -428,8 +440,35 @@ def test_a_proxy_is_not_asked_about_hosts_in_no_proxy(
     server: MooncakeServer, proxy: ToldServer, monkeypatch: pytest.MonkeyPatch, names: str
 ) -> None:
     monkeypatch.setenv("no_proxy", names)
-    assert _must_answer(server.config("proxy"), PATIENCE) == "127.0.0.1"
+    assert must_answer(server.config("proxy"), PATIENCE) == "127.0.0.1"
     assert proxy.requests == []
+
+
+@pytest.mark.parametrize("greeting", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"-ERR unknown command\r\n"])
+def test_no_client_is_set_up_for_another_server_at_the_master_s_port(
+    monkeypatch: pytest.MonkeyPatch, greeting: bytes
+) -> None:
+    """A port that was mistaken for the master's, as that of a web server or of Redis.
+
+    Setting up a client would hold the GIL for ten minutes.
+    """
+
+    def answer() -> None:
+        with master.accept()[0] as connection:
+            connection.recv(4096)
+            connection.sendall(greeting)
+
+    monkeypatch.setattr("kvtier.tiers.mooncake._import_mooncake", lambda: (pytest.fail, pytest.fail))
+    told = ToldServer(http_answer("404 Not Found"))
+    with socket.create_server(("127.0.0.1", 0)) as master:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        address = f"127.0.0.1:{master.getsockname()[1]}"
+        config = MooncakeConfig(master=address, metadata=f"{told.endpoint}/metadata")
+        with pytest.raises(OSError, match=r"what answers at .* is no master; is the port right\?"):
+            MooncakeBackend(config, ROW_BYTES, timeout=PATIENCE)
+        thread.join()
+    told.close()
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,6 +193,16 @@ class TestServers:
         finally:
             server.close()
 
+    def test_a_probe_that_comes_back_longer_is_not_read(self) -> None:
+        """The client takes memory for as many bytes as the server says; without it the process aborts."""
+        dates = 'ETag: "1"\r\nLast-Modified: Mon, 02 Mar 2026 10:00:00 GMT\r\n'
+        server = ToldServer(f"HTTP/1.1 200 OK\r\nContent-Length: {1 << 30}\r\n{dates}\r\n".encode())
+        try:
+            with pytest.raises(OSError, match=f"the probe came back with {1 << 30} bytes instead of"):
+                open_backend(server.endpoint, timeout=5.0).probe()
+        finally:
+            server.close()
+
     def test_one_that_is_no_object_store(self) -> None:
         server = ToldServer(b"+PONG\r\n\r\n")
         try:

@@ -105,9 +105,15 @@ class ObjectBackend(Backend):
         name = self._name("probe")
         try:
             self._obstore.put(self._store, name, bytes(self._row_bytes), use_multipart=False)
-            self._obstore.get(self._store, name).bytes()
+            found = self._obstore.get(self._store, name)
+            nbytes = found.meta["size"]
+            if nbytes <= self._row_bytes:
+                found.bytes()
         except (self._exceptions.BaseError, OSError) as error:
             raise self._translate(error) from None
+        if nbytes > self._row_bytes:  # the client would take memory for it, or abort the process
+            problem = f"the probe came back with {nbytes} bytes instead of {self._row_bytes}"
+            raise OSError(errno.EIO, f"object store {self.url}: {problem}")
 
     def close(self) -> None:
         return
