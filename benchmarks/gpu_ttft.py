@@ -1,4 +1,4 @@
-"""Time to the first token on a GPU: from the CPU tier, against computing it again, for an 8B-shaped Llama.
+"""Time to the first token on a GPU: from the pool, against computing it again, for an 8B-shaped Llama.
 
     python benchmarks/gpu_ttft.py [--json FILE]
 

@@ -1,8 +1,8 @@
-"""Claim: a prompt whose KV is in the CPU tier has its first token many times sooner than one that is
+"""Claim: a prompt whose KV is in the pool has its first token many times sooner than one that is
 computed.
 
 For each prompt length, in turns: a prompt that nobody has seen (recompute), the same prompt after the engine
-has forgotten it so that only the CPU tier has it (load), and a bare memcpy of as many bytes between memory
+has forgotten it so that only the pool has it (load), and a bare memcpy of as many bytes between memory
 that no cache holds. Medians over many prompts; one request at a time, so that nothing hides a load. Where
 the time of a loaded prompt goes: asking, and planning the load (ask, plan); the load job, from its start
 until a worker knows that it is over (job), and telling so (end); the pass over the last token, which is
@@ -107,7 +107,7 @@ def compute_and_load(
     loaded = first_token(engine, stopwatch, prompt)
     expected, got = (0, len(prompt) - 1), (computed.from_tier, loaded.from_tier)
     if got != expected:
-        raise IntegrityError(f"expected {expected} tokens from the CPU tier, got {got}")
+        raise IntegrityError(f"expected {expected} tokens from the pool, got {got}")
     return computed, loaded
 
 
@@ -122,7 +122,7 @@ def memcpy_seconds(memory: npt.NDArray[np.uint8], size: int) -> Iterator[float]:
 
 
 def make_engine(compute_dtype: str, lengths: Sequence[int], stopwatch: Stopwatch) -> Engine:
-    """Return an engine that holds one prompt, with a CPU tier that holds several, and all its
+    """Return an engine that holds one prompt, with a pool that holds several, and all its
     calls watched.
     """
     config = EngineConfig(

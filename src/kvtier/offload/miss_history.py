@@ -48,9 +48,12 @@ class MissHistory:
             self._num_unfiled -= len(self._unfiled.popleft()[0])
 
     def reason(self, key: OffloadKey) -> MissReason:
-        """Say why an absent key is absent, as far as is remembered: for the last reason."""
+        """Say why an absent key is absent, as far as is remembered.
+
+        The last reason counts, the first one's age.
+        """
         for keys, reason in self._unfiled:
-            self._reasons.note(keys, reason)
+            self._reasons.update(dict.fromkeys(keys, reason), renew=False)
         self._unfiled.clear()
         self._num_unfiled = 0
         return self._reasons.get(key) or MissReason.NEVER_STORED

@@ -33,9 +33,9 @@ class RecentKeys(Generic[V]):
         """Remember a value for these keys."""
         self.update(dict.fromkeys(keys, value))
 
-    def update(self, values: dict[OffloadKey, V]) -> None:
-        """Remember a value for each key."""
-        if not self._values.keys().isdisjoint(values):
+    def update(self, values: dict[OffloadKey, V], *, renew: bool = True) -> None:
+        """Remember a value for each key. Without `renew`, which is faster, known keys keep their age."""
+        if renew:
             for key in values:
                 self._values.pop(key, None)
         self._values.update(values)
