@@ -48,10 +48,11 @@ _WRITES_A_DAY = 4
 """Times its capacity: what a data-centre disk is commonly made for, or a little more."""
 
 
-def _read_url(*schemes: str) -> Any:
+def _read_url(*schemes: str, users: bool = False) -> Any:
     """Make a reader of addresses.
 
-    One that may hold a secret is refused, because addresses are shown in logs.
+    One that may hold a secret is refused, because addresses are shown in logs. Where nobody is named by a
+    user (`users`), one before an @ is a token.
 
     What is refused is not repeated: a password with a / or a # in it is in any part, and in a wrong one.
     """
@@ -72,6 +73,8 @@ def _read_url(*schemes: str) -> Any:
             raise ConfigError(
                 path, "expected no password in the address, which is shown in logs; use a password_file"
             )
+        if parts.username is not None and not users:
+            raise ConfigError(path, "expected no user or token in the address, which is shown in logs")
         if parts.scheme not in schemes or "://" not in text:
             got = f"{show_value(parts.scheme)}://..." if parts.scheme and "://" in text else "something else"
             raise ConfigError(path, f"{expected}, got {got}")
@@ -99,6 +102,11 @@ def _is_database(parts: SplitResult) -> bool:
 def _kind_of(value: object) -> str:
     """Say what came where a secret may be in it."""
     return "an empty string" if value == "" else f"a value of type {type(value).__name__}"
+
+
+def _shown_name(name: object) -> str:
+    """Return a name as an error may repeat it: an address or a password may stand where a name should."""
+    return name if isinstance(name, str) and name.replace("-", "_").isidentifier() else "(a name)"
 
 
 def _read_server_fields(config: ValkeyConfig | ObjectConfig | MooncakeConfig) -> None:
@@ -140,7 +148,7 @@ class _TierTable:
         if not isinstance(values, Mapping):
             raise ConfigError(where, f"expected a table of settings, got {_kind_of(values)}")
         table = dict(values)
-        check_names(cls, table, f"{where}.")
+        check_names(cls, {_shown_name(name): None for name in table}, f"{where}.")
         try:
             return cls(**table)
         except ConfigError as error:
@@ -191,7 +199,7 @@ class ValkeyConfig(_TierTable):
     """
 
     kind: ClassVar[str] = "valkey"
-    url: str = setting(_read_url("valkey", "redis", "valkeys", "rediss", "unix"))
+    url: str = setting(_read_url("valkey", "redis", "valkeys", "rediss", "unix", users=True))
     password_file: str | None = setting(optional(read_path), None)
     tls: bool = setting(read_flag, False)
     tls_ca_file: str | None = setting(optional(read_path), None)
@@ -326,6 +334,5 @@ def _read_tier(path: str, value: object) -> TierConfig:
     if kind not in _KINDS:
         close = get_close_matches(str(kind), _KINDS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"there is {', '.join(_KINDS)}"
-        name = shown(kind) if str(kind).isidentifier() else "(a name)"  # an address may hold a secret
-        raise ConfigError(f"{path}.{name}", f"no such tier; {hint}")
+        raise ConfigError(f"{path}.{shown(_shown_name(kind))}", f"no such tier; {hint}")
     return _KINDS[kind].from_dict(settings, f"{path}.{kind}")

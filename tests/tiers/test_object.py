@@ -286,6 +286,18 @@ class TestServers:
         finally:
             silent.close()
 
+    def test_a_line_end_in_a_credential(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As a secret's file often has. The client panics, which is no `Exception`."""
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test-id\n")
+        backend = open_backend("http://127.0.0.1:9")
+        answers = backend.read([empty(1), empty(2)])
+        assert [type(answer) for answer in answers] == [ConnectionAbortedError] * 2
+        with pytest.raises(
+            OSError, match=r"the client panicked; is there a line end in a credential"
+        ) as told:
+            backend.probe()
+        assert "test-id" not in str(told.value)
+
 
 class TestProfiles:
     """The files of AWS profiles, which the store's own chain does not read."""

@@ -450,3 +450,26 @@ def test_whatever_a_backend_raises_is_a_failure_of_its_rows(caplog: pytest.LogCa
     assert told[1] == (Outcome.FAILED, "ZeroDivisionError: a bug")
     assert told[2] == (Outcome.FAILED, "expected 1 answers of the backend, got 0")
     assert "the backend raised" in caplog.text
+
+
+def test_a_panic_of_compiled_code_ends_no_thread() -> None:
+    """It is no `Exception`. A thread that it ended would leave its rows, or the tier's opening, for ever."""
+
+    class Panic(BaseException):
+        pass
+
+    class Panicking(Gate):
+        def write(self, rows: Sequence[BackendRow]) -> list[OSError | None]:
+            raise Panic("unwrap")
+
+    def open_backend() -> None:
+        raise Panic("unwrap")
+
+    threads = IOThreads(Panicking(), threads=1)
+    answers: list[BaseException | None] = []
+    threads.call(open_backend, lambda _value, error: answers.append(error))
+    threads.submit(Direction.DEMOTE, 1, lent(0), SealScope("n"), float("inf"))
+    assert threads.close(30)
+    (report,) = threads.poll()
+    assert (report.outcome, report.why) == (Outcome.FAILED, "Panic: unwrap")
+    assert [type(answer) for answer in answers] == [Panic]

@@ -275,6 +275,11 @@ def test_rows_of_stages_with_other_layers_have_another_namespace() -> None:
         [{"object": {"url": "s3://bucket", "endpoint": "https://host/?X-Amz-Signature=hunter2"}}],
         [{"mooncake": {"master": "user:hunter2@host:1", "metadata": "http://host/metadata"}}],
         [{"mooncake": {"master": "host:1", "metadata": "http://host/metadata?token=hunter2"}}],
+        [{"mooncake": {"master": "host:1", "metadata": "http://hunter2@host/metadata"}}],
+        [{"object": {"url": "s3://hunter2@bucket"}}],
+        [{"object": {"url": "s3://bucket", "endpoint": "https://hunter2@host"}}],
+        [{"valkey": {"url": "valkey://host", "password=hunter2": True}}],
+        [{"valkey": {"url": "valkey://host", "valkey://user:hunter2@host": {}}}],
     ],
 )
 def test_an_address_that_may_hold_a_secret_is_refused_and_not_repeated(tiers: Any) -> None:

@@ -541,7 +541,7 @@ class IOThreads:
     def _answer(self, call: _Call) -> _Answer:
         try:
             return _Answer(call, call.function(), None)
-        except Exception as error:
+        except BaseException as error:  # a panic of compiled code is no Exception, and the thread must go on
             return _Answer(call, None, error)
 
     def _move(self, batch: _Batch) -> list[RowEnd]:

@@ -77,7 +77,7 @@ def _ends_of(rows: list[BackendRow], move: Callable[[], list[RowEnd]]) -> list[R
         ends = move()
     except OSError as error:
         return [(Outcome.FAILED, say_error(error))] * len(rows)
-    except Exception as error:
+    except BaseException as error:  # a panic of compiled code is no Exception, and the thread must go on
         logger.exception("tier I/O: the backend raised")
         return [(Outcome.FAILED, f"{type(error).__name__}: {error}")] * len(rows)
     if len(ends) != len(rows):

@@ -109,7 +109,7 @@ class ObjectBackend(Backend):
             nbytes = found.meta["size"]
             if nbytes <= self._row_bytes:
                 found.bytes()
-        except (self._exceptions.BaseError, OSError) as error:
+        except BaseException as error:
             raise self._translate(error) from None
         if nbytes > self._row_bytes:  # the client would take memory for it, or abort the process
             problem = f"the probe came back with {nbytes} bytes instead of {self._row_bytes}"
@@ -132,7 +132,7 @@ class ObjectBackend(Backend):
                 continue
             try:
                 answers.append(move(row))
-            except (self._exceptions.BaseError, OSError) as error:
+            except BaseException as error:
                 told = self._translate(error)
                 down = told if isinstance(told, (ConnectionError, TimeoutError)) else None
                 answers.append(told)
@@ -187,8 +187,16 @@ class ObjectBackend(Backend):
 
     # -- errors ------------------------------------------------------------------------------------
 
-    def _translate(self, error: Exception) -> OSError:
-        """Say in one line what went wrong, in our words: theirs may hold addresses with secrets in them."""
+    def _translate(self, error: BaseException) -> OSError:
+        """Say in one line what went wrong, in our words: theirs may hold addresses with secrets in them.
+
+        What neither the client nor the system has raised is raised again.
+        """
+        if type(error).__name__ == "PanicException":  # of compiled code: no Exception, and of no module
+            hint = "is there a line end in a credential or in object.region?"
+            return OSError(errno.ECONNABORTED, f"object store {self.url}: the client panicked; {hint}")
+        if not isinstance(error, (self._exceptions.BaseError, OSError)):
+            raise error
         text = str(error)
         status, kind, code = _status(error), _HTTP_KIND.search(text), _CODE.search(text)
         refusals = (self._exceptions.PermissionDeniedError, self._exceptions.UnauthenticatedError)
