@@ -51,6 +51,8 @@ class Shape(NamedTuple):
 
 
 SHAPES = [
+    Shape((16, 16), (None, 1), 16),
+    Shape((16, 12), (None, 1), 4),
     Shape((16, 12), (None, 8), 4),
     Shape((16, 12), (None, 13), 4),
     Shape((12, 16), (None, 30), 4),
