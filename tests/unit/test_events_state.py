@@ -4,6 +4,7 @@ snapshot.
 
 from __future__ import annotations
 
+import gc
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -318,6 +319,15 @@ def test_a_dead_tail_is_left_out_of_a_snapshot() -> None:
     state, _, _ = run([stored([1, 2, 3, 4]), removed([4, 3])])
     sent = decode_batch(frame_batch(0.0, snapshot_of(state), 0)).events
     assert sent == [AllBlocksCleared(), stored([1, 2])]
+
+
+def test_what_a_snapshot_keeps_is_no_work_for_the_collector() -> None:
+    """It went through hundreds of batches at once, and held the interpreter for a millisecond."""
+    state, _, _ = run([stored([1, 2]), stored([3], 2)])
+    snapshot = Snapshot({0: state}, state._encoder, 3, Mark(9, state.blocks, state.digest), next(numbers))
+    snapshot.advance(60.0)
+    assert snapshot.is_made
+    assert not any(map(gc.is_tracked, snapshot.batches))
 
 
 def test_ghosts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
