@@ -1,4 +1,4 @@
-"""Events of the CPU tier inside vLLM: they describe their blocks as vLLM's own do, and say exactly what the
+"""Events of the pool inside vLLM: they describe their blocks as vLLM's own do, and say exactly what the
 pool holds.
 """
 
