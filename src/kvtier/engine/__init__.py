@@ -6,7 +6,8 @@ It is the reference host of the connector: `engine.py` shows the order of calls 
 """
 
 from kvtier.engine.config import EngineConfig
-from kvtier.engine.engine import Engine, Model, Publisher
+from kvtier.engine.engine import Engine, Model
+from kvtier.engine.event_buffer import Publisher
 from kvtier.engine.model import Decoder
 from kvtier.engine.model_config import ModelConfig
 from kvtier.engine.request import RequestOutput, TokenSources

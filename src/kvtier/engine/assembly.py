@@ -1,4 +1,4 @@
-"""The parts of an engine: a decoder, KV tensors, the description of them that kvtier wants, and batches.
+"""The parts of an engine: a decoder, KV tensors, the description of them that kvtier wants, limits, batches.
 
 Functions of configs; nothing is kept. Any thread.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvtier.config import GroupConfig, KVTierConfig, OffloadingConfig, format_size
-from kvtier.engine.cache import CacheGroup
+from kvtier.engine.cache import CacheGroup, KVCache
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.model import Decoder, ForwardBatch, SequenceSlice
 from kvtier.engine.model_config import ModelConfig
@@ -26,7 +26,14 @@ from kvtier.keys import fingerprint
 from kvtier.memory_limits import free_memory
 from kvtier.namespace import Namespace, WeightsFiles
 
-__all__ = ["allocate_kv", "describe_cache", "expect_room", "make_batch", "make_decoder"]
+__all__ = [
+    "allocate_kv",
+    "describe_cache",
+    "expect_room",
+    "find_max_model_len",
+    "make_batch",
+    "make_decoder",
+]
 
 _BLOCK_BYTES = 256
 """What the cache's books take for a block, about."""
@@ -55,6 +62,20 @@ def expect_room(model: ModelConfig, config: EngineConfig, groups: Sequence[Cache
         but = f"but only {format_size(free.size)} {free.where}"
         problem = f"{config.num_blocks} blocks need {format_size(needed)}, {but}; lower num_blocks"
         raise ConfigError("num_blocks", f"{problem}{free.remedy}")
+
+
+def find_max_model_len(model: ModelConfig, config: EngineConfig, cache: KVCache) -> int:
+    """Return how many tokens a request can have: what was asked for, or as the model and the cache allow."""
+    asked, positions = config.max_model_len, model.max_position_embeddings
+    if asked is not None and asked > positions:
+        raise ConfigError(
+            "max_model_len", f"expected at most the model's {positions} positions, got {asked}"
+        )
+    longest = cache.longest_request(positions if asked is None else asked)
+    if longest < 2:
+        needed = f"expected at least one block of two tokens or more for each of {len(cache.groups)} groups"
+        raise ConfigError("num_blocks", f"{needed}, got {config.num_blocks} with the null block")
+    return longest
 
 
 def _token_bytes(model: ModelConfig, config: EngineConfig) -> int:

@@ -18,7 +18,6 @@ else changes. One thread calls an engine.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
@@ -32,10 +31,17 @@ from torch import Tensor
 
 from kvtier.config import KVTierConfig, OffloadingConfig
 from kvtier.connector import ConnectorRole, Explanation, OffloadingConnector
-from kvtier.engine.assembly import allocate_kv, describe_cache, expect_room, make_batch, make_decoder
+from kvtier.engine.assembly import (
+    allocate_kv,
+    describe_cache,
+    expect_room,
+    find_max_model_len,
+    make_batch,
+    make_decoder,
+)
 from kvtier.engine.cache import KVCache, group_layers
 from kvtier.engine.config import EngineConfig
-from kvtier.engine.event_buffer import EventBuffer
+from kvtier.engine.event_buffer import EventBuffer, Publisher
 from kvtier.engine.interrupts import uninterrupted
 from kvtier.engine.model import ForwardBatch
 from kvtier.engine.model_config import ModelConfig
@@ -54,15 +60,13 @@ from kvtier.engine.sampling import SamplingParams, sample
 from kvtier.engine.scheduler import RequestSlice, Scheduler, Step
 from kvtier.engine.speculation import Speculation, written_blocks
 from kvtier.engine.weights import load_config, load_weights, random_weights
-from kvtier.errors import ConfigError, InputError, show_value
-from kvtier.events.types import KVCacheEvent, KVEventBatch
+from kvtier.errors import InputError, show_value
+from kvtier.events.types import KVCacheEvent
 from kvtier.namespace import WeightsFiles
 from kvtier.offload.base import OffloadingSpec
 from kvtier.offload.factory import OffloadingSpecFactory
 
-__all__ = ["Engine", "Model", "Publisher"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["Engine", "Model"]
 
 _IDLE_SECONDS = 0.05  # how long a step without tokens waits for a transfer
 _TIER_SECONDS = 0.005  # how long one waits for a tier, while a transfer may end too
@@ -94,15 +98,6 @@ class LayeredModel(Model, Protocol):
         group_of_layer: Sequence[int],
         block_size: int,
     ) -> Generator[str, None, Tensor]: ...
-
-
-class Publisher(Protocol):
-    """What the engine asks of a publisher of events: `kvtier.events` has some.
-
-    It must not block. If it raises, it is given the same events again, with those of the next step.
-    """
-
-    def publish(self, events: KVEventBatch) -> None: ...
 
 
 class Engine:
@@ -142,7 +137,7 @@ class Engine:
             enable_prefix_caching=config.enable_prefix_caching,
             events=bool(config.kv_events),
         )
-        self.max_model_len = self._find_max_model_len()
+        self.max_model_len = find_max_model_len(model.config, config, self._cache)
         windows = [group.sliding_window for group in self.groups]
         self._group_of_layer = [windows.index(window) for window in model.config.sliding_windows]
         self.kv_caches = allocate_kv(model.config, config, self.groups)
@@ -160,8 +155,6 @@ class Engine:
         """The newest output of each request that was not told of, by its arrival."""
         self._is_closed = False
         self._publisher = publisher
-        self._is_publishing = True
-        """False from a failure of the publisher to its next success."""
         self._events = EventBuffer()
 
     def _connect(
@@ -522,23 +515,10 @@ class Engine:
     def _publish(self) -> None:
         """Give the publisher what has happened since the last call; without one, keep it for
         `take_events`.
-
-        What a publisher does not take waits for the next call, like events that nobody takes.
         """
         self._keep_events()
-        if self._publisher is None or not (events := self._events.take()):
-            return
-        try:
-            self._publisher.publish(KVEventBatch(time.time(), events))  # type: ignore[arg-type]
-            self._is_publishing = True
-        except Exception as error:  # a publisher may be anybody's, and no reason to stop computing
-            self._events.add(events)
-            if self._is_publishing:
-                self._is_publishing = False
-                logger.error(
-                    "KV events: the publisher failed with %s; the engine goes on, and events wait for it",
-                    show_value(error),
-                )
+        if self._publisher is not None:
+            self._events.publish_to(self._publisher)
 
     # -- ending ------------------------------------------------------------------------------------
 
@@ -606,17 +586,3 @@ class Engine:
 
     def _is_used(self, request_id: str) -> bool:
         return request_id in self._requests or request_id in self._scheduler.held
-
-    def _find_max_model_len(self) -> int:
-        asked, positions = self.config.max_model_len, self.model.config.max_position_embeddings
-        if asked is not None and asked > positions:
-            raise ConfigError(
-                "max_model_len", f"expected at most the model's {positions} positions, got {asked}"
-            )
-        longest = self._cache.longest_request(positions if asked is None else asked)
-        if longest < 2:
-            needed = (
-                f"expected at least one block of two tokens or more for each of {len(self.groups)} groups"
-            )
-            raise ConfigError("num_blocks", f"{needed}, got {self.config.num_blocks} with the null block")
-        return longest

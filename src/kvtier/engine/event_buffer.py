@@ -1,23 +1,35 @@
-"""Events that wait to be taken, up to a bound: nobody may ever come for them.
+"""Events that wait to be taken or published, up to a bound: nobody may ever come for them.
 
 When more wait than the bound allows, all that waited is dropped, and what is taken next begins with
 `AllBlocksCleared`: a consumer then believes in too few blocks, never in too many. Whoever takes after every
-step loses nothing, however much a step tells. One thread.
+step loses nothing, however much a step tells. What a publisher does not take waits, too. One thread.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
+from typing import Protocol
 
-from kvtier.events.types import AllBlocksCleared, KVCacheEvent
+from kvtier.errors import show_value
+from kvtier.events.types import AllBlocksCleared, KVCacheEvent, KVEventBatch
 
-__all__ = ["MOST_BLOCKS", "EventBuffer"]
+__all__ = ["MOST_BLOCKS", "EventBuffer", "Publisher"]
 
 logger = logging.getLogger(__name__)
 
 MOST_BLOCKS = 100_000
 """Blocks that the waiting events may name: some 20 MB with 16 tokens a block."""
+
+
+class Publisher(Protocol):
+    """What the engine asks of a publisher of events: `kvtier.events` has some.
+
+    It must not block. If it raises, it is given the same events again, with those of the next step.
+    """
+
+    def publish(self, events: KVEventBatch) -> None: ...
 
 
 class EventBuffer:
@@ -28,6 +40,8 @@ class EventBuffer:
         self._events: list[KVCacheEvent] = []
         self._size = 0
         self._has_warned = False
+        self._is_publishing = True
+        """False from a failure of the publisher to its next success."""
 
     def add(self, events: Sequence[KVCacheEvent]) -> None:
         """Keep events, if need be instead of all that waited."""
@@ -41,6 +55,23 @@ class EventBuffer:
         """Drain the events, in order."""
         taken, self._events, self._size = self._events, [], 0
         return taken
+
+    def publish_to(self, publisher: Publisher) -> None:
+        """Publish what waits as one batch; with a publisher that fails it goes on waiting."""
+        events = self.take()
+        if not events:
+            return
+        try:
+            publisher.publish(KVEventBatch(time.time(), events))  # type: ignore[arg-type]
+            self._is_publishing = True
+        except Exception as error:  # a publisher may be anybody's, and no reason to stop computing
+            self.add(events)
+            if self._is_publishing:
+                self._is_publishing = False
+                logger.error(
+                    "KV events: the publisher failed with %s; the engine goes on, and events wait for it",
+                    show_value(error),
+                )
 
     def _drop(self) -> None:
         self._events, self._size = [AllBlocksCleared()], 1
