@@ -357,7 +357,7 @@ def tell_stages(monkeypatch: pytest.MonkeyPatch, *others: tuple[int, ...] | str)
     """Play the other pipeline stages for this one; return what this one tells them."""
     import torch
 
-    from kvtier.integrations.vllm import stages
+    from kvtier.integrations.vllm import pipeline_stages
 
     told: list[Any] = []
 
@@ -366,7 +366,7 @@ def tell_stages(monkeypatch: pytest.MonkeyPatch, *others: tuple[int, ...] | str)
         found[:] = [own, *others]
 
     pipeline = SimpleNamespace(world_size=1 + len(others), cpu_group=None)
-    monkeypatch.setattr(stages, "get_pp_group", lambda: pipeline)
+    monkeypatch.setattr(pipeline_stages, "get_pp_group", lambda: pipeline)
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
     return told
 
@@ -429,7 +429,7 @@ def test_the_scheduler_waits_for_the_handshake_of_pipeline_stages(llama: Path, c
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
     from kvtier.integrations.vllm import KVTierConnector
-    from kvtier.integrations.vllm.stages import KVTierHandshake
+    from kvtier.integrations.vllm.pipeline_stages import KVTierHandshake
 
     config = engine_config(llama, pipeline_parallel_size=2)
     connector = KVTierConnector(config, KVConnectorRole.SCHEDULER, cache_config)

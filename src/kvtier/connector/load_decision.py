@@ -12,7 +12,7 @@ from kvtier.config import KVTierConfig
 from kvtier.connector.cost import CostModel, PrefillQueue
 from kvtier.connector.jobs import LoadJob
 from kvtier.connector.lookup import PrefixMatch
-from kvtier.connector.running import RunningJobs
+from kvtier.connector.running_jobs import RunningJobs
 from kvtier.connector.state import ChunkGeometry, RequestState
 
 __all__ = ["LoadDecision"]

@@ -5,7 +5,7 @@ soon as a chunk's last token is computed, complete jobs when every rank has repo
 
 - asking (`get_num_new_matched_tokens`) pins nothing and may be repeated; `None` is answered for a bounded
   time only;
-- a request whose load failed is never offered another: what failed is computed;
+- a request whose load failed is not offered another before it has run: what failed is computed;
 - a block that a running store still reads is fenced: whoever gets it, the store is ended first
   (`jobs_to_flush`);
 - nothing that was computed or stored before a reset is stored or loaded after it;
@@ -43,8 +43,8 @@ from kvtier.connector.metadata import (
     TransferReport,
     yield_req_data,
 )
-from kvtier.connector.promotion import PromotionDecision
-from kvtier.connector.running import LoadFailures, RunningJobs
+from kvtier.connector.promotion_decision import PromotionDecision
+from kvtier.connector.running_jobs import LoadFailures, RunningJobs
 from kvtier.connector.state import ChunkGeometry, GroupState, RequestState, read_params, read_token_limit
 from kvtier.connector.stats import ConnectorStats, TransferTimes, describe_tiers, make_registry
 from kvtier.errors import InputError, IntegrityError
@@ -487,7 +487,7 @@ class OffloadingConnectorScheduler:
     ) -> tuple[bool, dict[str, Any] | None]:
         """End a request, in whatever state it is.
 
-        `True`: its blocks must stay until `get_finished` names it.
+        `True`: its blocks must stay until an output names it.
 
         One that is being loaded is named as received, any other as sent.
         """

@@ -40,12 +40,12 @@ from kvtier.connector import (
 from kvtier.errors import ConfigError
 from kvtier.integrations.summary import Summary
 from kvtier.integrations.vllm.describe import describe_engine, summarize
-from kvtier.integrations.vllm.ended import EndedRequests
 from kvtier.integrations.vllm.explain import RequestLog, answer_params
+from kvtier.integrations.vllm.late_stores import EndedRequests
 from kvtier.integrations.vllm.layout import wanted_layout
 from kvtier.integrations.vllm.load_gate import LoadGate
 from kvtier.integrations.vllm.metrics import Counts, KVTierMetrics, KVTierStats
-from kvtier.integrations.vllm.stages import KVTierHandshake
+from kvtier.integrations.vllm.pipeline_stages import KVTierHandshake
 from kvtier.integrations.vllm.translate import describe_blocks, step_view, translate_event
 from kvtier.offload import OffloadingSpec, OffloadingSpecFactory
 

@@ -29,7 +29,7 @@ from kvtier import __version__
 from kvtier.config import GroupConfig, KVTierConfig, OffloadingConfig, Recompute, format_size
 from kvtier.connector import ConnectorRole
 from kvtier.errors import ConfigError, InputError
-from kvtier.integrations.vllm.stages import BytesByRank, gather_bytes_by_rank
+from kvtier.integrations.vllm.pipeline_stages import BytesByRank, gather_bytes_by_rank
 from kvtier.integrations.vllm.weights import all_weights, nameless_hash
 from kvtier.keys import fingerprint
 from kvtier.namespace import Namespace

@@ -7,7 +7,7 @@ from tests.unit.connector_kit import Request
 
 from kvtier.connector.jobs import LoadJob, PlannedJob, StoreJob
 from kvtier.connector.metadata import TransferReport
-from kvtier.connector.running import LoadFailures, RunningJobs
+from kvtier.connector.running_jobs import LoadFailures, RunningJobs
 from kvtier.connector.state import RequestState
 from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey, make_offload_key
