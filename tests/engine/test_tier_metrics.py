@@ -10,7 +10,7 @@ from tests.engine.tier_kit import MemoryTiers, manager_of, tiered_engine
 from tests.unit.demo_kit import tier_stats
 
 from kvtier.connector import ConnectorStats
-from kvtier.connector.stats import describe_tier
+from kvtier.connector.metrics import describe_tier
 from kvtier.engine import Engine
 from kvtier.integrations.summary import Summary
 

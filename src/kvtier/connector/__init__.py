@@ -20,9 +20,9 @@ from kvtier.connector.metadata import (
     TransferReport,
     yield_req_data,
 )
+from kvtier.connector.metrics import ConnectorStats
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.connector.state import read_params
-from kvtier.connector.stats import ConnectorStats
 from kvtier.connector.worker import OffloadingConnectorWorker
 from kvtier.transfer.base import TransferSpec
 

@@ -43,10 +43,10 @@ from kvtier.connector.metadata import (
     TransferReport,
     yield_req_data,
 )
+from kvtier.connector.metrics import ConnectorStats, TransferTimes, describe_tiers, make_registry
 from kvtier.connector.promotion_decision import PromotionDecision
 from kvtier.connector.running_jobs import LoadFailures, RunningJobs
 from kvtier.connector.state import ChunkGeometry, GroupState, RequestState, read_params, read_token_limit
-from kvtier.connector.stats import ConnectorStats, TransferTimes, describe_tiers, make_registry
 from kvtier.errors import InputError, IntegrityError
 from kvtier.events.tracker import Describe, OffloadingEventsTracker
 from kvtier.events.types import KVCacheEvent

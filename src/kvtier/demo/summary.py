@@ -130,7 +130,7 @@ def summarize_restart(restart: RestartResult) -> Iterator[tuple[str, str, str, s
 
 def describe_tiers(restart: RestartResult) -> list[str]:
     """Say what the disk tier had counted in either process."""
-    from kvtier.connector.stats import describe_tier  # late: a command that shows help needs no sockets
+    from kvtier.connector.metrics import describe_tier  # late: a command that shows help needs no sockets
 
     before, after = restart.tiers
     return [f"killed, {describe_tier(before)}", f"restarted, {describe_tier(after)}"]

@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from kvtier.config import format_size
 from kvtier.connector import ConnectorStats, OffloadingConnectorScheduler
-from kvtier.connector.stats import METRICS, is_of_tiers
+from kvtier.connector.metrics import METRICS, is_of_tiers
 from kvtier.metrics import Histogram, Metric, MetricKind, Registry
 
 if TYPE_CHECKING:
