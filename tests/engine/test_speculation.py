@@ -123,8 +123,8 @@ def test_a_load_that_fails_after_its_layers_were_promised(
 
 
 def test_what_was_computed_ahead_of_a_load_that_fails_is_not_used() -> None:
-    """With blocks of one token a failed load may leave just the slice that was computed ahead of it, in blocks
-    that the load has spoilt since.
+    """With blocks of one token a failed load may leave just the slice that was computed ahead of it, in
+    blocks that the load has spoilt since.
     """
 
     def make_spec(config: OffloadingConfig) -> OffloadingSpec:
