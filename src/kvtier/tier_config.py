@@ -332,7 +332,7 @@ def _read_tier(path: str, value: object) -> TierConfig:
     table = dict(value)
     ((kind, settings),) = table.items()
     if kind not in _KINDS:
-        close = get_close_matches(str(kind), _KINDS, n=1)
+        close = get_close_matches(kind, _KINDS, n=1) if isinstance(kind, str) else []
         hint = f"did you mean {close[0]}?" if close else f"there is {', '.join(_KINDS)}"
         raise ConfigError(f"{path}.{shown(_shown_name(kind))}", f"no such tier; {hint}")
     return _KINDS[kind].from_dict(settings, f"{path}.{kind}")

@@ -345,6 +345,8 @@ def test_layers_of_different_groups_share_tensors() -> None:
         ({"enable_prefix_caching": "no"}, "enable_prefix_caching: expected one of True, False, got 'no'"),
         ({"kv_events": 1}, "kv_events: expected one of None, True, False, got 1"),
         ({"device": "tpu"}, "device: expected one of 'cpu', 'cuda', got 'tpu'"),
+        ({"device": "cpu:0"}, "device: expected one of 'cpu', 'cuda', got 'cpu:0'"),
+        ({"device": "cuda:x"}, "device: expected one of 'cpu', 'cuda', got 'cuda:x'"),
     ],
 )
 def test_bad_settings_are_one_clear_line(settings: dict[str, Any], problem: str) -> None:

@@ -122,6 +122,20 @@ def test_a_load_that_fails_after_its_layers_were_promised(
         expect_nothing_left(engine)
 
 
+def test_what_was_computed_ahead_of_a_load_that_fails_is_not_used() -> None:
+    """With blocks of one token a failed load may leave just the slice that was computed ahead of it, in
+    blocks that the load has spoilt since.
+    """
+
+    def make_spec(config: OffloadingConfig) -> OffloadingSpec:
+        return with_faults(CPUOffloadingSpec(config), LoadsOnly(0, 1.0, (Fault.FAIL,)))
+
+    with engine_that_forgot(tokens(1), ONE_GROUP, block_size=1, spec_factory=make_spec) as engine:
+        ask(engine, tokens(1), "again")
+        assert (engine.speculation.runs, engine.speculation.used) == (1, 0)
+        expect_nothing_left(engine)
+
+
 def test_blocks_that_a_store_still_reads_are_known_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine_that_forgot(tokens(32), ONE_GROUP) as engine:
         released = hold(engine, "GPU", "CPU")

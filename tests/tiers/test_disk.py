@@ -615,6 +615,12 @@ def test_beyond_the_write_limit_rows_must_be_offered_twice(tmp_path: Path) -> No
         driver.wait(lambda: driver.tier.lookup(key(3)) is True)
 
 
+def test_a_write_limit_below_the_number_of_ranks_is_still_one(tmp_path: Path) -> None:
+    with opened(tmp_path, settings={"write_limit": 1}, ranks=2) as driver:
+        assert driver.demote(1)[1] == []
+        assert driver.tier.explain(key(1)) is TierMiss.REFUSED
+
+
 def test_a_full_queue_refuses_the_end_of_a_job(tmp_path: Path) -> None:
     with opened(tmp_path, max_queued=3 * ROW_BYTES) as driver:
         assert driver.demote(1, 2, 3, 4, 5)[1] == keys(1, 2, 3)

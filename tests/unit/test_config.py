@@ -452,6 +452,7 @@ class TestFromDict:
             ({"tiers": {}}, "tiers: expected a list of tiers, "),
             ({"tiers": [{"type": "disk"}]}, "tiers[0].type: no such tier; there is disk"),
             ({"tiers": [{"dsik": {}}]}, "tiers[0].dsik: no such tier; did you mean disk?"),
+            ({"tiers": [{10**5000: {}}]}, "tiers[0].(a name): no such tier; there is disk"),
             (
                 {"tiers": [{"valkey": {}}]},
                 "tiers[0].valkey.url: expected a value, got none; this setting is required",

@@ -178,8 +178,57 @@ def test_behind_a_gap_tokens_count_as_loaded_only_if_the_engine_keeps_them(
     explanation = host.scheduler.explain("b")
     assert explanation is not None
     assert (sum(explanation.from_tiers.values()), explanation.recomputed) == (loaded, 26 - loaded)
-    assert (explanation.first_miss, explanation.first_missing_token) == (MissReason.FAILED, 8)
+    assert (explanation.first_miss, explanation.first_missing_token) == (MissReason.IO_FAILED, 8)
     assert (host.scheduler.stats.asked_tokens, host.scheduler.stats.loaded_tokens) == (26 + 26, loaded)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "corrupt", "reset", "reason"),
+    [
+        (0.0, False, False, MissReason.IO_FAILED),
+        (2.0, False, False, MissReason.TOO_SLOW),
+        (2.0, True, False, MissReason.FAILED),
+        (0.0, False, True, MissReason.CLEARED),
+    ],
+)
+def test_why_a_load_did_not_arrive_is_told_as_it_was(
+    seconds: float, corrupt: bool, reset: bool, reason: MissReason
+) -> None:
+    clock = Clock()
+    host = make_host(clock=clock)
+    host.cache(Request("a", PROMPT))
+    job, _ = load(host, Request("b", PROMPT))
+    if reset:
+        host.scheduler.reset_cache()
+    clock.now += seconds
+    host.report(job, success=False, corrupt=corrupt)
+    explanation = host.scheduler.explain("b")
+    assert explanation is not None
+    assert (explanation.first_miss, explanation.first_missing_token) == (reason, 0)
+
+
+@pytest.mark.parametrize(
+    ("limit", "told"),
+    [(8, (MissReason.LIMITED, 8)), (0, (MissReason.LIMITED, 0)), (24, (None, None)), (99, (None, None))],
+)
+def test_what_a_request_does_not_let_load_is_told(
+    limit: int, told: tuple[MissReason | None, int | None]
+) -> None:
+    """A null says that only the unfinished end was computed."""
+    host = make_host()
+    host.cache(Request("a", PROMPT))
+    request = Request("b", PROMPT, kv_transfer_params={"max_load_tokens": limit})
+    if limit:
+        job, blocks = load(host, request)
+        host.report(job)
+    else:
+        assert host.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+        blocks = host.blocks(0)
+        host.scheduler.update_state_after_alloc(request, blocks, 0)
+    host.run_new(request, (blocks[0] + [77],), computed=min(limit, 24))
+    explanation = host.scheduler.explain("b")
+    assert explanation is not None
+    assert (explanation.first_miss, explanation.first_missing_token) == told
 
 
 def test_a_chunk_that_fails_twice_is_given_up_even_if_its_bytes_are_not_blamed() -> None:

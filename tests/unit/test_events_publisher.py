@@ -241,6 +241,7 @@ def test_the_factory_takes_an_engines_own_config() -> None:
         ("topic", 5),
         ("encoding", "json"),
         ("array_version", "0.1"),
+        ("array_version", "x" * 1000),
         ("hash_format", "hex"),
         ("counting", "maybe"),
         ("hash_format", "u63"),

@@ -204,6 +204,24 @@ def test_what_another_medium_told_without_a_description_is_removed_without() -> 
     ]
 
 
+def test_what_another_medium_told_without_a_description_is_told_again() -> None:
+    """As a disk does of rows that a process without events has written: described by the next store of the
+    chunk, they are still there.
+    """
+    prompt = Prompt()
+    tracker, key = make(prompt), prompt.key(0)
+    (bare,) = told(tracker, False, key, medium="STORAGE")
+    tracker.record_store(prompt, Group(), 0, key)
+    (described,) = told(tracker, False, key)
+    assert tracker.retell() == [described, bare]
+    told(tracker, True, key)
+    assert tracker.retell() == [bare]
+    assert told(tracker, True, key, medium="STORAGE") == [
+        BlockRemoved([get_offload_block_hash(key)], "STORAGE", group_idx=0)
+    ]
+    assert len(tracker) == 0
+
+
 def test_what_other_media_hold_outlives_a_new_store() -> None:
     """Guards against a disk's removal that names fewer blocks than its announcement."""
     prompt = Prompt()

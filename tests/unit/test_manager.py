@@ -128,7 +128,7 @@ class TestReasons:
         store(manager, 2)
         assert manager.prepare_store(keys(1), A) is not None
         manager.complete_store(keys(1), success=False)
-        assert manager.explain(keys(1)[0]) is MissReason.FAILED
+        assert manager.explain(keys(1)[0]) is MissReason.IO_FAILED
         store(manager, 1)
         manager.discard(keys(1), MissReason.NOT_WORTH_LOADING)
         assert manager.explain(keys(1)[0]) is MissReason.NOT_WORTH_LOADING

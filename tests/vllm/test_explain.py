@@ -107,7 +107,7 @@ def test_the_log_tells_of_slow_loads_and_of_losses_at_a_bounded_rate() -> None:
     log.note(
         "lost", Explanation(from_gpu=32, recomputed=68, first_miss=MissReason.FAILED, first_missing_token=32)
     )
-    expected = "68 of 100 prompt tokens were computed: what begins at token 32 was failed its check"
+    expected = "68 of 100 prompt tokens were computed: of what begins at token 32: failed its check"
     assert said[1].startswith(f"kvtier: request lost: {expected}")
     assert said[1].endswith("; and 4 requests since the last such line")
 

@@ -49,20 +49,25 @@ class Explainer:
         self._manager = manager
         self._explained: OrderedDict[ReqId, Explanation] = OrderedDict()
 
-    def note_match(self, state: RequestState, match: PrefixMatch, end: int) -> None:
-        """Remember why the first chunk beyond `end` could not be had, in case the request runs like this."""
+    def note_match(self, state: RequestState, match: PrefixMatch, end: int, *, limited: bool) -> None:
+        """Remember why the first chunk beyond `end` could not be had, in case the request runs like this.
+
+        `limited`: there is a chunk beyond the match which the request may not load.
+        """
         state.miss = {}, None
         if end < match.end:
             state.miss = {_POOL: MissReason.NOT_WORTH_LOADING}, end
         elif match.missing is not None:
             state.miss = self._manager.explain_tiers(match.missing, state.context), match.reach
+        elif limited:
+            state.miss = {_POOL: MissReason.LIMITED}, match.reach
 
     def note_load(
         self, state: RequestState, job: LoadJob, recompute: Recompute, seconds: float
     ) -> Explanation | None:
         """Explain a request whose load is over after so many seconds, unless that was done before."""
         if job.failed:
-            state.miss = {_POOL: MissReason.FAILED}, job.first_failed_token()
+            state.miss = {_POOL: _why(job, seconds)}, job.first_failed_token()
         return self._explain(state, job.tokens_saved(recompute), job.promoted_tokens, seconds)
 
     def note_run(self, state: RequestState) -> Explanation | None:
@@ -95,6 +100,16 @@ class Explainer:
         if len(self._explained) > _REMEMBERED:
             self._explained.popitem(last=False)
         return explanation
+
+
+def _why(job: LoadJob, seconds: float) -> MissReason:
+    """Say why a load has not delivered everything, `seconds` after its order."""
+    if job.corrupt:
+        return MissReason.FAILED
+    if job.void and job.keys:
+        return MissReason.CLEARED
+    late = job.expired or seconds >= min(job.patience, job.deadline)
+    return MissReason.TOO_SLOW if late else MissReason.IO_FAILED
 
 
 def _split(loaded: int, promoted: dict[str, int]) -> dict[str, int]:

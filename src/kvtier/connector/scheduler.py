@@ -161,7 +161,10 @@ class OffloadingConnectorScheduler:
         is_worth = self._load_decision.is_worth_loading(state, match)
         self.stats.not_worth += not is_worth
         end = match.end if is_worth else state.local
-        self._explainer.note_match(state, match, end)
+        limited = (
+            limit < request.num_tokens and self._geometry.next_chunk_end(match.reach) <= request.num_tokens
+        )
+        self._explainer.note_match(state, match, end, limited=limited)
         # The last token is always computed.
         self._prefill.put(request.request_id, max(1, request.num_tokens - end))
         return end - state.local, end > state.local
@@ -418,7 +421,7 @@ class OffloadingConnectorScheduler:
         # The others are stored anew already.
         own = [key for key in job.keys if not self._jobs.is_storing(key)]
         if job.epoch == self._epoch:
-            self.manager.discard(own, MissReason.FAILED)
+            self.manager.discard(own, MissReason.IO_FAILED)
             self._tracker.drop(own)
         self._end_store(job)
 
@@ -440,7 +443,7 @@ class OffloadingConnectorScheduler:
         if not was_ended and (
             guilty := self._load_failures.blame(job)
         ):  # else the bus was slow, or nobody wanted it
-            self.manager.discard(guilty, MissReason.FAILED)
+            self.manager.discard(guilty, MissReason.FAILED if job.corrupt else MissReason.IO_FAILED)
         state = job.request
         state.load_job = None
         if state.finished:

@@ -32,11 +32,11 @@ MEANINGS = {
     "evicted": "The pool was full and the policy chose this chunk to leave.",
     "refused": "The pool had no place that could be freed when the chunk was offered.",
     "still being written": "The chunk was on its way to the pool and could not be read yet.",
-    "failed its check": "A transfer failed or came too late, so the tokens were computed again.",
+    "failed its check": "Its bytes were found wrong, so the tokens were computed again.",
     "cleared by a reset": "The cache was emptied on request.",
     "not worth loading": "Computing these tokens was expected to be faster than loading them.",
-    "could not be read or written": "A tier below the pool answered with an error.",
-    "too slow": "A tier below the pool did not bring it in time.",
+    "could not be read or written": "A transfer failed, or a tier below the pool answered with an error.",
+    "too slow": "A transfer or a tier below the pool did not bring it in time.",
     "suspended": "The tier that has it is not asked for a while: its calls failed or hung.",
     "not open yet": "The tier below the pool is being opened, or belongs to another process.",
     "namespace not known yet": (
@@ -44,6 +44,7 @@ MEANINGS = {
     ),
     "lost with its files": "The tier's files are gone.",
     "no room in the pool to promote it": "Other promotions had taken their share of the pool.",
+    "beyond what the request may load": "The request has set a limit on what is loaded for it.",
 }
 """What each reason for a missing chunk says to a reader."""
 

@@ -6,6 +6,7 @@ thread.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from kvtier.errors import ConfigError, show_value
@@ -16,6 +17,7 @@ _DTYPES = ("float32", "float16", "bfloat16")
 _COMPUTE_DTYPES = (*_DTYPES, "float64")
 _KV_LAYOUTS = ("blocks_first", "kv_first")
 _DEVICES = ("cpu", "cuda")
+_NUMBER = re.compile("(?<=^cuda):[0-9]{1,3}$")
 _MOST = (1 << 31) - 1
 """No count is higher: block ids and tokens are 32-bit numbers on the device."""
 
@@ -59,11 +61,8 @@ class EngineConfig:
         self._one_of("dtype", self.dtype, _DTYPES)
         self._one_of("compute_dtype", self.compute_dtype, (None, *_COMPUTE_DTYPES))
         self._one_of("kv_layout", self.kv_layout, _KV_LAYOUTS)
-        self._one_of(
-            "device",
-            self.device.partition(":")[0] if isinstance(self.device, str) else self.device,
-            _DEVICES,
-        )
+        device = _NUMBER.sub("", self.device) if isinstance(self.device, str) else self.device
+        self._one_of("device", device, _DEVICES)
         self._one_of("enable_prefix_caching", self.enable_prefix_caching, (True, False))
         self._one_of("kv_events", self.kv_events, (None, True, False))
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**64:

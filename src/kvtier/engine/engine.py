@@ -404,6 +404,8 @@ class Engine:
         output = self.worker.take_output(step.view.finished_req_ids)
         self.worker.clear_connector_metadata()
         self.connector.update_connector_output(output)
+        if output.invalid_block_ids:
+            self.speculation.forget()
         self._scheduler.take_transfers(output)
 
     def _forward(self, slices: list[RequestSlice]) -> Tensor:

@@ -3,9 +3,9 @@
 An engine that has nothing else to do begins the forward pass of the one request that it waits for. Each
 layer waits for its own KV only (`await_layer`), on a GPU on the device, so that when the last layer has
 arrived there is little left to compute. What comes of it is kept aside, and the next step uses it if that
-step computes the same tokens in the same blocks. It does so only if the load has succeeded: a load that
-failed leaves more to compute, and then nothing was lost but time that nobody wanted. Requests that load
-together are not computed ahead: one pass for all of them is worth more.
+step computes the same tokens in the same blocks. If a load fails it is forgotten, and then nothing was lost
+but time that nobody wanted. Requests that load together are not computed ahead: one pass for all of them is
+worth more.
 
     step n      load layers  0 ... 8 ... 16 ... 24 ... 31         no other request can run
                 compute           0-7 | 8-15 | 16-23 | 24-31
@@ -74,8 +74,12 @@ class Speculation:
         """
         logits = self._logits if self.has(slices) else None
         self.used += logits is not None
-        self._slice, self._blocks, self._logits = None, (), None
+        self.forget()
         return logits
+
+    def forget(self) -> None:
+        """Forget what was computed ahead: the load has failed, and may have spoilt what was written."""
+        self._slice, self._blocks, self._logits = None, (), None
 
 
 def written_blocks(request_slice: RequestSlice, block_size: int) -> set[int]:

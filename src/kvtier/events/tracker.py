@@ -100,6 +100,8 @@ class _Chunk(msgspec.Struct, gc=False):
     extra_keys: tuple[tuple[Any, ...] | None, ...] | None
     media: tuple[str, ...] = ()
     """Those that hold the chunk and were announced so with these hashes."""
+    undescribed_in: tuple[str, ...] = ()
+    """Those that hold it and were announced so by its key alone, before it was described."""
 
 
 class _Kept(msgspec.Struct, array_like=True, frozen=True):
@@ -182,7 +184,7 @@ class OffloadingEventsTracker:
                 told += _announce((self._settle(key, event.medium) for key in event.keys), event.medium)
         if self._held:
             for key in removed:  # only now: a chunk that left one medium may have come to another since
-                if key in self._held and not self._held[key].media:
+                if key in self._held and not _media(self._held[key]):
                     del self._held[key]
         return told
 
@@ -192,8 +194,12 @@ class OffloadingEventsTracker:
         For when listeners were told to forget too much.
         """
         told: list[KVCacheEvent] = []
-        for medium in sorted({medium for chunk in self._held.values() for medium in chunk.media}):
-            held = (chunk for chunk in self._held.values() if medium in chunk.media)
+        for medium in sorted({medium for chunk in self._held.values() for medium in _media(chunk)}):
+            held = (
+                chunk if medium in chunk.media else _undescribed(key)
+                for key, chunk in self._held.items()
+                if medium in _media(chunk)
+            )
             told += _announce(_without_repeats(_parents_first(held)), medium)
         return told
 
@@ -222,7 +228,10 @@ class OffloadingEventsTracker:
         """
         planned, chunk = self._planned.pop(key, None), self._held.get(key)
         if chunk is None or chunk.block_size == 0:  # a description that another medium relies on stays
+            media = () if chunk is None else chunk.media
             chunk = planned or chunk or _undescribed(key)
+            if chunk is planned:
+                chunk.undescribed_in = media
         if self.enabled:
             self._held[key] = chunk
             if medium not in chunk.media:
@@ -254,9 +263,11 @@ class OffloadingEventsTracker:
             chunk = self._held.get(key) if self._held else None
             if chunk is None or event.medium not in chunk.media:
                 hashes.append(get_offload_block_hash(key))
+                if chunk is not None:
+                    chunk.undescribed_in = _without(chunk.undescribed_in, event.medium)
             else:
                 hashes += self._unshare(chunk, event.medium)
-                chunk.media = tuple(medium for medium in chunk.media if medium != event.medium)
+                chunk.media = _without(chunk.media, event.medium)
         for group, hashes in by_group.items():
             yield BlockRemoved(hashes, event.medium, group_idx=group)
 
@@ -270,7 +281,7 @@ class OffloadingEventsTracker:
             if not _is_of(chunk, key):
                 raise IntegrityError(f"events tracker: chunk {key.hex()} is described as another one")
         for key, chunk in self._held.items():
-            if not chunk.media:
+            if not _media(chunk):
                 raise IntegrityError(f"events tracker: chunk {key.hex()} is kept and no medium holds it")
         blocks = Counter(
             (medium, chunk.group, block_hash)
@@ -338,6 +349,15 @@ def _is_of(chunk: _Chunk, key: OffloadKey) -> bool:
 def _undescribed(key: OffloadKey) -> _Chunk:
     """Return a chunk of which nothing but the key is known."""
     return _Chunk((get_offload_block_hash(key),), None, b"", 0, get_offload_group_idx(key), None, None, None)
+
+
+def _media(chunk: _Chunk) -> tuple[str, ...]:
+    """Return all media that hold a chunk and were announced so."""
+    return chunk.media + chunk.undescribed_in
+
+
+def _without(media: tuple[str, ...], gone: str) -> tuple[str, ...]:
+    return tuple(medium for medium in media if medium != gone)
 
 
 def _parents_first(chunks: Iterable[_Chunk]) -> Iterator[_Chunk]:

@@ -22,6 +22,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 import xxhash
 
+from kvtier.errors import show_value
 from kvtier.events.shapes import (
     CARRIERS,
     EACH,
@@ -169,7 +170,7 @@ def _version(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split("."))
     except ValueError:
         raise ValueError(
-            f"not a vLLM version: {text!r} (expected numbers and dots, like 0.23 or 0.10.2)"
+            f"not a vLLM version: {show_value(text)} (expected numbers and dots, like 0.23 or 0.10.2)"
         ) from None
 
 

@@ -91,6 +91,7 @@ class MissReason(Enum):
     NAMESPACE_UNKNOWN = "namespace not known yet"
     LOST = "lost with its files"
     NO_ROOM = "no room in the pool to promote it"
+    LIMITED = "beyond what the request may load"
 
 
 class ChunkLookup(Protocol):

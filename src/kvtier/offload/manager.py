@@ -198,7 +198,7 @@ class CPUOffloadingManager(OffloadingManager):
             slots = self._book.find(written)
             self.policy.remove(slots)
             self._book.release(slots)
-            self._miss_history.note(written, MissReason.FAILED)
+            self._miss_history.note(written, MissReason.IO_FAILED)
 
     def discard(self, keys: Iterable[OffloadKey], reason: MissReason = MissReason.FAILED) -> None:
         self._drop(self._book.held(_as_list(keys)), reason)

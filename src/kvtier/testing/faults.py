@@ -156,8 +156,8 @@ class _FaultyHandler(OffloadingHandler):
 
     def _probe(self, job: Job) -> None:
         """Run on the copy thread before each block."""
-        fate = self._fates[job.job_id]
-        if job.blocks_begun < fate.blocks:
+        fate = self._fates.get(job.job_id)  # none: it has ended, and its result was taken
+        if fate is None or job.blocks_begun < fate.blocks:
             return
         if fate.fault is Fault.HANG:
             self._handler.wait_ending(job)

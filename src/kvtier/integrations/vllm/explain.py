@@ -27,7 +27,9 @@ _ADVICE = {
     MissReason.EVICTED: "a larger cpu.capacity keeps more",
     MissReason.REFUSED: "a larger cpu.capacity or a lower store_threshold keeps more",
     MissReason.WRITING: "it came back before it was stored",
-    MissReason.FAILED: "a load did not arrive",
+    MissReason.FAILED: "its bytes were wrong",
+    MissReason.IO_FAILED: "a transfer did not arrive",
+    MissReason.TOO_SLOW: "it was given up",
 }
 """What a line says of the misses that are somebody's loss. Others are new prompts, resets, or a choice."""
 
@@ -90,7 +92,7 @@ class RequestLog:
         at = explanation.first_missing_token or 0
         return (
             f"{explanation.recomputed:,} of {prompt:,} prompt tokens were computed: "
-            f"what begins at token {at:,} was {miss.value} ({_ADVICE[miss]})"
+            f"of what begins at token {at:,}: {miss.value} ({_ADVICE[miss]})"
         )
 
 

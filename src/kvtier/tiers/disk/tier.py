@@ -92,7 +92,7 @@ class DiskTier(SlotTier):
             threads=threads,
             max_in_flight=max_in_flight,
             max_queued=max_queued,
-            write_limit=WriteLimit((config.write_limit or 0) // ranks or None),
+            write_limit=WriteLimit(-(-(config.write_limit or 0) // ranks) or None),
             clock=clock,
             check_seals=check_seals,
         )
