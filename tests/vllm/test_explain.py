@@ -67,7 +67,7 @@ def test_what_was_evicted_is_said_so_in_the_answer_and_in_the_log(
     assert (got["computed"], got["first_miss"], got["first_missing_token"]) == (128, "evicted", 0)
     lines = [line for line in said if line.startswith("kvtier: request")]
     assert len(lines) == 1, "once in a while"
-    assert "128 of 128 prompt tokens were computed: what begins at token 0 was evicted" in lines[0]
+    assert "128 of 128 prompt tokens were computed; what begins at token 0: evicted" in lines[0]
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_the_log_tells_of_slow_loads_and_of_losses_at_a_bounded_rate() -> None:
     log.note(
         "lost", Explanation(from_gpu=32, recomputed=68, first_miss=MissReason.FAILED, first_missing_token=32)
     )
-    expected = "68 of 100 prompt tokens were computed: of what begins at token 32: failed its check"
+    expected = "68 of 100 prompt tokens were computed; what begins at token 32: failed its check"
     assert said[1].startswith(f"kvtier: request lost: {expected}")
     assert said[1].endswith("; and 4 requests since the last such line")
 

@@ -91,8 +91,8 @@ class RequestLog:
             return None
         at = explanation.first_missing_token or 0
         return (
-            f"{explanation.recomputed:,} of {prompt:,} prompt tokens were computed: "
-            f"of what begins at token {at:,}: {miss.value} ({_ADVICE[miss]})"
+            f"{explanation.recomputed:,} of {prompt:,} prompt tokens were computed; "
+            f"what begins at token {at:,}: {miss.value} ({_ADVICE[miss]})"
         )
 
 
