@@ -17,7 +17,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import xxhash
@@ -122,12 +122,15 @@ def to_u64(block_hash: ExternalBlockHash) -> int:
 
 def hash_sum(hashes: Sequence[ExternalBlockHash]) -> int:
     """Return the sum of the hashes' low 64 bits, not yet reduced: right modulo 2^64, negative forms
-    included.
+    included. Raise `TypeError` for what is no hash.
     """
     try:
-        return sum(hashes)  # type: ignore[arg-type]
+        total: Any = sum(hashes)
     except TypeError:
         return sum(map(to_u64, hashes))
+    if type(total) is not int:
+        raise TypeError(f"a block hash is an int or bytes, got {hashes!r}")
+    return total
 
 
 def change_of(events: Iterable[KVCacheEvent]) -> Change:
