@@ -286,20 +286,20 @@ class Subscriber(Generic[B]):
             raise InputError(f"no source is called {name!r}: there are {sorted(self._links)[:20]}") from None
 
     def _status(self, link: Link[B]) -> SourceStatus:
-        follower = link.follower
-        at, ts = follower.replica.applied_at, follower.replica.ts
+        follower, replica = link.follower, link.follower.replica
+        at, ts = replica.applied_at, replica.ts
         return SourceStatus(
             name=link.source.name,
-            state=follower.state,
-            reason=follower.reason,
-            kind=follower.kind,
+            state=replica.state,
+            reason=replica.reason,
+            kind=replica.kind,
             connected=follower.is_connected,
-            epoch=follower.epoch,
-            seq=follower.seq,
-            blocks=follower.blocks,
+            epoch=replica.epoch,
+            seq=replica.position,
+            blocks=replica.blocks,
             lag=None if at is None or ts is None else max(0.0, at + self._wall - ts),
             pending=follower.pending,
-            counters=replace(follower.counters),
+            counters=replace(replica.counters),
         )
 
     def _wake(self) -> None:

@@ -38,7 +38,7 @@ class _Removed(msgspec.Struct, gc=False):
 
 
 class _Stored(_Removed):
-    """What consumers can read of a store. Its tokens are not looked at: there are many, and all are ints."""
+    """What consumers can read of a store. Tokens are not looked at one by one: there are many."""
 
     parent_block_hash: int | bytes | None
     token_ids: Any

@@ -104,7 +104,7 @@ class Ring:
 
 
 class Sender:
-    """Encodes, filters, numbers and sends; `next_seq` is the number of the next message."""
+    """Encodes, filters, numbers and sends."""
 
     def __init__(
         self, pub: zmq.Socket[bytes], config: KVEventsConfig, rank: int, numbers: SequenceFile | None
@@ -114,14 +114,13 @@ class Sender:
         self.rank = rank
         self.encoder = EventEncoder(config.encoding, config.array_version)
         self.draft = Drafter(config, self.encoder).draft
-        self.first_seq = self.next_seq = numbers.start if numbers is not None else number_from_clock()
-        self.ring = Ring(config.buffer_steps, config.buffer_bytes, self.next_seq)
+        self.first_seq = numbers.start if numbers is not None else number_from_clock()
+        self.ring = Ring(config.buffer_steps, config.buffer_bytes, self.first_seq)
         self.counters = dict.fromkeys(
             ("sent", "joined", "events", "filtered", "unencodable", "left_out", "heartbeats", "snapshots"), 0
         )
         self._pub = pub
         self._numbers = numbers
-        self._reserved: float = numbers.start if numbers is not None else math.inf
         self._counting = config.counting
         self._states = {rank: self._make_state()}
         # The batches that are to leave together: their events, how many they are, their rank, the last one's
@@ -133,7 +132,6 @@ class Sender:
         self._interval = config.heartbeat_interval
         self._mark_due = False
         self._spoke_at = self._marked_at = time.monotonic()
-        self._spoken = False
         self._snapshot: Snapshot | None = None
         self._snapshot_at = 0.0
         self._used: list[Snapshot] = []  # that serve no newcomers any more
@@ -231,8 +229,8 @@ class Sender:
             self.counters["unencodable"] += overflow.unreadable
             logger.error("%d batches or events of them cannot be encoded", overflow.unreadable)
         # Enough numbers for a replay of the state in messages of moderate size, and of one rank each.
-        self.next_seq += max(overflow.batches, len(self._states), self.blocks // _BLOCKS_A_NUMBER)
-        self.ring.restart(self.next_seq)
+        unused = max(overflow.batches, len(self._states), self.blocks // _BLOCKS_A_NUMBER)
+        self.ring.restart(self.next_seq + unused)
         if self._interval is not None:
             self._say(self.take_mark())
 
@@ -249,12 +247,9 @@ class Sender:
                 wait = math.inf
         if self._interval is None:
             return wait
-        if self._spoken:
-            self._spoken, self._spoke_at = False, now
         if now - self._spoke_at >= self._interval:
             self.counters["heartbeats"] += 1
             self._say(self.take_mark())
-            self._spoken, self._spoke_at = False, now
         self._mark_due = now - self._marked_at >= self._interval
         return min(wait, self._spoke_at + self._interval - now)
 
@@ -267,11 +262,10 @@ class Sender:
         head, tail = batch_ends(ts, len(events), rank)
         parts = (head, *events, tail)
         seq = self.next_seq
-        if seq >= self._reserved:
-            self._reserve(seq)
+        if self._numbers is not None:
+            self._numbers.reserve(seq)
         self.ring.append(parts, batches)
-        self.next_seq = seq + 1
-        self._spoken = True
+        self._spoke_at = time.monotonic()
         send = self._pub.send
         send(self.topic, _MORE)
         send(seq.to_bytes(8, "big"), _MORE)
@@ -284,10 +278,10 @@ class Sender:
         self._mark_due, self._marked_at = False, time.monotonic()
         return self.encoder.mark(self.mark())
 
-    def _reserve(self, seq: int) -> None:
-        if self._numbers is not None:
-            self._numbers.reserve(seq)
-            self._reserved = self._numbers.reserved
+    @property
+    def next_seq(self) -> int:
+        """Return the number of the next message."""
+        return self.ring.next
 
     # -- states ------------------------------------------------------------------------------------
 
@@ -379,14 +373,12 @@ class Sender:
             self._snapshot = None
 
     def check(self) -> None:
-        """Raise `IntegrityError` where states, snapshots, ring or numbers are broken."""
+        """Raise `IntegrityError` where states, snapshots or ring are broken."""
         for state in self._states.values():
             state.check()
         for snapshot in (*self._used, *([self._snapshot] if self._snapshot else ())):
             snapshot.check()
         self.ring.check()
-        if self.ring.next != self.next_seq:
-            raise IntegrityError(f"the ring ends at {self.ring.next}, the next number is {self.next_seq}")
 
 
 def _checked_rank(rank: Any) -> int:
