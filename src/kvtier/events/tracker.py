@@ -84,26 +84,11 @@ class TierEvent(Protocol):
         ...
 
 
-class _Chunk(msgspec.Struct, gc=False):
-    """What a chunk holds; undescribed, its key's hash and a block size of 0.
+class _KeptChunk(msgspec.Struct, array_like=True, gc=False):
+    """What a chunk holds, as a tier keeps it; undescribed, its key's hash and a block size of 0.
 
     There may be a million, so tokens are packed and the garbage collector need not look.
     """
-
-    hashes: tuple[bytes, ...]
-    parent: bytes | None
-    tokens: bytes
-    block_size: int
-    group: int
-    lora_id: int | None
-    lora_name: str | None
-    extra_keys: tuple[tuple[Any, ...] | None, ...] | None
-    media: tuple[str, ...] = ()
-    """Those that hold the chunk and were announced so with these hashes."""
-
-
-class _Kept(msgspec.Struct, array_like=True, frozen=True):
-    """A chunk as a tier keeps it."""
 
     hashes: tuple[bytes, ...]
     parent: bytes | None
@@ -115,7 +100,13 @@ class _Kept(msgspec.Struct, array_like=True, frozen=True):
     extra_keys: tuple[tuple[Any, ...] | None, ...] | None = None
 
 
-_ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(_Kept)
+class _Chunk(_KeptChunk):
+    """The same with the media that hold the chunk and were announced so with these hashes."""
+
+    media: tuple[str, ...] = ()
+
+
+_ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(_KeptChunk)
 
 
 class OffloadingEventsTracker:
@@ -203,7 +194,7 @@ class OffloadingEventsTracker:
         if chunk is None or chunk.block_size == 0:
             return b""
         try:
-            return _ENCODER.encode(_Kept(*(getattr(chunk, name) for name in _Kept.__struct_fields__)))
+            return _ENCODER.encode(_KeptChunk(*msgspec.structs.astuple(chunk)[:-1]))
         except (TypeError, ValueError, OverflowError):  # extra keys are an engine's own
             return b""
 
@@ -311,23 +302,9 @@ def _decode(description: bytes) -> _Chunk | None:
         return None
     num_tokens = len(kept.tokens) // array(_TOKEN_TYPE).itemsize
     is_whole = kept.hashes and kept.block_size > 0 and num_tokens == kept.block_size * len(kept.hashes)
-    extra = (
-        None
-        if kept.extra_keys is None
-        else tuple(None if keys is None else tuple(keys) for keys in kept.extra_keys)
-    )
-    if not is_whole or (extra is not None and len(extra) != len(kept.hashes)):
+    if not is_whole or (kept.extra_keys is not None and len(kept.extra_keys) != len(kept.hashes)):
         return None
-    return _Chunk(
-        kept.hashes,
-        kept.parent,
-        kept.tokens,
-        kept.block_size,
-        kept.group,
-        kept.lora_id,
-        kept.lora_name,
-        extra,
-    )
+    return _Chunk(*msgspec.structs.astuple(kept))
 
 
 def _is_of(chunk: _Chunk, key: OffloadKey) -> bool:
@@ -337,7 +314,7 @@ def _is_of(chunk: _Chunk, key: OffloadKey) -> bool:
 
 def _undescribed(key: OffloadKey) -> _Chunk:
     """Return a chunk of which nothing but the key is known."""
-    return _Chunk((get_offload_block_hash(key),), None, b"", 0, get_offload_group_idx(key), None, None, None)
+    return _Chunk((get_offload_block_hash(key),), None, b"", 0, get_offload_group_idx(key))
 
 
 def _parents_first(chunks: Iterable[_Chunk]) -> Iterator[_Chunk]:
