@@ -150,9 +150,6 @@ class Gate:
         """Stop answering; libzmq then turns everybody away."""
         self.socket.close(linger=0)
 
-    def check(self) -> None:
-        """Nothing can be inconsistent: the set of keys is only ever replaced whole."""
-
     def _knows(self, key: bytes) -> bool:
         try:
             found = self._look()

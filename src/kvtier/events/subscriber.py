@@ -31,33 +31,10 @@ import zmq
 from kvtier.errors import InputError
 from kvtier.events.follow.follower import Follower
 from kvtier.events.follow.link import Link, SocketOptions, Source
-from kvtier.events.updates import (
-    Counters,
-    Kind,
-    Limits,
-    Received,
-    Reset,
-    SourceStatus,
-    State,
-    StateChanged,
-    Update,
-)
+from kvtier.events.updates import Limits, Reset, SourceStatus, Update
 from kvtier.events.wire import Batch, decode_batch
 
-__all__ = [
-    "Counters",
-    "Kind",
-    "Limits",
-    "Received",
-    "Reset",
-    "SocketOptions",
-    "Source",
-    "SourceStatus",
-    "State",
-    "StateChanged",
-    "Subscriber",
-    "Update",
-]
+__all__ = ["Limits", "SocketOptions", "Source", "Subscriber"]
 
 B = TypeVar("B", bound=Batch)
 

@@ -197,7 +197,7 @@ class PublisherLoop:
     def _check(self) -> None:
         self.outbox.check()
         self.sender.check()
-        for part in (self.replay, self.gate, self._numbers):
+        for part in (self.replay, self._numbers):
             if part is not None:
                 part.check()
 
