@@ -59,6 +59,7 @@ class Drafter:
 
     def __init__(self, config: KVEventsConfig, encoder: EventEncoder) -> None:
         self._as_u64 = config.hash_format == "u64"
+        self._not_as_text = None if self._as_u64 else (bytes,)  # else `msgspec` takes base64 for bytes
         self._most_blocks = config.max_blocks_per_event
         self._encoder = encoder
         self._is_map = encoder.encoding is Encoding.MAP
@@ -74,23 +75,32 @@ class Drafter:
         drafts: list[Draft] = []
         problems: list[str] = []
         for kind, event in _join_removals(events):
-            try:
-                if kind in _READABLE:
-                    event = self._readable(kind, event)
-                drafts.append((kind, event, self._encode(event)))
-            except msgspec.ValidationError as error:
-                problems.append(f"a {kind} with {_in_words(error)}")
+            if kind in _READABLE:
+                event = self._in_form(kind, event)
+            data = self._encode(event)
+            problem = self._problem_of(kind, event) if kind in _READABLE else None
+            if problem is None:
+                drafts.append((kind, event, data))
+            else:
+                problems.append(problem)
         return drafts, problems
 
-    def _readable(self, kind: str, event: Any) -> Any:
-        """Return an event of blocks as consumers can read it; raise `ValidationError` where they cannot."""
-        _expect_list(event, "block_hashes")
-        if kind == "BlockStored":
-            _expect_list(event, "token_ids")
-        msgspec.convert(event, _READABLE[kind], from_attributes=True)
+    def _in_form(self, kind: str, event: Any) -> Any:
+        """Return an event of blocks with hashes as they are wanted, and of its place what can be said."""
         if self._as_u64 and not _has_u64(kind, event):
             event = _with_u64(kind, event)
         return event if self._is_map else self._encoder.reduced(event)
+
+    def _problem_of(self, kind: str, event: Any) -> str | None:
+        """Return what keeps consumers from reading an event of blocks."""
+        try:
+            msgspec.convert(event, _READABLE[kind], from_attributes=True, builtin_types=self._not_as_text)
+            _expect_list(event, "block_hashes")
+            if kind == "BlockStored":
+                _expect_list(event, "token_ids")
+        except msgspec.ValidationError as error:
+            return f"a {kind} with {_in_words(error)}"
+        return None
 
 
 def _expect_list(event: Any, name: str) -> None:
