@@ -151,9 +151,7 @@ class _MapCarrier(msgspec.Struct, tag="BlockRemoved", gc=False):
 
 
 class _ArrayCarrier(msgspec.Struct, tag="BlockRemoved", array_like=True, gc=False):
-    """The event that a mark rides in, as an array: the mark is behind every field that a removal
-    ever had.
-    """
+    """The event that a mark rides in, as an array: behind every field that a removal ever had."""
 
     block_hashes: list[Any]
     medium: Any

@@ -35,9 +35,7 @@ _TOKEN_TYPE = "i"
 
 
 class Description(NamedTuple):
-    """What a request says of some of its consecutive blocks; `extra_keys` has an entry for each, or is
-    `None`.
-    """
+    """What a request says of consecutive blocks; `extra_keys` has an entry for each, or is `None`."""
 
     token_ids: Sequence[int]
     lora_id: int | None = None
@@ -113,9 +111,7 @@ class OffloadingEventsTracker:
     """Knows the blocks of every chunk that is being stored or is held."""
 
     def __init__(self, describe: Describe | None = None) -> None:
-        """Ask requests through `describe`; without it the tracker keeps nothing and all events are
-        placeholders.
-        """
+        """Ask requests through `describe`; without it nothing is kept, and all events are placeholders."""
         self.enabled = describe is not None
         self._describe = describe
         self._planned: dict[OffloadKey, _Chunk] = {}
@@ -133,22 +129,17 @@ class OffloadingEventsTracker:
     def record_store(
         self, req: _Request, group_config: ChunkGroup, offload_block_idx: int, offload_key: OffloadKey
     ) -> None:
-        """Note what a chunk holds whose store is planned: the request's `offload_block_idx`-th chunk in its
-        group.
-        """
+        """Note what a request's `offload_block_idx`-th chunk in its group holds: its store is planned."""
         if self._describe is not None and group_config.window is None:
             self._planned[offload_key] = _chunk_of(self._describe, req, group_config, offload_block_idx)
 
     def drop(self, keys: Iterable[OffloadKey]) -> None:
-        """Forget those of these chunks whose store came to nothing: it is over, and they have not been
-        announced.
-        """
+        """Forget those of these chunks whose store is over and came to nothing."""
         for key in keys:
             self._planned.pop(key, None)
 
     def reset(self) -> None:
-        """Forget everything: what the tiers announce from here on was recorded after this call, or is a
-        placeholder.
+        """Forget everything: what tiers announce from here on was recorded later, or is a placeholder.
 
         For tiers that forget without a word. Removals that are still to be translated would lose their
         blocks.
@@ -252,9 +243,7 @@ class OffloadingEventsTracker:
             yield BlockRemoved(hashes, event.medium, group_idx=group)
 
     def check(self) -> None:
-        """Raise `IntegrityError` if something is kept that no medium holds, or is named by another chunk's
-        key.
-        """
+        """Raise `IntegrityError` if something is kept that no medium holds, or under another's key."""
         if not self.enabled and len(self):
             raise IntegrityError(f"events tracker: it is off and yet keeps {len(self)} chunks")
         for key, chunk in (*self._planned.items(), *self._held.items()):

@@ -91,9 +91,7 @@ default here.
 
 
 class Change(NamedTuple):
-    """What a batch does to the set of held blocks: whether it empties it, then how it moves its size and its
-    digest.
-    """
+    """What a batch does to the set of held blocks: empties it or not, then moves its size and its digest."""
 
     cleared: bool
     blocks: int
@@ -154,9 +152,7 @@ def change_of(events: Iterable[KVCacheEvent]) -> Change:
 
 
 def array_fields(version: str) -> tuple[int, int]:
-    """Return how many fields `BlockStored` and `BlockRemoved` have in that vLLM version, the tag not
-    counted.
-    """
+    """Return how many fields stores and removals have in that vLLM version, the tag not counted."""
     wanted = _version(version)
     if wanted < _version(_STORED_FIELDS[0][0]):
         raise ValueError(f"vLLM {version} has no KV events: expected {_STORED_FIELDS[0][0]} or later")
@@ -190,9 +186,7 @@ class EventEncoder:
         self._encode = msgspec.msgpack.Encoder().encode
 
     def reduced(self, event: KVCacheEvent) -> KVCacheEvent:
-        """Return an event of blocks without what of its place this encoding cannot say, or says of stores
-        alone.
-        """
+        """Return an event of blocks without what of its place this encoding does not say of both kinds."""
         if self.encoding is Encoding.MAP or not any(
             getattr(event, name, None) is not None for name in self._unsaid
         ):
@@ -316,9 +310,7 @@ def _decode_each(payload: bytes, tokens: bool) -> DecodedBatch:
 
 
 def _decode_event(raw: bytes, tokens: bool) -> Event | None:
-    """Read one event, or at least which blocks it is about and where they are; return `None` where even that
-    fails.
-    """
+    """Read one event, or at least which blocks it is about and where; `None` where even that fails."""
     for reader in EACH[encoding_of(raw), tokens]:
         try:
             event = reader.event(raw)

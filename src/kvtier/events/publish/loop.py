@@ -182,9 +182,7 @@ class PublisherLoop:
             sender.flush()
 
     def _doze(self, seconds: float) -> None:
-        """Rest a moment without asking to be woken by batches: where one came others follow, and waking
-        costs the engine time.
-        """
+        """Rest a moment without being woken by batches: where one came others follow, and waking costs."""
         if self._poller.poll(math.ceil(1000 * seconds)):
             self.outbox.wake_up()  # costs ten microseconds where nothing was written
 

@@ -41,8 +41,7 @@ _MORE = int(zmq.SNDMORE)
 
 
 class Ring:
-    """The last messages, of consecutive sequence numbers `[head, next)`, within a count of batches and of
-    bytes.
+    """The last messages, numbered `[head, next)`, within a count of batches and of bytes.
 
     Batches that travelled together count one by one, so that what is kept reaches back equally far however
     they went. A message is kept in its parts: most are events that the state has, too.
@@ -144,8 +143,7 @@ class Sender:
         self._say(self.encoder.event(AllBlocksCleared()), self.take_mark())
 
     def send(self, batch: Any, more: bool = False) -> None:
-        """Send what of a batch is news. One that cannot be encoded is logged; it changes nothing and takes
-        no number.
+        """Send what of a batch is news. One that cannot be encoded is logged; it takes no number.
 
         If there is `more` to come it may wait for the next one, or for `flush`, to travel with it.
         """
@@ -175,9 +173,7 @@ class Sender:
             self.flush()
 
     def _take_in(self, drafts: list[Draft]) -> bool:
-        """Bring a batch into the state, and what of it is news to the events that wait; return whether
-        there is any.
-        """
+        """Bring a batch into the state; return whether any of it is news, which then waits in `_events`."""
         out, rank = self._events, self._batch_rank
         state = self._state(rank)
         before = len(out)
@@ -320,8 +316,7 @@ class Sender:
     # -- snapshots ---------------------------------------------------------------------------------
 
     def take_snapshot(self) -> Snapshot | None:
-        """Return the state as of the newest message, or as of one shortly before that the ring still follows
-        on.
+        """Return the state as of the newest message, or of an earlier one that the ring still follows on.
 
         `None` while another one is being made, or too many are being read: ask again.
         """

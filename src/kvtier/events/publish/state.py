@@ -342,9 +342,7 @@ class PublishedState:
         return [self.ghosts, *(holding.blocks for holding in self._holdings.values())]
 
     def take_apart(self) -> list[dict[Any, Any] | deque[Any]]:
-        """Return all that the state consists of, for others to free bit by bit: at once, it takes half a
-        second.
-        """
+        """Return all that the state consists of, to be freed bit by bit: at once takes half a second."""
         pieces: list[dict[Any, Any] | deque[Any]] = [self._records, *self._children, self._ghosts]
         for holding in self._holdings.values():
             pieces += [*holding.blocks.tables, holding.counts]
