@@ -327,9 +327,9 @@ class Case:
         is_seen = self.is_stock or self.random.random() < 0.5
         hello = self.publisher.begin(keeps_sequence=not self.is_stock and self.random.random() < 0.6)
         if self.random.random() < 0.4:  # it may come to where the old one was, unheard
-            while self.publisher.newest < self.follower.seq:
+            while self.publisher.newest < self.follower.replica.position:
                 hello = self.publisher.step()
-            hello = None if self.publisher.newest == self.follower.seq else hello
+            hello = None if self.publisher.newest == self.follower.replica.position else hello
         if is_seen:
             self._reconnect(is_cut=True)
         self._send(hello)
@@ -385,25 +385,29 @@ class Case:
 
     def check_claim(self) -> None:
         """Whoever says exact holds what the publisher held as of that batch."""
-        if self.follower.state is not State.EXACT or self._is_restart_hidden():
+        if self.follower.replica.state is not State.EXACT or self._is_restart_hidden():
             return
         self.claims += 1
-        epoch = self.follower.epoch or self.publisher.epoch
-        truth = self.publisher.history.get((epoch, self.follower.seq), frozenset())
-        assert self.consumer.held == truth, (self.seed, self.follower.seq, "called exact and is not")
+        epoch = self.follower.replica.epoch or self.publisher.epoch
+        truth = self.publisher.history.get((epoch, self.follower.replica.position), frozenset())
+        assert self.consumer.held == truth, (
+            self.seed,
+            self.follower.replica.position,
+            "called exact and is not",
+        )
 
     def _is_restart_hidden(self) -> bool:
         """Say whether nothing that was heard could tell that the publisher is another one, or who it is."""
         heard = self.publisher.sent_by.get(self._heard, -1)
-        if self.follower.epoch is None:  # no mark yet: it is taken for one of one rank
+        if self.follower.replica.epoch is None:  # no mark yet: it is taken for one of one rank
             return self.publisher.runs > 1 or (not self.is_stock and self.publisher.ranks > 1)
-        return heard > self.follower.epoch
+        return heard > self.follower.replica.epoch
 
     def _calm_down(self) -> None:
         self.nemesis.is_at_work = False
         until = self.now + 40.0
         while not self._is_done():
-            assert self.now < until, (self.seed, self.follower.state, self.follower.reason)
+            assert self.now < until, (self.seed, self.follower.replica.state, self.follower.replica.reason)
             if int(self.now) != int(self.now + 0.1):
                 self._send(self.publisher.heartbeat())
             if int(self.now / 10) != int(self.now / 10 + 0.01) and (not self.can_ask or self.is_stock):
@@ -416,8 +420,12 @@ class Case:
         assert self.consumer.state is State.EXACT
 
     def _is_done(self) -> bool:
-        is_of_it = self.is_stock or self.follower.epoch == self.publisher.epoch
-        return is_of_it and self.follower.state is State.EXACT and self.follower.seq == self.publisher.newest
+        is_of_it = self.is_stock or self.follower.replica.epoch == self.publisher.epoch
+        return (
+            is_of_it
+            and self.follower.replica.state is State.EXACT
+            and self.follower.replica.position == self.publisher.newest
+        )
 
 
 def _damaged(payload: bytes) -> bytes:

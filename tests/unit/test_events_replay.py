@@ -30,7 +30,7 @@ from tests.unit.event_kit import (
 from kvtier.errors import IntegrityError
 from kvtier.events import AllBlocksCleared, ZmqEventPublisher, decode_batch
 from kvtier.events.publish import replay as replay_module
-from kvtier.events.publish.sender import Ring
+from kvtier.events.publish.ring import Ring
 
 PLAIN: dict[str, Any] = {"clear_on_start": False, "heartbeat_interval": None}
 

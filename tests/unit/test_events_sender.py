@@ -132,6 +132,7 @@ def test_an_overflow_survives_a_batch_of_no_events(events: Any) -> None:
 WRONG_TYPES: dict[str, Any] = {
     "a flag among hashes": stored([True, 2]),
     "a flag as group": stored([1], group_idx=True),
+    "a hash as text": stored(["AAAA"]),  # base64 of three bytes
     "hashes by name": stored({1: 2}),  # type: ignore[arg-type]
     "half a parent": stored([1], parent_block_hash=1.5),
     "extra keys of no kind": stored([1, 2], extra_keys=[{}, 7]),

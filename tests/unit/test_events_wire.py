@@ -448,6 +448,12 @@ def test_every_form_of_a_hash_is_the_same_number() -> None:
     assert hash_sum([b"\x00" * 31 + b"\x05", 2]) == 7
 
 
+@given(st.lists(st.one_of(st.integers(-(2**63), 2**64 - 1), st.binary(min_size=8, max_size=32))))
+def test_sums_are_of_the_low_64_bits(hashes: list[Any]) -> None:
+    low = [int.from_bytes(h[-8:], "big") if isinstance(h, bytes) else h for h in hashes]
+    assert hash_sum(hashes) & U64 == sum(low) & U64
+
+
 @given(st.lists(stored_events | removed_events, max_size=6), st.randoms())
 def test_order_does_not_matter_to_the_digest(events: list[Any], rng: random.Random) -> None:
     shuffled = rng.sample(events, len(events))

@@ -68,9 +68,7 @@ def _need_curve() -> None:
 
 @dataclass(frozen=True)
 class CurveServer:
-    """The keys of a publisher: its own, and the folder with the public keys of those who may come (`None`:
-    anybody).
-    """
+    """The keys of a publisher: its own, and the folder with those of who may come (`None`: anybody)."""
 
     secret_key_file: str
     clients_dir: str | None = None
@@ -98,9 +96,7 @@ class CurveServer:
 
 @dataclass(frozen=True)
 class CurveClient:
-    """The keys of a subscriber: its own, and the publisher's public key (40 characters, or a file that has
-    it).
-    """
+    """The keys of a subscriber: its own, and the publisher's public one (40 characters, or its file)."""
 
     secret_key_file: str
     server_public_key: str
@@ -149,9 +145,6 @@ class Gate:
     def close(self) -> None:
         """Stop answering; libzmq then turns everybody away."""
         self.socket.close(linger=0)
-
-    def check(self) -> None:
-        """Nothing can be inconsistent: the set of keys is only ever replaced whole."""
 
     def _knows(self, key: bytes) -> bool:
         try:

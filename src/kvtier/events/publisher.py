@@ -95,9 +95,7 @@ class PublisherStats:
 
 
 class ZmqEventPublisher(EventPublisher):
-    """Publishes over a PUB socket and answers replay requests on a ROUTER socket, from one thread of its
-    own.
-    """
+    """Publishes over a PUB socket and answers replay requests on a ROUTER, from a thread of its own."""
 
     SHUTDOWN_TIMEOUT: ClassVar[float] = 1.0
     END_SEQ: ClassVar[bytes] = END_SEQ

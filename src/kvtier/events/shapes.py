@@ -43,8 +43,8 @@ _LACKING = {
     "token_ids": [],
     "block_size": 0,
 }
-# Fields that all publishers of arrays agree on.
-_TO_MEDIUM = {
+# How many fields all publishers of arrays agree on: those up to the medium.
+_CORE_FIELDS = {
     BlockStored: 6,
     BlockRemoved: 2,
     AllBlocksCleared: 0,
@@ -71,40 +71,27 @@ class _Shape(msgspec.Struct, gc=False):
         return self.kind(*msgspec.structs.astuple(self))  # type: ignore[attr-defined, no-any-return]
 
 
-class _Tokenless(_Shape):
-    """A stored event with its tokens unread."""
+class _StoredShape(_Shape):
+    """A stored event: its tokens may be unread, and what is behind its medium."""
 
     def public(self) -> Event:
         values: Any = msgspec.structs.astuple(self)
-        return BlockStored(values[0], values[1], [], *values[3:])
+        hashes, parent, tokens, size, lora_id, medium, *others = values
+        if type(tokens) is msgspec.Raw:
+            tokens = []
+        return BlockStored(hashes, parent, tokens, size, lora_id, medium, *(others or (None,)))
 
 
-class _Core(_Shape):
-    """A stored event up to its medium: what SGLang's arrays share with vLLM's."""
-
-    def public(self) -> Event:
-        hashes, parent, tokens, size, lora, medium = cast(Any, msgspec.structs.astuple(self))
-        return BlockStored(hashes, parent, tokens, size, lora, medium, None)
-
-
-class _TokenlessCore(_Tokenless):
-    """The same with its tokens unread."""
-
-    def public(self) -> Event:
-        hashes, parent, _, size, lora, medium = cast(Any, msgspec.structs.astuple(self))
-        return BlockStored(hashes, parent, [], size, lora, medium, None)
-
-
-def _shape(kind: type[Event], form: Encoding, stored: type[_Shape]) -> type[_Shape]:
-    """Return the struct that `kind` is read as, stored events in the manner of `stored`."""
+def _shape(kind: type[Event], form: Encoding, *, tokens: bool, is_core: bool = False) -> type[_Shape]:
+    """Return the struct that `kind` is read as: with or without tokens, whole or up to its medium."""
     fields: list[Any] = [("block_hashes", list[ExternalBlockHash])] if kind is not AllBlocksCleared else []
     for field in msgspec.structs.fields(kind)[1:]:
-        unread = field.name == "token_ids" and issubclass(stored, _Tokenless)
+        unread = field.name == "token_ids" and not tokens
         fields.append((field.name, msgspec.Raw if unread else field.type, _LACKING.get(field.name)))
     made = msgspec.defstruct(
         kind.__name__,
-        fields[: _TO_MEDIUM[kind]] if stored in (_Core, _TokenlessCore) else fields,
-        bases=(stored if kind is BlockStored else _Shape,),
+        fields[: _CORE_FIELDS[kind]] if is_core else fields,
+        bases=(_StoredShape if kind is BlockStored else _Shape,),
         namespace={"kind": kind},
         tag=kind.__name__,
         array_like=form is Encoding.ARRAY,
@@ -147,9 +134,13 @@ class Reader:
         return batch
 
 
-def _reader(form: Encoding, stored: type[_Shape]) -> Reader:
-    """Return the reader of one encoding that demands no field."""
-    return Reader(*(_shape(kind, form, stored) for kind in (BlockStored, BlockRemoved, AllBlocksCleared)))
+def _readers(form: Encoding, *, is_core: bool = False) -> dict[bool, Reader]:
+    """Return the readers of one encoding that demand no field, with and without tokens."""
+    kinds = (BlockStored, BlockRemoved, AllBlocksCleared)
+    return {
+        tokens: Reader(*(_shape(kind, form, tokens=tokens, is_core=is_core) for kind in kinds))
+        for tokens in (True, False)
+    }
 
 
 class _MapCarrier(msgspec.Struct, tag="BlockRemoved", gc=False):
@@ -160,9 +151,7 @@ class _MapCarrier(msgspec.Struct, tag="BlockRemoved", gc=False):
 
 
 class _ArrayCarrier(msgspec.Struct, tag="BlockRemoved", array_like=True, gc=False):
-    """The event that a mark rides in, as an array: the mark is behind every field that a removal
-    ever had.
-    """
+    """The event that a mark rides in, as an array: behind every field that a removal ever had."""
 
     block_hashes: list[Any]
     medium: Any
@@ -198,16 +187,15 @@ class _ArraySalt(msgspec.Struct, tag="BlockStored", array_like=True, gc=False):
         return self.slot.get(SALT_KEY)
 
 
-_MAP = {tokens: _reader(Encoding.MAP, _Shape if tokens else _Tokenless) for tokens in (True, False)}
-_ARRAY = {tokens: _reader(Encoding.ARRAY, _Shape if tokens else _Tokenless) for tokens in (True, False)}
-_CORE = {tokens: _reader(Encoding.ARRAY, _Core if tokens else _TokenlessCore) for tokens in (True, False)}
+_MAP, _ARRAY = _readers(Encoding.MAP), _readers(Encoding.ARRAY)
+_CORE = _readers(Encoding.ARRAY, is_core=True)
 
 OUTER = msgspec.msgpack.Decoder(Outer[msgspec.Raw])
 
 WHOLE = {
     True: (Reader(BlockStored, BlockRemoved, AllBlocksCleared), _ARRAY[True], _MAP[True]),
     False: (
-        Reader(_shape(BlockStored, Encoding.MAP, _Tokenless), BlockRemoved, AllBlocksCleared),
+        Reader(_shape(BlockStored, Encoding.MAP, tokens=False), BlockRemoved, AllBlocksCleared),
         _ARRAY[False],
     ),
 }

@@ -31,33 +31,10 @@ import zmq
 from kvtier.errors import InputError
 from kvtier.events.follow.follower import Follower
 from kvtier.events.follow.link import Link, SocketOptions, Source
-from kvtier.events.updates import (
-    Counters,
-    Kind,
-    Limits,
-    Received,
-    Reset,
-    SourceStatus,
-    State,
-    StateChanged,
-    Update,
-)
+from kvtier.events.updates import Limits, Reset, SourceStatus, Update
 from kvtier.events.wire import Batch, decode_batch
 
-__all__ = [
-    "Counters",
-    "Kind",
-    "Limits",
-    "Received",
-    "Reset",
-    "SocketOptions",
-    "Source",
-    "SourceStatus",
-    "State",
-    "StateChanged",
-    "Subscriber",
-    "Update",
-]
+__all__ = ["Limits", "SocketOptions", "Source", "Subscriber"]
 
 B = TypeVar("B", bound=Batch)
 
@@ -286,20 +263,20 @@ class Subscriber(Generic[B]):
             raise InputError(f"no source is called {name!r}: there are {sorted(self._links)[:20]}") from None
 
     def _status(self, link: Link[B]) -> SourceStatus:
-        follower = link.follower
-        at, ts = follower.replica.applied_at, follower.replica.ts
+        follower, replica = link.follower, link.follower.replica
+        at, ts = replica.applied_at, replica.ts
         return SourceStatus(
             name=link.source.name,
-            state=follower.state,
-            reason=follower.reason,
-            kind=follower.kind,
+            state=replica.state,
+            reason=replica.reason,
+            kind=replica.kind,
             connected=follower.is_connected,
-            epoch=follower.epoch,
-            seq=follower.seq,
-            blocks=follower.blocks,
+            epoch=replica.epoch,
+            seq=replica.position,
+            blocks=replica.blocks,
             lag=None if at is None or ts is None else max(0.0, at + self._wall - ts),
             pending=follower.pending,
-            counters=replace(follower.counters),
+            counters=replace(replica.counters),
         )
 
     def _wake(self) -> None:

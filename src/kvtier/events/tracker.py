@@ -35,9 +35,7 @@ _TOKEN_TYPE = "i"
 
 
 class Description(NamedTuple):
-    """What a request says of some of its consecutive blocks; `extra_keys` has an entry for each, or is
-    `None`.
-    """
+    """What a request says of consecutive blocks; `extra_keys` has an entry for each, or is `None`."""
 
     token_ids: Sequence[int]
     lora_id: int | None = None
@@ -84,28 +82,11 @@ class TierEvent(Protocol):
         ...
 
 
-class _Chunk(msgspec.Struct, gc=False):
-    """What a chunk holds; undescribed, its key's hash and a block size of 0.
+class _KeptChunk(msgspec.Struct, array_like=True, gc=False):
+    """What a chunk holds, as a tier keeps it; undescribed, its key's hash and a block size of 0.
 
     There may be a million, so tokens are packed and the garbage collector need not look.
     """
-
-    hashes: tuple[bytes, ...]
-    parent: bytes | None
-    tokens: bytes
-    block_size: int
-    group: int
-    lora_id: int | None
-    lora_name: str | None
-    extra_keys: tuple[tuple[Any, ...] | None, ...] | None
-    media: tuple[str, ...] = ()
-    """Those that hold the chunk and were announced so with these hashes."""
-    undescribed_in: tuple[str, ...] = ()
-    """Those that hold it and were announced so by its key alone, before it was described."""
-
-
-class _Kept(msgspec.Struct, array_like=True, frozen=True):
-    """A chunk as a tier keeps it."""
 
     hashes: tuple[bytes, ...]
     parent: bytes | None
@@ -117,16 +98,23 @@ class _Kept(msgspec.Struct, array_like=True, frozen=True):
     extra_keys: tuple[tuple[Any, ...] | None, ...] | None = None
 
 
-_ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(_Kept)
+class _Chunk(_KeptChunk):
+    """The same with the media that hold the chunk."""
+
+    media: tuple[str, ...] = ()
+    """Those that were announced so with these hashes."""
+    undescribed_in: tuple[str, ...] = ()
+    """Those that were announced so by its key alone, before it was described."""
+
+
+_ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(_KeptChunk)
 
 
 class OffloadingEventsTracker:
     """Knows the blocks of every chunk that is being stored or is held."""
 
     def __init__(self, describe: Describe | None = None) -> None:
-        """Ask requests through `describe`; without it the tracker keeps nothing and all events are
-        placeholders.
-        """
+        """Ask requests through `describe`; without it nothing is kept, and all events are placeholders."""
         self.enabled = describe is not None
         self._describe = describe
         self._planned: dict[OffloadKey, _Chunk] = {}
@@ -144,22 +132,17 @@ class OffloadingEventsTracker:
     def record_store(
         self, req: _Request, group_config: ChunkGroup, offload_block_idx: int, offload_key: OffloadKey
     ) -> None:
-        """Note what a chunk holds whose store is planned: the request's `offload_block_idx`-th chunk in its
-        group.
-        """
+        """Note what a request's `offload_block_idx`-th chunk in its group holds: its store is planned."""
         if self._describe is not None and group_config.window is None:
             self._planned[offload_key] = _chunk_of(self._describe, req, group_config, offload_block_idx)
 
     def drop(self, keys: Iterable[OffloadKey]) -> None:
-        """Forget those of these chunks whose store came to nothing: it is over, and they have not been
-        announced.
-        """
+        """Forget those of these chunks whose store is over and came to nothing."""
         for key in keys:
             self._planned.pop(key, None)
 
     def reset(self) -> None:
-        """Forget everything: what the tiers announce from here on was recorded after this call, or is a
-        placeholder.
+        """Forget everything: what tiers announce from here on was recorded later, or is a placeholder.
 
         For tiers that forget without a word. Removals that are still to be translated would lose their
         blocks.
@@ -209,7 +192,7 @@ class OffloadingEventsTracker:
         if chunk is None or chunk.block_size == 0:
             return b""
         try:
-            return _ENCODER.encode(_Kept(*(getattr(chunk, name) for name in _Kept.__struct_fields__)))
+            return _ENCODER.encode(_KeptChunk(*msgspec.structs.astuple(chunk)[:-2]))
         except (TypeError, ValueError, OverflowError):  # extra keys are an engine's own
             return b""
 
@@ -272,9 +255,7 @@ class OffloadingEventsTracker:
             yield BlockRemoved(hashes, event.medium, group_idx=group)
 
     def check(self) -> None:
-        """Raise `IntegrityError` if something is kept that no medium holds, or is named by another chunk's
-        key.
-        """
+        """Raise `IntegrityError` if something is kept that no medium holds, or under another's key."""
         if not self.enabled and len(self):
             raise IntegrityError(f"events tracker: it is off and yet keeps {len(self)} chunks")
         for key, chunk in (*self._planned.items(), *self._held.items()):
@@ -322,23 +303,9 @@ def _decode(description: bytes) -> _Chunk | None:
         return None
     num_tokens = len(kept.tokens) // array(_TOKEN_TYPE).itemsize
     is_whole = kept.hashes and kept.block_size > 0 and num_tokens == kept.block_size * len(kept.hashes)
-    extra = (
-        None
-        if kept.extra_keys is None
-        else tuple(None if keys is None else tuple(keys) for keys in kept.extra_keys)
-    )
-    if not is_whole or (extra is not None and len(extra) != len(kept.hashes)):
+    if not is_whole or (kept.extra_keys is not None and len(kept.extra_keys) != len(kept.hashes)):
         return None
-    return _Chunk(
-        kept.hashes,
-        kept.parent,
-        kept.tokens,
-        kept.block_size,
-        kept.group,
-        kept.lora_id,
-        kept.lora_name,
-        extra,
-    )
+    return _Chunk(*msgspec.structs.astuple(kept))
 
 
 def _is_of(chunk: _Chunk, key: OffloadKey) -> bool:
@@ -348,7 +315,7 @@ def _is_of(chunk: _Chunk, key: OffloadKey) -> bool:
 
 def _undescribed(key: OffloadKey) -> _Chunk:
     """Return a chunk of which nothing but the key is known."""
-    return _Chunk((get_offload_block_hash(key),), None, b"", 0, get_offload_group_idx(key), None, None, None)
+    return _Chunk((get_offload_block_hash(key),), None, b"", 0, get_offload_group_idx(key))
 
 
 def _media(chunk: _Chunk) -> tuple[str, ...]:

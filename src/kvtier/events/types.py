@@ -43,9 +43,7 @@ class KVCacheEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True, froze
 
 
 def _freeze(value: Any) -> Any:
-    """Return a value as one that can be hashed, all the way down: extra keys may hold anything that msgpack
-    can.
-    """
+    """Return a value as one that can be hashed, all the way down: extra keys hold what msgpack can."""
     if isinstance(value, dict):
         return frozenset((key, _freeze(item)) for key, item in value.items())
     if isinstance(value, msgspec.msgpack.Ext):
@@ -119,8 +117,7 @@ class KVEventBatch(EventBatch):
 
 
 def blocks_of(event: BlockStored, start: int, stop: int) -> BlockStored:
-    """Return the part of `event` that speaks of its blocks `[start, stop)`, with the parent and the tokens
-    that they have.
+    """Return the part of `event` that speaks of its blocks `[start, stop)`, parent and tokens too.
 
     Tokens that do not divide into the event's blocks belong to no block: the part then has none, and a block
     size of 0.

@@ -17,7 +17,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import xxhash
@@ -92,9 +92,7 @@ default here.
 
 
 class Change(NamedTuple):
-    """What a batch does to the set of held blocks: whether it empties it, then how it moves its size and its
-    digest.
-    """
+    """What a batch does to the set of held blocks: empties it or not, then moves its size and its digest."""
 
     cleared: bool
     blocks: int
@@ -123,12 +121,15 @@ def to_u64(block_hash: ExternalBlockHash) -> int:
 
 def hash_sum(hashes: Sequence[ExternalBlockHash]) -> int:
     """Return the sum of the hashes' low 64 bits, not yet reduced: right modulo 2^64, negative forms
-    included.
+    included. Raise `TypeError` for what is no hash.
     """
     try:
-        return sum(hashes)  # type: ignore[arg-type]
+        total: Any = sum(hashes)
     except TypeError:
         return sum(map(to_u64, hashes))
+    if type(total) is not int:
+        raise TypeError(f"a block hash is an int or bytes, got {hashes!r}")
+    return total
 
 
 def change_of(events: Iterable[KVCacheEvent]) -> Change:
@@ -152,9 +153,7 @@ def change_of(events: Iterable[KVCacheEvent]) -> Change:
 
 
 def array_fields(version: str) -> tuple[int, int]:
-    """Return how many fields `BlockStored` and `BlockRemoved` have in that vLLM version, the tag not
-    counted.
-    """
+    """Return how many fields stores and removals have in that vLLM version, the tag not counted."""
     wanted = _version(version)
     if wanted < _version(_STORED_FIELDS[0][0]):
         raise ValueError(f"vLLM {version} has no KV events: expected {_STORED_FIELDS[0][0]} or later")
@@ -188,9 +187,7 @@ class EventEncoder:
         self._encode = msgspec.msgpack.Encoder().encode
 
     def reduced(self, event: KVCacheEvent) -> KVCacheEvent:
-        """Return an event of blocks without what of its place this encoding cannot say, or says of stores
-        alone.
-        """
+        """Return an event of blocks without what of its place this encoding does not say of both kinds."""
         if self.encoding is Encoding.MAP or not any(
             getattr(event, name, None) is not None for name in self._unsaid
         ):
@@ -314,9 +311,7 @@ def _decode_each(payload: bytes, tokens: bool) -> DecodedBatch:
 
 
 def _decode_event(raw: bytes, tokens: bool) -> Event | None:
-    """Read one event, or at least which blocks it is about and where they are; return `None` where even that
-    fails.
-    """
+    """Read one event, or at least which blocks it is about and where; `None` where even that fails."""
     for reader in EACH[encoding_of(raw), tokens]:
         try:
             event = reader.event(raw)

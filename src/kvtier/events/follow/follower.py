@@ -70,36 +70,6 @@ class Follower(Generic[B]):
     # -- what comes out ----------------------------------------------------------------------------
 
     @property
-    def state(self) -> State:
-        """How good the replica is."""
-        return self.replica.state
-
-    @property
-    def reason(self) -> str:
-        """Why it is not exact."""
-        return self.replica.reason
-
-    @property
-    def kind(self) -> Kind | None:
-        """Who publishes, once that is known."""
-        return self.replica.kind
-
-    @property
-    def epoch(self) -> int | None:
-        """The publisher's incarnation, if it tells."""
-        return self.replica.epoch
-
-    @property
-    def seq(self) -> int:
-        """The last batch applied; -1 before the first."""
-        return self.replica.position
-
-    @property
-    def blocks(self) -> int | None:
-        """How many blocks the consumer holds, where that is known."""
-        return self.replica.blocks
-
-    @property
     def pending(self) -> int:
         """How many live batches wait for a replay."""
         return len(self._pending)
@@ -271,7 +241,7 @@ class Follower(Generic[B]):
         """
         if self.request is not None and self.request.kind is not RequestKind.STATUS:
             return True
-        return self.replica.seq is None and self._can_ask and self.state is not State.DEGRADED
+        return self.replica.seq is None and self._can_ask and self.replica.state is not State.DEGRADED
 
     def _drain(self) -> None:
         """Apply the live batches that waited, up to the next hole."""
@@ -287,11 +257,11 @@ class Follower(Generic[B]):
         if replica.seq is None:
             replica.begin_at(seq)
             replica.problem = f"joined at batch {seq}"
-        if seq <= self.seq:
+        if seq <= replica.position:
             self._drop_covered(seq, payload)
             return True
-        if seq > self.seq + 1:
-            replica.problem = f"batches {self.seq + 1} to {seq - 1} are missing"
+        if seq > replica.position + 1:
+            replica.problem = f"batches {replica.position + 1} to {seq - 1} are missing"
             if not self._does_without():
                 self._miss(seq)
                 return False
@@ -314,11 +284,11 @@ class Follower(Generic[B]):
         """
         if batch.mark is not None:
             self._live_epoch = batch.mark.epoch
-        return batch.mark is not None or self._live_epoch == self.epoch
+        return batch.mark is not None or self._live_epoch == self.replica.epoch
 
     def _verify(self, seq: int) -> None:
         """Have batch `seq` replayed, to see whether the live one is the same."""
-        if self.state is State.EXACT:
+        if self.replica.state is State.EXACT:
             self.replica.problem = f"checking batch {seq}, the first that came live"
         self._expect(seq)
 
@@ -331,7 +301,7 @@ class Follower(Generic[B]):
 
     def _does_without(self) -> bool:
         """Say whether the stream goes on over what is missing, as nobody can be asked, now or at all."""
-        return not self._can_ask or (self.state is State.DEGRADED and self._backoff.is_pausing)
+        return not self._can_ask or (self.replica.state is State.DEGRADED and self._backoff.is_pausing)
 
     def _miss(self, seq: int) -> None:
         """Note that batches up to `seq` exist and were not received."""
@@ -350,12 +320,12 @@ class Follower(Generic[B]):
         self.counters.duplicates += 1
         known = self.replica.recall(seq)
         if known == payload_hash(payload):
-            self._live_epoch = self.epoch
+            self._live_epoch = self.replica.epoch
         elif self.replica.has_marks:  # a state that was replayed has its numbers, not its bytes
             batch = self.replica.read(payload)
             if batch is not None and batch.mark is not None:
                 self._live_epoch = batch.mark.epoch
-                if self._live_epoch != self.epoch:
+                if self._live_epoch != self.replica.epoch:
                     self._restart("the epoch changed")
         elif known is None:
             self.replica.doubt()
@@ -439,16 +409,17 @@ class Follower(Generic[B]):
         elif not replica.is_whole:
             self._fail("the snapshot does not add up")
         else:
-            replica.expect_only(live if self.seq < live <= self.seq + _FAR else self.seq)
+            is_near = replica.position < live <= replica.position + _FAR
+            replica.expect_only(live if is_near else replica.position)
 
     def _take_replay(self, request: StreamRequest, seq: int, payload: bytes) -> None:
         """Apply a batch of a replay. It must begin where it was asked to, and leave nothing out."""
         replica = self.replica
         if request.replies == 1 and not self._can_begin(request, seq, payload):
             return
-        if seq > self.seq + 1 and not self._can_skip_to(seq):
+        if seq > replica.position + 1 and not self._can_skip_to(seq):
             return
-        if seq <= self.seq:
+        if seq <= replica.position:
             return
         replica.begin_building()
         batch = replica.read(payload)
@@ -484,7 +455,7 @@ class Follower(Generic[B]):
         A stock publisher drops replies to a slow reader, so it is asked again; a hole that comes back at
         the same place is a batch it never had.
         """
-        replica, before = self.replica, self.seq
+        replica, before = self.replica, self.replica.position
         replica.problem = f"the replay leaves out batches {before + 1} to {seq - 1}"
         if replica.has_marks:
             self._fail(replica.problem)
@@ -516,7 +487,7 @@ class Follower(Generic[B]):
         if not grew and replica.is_behind:
             if replica.has_marks:
                 replica.tear()  # a snapshot will do
-            self._fail(f"the replay ended at batch {self.seq}, before {replica.newest}")
+            self._fail(f"the replay ended at batch {replica.position}, before {replica.newest}")
 
     def _forget_live(self) -> None:
         """Forget what came live, and under which numbers."""
@@ -538,7 +509,7 @@ class Follower(Generic[B]):
 
     def _stop_asking(self) -> None:
         """Drop the request under way. A state that it was bringing is cut off."""
-        if self.replica.end_building() and self.kind is not Kind.STOCK:
+        if self.replica.end_building() and self.replica.kind is not Kind.STOCK:
             self.replica.tear()
         self.request = None
 
@@ -602,12 +573,13 @@ class Follower(Generic[B]):
             return StreamRequest.status()
         if self._grace_until > self._now or not (replica.is_doubted or replica.is_behind):
             return None
-        is_far = replica.newest > self.seq + _FAR
+        is_far = replica.newest > replica.position + _FAR
         return StreamRequest.snapshot() if replica.has_marks and is_far else self._catch_up()
 
     def _catch_up(self) -> StreamRequest:
         """Return the request for what follows, with a proof where the publisher sends no marks."""
-        return StreamRequest.replay(self.seq, None if self.replica.has_marks else self.replica.proof)
+        replica = self.replica
+        return StreamRequest.replay(replica.position, None if replica.has_marks else replica.proof)
 
     def _start(self, request: StreamRequest) -> None:
         self.request = request
@@ -643,11 +615,12 @@ class Follower(Generic[B]):
 
     def check(self) -> None:
         """Raise `IntegrityError` where what is known contradicts itself."""
+        replica = self.replica
         self._pending.check()
-        self.replica.check()
-        if (self.state is State.EXACT) != self._is_exact:
+        replica.check()
+        if (replica.state is State.EXACT) != self._is_exact:
             raise IntegrityError(
-                f"{self.name}: says {self.state}, but connected={self.is_connected}, "
-                f"whole={self.replica.is_whole}, "
-                f"doubted={self.replica.is_doubted}, at {self.seq} of {self.replica.newest}"
+                f"{self.name}: says {replica.state}, but connected={self.is_connected}, "
+                f"whole={replica.is_whole}, doubted={replica.is_doubted}, "
+                f"at {replica.position} of {replica.newest}"
             )

@@ -163,14 +163,12 @@ class Replica(Generic[B]):
     @property
     def is_whole(self) -> bool:
         """Whether the consumer has all that the publisher held at `seq`."""
-        return self.seq is not None and self.sums.are_whole(has_marks=self.kind is Kind.KVTIER)
+        return self.seq is not None and self.sums.are_whole(has_marks=self.has_marks)
 
     @property
     def is_exact(self) -> bool:
         """Whether the replica is what the publisher holds, as far as can be known."""
-        if self.seq is None or self.seq < self.newest or self.is_doubted or self.is_building:
-            return False
-        return self.sums.are_whole(has_marks=self.kind is Kind.KVTIER)
+        return self.is_whole and not (self.is_behind or self.is_doubted or self.is_building)
 
     @property
     def is_behind(self) -> bool:

@@ -102,9 +102,7 @@ def attach(sock: zmq.Socket[bytes], endpoint: str, rank: int, *, bind: bool) -> 
 
 
 def client_endpoint(endpoint: str) -> str:
-    """Return the address under which clients reach a bound one: a wildcard becomes this machine's own
-    address.
-    """
+    """Return the address under which clients reach a bound one: of a wildcard, this machine's own."""
     host, colon, port = endpoint.removeprefix("tcp://").rpartition(":")
     if not endpoint.startswith("tcp://") or host not in ("*", "0.0.0.0", "::", "[::]"):
         return endpoint

@@ -182,9 +182,7 @@ class PublisherLoop:
             sender.flush()
 
     def _doze(self, seconds: float) -> None:
-        """Rest a moment without asking to be woken by batches: where one came others follow, and waking
-        costs the engine time.
-        """
+        """Rest a moment without being woken by batches: where one came others follow, and waking costs."""
         if self._poller.poll(math.ceil(1000 * seconds)):
             self.outbox.wake_up()  # costs ten microseconds where nothing was written
 
@@ -197,7 +195,7 @@ class PublisherLoop:
     def _check(self) -> None:
         self.outbox.check()
         self.sender.check()
-        for part in (self.replay, self.gate, self._numbers):
+        for part in (self.replay, self._numbers):
             if part is not None:
                 part.check()
 

@@ -25,14 +25,14 @@ from math import inf
 from typing import Any
 
 from kvtier.errors import IntegrityError
+from kvtier.events.publish.drafts import UNENCODABLE, Draft
 from kvtier.events.publish.state import PublishedState
 from kvtier.events.types import BlockRemoved, BlockStored, ExternalBlockHash
 from kvtier.events.wire import Place, place_of
 
-__all__ = ["Draft", "Outbox", "Overflow"]
+__all__ = ["Outbox", "Overflow"]
 
-Draft = Callable[[Any], tuple[list[tuple[str, Any, bytes]], list[str]]]
-_UNREADABLE = (AttributeError, OverflowError, RecursionError, TypeError, ValueError)
+_DraftEvents = Callable[[Any], tuple[list[Draft], list[str]]]
 
 
 class _Net:
@@ -50,8 +50,8 @@ class _Net:
 class Overflow:
     """The net effect of a run of batches, and how many they were."""
 
-    def __init__(self, counting: str, draft: Draft) -> None:
-        """Begin with nothing. `draft` brings events into their published form, see `Sender.draft`."""
+    def __init__(self, counting: str, draft: _DraftEvents) -> None:
+        """Begin with nothing. `draft` brings events into their published form, see `Drafter.draft`."""
         self.batches = 0
         self.unreadable = 0  # batches and events that cannot be published
         self.cleared: set[int] = set()
@@ -70,7 +70,7 @@ class Overflow:
             self.unreadable += len(problems)
             for kind, event, _ in drafts:
                 self._add(batch.data_parallel_rank, kind, event)
-        except _UNREADABLE:  # dropped whole, as on the way through the queue
+        except UNENCODABLE:  # dropped whole, as on the way through the queue
             self.unreadable += 1
 
     def _add(self, rank: int, kind: str, event: Any) -> None:
@@ -130,7 +130,7 @@ def _apply_nets(state: PublishedState, nets: dict[ExternalBlockHash, _Net]) -> N
 class Outbox:
     """Batches on their way to the sending thread, in order."""
 
-    def __init__(self, capacity: int, counting: str, rank: int, draft: Draft) -> None:
+    def __init__(self, capacity: int, counting: str, rank: int, draft: _DraftEvents) -> None:
         """Queue up to `capacity` batches; those that overflow and name no rank are of `rank`.
 
         `counting` and `draft` are for an overflow.

@@ -11,132 +11,37 @@ import logging
 import math
 import secrets
 import time
-from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import index
 from typing import Any
 
-import msgspec
 import zmq
-from msgspec.structs import replace
 
-from kvtier.errors import IntegrityError
 from kvtier.events.config import KVEventsConfig
+from kvtier.events.publish.drafts import UNENCODABLE, Draft, Drafter
 from kvtier.events.publish.outbox import Overflow
+from kvtier.events.publish.ring import Ring
 from kvtier.events.publish.sequence import SequenceFile, number_from_clock
 from kvtier.events.publish.snapshot import Snapshot
 from kvtier.events.publish.state import PublishedState
-from kvtier.events.types import AllBlocksCleared, BlockRemoved, Mark, blocks_of
-from kvtier.events.wire import U64, Encoding, EventEncoder, batch_ends, to_u64
+from kvtier.events.types import AllBlocksCleared, Mark
+from kvtier.events.wire import U64, EventEncoder, batch_ends
 
-__all__ = ["Ring", "Sender"]
+__all__ = ["Sender"]
 
 logger = logging.getLogger(__name__)
 
-_UNENCODABLE = (AttributeError, OverflowError, RecursionError, TypeError, ValueError)
 _SHARED_FOR = 0.25  # seconds that a snapshot serves newcomers
 _MOST_USED = 2  # older snapshots that slow clients still read, each as large as the state
 _JOINED_BATCHES, _JOINED_BYTES = 32, 128 << 10  # ZeroMQ's cost is per message up to about there
 _BLOCKS_A_NUMBER = 64
 _FREED_AT_ONCE = 16
 _MORE = int(zmq.SNDMORE)
-_Draft = tuple[str, Any, bytes]
-"""An event on its way out: the name of its kind, the event, its bytes."""
-
-
-class _ReadableRemoved(msgspec.Struct, gc=False):
-    """What consumers can read of a removal."""
-
-    block_hashes: list[int | bytes]
-    medium: str | None
-    group_idx: int | None
-    locality: str | None
-    ownership: str | None
-
-
-class _ReadableStored(_ReadableRemoved):
-    """What consumers can read of a store."""
-
-    parent_block_hash: int | bytes | None
-    token_ids: Any
-    block_size: int
-    lora_id: int | None
-    lora_name: str | None
-    extra_keys: list[tuple[Any, ...] | None] | None
-    kv_cache_spec_kind: str | None
-    kv_cache_spec_sliding_window: int | None
-    session_id: str | None
-
-
-_READABLE = {"BlockStored": _ReadableStored, "BlockRemoved": _ReadableRemoved}
-
-
-class Ring:
-    """The last messages, of consecutive sequence numbers `[head, next)`, within a count of batches and of
-    bytes.
-
-    Batches that travelled together count one by one, so that what is kept reaches back equally far however
-    they went. A message is kept in its parts: most are events that the state has, too.
-    """
-
-    def __init__(self, capacity: int, max_bytes: int, start: int) -> None:
-        """Hold nothing yet; the first message will have number `start`. `capacity` counts batches."""
-        self.head = self.next = start
-        self.batches = self.bytes = 0
-        self._capacity = capacity
-        self._max_bytes = max_bytes
-        self._messages: dict[int, tuple[int, int, Sequence[bytes]]] = {}  # batches, bytes, parts
-
-    def append(self, parts: Sequence[bytes], batches: int = 1) -> None:
-        """Keep the message of number `next`, which carries so many batches.
-
-        The newest stays however many they are.
-        """
-        while self.head < self.next and self.batches + batches > self._capacity:
-            self._forget_oldest()
-        size = sum(map(len, parts))
-        self._messages[self.next] = batches, size, parts
-        self.next += 1
-        self.batches += batches
-        self.bytes += size
-        while self.bytes > self._max_bytes:
-            self._forget_oldest()
-
-    def __getitem__(self, seq: int) -> bytes:
-        """Return the message of a number in `[head, next)`."""
-        return b"".join(self._messages[seq][2])
-
-    def __len__(self) -> int:
-        return len(self._messages)
-
-    def restart(self, start: int) -> None:
-        """Forget everything; the next message has number `start`."""
-        self._messages.clear()
-        self.batches = self.bytes = 0
-        self.head = self.next = start
-
-    def check(self) -> None:
-        """Raise `IntegrityError` where the bounds do not hold or the bytes do not add up."""
-        held = sum(len(part) for *_, parts in self._messages.values() for part in parts)
-        batches = sum(batches for batches, *_ in self._messages.values())
-        is_full = batches > self._capacity and len(self) > 1
-        numbers = list(self._messages) == list(range(self.head, self.next))
-        if (held, batches) != (self.bytes, self.batches) or is_full or held > self._max_bytes or not numbers:
-            raise IntegrityError(
-                f"ring [{self.head}, {self.next}) of {self._capacity}: {batches} batches and {held} bytes, "
-                f"kept {self.batches} and {self.bytes}"
-            )
-
-    def _forget_oldest(self) -> None:
-        batches, size, _ = self._messages.pop(self.head)
-        self.batches -= batches
-        self.bytes -= size
-        self.head += 1
 
 
 class Sender:
-    """Encodes, filters, numbers and sends; `next_seq` is the number of the next message."""
+    """Encodes, filters, numbers and sends."""
 
     def __init__(
         self, pub: zmq.Socket[bytes], config: KVEventsConfig, rank: int, numbers: SequenceFile | None
@@ -145,19 +50,15 @@ class Sender:
         self.epoch = secrets.randbits(63)
         self.rank = rank
         self.encoder = EventEncoder(config.encoding, config.array_version)
-        self.first_seq = self.next_seq = numbers.start if numbers is not None else number_from_clock()
-        self.ring = Ring(config.buffer_steps, config.buffer_bytes, self.next_seq)
+        self.draft = Drafter(config, self.encoder).draft
+        self.first_seq = numbers.start if numbers is not None else number_from_clock()
+        self.ring = Ring(config.buffer_steps, config.buffer_bytes, self.first_seq)
         self.counters = dict.fromkeys(
             ("sent", "joined", "events", "filtered", "unencodable", "left_out", "heartbeats", "snapshots"), 0
         )
         self._pub = pub
         self._numbers = numbers
-        self._reserved: float = numbers.start if numbers is not None else math.inf
         self._counting = config.counting
-        self._as_u64 = config.hash_format == "u64"
-        self._is_reduced = self.encoder.encoding is not Encoding.MAP
-        self._encode = self.encoder.event if self._is_reduced else msgspec.msgpack.Encoder().encode
-        self._most_blocks = config.max_blocks_per_event
         self._states = {rank: self._make_state()}
         # The batches that are to leave together: their events, how many they are, their rank, the last one's
         # time.
@@ -168,7 +69,6 @@ class Sender:
         self._interval = config.heartbeat_interval
         self._mark_due = False
         self._spoke_at = self._marked_at = time.monotonic()
-        self._spoken = False
         self._snapshot: Snapshot | None = None
         self._snapshot_at = 0.0
         self._used: list[Snapshot] = []  # that serve no newcomers any more
@@ -181,8 +81,7 @@ class Sender:
         self._say(self.encoder.event(AllBlocksCleared()), self.take_mark())
 
     def send(self, batch: Any, more: bool = False) -> None:
-        """Send what of a batch is news. One that cannot be encoded is logged; it changes nothing and takes
-        no number.
+        """Send what of a batch is news. One that cannot be encoded is logged; it takes no number.
 
         If there is `more` to come it may wait for the next one, or for `flush`, to travel with it.
         """
@@ -193,7 +92,7 @@ class Sender:
             if type(rank) is not int or rank not in self._states:
                 rank = _checked_rank(rank)
             drafts, problems = self.draft(batch.events)
-        except _UNENCODABLE as error:
+        except UNENCODABLE as error:
             self.counters["unencodable"] += 1
             logger.error("a batch of events cannot be encoded and is dropped whole: %s", error)
         else:
@@ -203,12 +102,16 @@ class Sender:
             if rank != self._batch_rank:
                 self.flush()
                 self._batch_rank = rank
-            self._take_in(ts, drafts, is_empty=not batch.events)
+            if self._take_in(drafts) or not batch.events:
+                self._batches += 1
+                self._ts = ts
+            else:
+                self.counters["filtered"] += 1
         if not more or self._batches >= _JOINED_BATCHES or self._bytes >= _JOINED_BYTES:
             self.flush()
 
-    def _take_in(self, ts: float, drafts: list[_Draft], *, is_empty: bool) -> None:
-        """Bring a batch into the state, and what of it is news to the events that wait."""
+    def _take_in(self, drafts: list[Draft]) -> bool:
+        """Bring a batch into the state; return whether any of it is news, which then waits in `_events`."""
         out, rank = self._events, self._batch_rank
         state = self._state(rank)
         before = len(out)
@@ -223,11 +126,7 @@ class Sender:
                     self._clear(rank)
                     state = self._state(rank)
                 out.append(data)
-        if len(out) > before or is_empty:
-            self._batches += 1
-            self._ts = ts
-        else:
-            self.counters["filtered"] += 1
+        return len(out) > before
 
     def flush(self) -> None:
         """Send the batches that wait for others, as one; nothing if there are none."""
@@ -251,7 +150,7 @@ class Sender:
         for rank in overflow.ranks():
             try:
                 rank = _checked_rank(rank)
-            except _UNENCODABLE as error:
+            except UNENCODABLE as error:
                 logger.error("batches that found no room have a rank that cannot be encoded: %s", error)
                 continue
             if rank in overflow.cleared:
@@ -264,8 +163,8 @@ class Sender:
             self.counters["unencodable"] += overflow.unreadable
             logger.error("%d batches or events of them cannot be encoded", overflow.unreadable)
         # Enough numbers for a replay of the state in messages of moderate size, and of one rank each.
-        self.next_seq += max(overflow.batches, len(self._states), self.blocks // _BLOCKS_A_NUMBER)
-        self.ring.restart(self.next_seq)
+        unused = max(overflow.batches, len(self._states), self.blocks // _BLOCKS_A_NUMBER)
+        self.ring.restart(self.next_seq + unused)
         if self._interval is not None:
             self._say(self.take_mark())
 
@@ -282,12 +181,9 @@ class Sender:
                 wait = math.inf
         if self._interval is None:
             return wait
-        if self._spoken:
-            self._spoken, self._spoke_at = False, now
         if now - self._spoke_at >= self._interval:
             self.counters["heartbeats"] += 1
             self._say(self.take_mark())
-            self._spoken, self._spoke_at = False, now
         self._mark_due = now - self._marked_at >= self._interval
         return min(wait, self._spoke_at + self._interval - now)
 
@@ -300,11 +196,10 @@ class Sender:
         head, tail = batch_ends(ts, len(events), rank)
         parts = (head, *events, tail)
         seq = self.next_seq
-        if seq >= self._reserved:
-            self._reserve(seq)
+        if self._numbers is not None:
+            self._numbers.reserve(seq)
         self.ring.append(parts, batches)
-        self.next_seq = seq + 1
-        self._spoken = True
+        self._spoke_at = time.monotonic()
         send = self._pub.send
         send(self.topic, _MORE)
         send(seq.to_bytes(8, "big"), _MORE)
@@ -317,43 +212,10 @@ class Sender:
         self._mark_due, self._marked_at = False, time.monotonic()
         return self.encoder.mark(self.mark())
 
-    def _reserve(self, seq: int) -> None:
-        if self._numbers is not None:
-            self._numbers.reserve(seq)
-            self._reserved = self._numbers.reserved
-
-    # -- events ------------------------------------------------------------------------------------
-
-    def draft(self, events: Iterable[Any]) -> tuple[list[_Draft], list[str]]:
-        """Return a batch's events as they are to travel, cut and joined, and what is wrong with those that
-        have fields of wrong types and are left out.
-
-        Any thread may call it. Raises where the whole batch cannot be encoded.
-        """
-        if self._most_blocks is not None:
-            events = [part for event in events for part in _cut_event(event, self._most_blocks)]
-        drafts, problems = [], []
-        for event in _join_removals(events):
-            kind = type(event).__name__  # not the class: an engine's own events are as good as ours
-            readable = _READABLE.get(kind)
-            if readable is None:
-                drafts.append((kind, event, self._encode(event)))
-                continue
-            if self._as_u64 and not _has_u64(kind, event):
-                event = _with_u64(event)
-            if self._is_reduced:
-                event = self.encoder.reduced(event)
-            data = self._encode(event)
-            try:
-                msgspec.convert(event, readable, from_attributes=True)
-                _expect_list(event, "block_hashes")
-                if kind == "BlockStored":
-                    _expect_list(event, "token_ids")
-            except msgspec.ValidationError as error:
-                problems.append(f"a {kind} with {_in_words(error)}")
-            else:
-                drafts.append((kind, event, data))
-        return drafts, problems
+    @property
+    def next_seq(self) -> int:
+        """Return the number of the next message."""
+        return self.ring.next
 
     # -- states ------------------------------------------------------------------------------------
 
@@ -392,8 +254,7 @@ class Sender:
     # -- snapshots ---------------------------------------------------------------------------------
 
     def take_snapshot(self) -> Snapshot | None:
-        """Return the state as of the newest message, or as of one shortly before that the ring still follows
-        on.
+        """Return the state as of the newest message, or of an earlier one that the ring still follows on.
 
         `None` while another one is being made, or too many are being read: ask again.
         """
@@ -445,14 +306,12 @@ class Sender:
             self._snapshot = None
 
     def check(self) -> None:
-        """Raise `IntegrityError` where states, snapshots, ring or numbers are broken."""
+        """Raise `IntegrityError` where states, snapshots or ring are broken."""
         for state in self._states.values():
             state.check()
         for snapshot in (*self._used, *([self._snapshot] if self._snapshot else ())):
             snapshot.check()
         self.ring.check()
-        if self.ring.next != self.next_seq:
-            raise IntegrityError(f"the ring ends at {self.ring.next}, the next number is {self.next_seq}")
 
 
 def _checked_rank(rank: Any) -> int:
@@ -460,64 +319,3 @@ def _checked_rank(rank: Any) -> int:
     number: int = index(rank)
     batch_ends(0.0, 0, number)
     return number
-
-
-def _expect_list(event: Any, name: str) -> None:
-    """Raise where a field is no list: `msgspec` takes sets for lists, and would copy all tokens."""
-    found = type(getattr(event, name))
-    if found is not list and found is not tuple:
-        raise msgspec.ValidationError(f"Expected `array`, got `{found.__name__}` - at `$.{name}`")
-
-
-def _in_words(error: msgspec.ValidationError) -> str:
-    """Return what is wrong with an event, the field first."""
-    problem, _, path = str(error).partition(" - at `$.")
-    return f"{path.rstrip('`') or 'fields'}: {problem[0].lower()}{problem[1:]}"
-
-
-def _has_u64(kind: str, event: Any) -> bool:
-    """Return whether all hashes, the parent's included, are unsigned 64-bit ints, as an engine's are."""
-    try:
-        array("Q", event.block_hashes)
-    except (OverflowError, TypeError):
-        return False
-    parent = event.parent_block_hash if kind == "BlockStored" else None
-    return parent is None or (type(parent) is int and 0 <= parent <= U64)
-
-
-def _with_u64(event: Any) -> Any:
-    """Return an event with its hashes, the parent's included, as their low 64 bits."""
-    parent = getattr(event, "parent_block_hash", None)
-    hashes = [to_u64(block) for block in event.block_hashes]
-    if parent is None:
-        return replace(event, block_hashes=hashes)
-    return replace(event, block_hashes=hashes, parent_block_hash=to_u64(parent))
-
-
-def _join_removals(events: Iterable[Any]) -> list[Any]:
-    """Return the events with each run of removals from one place as one.
-
-    Engines send them block by block.
-    """
-    joined: list[Any] = []
-    hashes: list[Any] = []  # of the last removal
-    place: tuple[Any, ...] | None = None  # of the last event, if it is a removal
-    for event in events:
-        if type(event).__name__ != "BlockRemoved" or type(event.block_hashes) is not list:
-            place = None
-            joined.append(event)
-            continue
-        before, place = place, (event.medium, event.group_idx, event.locality, event.ownership)
-        if place == before:
-            hashes += event.block_hashes
-        else:
-            hashes = list(event.block_hashes)
-            joined.append(BlockRemoved(hashes, *place))
-    return joined
-
-
-def _cut_event(event: Any, most: int) -> Iterable[Any]:
-    """Return a stored event in parts of at most so many blocks, others whole."""
-    if type(event).__name__ != "BlockStored" or len(event.block_hashes) <= most:
-        return (event,)
-    return [blocks_of(event, start, start + most) for start in range(0, len(event.block_hashes), most)]

@@ -47,9 +47,7 @@ class RankBatch(msgspec.Struct, frozen=True, gc=False):
 
 
 class Snapshot:
-    """The events that lead from anything to the state as of sequence number `as_of`, in batches of one rank
-    each.
-    """
+    """The events that lead from anything to the state as of number `as_of`, in batches of one rank."""
 
     def __init__(
         self,
@@ -176,9 +174,7 @@ class _Walk:
             yield from self._events(record, stop)
 
     def _needs(self, record: Record, stop: int) -> Iterator[_Need]:
-        """Yield what must be sent before this record's blocks up to `stop`, with the place before which it
-        must.
-        """
+        """Yield what must be sent before this record's blocks up to `stop`, and before which of them."""
         start = self._sent(record)
         if start >= stop:
             return
@@ -226,9 +222,7 @@ class _Walk:
         return new
 
     def _owner(self, place: Place, block: ExternalBlockHash) -> Record | None:
-        """Return the record that sends a block: the one that holds it there, else elsewhere,
-        else its ghost.
-        """
+        """Return the record that sends a block: that of this place, else of another, else its ghost."""
         found = self._holder(place, block)
         if found is None:
             elsewhere = (self._holder(other, block) for other in self._holdings)

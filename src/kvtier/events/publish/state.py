@@ -206,7 +206,7 @@ class PublishedState:
         data: bytes,
     ) -> bool:
         """Make a record of blocks if all of them are new; return whether they were."""
-        total = sum_of(hashes)
+        total = hash_sum(hashes)
         children = self._children[hash(parent) % SHARDS]
         record = Record(holding.place, hashes, parent, data, len(hashes))
         if not holding.blocks.add_all(hashes, record):
@@ -224,15 +224,13 @@ class PublishedState:
     def remove(self, event: BlockRemoved, data: bytes, out: list[bytes]) -> None:
         """Let blocks go; `data` is the whole event's bytes."""
         hashes = event.block_hashes
-        total = sum_of(hashes)
-        if not hashes:
-            return
+        total = hash_sum(hashes)
         holding = self._holding(event)
         gone = self._drop(holding, hashes)
         if not gone:
             return
         if len(gone) != len(hashes):
-            data, total = self._encoder.event(replace(event, block_hashes=gone)), sum_of(gone)
+            data, total = self._encoder.event(replace(event, block_hashes=gone)), hash_sum(gone)
         self.blocks -= len(gone)
         holding.total -= total
         out.append(data)
@@ -243,7 +241,7 @@ class PublishedState:
         tables, before = holding.blocks.tables, holding.blocks.before
         gone = []
         for block in hashes:
-            if block in counts:
+            if counts and block in counts:
                 holding.count_down(block)
                 continue
             shard = hash(block) % SHARDS
@@ -344,9 +342,7 @@ class PublishedState:
         return [self.ghosts, *(holding.blocks for holding in self._holdings.values())]
 
     def take_apart(self) -> list[dict[Any, Any] | deque[Any]]:
-        """Return all that the state consists of, for others to free bit by bit: at once, it takes half a
-        second.
-        """
+        """Return all that the state consists of, to be freed bit by bit: at once takes half a second."""
         pieces: list[dict[Any, Any] | deque[Any]] = [self._records, *self._children, self._ghosts]
         for holding in self._holdings.values():
             pieces += [*holding.blocks.tables, holding.counts]
@@ -439,14 +435,6 @@ class PublishedState:
             record.uses -= 1
         else:
             self._end(record)
-
-
-def sum_of(hashes: Hashes) -> int:
-    """Return what `hash_sum` returns; raise `TypeError` for what is no hash."""
-    total = hash_sum(hashes)
-    if type(total) is not int:
-        raise TypeError(f"a block hash is an int or bytes, got {hashes!r}")
-    return total
 
 
 def runs(places: Iterable[int]) -> Iterator[tuple[int, int]]:

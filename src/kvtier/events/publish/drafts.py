@@ -1,0 +1,168 @@
+"""Events in the form in which they leave: checked, cut, joined, with hashes as consumers want them, and as
+bytes.
+
+What passes here can be read by every consumer and encoded again for a snapshot: an event with a field of a
+wrong type is left out. Any thread may call `Drafter.draft`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from kvtier.events.config import KVEventsConfig
+from kvtier.events.types import BlockRemoved, blocks_of
+from kvtier.events.wire import U64, Encoding, EventEncoder, to_u64
+
+__all__ = ["UNENCODABLE", "Draft", "Drafter"]
+
+UNENCODABLE = (AttributeError, OverflowError, RecursionError, TypeError, ValueError)
+"""What is raised by a batch that cannot be encoded."""
+
+Draft = tuple[str, Any, bytes]
+"""An event on its way out: the name of its kind, the event, its bytes."""
+
+
+class _Removed(msgspec.Struct, gc=False):
+    """What consumers can read of a removal."""
+
+    block_hashes: list[int | bytes]
+    medium: str | None
+    group_idx: int | None
+    locality: str | None
+    ownership: str | None
+
+
+class _Stored(_Removed):
+    """What consumers can read of a store. Tokens are not looked at one by one: there are many."""
+
+    parent_block_hash: int | bytes | None
+    token_ids: Any
+    block_size: int
+    lora_id: int | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None
+    kv_cache_spec_kind: str | None
+    kv_cache_spec_sliding_window: int | None
+    session_id: str | None
+
+
+_READABLE = {"BlockStored": _Stored, "BlockRemoved": _Removed}
+
+
+class Drafter:
+    """Makes drafts of events, as a config asks for them."""
+
+    def __init__(self, config: KVEventsConfig, encoder: EventEncoder) -> None:
+        self._as_u64 = config.hash_format == "u64"
+        self._not_as_text = None if self._as_u64 else (bytes,)  # else `msgspec` takes base64 for bytes
+        self._most_blocks = config.max_blocks_per_event
+        self._encoder = encoder
+        self._is_map = encoder.encoding is Encoding.MAP
+        self._encode = msgspec.msgpack.Encoder().encode if self._is_map else encoder.event
+
+    def draft(self, events: Iterable[Any]) -> tuple[list[Draft], list[str]]:
+        """Return a batch's events as they are to travel, and what is wrong with those that are left out.
+
+        Raises one of `UNENCODABLE` where the whole batch cannot be encoded.
+        """
+        if self._most_blocks is not None:
+            events = [part for event in events for part in _cut_event(event, self._most_blocks)]
+        drafts: list[Draft] = []
+        problems: list[str] = []
+        for kind, event in _join_removals(events):
+            if kind in _READABLE:
+                event = self._in_form(kind, event)
+            data = self._encode(event)
+            problem = self._problem_of(kind, event) if kind in _READABLE else None
+            if problem is None:
+                drafts.append((kind, event, data))
+            else:
+                problems.append(problem)
+        return drafts, problems
+
+    def _in_form(self, kind: str, event: Any) -> Any:
+        """Return an event of blocks with hashes as they are wanted, and of its place what can be said."""
+        if self._as_u64 and not _has_u64(kind, event):
+            event = _with_u64(kind, event)
+        return event if self._is_map else self._encoder.reduced(event)
+
+    def _problem_of(self, kind: str, event: Any) -> str | None:
+        """Return what keeps consumers from reading an event of blocks."""
+        try:
+            msgspec.convert(event, _READABLE[kind], from_attributes=True, builtin_types=self._not_as_text)
+            _expect_list(event, "block_hashes")
+            if kind == "BlockStored":
+                _expect_list(event, "token_ids")
+        except msgspec.ValidationError as error:
+            return f"a {kind} with {_in_words(error)}"
+        return None
+
+
+def _expect_list(event: Any, name: str) -> None:
+    """Raise where a field is no list: `msgspec` takes sets for lists, and would copy all tokens."""
+    found = type(getattr(event, name))
+    if found is not list and found is not tuple:
+        raise msgspec.ValidationError(f"Expected `array`, got `{found.__name__}` - at `$.{name}`")
+
+
+def _in_words(error: msgspec.ValidationError) -> str:
+    """Return what is wrong with an event, the field first."""
+    problem, _, path = str(error).partition(" - at `$.")
+    return f"{path.rstrip('`') or 'fields'}: {problem[0].lower()}{problem[1:]}"
+
+
+def _has_u64(kind: str, event: Any) -> bool:
+    """Return whether all hashes, the parent's included, are unsigned 64-bit ints, as an engine's are."""
+    try:
+        array("Q", event.block_hashes)
+    except (OverflowError, TypeError):
+        return False
+    parent = event.parent_block_hash if kind == "BlockStored" else None
+    return parent is None or (type(parent) is int and 0 <= parent <= U64)
+
+
+def _with_u64(kind: str, event: Any) -> Any:
+    """Return an event with its hashes, the parent's included, as their low 64 bits."""
+    changed: dict[str, Any] = {"block_hashes": [to_u64(block) for block in event.block_hashes]}
+    if kind == "BlockStored" and event.parent_block_hash is not None:
+        changed["parent_block_hash"] = to_u64(event.parent_block_hash)
+    return replace(event, **changed)
+
+
+def _join_removals(events: Iterable[Any]) -> list[tuple[str, Any]]:
+    """Return the events with the names of their kinds, and each run of removals from one place as one.
+
+    Engines send them block by block.
+    """
+    joined: list[tuple[str, Any]] = []
+    last: BlockRemoved | None = None  # if it is a removal
+    for event in events:
+        kind = type(event).__name__  # not the class: an engine's own events are as good as ours
+        if kind != "BlockRemoved" or type(event.block_hashes) is not list:
+            last = None
+        elif (
+            last is not None
+            and event.medium is last.medium  # fast, and a run that is cut in two does no harm
+            and event.group_idx is last.group_idx
+            and event.locality is last.locality
+            and event.ownership is last.ownership
+        ):
+            last.block_hashes.extend(event.block_hashes)
+            continue
+        else:
+            place = event.medium, event.group_idx, event.locality, event.ownership
+            event = last = BlockRemoved(list(event.block_hashes), *place)
+        joined.append((kind, event))
+    return joined
+
+
+def _cut_event(event: Any, most: int) -> Iterable[Any]:
+    """Return a stored event in parts of at most so many blocks, others whole."""
+    if type(event).__name__ != "BlockStored" or len(event.block_hashes) <= most:
+        return (event,)
+    return [blocks_of(event, start, start + most) for start in range(0, len(event.block_hashes), most)]
