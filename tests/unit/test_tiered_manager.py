@@ -290,7 +290,7 @@ def demoted(tiered: Tiered) -> list[bytes]:
 
 def test_ready_rows_are_written_through_and_pinned_meanwhile() -> None:
     tiered = Tiered()
-    tiered.manager.describe_with(lambda key: b"told of " + key[-5:-4])
+    tiered.manager.describe_with(lambda keys: lambda at: b"told of " + keys[at][-5:-4])
     tiered.store(1, 2)
     assert not tiered.tier.demotions, "between steps nothing is submitted"
     tiered.poll()

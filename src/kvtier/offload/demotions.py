@@ -19,10 +19,15 @@ from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey
 from kvtier.offload.base import NO_REQUEST
 from kvtier.offload.manager import CPUOffloadingManager
-from kvtier.tiers.base import LentRow, Tier, TierJob, TierMiss, TierResult
+from kvtier.tiers.base import LentRows, Tier, TierJob, TierMiss, TierResult
 from kvtier.transfer.base import CPULoadStoreSpec
 
-__all__ = ["Demotions"]
+__all__ = ["Demotions", "DescribeChunks"]
+
+DescribeChunks = Callable[[Sequence[OffloadKey]], Callable[[int], bytes]]
+"""Returns what says of each of some chunks, by its number, what the event stream tells of it now. That may
+be called later, by any thread.
+"""
 
 _SHARE = 4
 """One slot in so many may be pinned by demotions."""
@@ -72,8 +77,7 @@ class Demotions:
         self._queues = {tier.name: _TierQueue(tier) for tier in tiers}
         self._jobs: dict[int, _DemotionJob] = {}
         self._newest = 0
-        self.encode_description: Callable[[OffloadKey], bytes] = lambda key: b""
-        """What the event stream tells of a chunk."""
+        self.describe: DescribeChunks = lambda keys: lambda at: b""
         self.unwritten = 0
         """Rows that were offered and left the pool, or were needed, before they were written."""
         self._progress = float("-inf")
@@ -117,11 +121,9 @@ class Demotions:
             return
         spec = self._pool.prepare_load(ready, NO_REQUEST)
         self._newest -= 1
-        job = _DemotionJob(self._newest, queue, dict(zip(ready, spec.block_ids.tolist(), strict=True)))
-        piece_of, encode_description = self._piece_of, self.encode_description
-        rows = tuple(
-            [LentRow(key, (piece_of(slot),), encode_description(key)) for key, slot in job.slots.items()]
-        )
+        slots = spec.block_ids.tolist()
+        job = _DemotionJob(self._newest, queue, dict(zip(ready, slots, strict=True)))
+        rows = LentRows(ready, slots, self._piece_of, self.describe(ready))
         self._jobs[job.job_id] = job
         queue.num_submitted += len(ready)
         taken = queue.tier.demote(TierJob(job.job_id, rows, self._clock() + self._seconds))

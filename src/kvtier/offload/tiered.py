@@ -40,7 +40,7 @@ from kvtier.offload.base import (
     PrepareStoreOutput,
     ReqContext,
 )
-from kvtier.offload.demotions import Demotions
+from kvtier.offload.demotions import Demotions, DescribeChunks
 from kvtier.offload.inquiries import Inquiries
 from kvtier.offload.manager import CPUOffloadingManager, ManagerStats
 from kvtier.offload.promotions import Promotions
@@ -119,9 +119,9 @@ class TieredOffloadingManager(OffloadingManager):
         for tier in self.tiers:
             tier.lend(self._memory)
 
-    def describe_with(self, describe: Callable[[OffloadKey], bytes]) -> None:
+    def describe_with(self, describe: DescribeChunks) -> None:
         """Have tiers keep what the event stream tells of a chunk."""
-        self._demotions.encode_description = describe
+        self._demotions.describe = describe
 
     # -- the pool's manager ------------------------------------------------------------------------
 
