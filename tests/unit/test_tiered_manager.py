@@ -307,13 +307,13 @@ def test_ready_rows_are_written_through_and_pinned_meanwhile() -> None:
 
 def test_offers_wait_for_a_tier_that_is_not_open_yet() -> None:
     tiered = Tiered()
-    tiered.tier.misses = dict.fromkeys(keys(1, 2), TierMiss.NOT_OPEN)
+    tiered.tier.has_opened = False
     tiered.store(1, 2)
     tiered.poll()
     assert demoted(tiered) == []
     tiered.clock.now = 2.0
     assert not tiered.manager.has_pending_work(), "an idle engine does not wait for it"
-    tiered.tier.misses.clear()
+    tiered.tier.has_opened = True
     tiered.poll()
     assert demoted(tiered) == keys(1, 2)
 

@@ -19,7 +19,7 @@ from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey
 from kvtier.offload.base import NO_REQUEST
 from kvtier.offload.manager import CPUOffloadingManager
-from kvtier.tiers.base import LentRows, Tier, TierJob, TierMiss, TierResult
+from kvtier.tiers.base import LentRows, Tier, TierJob, TierResult
 from kvtier.transfer.base import CPULoadStoreSpec
 
 __all__ = ["Demotions", "DescribeChunks"]
@@ -37,11 +37,13 @@ _BYTES = 128 << 20
 
 @dataclass(slots=True, eq=False)
 class _DemotionJob:
-    """Rows that a tier is to write, and their slots, which are pinned."""
+    """Rows that a tier is to write, and the slots of those that are still pinned for it."""
 
     job_id: int
     queue: _TierQueue
     slots: dict[OffloadKey, int]
+    spec: CPULoadStoreSpec
+    """The slots of all its rows."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,10 +53,6 @@ class _TierQueue:
     tier: Tier
     offers: dict[OffloadKey, None] = field(default_factory=dict)
     num_submitted: int = 0
-
-    def is_closed(self) -> bool:
-        """Say whether the tier is not open yet: offers then wait, as long as their rows are in the pool."""
-        return self.tier.explain(next(iter(self.offers))) is TierMiss.NOT_OPEN
 
 
 class Demotions:
@@ -105,12 +103,17 @@ class Demotions:
         self._progress = self._clock()
 
     def submit(self) -> None:
-        """Give each tier as many of its offers as it may have at a time."""
+        """Give each tier as many of its offers as it may have at a time.
+
+        Offers wait for one that is not open yet, as long as their rows are in the pool.
+        """
         for queue in self._queues.values():
             room = self._most_submitted - queue.num_submitted
-            if queue.offers and room > 0 and not queue.is_closed():
+            if queue.offers and room > 0 and queue.tier.is_open():
                 keys = list(islice(queue.offers, room))
-                for key in keys:
+                if len(keys) == len(queue.offers):
+                    queue.offers.clear()
+                for key in keys if queue.offers else ():
                     del queue.offers[key]
                 self._submit(queue, keys)
 
@@ -122,7 +125,7 @@ class Demotions:
         spec = self._pool.prepare_load(ready, NO_REQUEST)
         self._newest -= 1
         slots = spec.block_ids.tolist()
-        job = _DemotionJob(self._newest, queue, dict(zip(ready, slots, strict=True)))
+        job = _DemotionJob(self._newest, queue, dict(zip(ready, slots, strict=True)), spec)
         rows = LentRows(ready, slots, self._piece_of, self.describe(ready))
         self._jobs[job.job_id] = job
         queue.num_submitted += len(ready)
@@ -155,7 +158,10 @@ class Demotions:
 
     def _unpin(self, job: _DemotionJob, keys: list[OffloadKey]) -> None:
         """Let go of rows that a tier is done with."""
-        if keys:
+        if len(keys) == len(job.spec.block_ids):  # all of them, be it in another order
+            self._pool.complete_load(list(job.slots), job.spec)
+            job.slots.clear()
+        elif keys:
             self._pool.complete_load(keys, CPULoadStoreSpec([job.slots.pop(key) for key in keys]))
         job.queue.num_submitted -= len(keys)
         if not job.slots:

@@ -252,6 +252,10 @@ class Tier(ABC):
     def explain(self, key: OffloadKey) -> TierMiss | None:
         """Say why a key cannot be promoted, as far as is remembered; `None`: it can."""
 
+    def is_open(self) -> bool:
+        """Say whether rows can be moved, suspended or not. Rows that are offered to one that is not wait."""
+        return True
+
     @property
     @abstractmethod
     def promotion_bytes(self) -> int:

@@ -411,21 +411,23 @@ class IOThreads:
         """Report what a call came to, rows of one outcome together."""
         job, indices = ended.batch.job, ended.batch.indices
         job.batches.discard(ended.batch)
-        by_outcome: dict[RowEnd, list[int]] = {DONE: indices}
-        if ended.outcomes.count(DONE) < len(indices):
-            by_outcome = {}
+        if ended.outcomes.count(DONE) == len(indices):
+            self._add(job, indices, DONE, ended.seconds)
+        else:
+            by_outcome: dict[RowEnd, list[int]] = {}
             for at, told in zip(indices, ended.outcomes, strict=True):
                 by_outcome.setdefault(told, []).append(at)
-        for (outcome, why), some in by_outcome.items():
-            report = job.report(job.rows.pick(some), outcome, why)
-            report.nbytes, report.seconds = report.rows.nbytes, ended.seconds * len(some) / len(indices)
-            if job.given_up:
-                report.outcome, report.returned = Outcome.RETURNED, outcome
-            self._add(report)
+            for told, some in by_outcome.items():
+                self._add(job, some, told, ended.seconds * len(some) / len(indices))
         self._forget_if_over(job)
 
-    def _add(self, report: IOReport) -> None:
-        """Add a report; to the last one, if it tells the same of the same job."""
+    def _add(self, job: _IOJob, indices: list[int], told: RowEnd, seconds: float) -> None:
+        """Add a report of what calls came to; to the last one, if it tells the same of the same job."""
+        outcome, why = told
+        report = job.report(job.rows.pick(indices), outcome, why)
+        report.nbytes, report.seconds = report.rows.nbytes, seconds
+        if job.given_up:
+            report.outcome, report.returned = Outcome.RETURNED, outcome
         if self._reports and self._reports[-1].tells_the_same(report):
             last = self._reports[-1]
             last.rows += report.rows

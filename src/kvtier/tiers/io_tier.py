@@ -129,7 +129,6 @@ class IOTier(Tier):
         return self._problem
 
     def is_open(self) -> bool:
-        """Say whether rows can be moved."""
         return self._io.backend is not None
 
     def lacks_namespace(self) -> bool:

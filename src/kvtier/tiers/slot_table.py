@@ -121,7 +121,7 @@ class SlotTable:
         evicted: list[OffloadKey] = []
         victims = np.zeros(0, dtype=np.int64)
         if needed > 0:
-            victims, evicted = self._evict(needed, spared[self._evictable[spared]])
+            victims, evicted = self._evict(needed, spared)
         keys = keys[: self._book.num_free()]
         slots = self._book.reserve(0, keys)
         self.policy.insert(slots, keys)
@@ -129,18 +129,23 @@ class SlotTable:
         return Reserved(slots, evicted, victims)
 
     def _evict(self, count: int, spared: Slots) -> tuple[Slots, list[OffloadKey]]:
-        self._evictable[spared] = False
+        hidden = spared[self._evictable[spared]] if len(spared) else spared
+        self._evictable[hidden] = False
         try:
             victims = self.policy.evict(count, self._evictable, self._book.keys)
             keys = self._book.release(victims) if len(victims) <= count else None
         finally:
-            self._evictable[spared] = True
+            self._evictable[hidden] = True
         if keys is None:
             name = type(self.policy).__qualname__
             raise InputError(
                 f"policy {name}: expected at most {count} different evictable slots, got {victims.tolist()}"
             )
         return victims, keys
+
+    def complete(self, keys: list[OffloadKey]) -> list[OffloadKey] | None:
+        """End the writing of keys, and return them; `None`: some slots are doomed, so go by slot."""
+        return None if self._doomed else self._book.complete(keys)
 
     def written(self, slots: Slots) -> list[OffloadKey]:
         """End the writing of slots: return the keys that are ready now. Doomed slots become free."""
@@ -183,7 +188,7 @@ class SlotTable:
     def _stamp(self, slots: Slots) -> None:
         """Give ticks to slots, the first of them the highest."""
         self._tick += len(slots)
-        self.ticks[slots] = self._tick - np.arange(len(slots))
+        self.ticks[slots] = np.arange(self._tick, self._tick - len(slots), -1)
 
     # -- restoring ---------------------------------------------------------------------------------
 

@@ -193,6 +193,9 @@ class SlotTier(IOTier):
             self._count_moved(report, "demoted")
             health.note_success()
             self._last_progress = self._clock()
+            if (stored := table.complete(rows.keys)) is not None:
+                self._announce_stored(stored)
+                return
             slots = _array(rows.places)
             held = table.find(rows.keys) == slots
             self._announce_stored(table.written(slots[held]))

@@ -269,8 +269,10 @@ class DiskTier(SlotTier):
     def _announce_removed(self, keys: list[OffloadKey], slots: Slots) -> None:
         """Announce, but not the removal of what was never announced."""
         silent = self._silent[slots]
-        self._silent[slots] = False
-        super()._announce_removed(list(compress(keys, (~silent).tolist())), slots)
+        if silent.any():
+            self._silent[slots] = False
+            keys = list(compress(keys, (~silent).tolist()))
+        super()._announce_removed(keys, slots)
 
     def _save(self) -> None:
         """Every few seconds, have written down what a restart should know, and look after the files."""
