@@ -97,7 +97,7 @@ class Demotions:
         if len(offers) == before:
             return
         excess = len(offers) - self._pool.num_slots
-        for key in list(islice(offers, max(0, excess))):
+        for key in list(islice(offers, excess)) if excess > 0 else ():
             del offers[key]
             self.unwritten += 1
         self._progress = self._clock()
@@ -111,9 +111,7 @@ class Demotions:
             room = self._most_submitted - queue.num_submitted
             if queue.offers and room > 0 and queue.tier.is_open():
                 keys = list(islice(queue.offers, room))
-                if len(keys) == len(queue.offers):
-                    queue.offers.clear()
-                for key in keys if queue.offers else ():
+                for key in keys:
                     del queue.offers[key]
                 self._submit(queue, keys)
 

@@ -161,7 +161,7 @@ class TieredOffloadingManager(OffloadingManager):
         return self.pool.prepare_store(keys, req_context, unasked=True)
 
     def _make_room(self, keys: list[OffloadKey]) -> None:
-        if len(self._demotions) and len(keys) > self.pool.num_free:
+        if len(keys) > self.pool.num_free and len(self._demotions):
             self._demotions.make_room(self.pool.shortfall(keys))
 
     def complete_store(

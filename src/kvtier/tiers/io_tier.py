@@ -265,6 +265,8 @@ class IOTier(Tier):
         for rows in self._io.take_stuck_reads():
             self._note_stuck_reads(rows)
         suspended = [(way, health) for way, health in self._health.items() if health.problem is not None]
+        if not suspended:
+            return
         for direction, health in suspended:
             if health.problem is not None and self._io.open_jobs(direction):
                 self._io.give_up(Outcome.SUSPENDED, direction, health.problem)

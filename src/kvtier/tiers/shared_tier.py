@@ -209,6 +209,8 @@ class SharedTier(IOTier):
 
     def _look_after_questions(self) -> None:
         """Give up what is not answered in time. A server that goes on not to answer is suspended."""
+        if not len(self._questions):
+            return
         if unanswered := self._questions.take_late(self._clock()):
             self._note_absent(unanswered, TierMiss.NO_ANSWER)
         for question in self._questions.late():
