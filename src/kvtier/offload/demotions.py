@@ -134,6 +134,10 @@ class Demotions:
 
     # -- ending ------------------------------------------------------------------------------------
 
+    def has_jobs(self) -> bool:
+        """Say whether rows are pinned."""
+        return bool(self._jobs)
+
     def has_job(self, job_id: int) -> bool:
         """Say whether a job is a demotion that is not over."""
         return job_id in self._jobs

@@ -161,7 +161,7 @@ class TieredOffloadingManager(OffloadingManager):
         return self.pool.prepare_store(keys, req_context, unasked=True)
 
     def _make_room(self, keys: list[OffloadKey]) -> None:
-        if len(keys) > self.pool.num_free and len(self._demotions):
+        if self._demotions.has_jobs() and len(keys) > self.pool.num_free:
             self._demotions.make_room(self.pool.shortfall(keys))
 
     def complete_store(

@@ -121,21 +121,25 @@ class SlotTable:
         evicted: list[OffloadKey] = []
         victims = np.zeros(0, dtype=np.int64)
         if needed > 0:
-            victims, evicted = self._evict(needed, spared)
+            victims, evicted = self._evict_others(needed, spared) if len(spared) else self._evict(needed)
         keys = keys[: self._book.num_free()]
         slots = self._book.reserve(0, keys)
         self.policy.insert(slots, keys)
         self._stamp(slots)
         return Reserved(slots, evicted, victims)
 
-    def _evict(self, count: int, spared: Slots) -> tuple[Slots, list[OffloadKey]]:
-        hidden = spared[self._evictable[spared]] if len(spared) else spared
+    def _evict_others(self, count: int, spared: Slots) -> tuple[Slots, list[OffloadKey]]:
+        """Evict, and hide the spared slots meanwhile."""
+        hidden = spared[self._evictable[spared]]
         self._evictable[hidden] = False
         try:
-            victims = self.policy.evict(count, self._evictable, self._book.keys)
-            keys = self._book.release(victims) if len(victims) <= count else None
+            return self._evict(count)
         finally:
             self._evictable[hidden] = True
+
+    def _evict(self, count: int) -> tuple[Slots, list[OffloadKey]]:
+        victims = self.policy.evict(count, self._evictable, self._book.keys)
+        keys = self._book.release(victims) if len(victims) <= count else None
         if keys is None:
             name = type(self.policy).__qualname__
             raise InputError(
