@@ -42,9 +42,10 @@ import numpy as np
 
 from kvtier.keys import OffloadKey
 from kvtier.tier_config import MooncakeConfig, ObjectConfig, ValkeyConfig
-from kvtier.tiers.base import Backend, BackendRow, Outcome
+from kvtier.tiers.base import Backend, BackendRow, LentRow, Outcome
 from kvtier.tiers.io import Direction, IOThreads
 from kvtier.tiers.mooncake import MooncakeBackend
+from kvtier.tiers.mover import JobRows
 from kvtier.tiers.object import ObjectBackend
 from kvtier.tiers.seal import SealScope, seal_of
 from kvtier.tiers.valkey import ValkeyBackend
@@ -569,10 +570,9 @@ def run_engine(section: Section, url: str, number: int, nbytes: int) -> None:
             continue
         direction, owner = (Direction.DEMOTE, number) if line == "put\n" else (Direction.PROMOTE, int(line))
         keys = [key_of(owner << 20 | at) for at in range(len(rows))]
-        pairs = zip(keys, rows, strict=True)
-        batch = [BackendRow(key, (row.data,), scope=SCOPE.number) for key, row in pairs]
-        threads.submit(direction, job, batch, SCOPE, float("inf"))
-        left = len(batch)
+        lent = [LentRow(key, (row.data,)) for key, row in zip(keys, rows, strict=True)]
+        threads.submit(direction, job, JobRows(keys, [-1] * len(keys), size, lent), SCOPE, float("inf"))
+        left = len(keys)
         while left:
             threads.wait_any(1.0)
             for report in threads.poll():

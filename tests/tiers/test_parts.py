@@ -12,11 +12,12 @@ import pytest
 from kvtier.errors import InputError, IntegrityError
 from kvtier.keys import OffloadKey, make_offload_key
 from kvtier.policies import LRUPolicy
-from kvtier.tiers.base import Backend, BackendRow, Outcome
+from kvtier.tiers.base import Backend, BackendRow, LentRow, Outcome
 from kvtier.tiers.disk.header import PAGE_BYTES, DiskHeader, pack_header, read_header
 from kvtier.tiers.disk.records import EMPTY, RECORD_BYTES, pack_record, read_records
 from kvtier.tiers.health import TierHealth
 from kvtier.tiers.io import Direction, IOThreads
+from kvtier.tiers.mover import JobRows
 from kvtier.tiers.recent import RecentKeys
 from kvtier.tiers.seal import SealScope, seal_of
 from kvtier.tiers.slot_table import SlotTable
@@ -288,8 +289,9 @@ class Gate(Backend):
         return
 
 
-def lent(*places: int, size: int = 2 << 20) -> list[BackendRow]:
-    return [BackendRow(key(place), (memoryview(bytearray(size)),), place) for place in places]
+def lent(*places: int, size: int = 2 << 20) -> JobRows:
+    rows = [LentRow(key(place), (memoryview(bytearray(size)),)) for place in places]
+    return JobRows([row.key for row in rows], list(places), size, rows)
 
 
 @pytest.mark.parametrize(

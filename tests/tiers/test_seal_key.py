@@ -13,6 +13,7 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.keys import make_offload_key
+from kvtier.testing.backend_suite import job_rows
 from kvtier.testing.faulty_backend import FaultyBackend
 from kvtier.testing.memory_tier import MemoryBackend, MemoryServer, make_shared_tier
 from kvtier.testing.tier_suite import ROW_BYTES, StandingClock, TierDriver, content, keys
@@ -38,7 +39,7 @@ def filled(number: int) -> BackendRow:
 
 
 def run(threads: IOThreads, direction: Direction, rows: list[BackendRow]) -> list[IOReport]:
-    threads.submit(direction, 1, rows, SCOPE, float("inf"))
+    threads.submit(direction, 1, job_rows(rows), SCOPE, float("inf"))
     reports: list[IOReport] = []
     while sum(len(report.rows) for report in reports) < len(rows):
         assert threads.wait_any(PATIENCE)

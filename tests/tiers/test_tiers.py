@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from kvtier.keys import OffloadKey
 from kvtier.testing.faulty_backend import BackendFault, BackendFaultPlan, FaultyBackend
 from kvtier.testing.memory_tier import MemoryBackend, make_memory_tier
 from kvtier.testing.tier_suite import ROW_BYTES, StandingClock, TierDriver, TierSuite, churn
-from kvtier.tiers.base import LentRow, Tier, TierJob
+from kvtier.tiers.base import LentRow, LentRows, Tier, TierJob
 from kvtier.tiers.disk import DiskConfig, DiskTier
 
 
@@ -58,6 +59,37 @@ def test_without_the_check_random_calls_go_wrong() -> None:
         return False
 
     assert any(goes_wrong(seed) for seed in range(8))
+
+
+def test_the_scheduler_makes_no_rows() -> None:
+    """What is made of a row, its memory and its description, is made by the thread that moves it."""
+    memory, makers = memoryview(bytearray(4 * ROW_BYTES)), set()
+
+    def piece_of(slot: int) -> memoryview:
+        makers.add(threading.current_thread())
+        return memory[slot * ROW_BYTES : (slot + 1) * ROW_BYTES]
+
+    def describe(at: int) -> bytes:
+        makers.add(threading.current_thread())
+        return b"about %d" % at
+
+    tier = make_memory_tier(8, ROW_BYTES)
+    rows = LentRows([OffloadKey(b"%036d" % number) for number in range(4)], [2, 0, 3, 1], piece_of, describe)
+    assert tier.demote(TierJob(1, rows, 1e9)) == rows.keys
+    while tier.stats().demoted < 4:
+        assert tier.wait_any(30)
+        tier.poll()
+    tier.promote(TierJob(2, rows, 1e9))
+    while tier.stats().promoted < 4:
+        assert tier.wait_any(30)
+        tier.poll()
+    assert makers
+    assert threading.current_thread() not in makers
+    assert rows[1:3] == [
+        LentRow(rows.keys[1], (piece_of(0),), b"about 1"),
+        LentRow(rows.keys[2], (piece_of(3),), b"about 2"),
+    ]
+    assert tier.close(30)
 
 
 class CountedKey(bytes):

@@ -20,7 +20,16 @@ from tests.tiers.servers import Certificates, RealServerSuite, Relay, ValkeyServ
 
 from kvtier.errors import ConfigError
 from kvtier.testing import shared_tier_suite, tier_suite
-from kvtier.testing.backend_suite import ROW_BYTES, BackendSuite, content, empty, key, payload_of, sealed
+from kvtier.testing.backend_suite import (
+    ROW_BYTES,
+    BackendSuite,
+    content,
+    empty,
+    job_rows,
+    key,
+    payload_of,
+    sealed,
+)
 from kvtier.testing.faulty_backend import FaultyBackend
 from kvtier.testing.memory_tier import make_shared_tier
 from kvtier.tier_config import ValkeyConfig
@@ -224,7 +233,7 @@ def read_checked(backend: Backend, rows: list[BackendRow]) -> list[IOReport]:
     """Read rows as a tier does, seals checked."""
     threads = IOThreads(backend, threads=1)
     try:
-        threads.submit(Direction.PROMOTE, 1, rows, SealScope("suite"), float("inf"))
+        threads.submit(Direction.PROMOTE, 1, job_rows(rows), SealScope("suite"), float("inf"))
         reports: list[IOReport] = []
         while sum(len(report.rows) for report in reports) < len(rows):
             assert threads.wait_any(PATIENCE)
@@ -262,9 +271,9 @@ class TestStrangeValues:
         backend.write([sealed(number) for number in range(8)])
         server.say("SET", name_of(3), forge(self.value(server, 3)))
         outcomes = {
-            row.place: report.outcome
+            place: report.outcome
             for report in read_checked(backend, [empty(number) for number in range(8)])
-            for row in report.rows
+            for place in report.rows.places
         }
         assert outcomes.pop(3) is Outcome.FAILED_CHECK
         assert set(outcomes.values()) == {Outcome.DONE}, "its neighbours are read from the same connection"

@@ -436,7 +436,8 @@ def test_what_a_tier_has_kept_announces_a_chunk_in_full(extra: dict[int, tuple[A
     first = make(prompt, 0, 1)
     keys = [prompt.key(0), prompt.key(1)]
     (before,) = told(first, False, *keys, medium="STORAGE")
-    kept = tuple(first.encode(key) for key in keys)
+    describe = first.describe_chunks(keys)
+    kept = tuple(describe(at) for at in range(len(keys)))
     tracker, (after,) = restarted(OffloadingEvent(keys, "STORAGE", False, kept))
     assert isinstance(before, BlockStored)
     assert isinstance(after, BlockStored)
@@ -452,8 +453,8 @@ def test_what_a_tier_has_kept_announces_a_chunk_in_full(extra: dict[int, tuple[A
 
 def test_nonsense_that_a_tier_has_kept_is_not_believed() -> None:
     prompt = Prompt()
-    other = make(prompt, 1).encode(prompt.key(1))
-    whole = make(prompt, 0).encode(prompt.key(0))
+    other = make(prompt, 1).describe_chunks([prompt.key(1)])(0)
+    whole = make(prompt, 0).describe_chunks([prompt.key(0)])(0)
     for kept in (b"", b"\x90", b"\xc1", whole[:-1], whole + b"0", other, bytes(len(whole))):
         _, (event,) = restarted(OffloadingEvent([prompt.key(0)], "STORAGE", False, (kept,)))
         assert isinstance(event, BlockStored)
@@ -462,5 +463,5 @@ def test_nonsense_that_a_tier_has_kept_is_not_believed() -> None:
 
 def test_extra_keys_that_cannot_be_written_are_not_kept() -> None:
     prompt = Prompt(extra={0: (object(),)})
-    assert make(prompt, 0).encode(prompt.key(0)) == b""
-    assert make(prompt).encode(prompt.key(0)) == b""
+    assert make(prompt, 0).describe_chunks([prompt.key(0)])(0) == b""
+    assert make(prompt).describe_chunks([prompt.key(0)])(0) == b""

@@ -290,7 +290,7 @@ def demoted(tiered: Tiered) -> list[bytes]:
 
 def test_ready_rows_are_written_through_and_pinned_meanwhile() -> None:
     tiered = Tiered()
-    tiered.manager.describe_with(lambda key: b"told of " + key[-5:-4])
+    tiered.manager.describe_with(lambda keys: lambda at: b"told of " + keys[at][-5:-4])
     tiered.store(1, 2)
     assert not tiered.tier.demotions, "between steps nothing is submitted"
     tiered.poll()
@@ -307,13 +307,13 @@ def test_ready_rows_are_written_through_and_pinned_meanwhile() -> None:
 
 def test_offers_wait_for_a_tier_that_is_not_open_yet() -> None:
     tiered = Tiered()
-    tiered.tier.misses = dict.fromkeys(keys(1, 2), TierMiss.NOT_OPEN)
+    tiered.tier.has_opened = False
     tiered.store(1, 2)
     tiered.poll()
     assert demoted(tiered) == []
     tiered.clock.now = 2.0
     assert not tiered.manager.has_pending_work(), "an idle engine does not wait for it"
-    tiered.tier.misses.clear()
+    tiered.tier.has_opened = True
     tiered.poll()
     assert demoted(tiered) == keys(1, 2)
 

@@ -49,6 +49,7 @@ class HandTier(Tier):
         """Keys of which it does not know whether it holds them, until `answer`."""
         self.asked: list[tuple[list[OffloadKey], float]] = []
         """What it was asked, and until when."""
+        self.has_opened = True
         self.lent: list[int] = []
         self.misses: dict[OffloadKey, TierMiss] = {}
         self.refuses: set[OffloadKey] = set()
@@ -80,6 +81,9 @@ class HandTier(Tier):
         """Know of everything that was asked whether it is held."""
         for asked, _ in self.asked:
             self.unknown -= set(asked)
+
+    def is_open(self) -> bool:
+        return self.has_opened
 
     def lend(self, memory: memoryview) -> None:
         self.lent.append(memory.nbytes)

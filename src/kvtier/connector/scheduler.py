@@ -114,7 +114,7 @@ class OffloadingConnectorScheduler:
             self._settings, self._geometry, self.cost, self._prefill, manager
         )
         if self._tracker.enabled:
-            manager.describe_with(self._tracker.encode)
+            manager.describe_with(self._tracker.describe_chunks)
         if self._describe is None:
             logger.warning(
                 "tiers: nothing is written: without `describe` no chunk is known to be of no adapter"

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
+from msgspec.structs import astuple
 
 from kvtier.errors import IntegrityError
 from kvtier.events.types import BlockRemoved, BlockStored, ExternalBlockHash, KVCacheEvent
@@ -78,7 +79,7 @@ class TierEvent(Protocol):
     def removed(self) -> bool: ...
     @property
     def descriptions(self) -> tuple[bytes, ...] | None:
-        """What `encode` told of each chunk, if it is a tier's word and not a store's: after a restart."""
+        """What `describe_chunks` told of each, if it is a tier's word and not a store's: after a restart."""
         ...
 
 
@@ -186,15 +187,13 @@ class OffloadingEventsTracker:
             told += _announce(_without_repeats(_parents_first(held)), medium)
         return told
 
-    def encode(self, key: OffloadKey) -> bytes:
-        """Return what is known of a chunk as bytes for a tier to keep; none if it cannot be written."""
-        chunk = self._held.get(key) or self._planned.get(key)
-        if chunk is None or chunk.block_size == 0:
-            return b""
-        try:
-            return _ENCODER.encode(_KeptChunk(*msgspec.structs.astuple(chunk)[:-2]))
-        except (TypeError, ValueError, OverflowError):  # extra keys are an engine's own
-            return b""
+    def describe_chunks(self, keys: Sequence[OffloadKey]) -> Callable[[int], bytes]:
+        """Return what makes bytes of what is known of the n-th of these chunks, for a tier to keep.
+
+        Any thread may call that, at any time. It returns none if nothing is known now, or cannot be written.
+        """
+        chunks = [self._held.get(key) or self._planned.get(key) for key in keys]
+        return lambda at: _encode(chunks[at])
 
     def _recall(self, keys: Sequence[OffloadKey], descriptions: Sequence[bytes]) -> None:
         """Note what a tier has kept of chunks, unless it makes no sense or is of another chunk."""
@@ -293,6 +292,16 @@ def _chunk_of(describe: Describe, req: _Request, group: ChunkGroup, index: int) 
         lora_name=told.lora_name,
         extra_keys=tuple(extra) if extra is not None and any(extra) else None,
     )
+
+
+def _encode(chunk: _Chunk | None) -> bytes:
+    """Return a chunk as a tier keeps it; nothing if that cannot be."""
+    if chunk is None or chunk.block_size == 0:
+        return b""
+    try:
+        return _ENCODER.encode(_KeptChunk(*astuple(chunk)[: len(_KeptChunk.__struct_fields__)]))
+    except (TypeError, ValueError, OverflowError):  # extra keys are an engine's own
+        return b""
 
 
 def _decode(description: bytes) -> _Chunk | None:

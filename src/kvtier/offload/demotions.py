@@ -19,10 +19,15 @@ from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey
 from kvtier.offload.base import NO_REQUEST
 from kvtier.offload.manager import CPUOffloadingManager
-from kvtier.tiers.base import LentRow, Tier, TierJob, TierMiss, TierResult
+from kvtier.tiers.base import LentRows, Tier, TierJob, TierResult
 from kvtier.transfer.base import CPULoadStoreSpec
 
-__all__ = ["Demotions"]
+__all__ = ["Demotions", "DescribeChunks"]
+
+DescribeChunks = Callable[[Sequence[OffloadKey]], Callable[[int], bytes]]
+"""Returns what says of each of some chunks, by its number, what the event stream tells of it now. That may
+be called later, by any thread.
+"""
 
 _SHARE = 4
 """One slot in so many may be pinned by demotions."""
@@ -32,11 +37,13 @@ _BYTES = 128 << 20
 
 @dataclass(slots=True, eq=False)
 class _DemotionJob:
-    """Rows that a tier is to write, and their slots, which are pinned."""
+    """Rows that a tier is to write, and the slots of those that are still pinned for it."""
 
     job_id: int
     queue: _TierQueue
     slots: dict[OffloadKey, int]
+    spec: CPULoadStoreSpec
+    """The slots of all its rows."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,10 +53,6 @@ class _TierQueue:
     tier: Tier
     offers: dict[OffloadKey, None] = field(default_factory=dict)
     num_submitted: int = 0
-
-    def is_closed(self) -> bool:
-        """Say whether the tier is not open yet: offers then wait, as long as their rows are in the pool."""
-        return self.tier.explain(next(iter(self.offers))) is TierMiss.NOT_OPEN
 
 
 class Demotions:
@@ -72,8 +75,7 @@ class Demotions:
         self._queues = {tier.name: _TierQueue(tier) for tier in tiers}
         self._jobs: dict[int, _DemotionJob] = {}
         self._newest = 0
-        self.encode_description: Callable[[OffloadKey], bytes] = lambda key: b""
-        """What the event stream tells of a chunk."""
+        self.describe: DescribeChunks = lambda keys: lambda at: b""
         self.unwritten = 0
         """Rows that were offered and left the pool, or were needed, before they were written."""
         self._progress = float("-inf")
@@ -95,16 +97,19 @@ class Demotions:
         if len(offers) == before:
             return
         excess = len(offers) - self._pool.num_slots
-        for key in list(islice(offers, max(0, excess))):
+        for key in list(islice(offers, excess)) if excess > 0 else ():
             del offers[key]
             self.unwritten += 1
         self._progress = self._clock()
 
     def submit(self) -> None:
-        """Give each tier as many of its offers as it may have at a time."""
+        """Give each tier as many of its offers as it may have at a time.
+
+        Offers wait for one that is not open yet, as long as their rows are in the pool.
+        """
         for queue in self._queues.values():
             room = self._most_submitted - queue.num_submitted
-            if queue.offers and room > 0 and not queue.is_closed():
+            if queue.offers and room > 0 and queue.tier.is_open():
                 keys = list(islice(queue.offers, room))
                 for key in keys:
                     del queue.offers[key]
@@ -117,11 +122,9 @@ class Demotions:
             return
         spec = self._pool.prepare_load(ready, NO_REQUEST)
         self._newest -= 1
-        job = _DemotionJob(self._newest, queue, dict(zip(ready, spec.block_ids.tolist(), strict=True)))
-        piece_of, encode_description = self._piece_of, self.encode_description
-        rows = tuple(
-            [LentRow(key, (piece_of(slot),), encode_description(key)) for key, slot in job.slots.items()]
-        )
+        slots = spec.block_ids.tolist()
+        job = _DemotionJob(self._newest, queue, dict(zip(ready, slots, strict=True)), spec)
+        rows = LentRows(ready, slots, self._piece_of, self.describe(ready))
         self._jobs[job.job_id] = job
         queue.num_submitted += len(ready)
         taken = queue.tier.demote(TierJob(job.job_id, rows, self._clock() + self._seconds))
@@ -130,6 +133,10 @@ class Demotions:
             self._unpin(job, [key for key in ready if key not in distinct])
 
     # -- ending ------------------------------------------------------------------------------------
+
+    def has_jobs(self) -> bool:
+        """Say whether rows are pinned."""
+        return bool(self._jobs)
 
     def has_job(self, job_id: int) -> bool:
         """Say whether a job is a demotion that is not over."""
@@ -153,7 +160,10 @@ class Demotions:
 
     def _unpin(self, job: _DemotionJob, keys: list[OffloadKey]) -> None:
         """Let go of rows that a tier is done with."""
-        if keys:
+        if len(keys) == len(job.spec.block_ids):  # all of them, be it in another order
+            self._pool.complete_load(list(job.slots), job.spec)
+            job.slots.clear()
+        elif keys:
             self._pool.complete_load(keys, CPULoadStoreSpec([job.slots.pop(key) for key in keys]))
         job.queue.num_submitted -= len(keys)
         if not job.slots:

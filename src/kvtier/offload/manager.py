@@ -91,6 +91,7 @@ class CPUOffloadingManager(OffloadingManager):
         self._evictable = np.zeros(num_slots, dtype=np.bool_)  # ready and unread
         self._stored_by = np.zeros(num_slots, dtype=np.int64)  # hash of the request's id
         self._stays = np.zeros(num_slots, dtype=np.bool_)  # what was last put there must not leave the pool
+        self._some_stay = False  # it was ever so
         self._book = SlotBook(self._readers, self._evictable, self._stored_by)
         self._doomed: dict[int, OffloadKey] = {}  # the key that a slot had
         self._store_threshold = store_threshold
@@ -179,7 +180,9 @@ class CPUOffloadingManager(OffloadingManager):
             self._book.complete(wanted)
             self._book.release(slots)
             raise
-        self._stays[slots] = req_context.stays_in_pool
+        if self._some_stay or req_context.stays_in_pool:
+            self._some_stay = True
+            self._stays[slots] = req_context.stays_in_pool
         return PrepareStoreOutput(wanted, CPULoadStoreSpec(slots), evicted)
 
     def complete_store(
@@ -222,8 +225,8 @@ class CPUOffloadingManager(OffloadingManager):
     def shortfall(self, keys: list[OffloadKey]) -> int:
         """Count the slots that storing these keys lacks: neither free nor to be had by eviction."""
         spared = self._book.held(keys)
-        evictable = int(self._evictable.sum()) - int(self._evictable[spared].sum())
-        return max(0, len(self._book.missing(keys)) - self._book.num_free() - evictable)
+        evictable = np.count_nonzero(self._evictable) - np.count_nonzero(self._evictable[spared])
+        return max(0, len(self._book.missing(keys)) - self._book.num_free() - int(evictable))
 
     def demotable(self, keys: list[OffloadKey]) -> list[OffloadKey]:
         """Return those of some chunks that are ready and may leave the pool.
@@ -231,11 +234,13 @@ class CPUOffloadingManager(OffloadingManager):
         Which may not is kept by slot, from one `prepare_store` to the next: a slot belongs to one job, while
         a key may be given up, stored elsewhere, and only then be told of by its former job.
         """
+        if not self._some_stay and self._book.leading(keys) == len(keys):
+            return keys
         slots = self._book.find(keys)
-        places = np.flatnonzero(slots != ABSENT)
-        held = slots[places]
-        may_leave = (self._readers[held] != WRITING) & ~self._stays[held]
-        return [keys[place] for place in places[may_leave].tolist()]
+        may_leave = slots != ABSENT
+        held = slots[may_leave]
+        may_leave[may_leave] = (self._readers[held] != WRITING) & ~self._stays[held]
+        return list(compress(keys, may_leave.tolist()))
 
     def coldest(self, count: int) -> list[OffloadKey]:
         """Return up to `count` chunks that would be evicted next, the first to go first."""

@@ -25,7 +25,7 @@ from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey
 from kvtier.offload.base import NO_REQUEST, MissReason, PrepareStoreOutput, ReqContext
 from kvtier.offload.manager import CPUOffloadingManager
-from kvtier.tiers.base import LentRow, Outcome, Tier, TierJob, TierResult
+from kvtier.tiers.base import LentRows, Outcome, Tier, TierJob, TierResult
 from kvtier.transfer.base import CPULoadStoreSpec
 
 __all__ = ["PromotionTime", "Promotions", "TierCost", "Wish"]
@@ -291,7 +291,7 @@ class Promotions:
             self._jobs[job.job_id] = job
             self._lent += len(slots)
             self._arrivals.update({key: _Arrival(job, set()) for key in slots})
-            rows = tuple(LentRow(key, (self._piece_of(slot),)) for key, slot in slots.items())
+            rows = LentRows(list(slots), list(slots.values()), self._piece_of)
             tier.promote(TierJob(job.job_id, rows, deadline))
 
     def _put_back(self, taken: dict[OffloadKey, int]) -> None:

@@ -40,7 +40,7 @@ from kvtier.offload.base import (
     PrepareStoreOutput,
     ReqContext,
 )
-from kvtier.offload.demotions import Demotions
+from kvtier.offload.demotions import Demotions, DescribeChunks
 from kvtier.offload.inquiries import Inquiries
 from kvtier.offload.manager import CPUOffloadingManager, ManagerStats
 from kvtier.offload.promotions import Promotions
@@ -119,9 +119,9 @@ class TieredOffloadingManager(OffloadingManager):
         for tier in self.tiers:
             tier.lend(self._memory)
 
-    def describe_with(self, describe: Callable[[OffloadKey], bytes]) -> None:
+    def describe_with(self, describe: DescribeChunks) -> None:
         """Have tiers keep what the event stream tells of a chunk."""
-        self._demotions.encode_description = describe
+        self._demotions.describe = describe
 
     # -- the pool's manager ------------------------------------------------------------------------
 
@@ -161,7 +161,7 @@ class TieredOffloadingManager(OffloadingManager):
         return self.pool.prepare_store(keys, req_context, unasked=True)
 
     def _make_room(self, keys: list[OffloadKey]) -> None:
-        if len(self._demotions) and len(keys) > self.pool.num_free:
+        if self._demotions.has_jobs() and len(keys) > self.pool.num_free:
             self._demotions.make_room(self.pool.shortfall(keys))
 
     def complete_store(

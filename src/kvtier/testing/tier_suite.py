@@ -196,6 +196,16 @@ class MovingSuite:
 
     # Rows
 
+    def test_a_chunk_twice_in_a_promotion(self, drivers: list[TierDriver]) -> None:
+        """The memory of each row is filled, also beside one that is not held."""
+        driver = self.drive(drivers)
+        driver.store(1)
+        rows = [LentRow(name, (memoryview(bytearray(ROW_BYTES)),)) for name in keys(1, 2, 1)]
+        driver.open_rows[7] = len(rows)
+        driver.tier.promote(TierJob(7, rows, 1e9))
+        assert driver.finish(7)[key(2)] is Outcome.ABSENT
+        assert [bytes(row.pieces[0]) for row in (rows[0], rows[2])] == [content(1)] * 2
+
     def test_rows_of_several_pieces(self, drivers: list[TierDriver]) -> None:
         driver = self.drive(drivers)
         job, _ = driver.demote(1, cuts=4)

@@ -15,10 +15,10 @@ call still uses the memory, and a second result then tells when that is over. No
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from kvtier.keys import OffloadKey
 
@@ -28,6 +28,7 @@ __all__ = [
     "Backend",
     "BackendRow",
     "LentRow",
+    "LentRows",
     "Outcome",
     "Tier",
     "TierChange",
@@ -62,6 +63,37 @@ class LentRow(NamedTuple):
         return _total_bytes(self.pieces)
 
 
+class LentRows(Sequence[LentRow]):
+    """Rows of one memory, each made when it is looked at: by the thread that moves it, not by who lends it.
+
+    `piece_of` returns the memory of a slot, `describe` what events tell of the n-th row. Any thread may call
+    both.
+    """
+
+    __slots__ = ("_describe", "_piece_of", "_slots", "keys")
+
+    def __init__(
+        self,
+        keys: list[OffloadKey],
+        slots: list[int],
+        piece_of: Callable[[int], memoryview],
+        describe: Callable[[int], bytes] = lambda at: b"",
+    ) -> None:
+        self.keys, self._slots, self._piece_of, self._describe = keys, slots, piece_of, describe
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @overload
+    def __getitem__(self, at: int) -> LentRow: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[LentRow]: ...
+    def __getitem__(self, at: int | slice) -> LentRow | list[LentRow]:
+        if isinstance(at, slice):
+            return [self[index] for index in range(*at.indices(len(self)))]
+        return LentRow(self.keys[at], (self._piece_of(self._slots[at]),), self._describe(at))
+
+
 @dataclass(frozen=True, slots=True)
 class TierJob:
     """Rows to promote or to demote, in the order of their prefix: the first are moved first.
@@ -72,9 +104,14 @@ class TierJob:
     """
 
     job_id: int
-    rows: tuple[LentRow, ...]
+    rows: Sequence[LentRow]
     deadline: float
     priority: int = 0
+
+    @property
+    def keys(self) -> list[OffloadKey]:
+        """The keys of its rows. To be asked for rather than rows by who needs no more."""
+        return self.rows.keys if isinstance(self.rows, LentRows) else [row.key for row in self.rows]
 
 
 class Outcome(Enum):
@@ -214,6 +251,10 @@ class Tier(ABC):
     @abstractmethod
     def explain(self, key: OffloadKey) -> TierMiss | None:
         """Say why a key cannot be promoted, as far as is remembered; `None`: it can."""
+
+    def is_open(self) -> bool:
+        """Say whether rows can be moved, suspended or not. Rows that are offered to one that is not wait."""
+        return True
 
     @property
     @abstractmethod

@@ -20,16 +20,15 @@ import heapq
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from itertools import islice
 from typing import Any, NamedTuple
 
 from kvtier.errors import InputError, IntegrityError
 from kvtier.keys import OffloadKey
-from kvtier.tiers.base import Backend, BackendRow, Outcome
-from kvtier.tiers.mover import DONE, RowEnd, RowMover
+from kvtier.tiers.base import Backend, Outcome
+from kvtier.tiers.mover import DONE, JobRows, RowEnd, RowMover
 from kvtier.tiers.seal import SealKey, SealScope
 
 __all__ = ["Direction", "IOReport", "IOThreads"]
@@ -47,18 +46,14 @@ class Direction(IntEnum):
 _IN_ORDER = tuple(Direction)
 
 
-class _RowState(IntEnum):
-    QUEUED = 0
-    RUNNING = 1
-    OVER = 2
-
-
-class IOReport(NamedTuple):
+@dataclass(slots=True)
+class IOReport:
     """What became of rows of a job. `returned`: what a call came to whose rows were given up before."""
 
     job_id: int
     direction: Direction
-    rows: list[BackendRow]
+    scope: SealScope
+    rows: JobRows
     outcome: Outcome
     in_use: bool = False
     nbytes: int = 0
@@ -66,47 +61,43 @@ class IOReport(NamedTuple):
     why: str = ""
     returned: Outcome | None = None
 
+    def tells_the_same(self, other: IOReport) -> bool:
+        """Say whether another report differs only in its rows, of the same job."""
+        return (self.job_id, self.outcome, self.in_use, self.why, self.returned) == (
+            other.job_id,
+            other.outcome,
+            other.in_use,
+            other.why,
+            other.returned,
+        )
+
 
 @dataclass(eq=False, slots=True)
 class _IOJob:
-    """A job in the queue. Rows `[0, cursor)` are not queued any more; others may be withdrawn."""
+    """A job that is not over: some of its rows are queued, or are in a batch that `poll` has not told of."""
 
     job_id: int
     direction: Direction
-    rows: Sequence[BackendRow]
+    rows: JobRows
     scope: SealScope
     deadline: float
-    states: list[_RowState] = field(init=False)
-    sizes: list[int] = field(init=False)
-    cursor: int = 0
+    queued: list[int] = field(init=False)
+    """Rows that no thread has begun, by index."""
+    batches: set[_Batch] = field(default_factory=set)
     given_up: bool = False
-    num_queued: int = field(init=False)
-    left: int = field(init=False)
-    """Rows that are not over."""
 
     def __post_init__(self) -> None:
-        self.states = [_RowState.QUEUED] * len(self.rows)
-        self.num_queued = self.left = len(self.rows)
-        self.sizes = [row.nbytes for row in self.rows]
+        self.queued = list(range(len(self.rows)))
 
-    def queued(self, most: int | None = None) -> list[int]:
-        """Return the first rows that no thread has begun."""
-        waiting = (at for at in range(self.cursor, len(self.rows)) if self.states[at] is _RowState.QUEUED)
-        return list(islice(waiting, most))
+    def begun(self) -> list[int]:
+        """Return the rows of its batches."""
+        return sorted(at for batch in self.batches for at in batch.indices)
 
-    def begin(self, indices: list[int]) -> None:
-        for at in indices:
-            self.states[at] = _RowState.RUNNING
-        self.cursor = indices[-1] + 1
-        self.num_queued -= len(indices)
-
-    def end(self, indices: Iterable[int]) -> None:
-        for at in indices:
-            self.states[at] = _RowState.OVER
-            self.left -= 1
+    def report(self, rows: JobRows, outcome: Outcome, why: str = "", *, in_use: bool = False) -> IOReport:
+        return IOReport(self.job_id, self.direction, self.scope, rows, outcome, in_use, why=why)
 
 
-@dataclass(eq=False, frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class _Batch:
     """What a thread has taken."""
 
@@ -178,7 +169,7 @@ class IOThreads:
         self._jobs: dict[int, _IOJob] = {}
         self._given_up: set[_IOJob] = set()
         self._starved = False  # rows were given up that no thread had begun
-        self._stuck_reads: list[BackendRow] = []
+        self._stuck_reads: list[JobRows] = []
         self._next_deadline = float("inf")
         self._count = 0
         self.open_calls = 0
@@ -197,7 +188,7 @@ class IOThreads:
         self,
         direction: Direction,
         job_id: int,
-        rows: Sequence[BackendRow],
+        rows: JobRows,
         scope: SealScope,
         deadline: float,
         priority: int = 0,
@@ -209,7 +200,7 @@ class IOThreads:
         self._next_deadline = min(self._next_deadline, deadline)
         self._count += 1
         with self._lock:
-            self._queued_bytes[direction] += sum(job.sizes)
+            self._queued_bytes[direction] += rows.nbytes
             heapq.heappush(self._queues[direction], (priority, self._count, job))
             self._lock.notify()  # one is enough: whoever takes rows and leaves some wakes the next
 
@@ -238,16 +229,17 @@ class IOThreads:
 
     def withdraw(
         self, job_id: int, keys: Sequence[OffloadKey] | None = None
-    ) -> tuple[Direction | None, list[BackendRow]]:
+    ) -> tuple[Direction | None, JobRows]:
         """Take back the rows of a job (all, or these) that no thread has begun. No report follows."""
         job = self._jobs.get(job_id)
         if job is None:
-            return None, []
+            return None, JobRows([], [], 0)
         wanted = None if keys is None else set(keys)
         with self._lock:
-            indices = [at for at in job.queued() if wanted is None or job.rows[at].key in wanted]
-            rows = self._take_out(job, indices)
-        self._starved |= bool(rows) and job.direction is Direction.PROMOTE
+            rows = self._take_out(
+                job, [at for at in job.queued if wanted is None or job.rows.keys[at] in wanted]
+            )
+        self._starved |= len(rows) > 0 and job.direction is Direction.PROMOTE
         self._forget_if_over(job)
         return job.direction, rows
 
@@ -258,8 +250,8 @@ class IOThreads:
         for job in list(self._jobs.values()) if keys else ():
             if job.direction is direction:
                 _, rows = self.withdraw(job.job_id, keys)
-                if rows:
-                    self._reports.append(IOReport(job.job_id, direction, rows, outcome))
+                if len(rows):
+                    self._reports.append(job.report(rows, outcome))
 
     def give_up(self, outcome: Outcome, direction: Direction | None = None, why: str = "") -> None:
         """End all jobs (of a direction) now: report their rows with this outcome, at the next `poll`."""
@@ -301,7 +293,7 @@ class IOThreads:
 
     def stuck_rows(self) -> int:
         """Count the rows that were given up and whose call has not returned."""
-        return sum(job.left for job in self._given_up)
+        return sum(len(job.begun()) for job in self._given_up)
 
     def take_stuck(self, seconds: float) -> int:
         """Count the calls that run for so long, for jobs that were given up, and were not counted before.
@@ -320,14 +312,14 @@ class IOThreads:
             self._stuck |= new
             self._stuck_bytes += sum(batch.nbytes for batch in new)
             reads = [batch for batch in new if batch.job.direction is Direction.PROMOTE]
-            self._stuck_reads += [batch.job.rows[at] for batch in reads for at in batch.indices]
+            self._stuck_reads += [batch.job.rows.pick(batch.indices) for batch in reads]
             if new:
                 self._lock.notify()  # what is stuck takes no room: others may go on
             all_busy = len(self._busy) == self._num_threads and max(self._busy.values()) <= began
         starved, self._starved = self._starved, False
         return len(new) or int(starved and all_busy)
 
-    def take_stuck_reads(self) -> list[BackendRow]:
+    def take_stuck_reads(self) -> list[JobRows]:
         """Take the rows of the reads that `take_stuck` has counted since the last call."""
         reads, self._stuck_reads = self._stuck_reads, []
         return reads
@@ -364,7 +356,7 @@ class IOThreads:
             jobs = [*self._jobs.values(), *self._given_up]
             for direction in Direction:
                 queued = sum(
-                    job.rows[at].nbytes for job in jobs if job.direction is direction for at in job.queued()
+                    len(job.queued) * job.rows.row_bytes for job in jobs if job.direction is direction
                 )
                 if queued != self._queued_bytes[direction]:
                     found = self._queued_bytes[direction]
@@ -372,36 +364,36 @@ class IOThreads:
                         f"tier I/O: expected {queued} bytes queued for {direction.name}, found {found}"
                     )
             for job in jobs:
-                if job.left != sum(state is not _RowState.OVER for state in job.states) or not job.left:
-                    raise IntegrityError(f"tier I/O: job {job.job_id} is over and kept, or miscounted")
+                open_rows = job.queued + job.begun()
+                if not open_rows or len(set(open_rows)) < len(open_rows):
+                    raise IntegrityError(f"tier I/O: job {job.job_id} is over and kept, or has a row twice")
 
     # -- inside, on the scheduler's thread ---------------------------------------------------------
 
-    def _take_out(self, job: _IOJob, indices: list[int]) -> list[BackendRow]:
+    def _take_out(self, job: _IOJob, indices: list[int]) -> JobRows:
         """Unqueue rows; under the lock."""
-        job.end(indices)
-        job.num_queued -= len(indices)
-        rows = [job.rows[at] for at in indices]
-        self._queued_bytes[job.direction] -= sum(row.nbytes for row in rows)
+        taken, rows = set(indices), job.rows.pick(indices)
+        job.queued = [at for at in job.queued if at not in taken]
+        self._queued_bytes[job.direction] -= rows.nbytes
         return rows
 
     def _give_up(self, job: _IOJob, outcome: Outcome, why: str) -> None:
         del self._jobs[job.job_id]
         with self._lock:
-            free = self._take_out(job, job.queued())
-        used = [row for row, state in zip(job.rows, job.states, strict=True) if state is _RowState.RUNNING]
+            free = self._take_out(job, job.queued)
+            used = job.rows.pick(job.begun())
         job.given_up = True
-        if used:
+        if len(used):
             self._given_up.add(job)
         for rows, in_use in ((free, False), (used, True)):
-            if rows:
-                self._reports.append(IOReport(job.job_id, job.direction, rows, outcome, in_use, why=why))
+            if len(rows):
+                self._reports.append(job.report(rows, outcome, why, in_use=in_use))
 
     def _give_up_late(self) -> None:
         now = self._clock()
         if now >= self._next_deadline:
             for job in [job for job in self._jobs.values() if job.deadline <= now]:
-                self._starved |= job.num_queued > 0
+                self._starved |= len(job.queued) > 0
                 self._give_up(job, Outcome.LATE, "")
             self._next_deadline = min((job.deadline for job in self._jobs.values()), default=float("inf"))
 
@@ -418,47 +410,34 @@ class IOThreads:
     def _settle(self, ended: _Ended) -> None:
         """Report what a call came to, rows of one outcome together."""
         job, indices = ended.batch.job, ended.batch.indices
-        job.end(indices)
-        by_outcome: dict[RowEnd, list[BackendRow]] = {}
+        job.batches.discard(ended.batch)
         if ended.outcomes.count(DONE) == len(indices):
-            by_outcome[DONE] = [job.rows[at] for at in indices]
+            self._add(job, indices, DONE, ended.seconds)
         else:
+            by_outcome: dict[RowEnd, list[int]] = {}
             for at, told in zip(indices, ended.outcomes, strict=True):
-                by_outcome.setdefault(told, []).append(job.rows[at])
-        for (outcome, why), rows in by_outcome.items():
-            report = IOReport(
-                job.job_id,
-                job.direction,
-                rows,
-                outcome,
-                nbytes=ended.batch.nbytes if len(rows) == len(indices) else sum(row.nbytes for row in rows),
-                seconds=ended.seconds * len(rows) / len(indices),
-                why=why,
-            )
-            if job.given_up:
-                report = report._replace(outcome=Outcome.RETURNED, returned=outcome)
-            self._add(report)
+                by_outcome.setdefault(told, []).append(at)
+            for told, some in by_outcome.items():
+                self._add(job, some, told, ended.seconds * len(some) / len(indices))
         self._forget_if_over(job)
 
-    def _add(self, report: IOReport) -> None:
-        """Add a report; to the last one, if it tells the same of the same job."""
-        last = self._reports[-1] if self._reports else None
-        same = last is not None and (last.job_id, last.in_use, last.why) == (
-            report.job_id,
-            report.in_use,
-            report.why,
-        )
-        if last is not None and same and last.outcome is report.outcome and last.returned is report.returned:
-            self._reports[-1] = last._replace(
-                rows=last.rows + report.rows,
-                nbytes=last.nbytes + report.nbytes,
-                seconds=last.seconds + report.seconds,
-            )
+    def _add(self, job: _IOJob, indices: list[int], told: RowEnd, seconds: float) -> None:
+        """Add a report of what calls came to; to the last one, if it tells the same of the same job."""
+        outcome, why = told
+        report = job.report(job.rows.pick(indices), outcome, why)
+        report.nbytes, report.seconds = report.rows.nbytes, seconds
+        if job.given_up:
+            report.outcome, report.returned = Outcome.RETURNED, outcome
+        if self._reports and self._reports[-1].tells_the_same(report):
+            last = self._reports[-1]
+            last.rows += report.rows
+            last.nbytes += report.nbytes
+            last.seconds += report.seconds
         else:
             self._reports.append(report)
 
     def _forget_if_over(self, job: _IOJob) -> None:
-        if job.left == 0:
+        if not job.queued and not job.batches:
             self._given_up.discard(job)
             if self._jobs.get(job.job_id) is job:
                 del self._jobs[job.job_id]
@@ -511,10 +490,10 @@ class IOThreads:
         queue, running = self._queues[direction], sum(self._running_bytes) - self._stuck_bytes
         while queue and direction not in self._on_hold:
             job = queue[0][2]
-            if not job.num_queued or job.deadline <= self._clock():  # `poll` will report them as late
+            if not job.queued or job.deadline <= self._clock():  # `poll` will report them as late
                 heapq.heappop(queue)
                 continue
-            size = max(1, job.sizes[job.queued(1)[0]])
+            size = max(1, job.rows.row_bytes)
             if running and running + size > self._max_in_flight:
                 return None
             if direction is Direction.DEMOTE and self._writing_threads() >= max(1, self._num_threads - 1):
@@ -524,12 +503,12 @@ class IOThreads:
             # that a call should move: each thread that wakes costs the engine's own.
             if direction is Direction.PROMOTE:
                 most = max(1, min(most, -(-self._queued_bytes[direction] // (size * self._num_threads))))
-            indices = job.queued(most)
-            job.begin(indices)
-            nbytes = sum([job.sizes[at] for at in indices])
-            self._queued_bytes[direction] -= nbytes
-            self._running_bytes[direction] += nbytes
-            batch = _Batch(job, indices, nbytes)
+            indices = job.queued[:most]
+            batch = _Batch(job, indices, len(indices) * job.rows.row_bytes)
+            job.batches.add(batch)  # first: without the lock, a job with neither is seen as over
+            del job.queued[:most]
+            self._queued_bytes[direction] -= batch.nbytes
+            self._running_bytes[direction] += batch.nbytes
             self._running[batch] = self._clock()
             return batch
         return None
@@ -547,8 +526,7 @@ class IOThreads:
     def _move(self, batch: _Batch) -> list[RowEnd]:
         """Move the rows of a batch."""
         job = batch.job
-        rows = [job.rows[at] for at in batch.indices]
         if (backend := self.backend) is None:
-            return [(Outcome.FAILED, "not open")] * len(rows)
+            return [(Outcome.FAILED, "not open")] * len(batch.indices)
         move = self._mover.read if job.direction is Direction.PROMOTE else self._mover.write
-        return move(backend, rows, job.scope)
+        return move(backend, job.rows, batch.indices, job.scope)

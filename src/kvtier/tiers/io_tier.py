@@ -14,13 +14,12 @@ import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import compress
 
 from kvtier.errors import KVTierError, OutsideError
 from kvtier.keys import OffloadKey
 from kvtier.tiers.base import (
     MEDIUM_STORAGE,
-    BackendRow,
-    LentRow,
     Outcome,
     Tier,
     TierJob,
@@ -30,7 +29,7 @@ from kvtier.tiers.base import (
 )
 from kvtier.tiers.health import TierHealth
 from kvtier.tiers.io import Direction, IOReport, IOThreads
-from kvtier.tiers.mover import say_error
+from kvtier.tiers.mover import JobRows, say_error
 from kvtier.tiers.recent import RecentKeys
 from kvtier.tiers.seal import SealKey, SealScope
 
@@ -111,10 +110,10 @@ class IOTier(Tier):
         """Take in what has become of rows that were to be written, once no call uses them."""
 
     @abstractmethod
-    def _withdrawn(self, direction: Direction, rows: list[BackendRow]) -> None:
+    def _withdrawn(self, direction: Direction, rows: JobRows) -> None:
         """Take in that rows were taken back before a thread had begun them."""
 
-    def _note_stuck_reads(self, rows: list[BackendRow]) -> None:
+    def _note_stuck_reads(self, rows: JobRows) -> None:
         """Take in which rows have calls that do not return."""
         return
 
@@ -130,7 +129,6 @@ class IOTier(Tier):
         return self._problem
 
     def is_open(self) -> bool:
-        """Say whether rows can be moved."""
         return self._io.backend is not None
 
     def lacks_namespace(self) -> bool:
@@ -187,9 +185,9 @@ class IOTier(Tier):
 
     def withdraw(self, job_id: int, keys: Sequence[OffloadKey] | None = None) -> list[OffloadKey]:
         direction, rows = self._io.withdraw(job_id, keys)
-        if direction is not None and rows:
+        if direction is not None and len(rows):
             self._withdrawn(direction, rows)
-        return [row.key for row in rows]
+        return rows.keys
 
     def poll(self) -> list[TierResult]:
         for report in self._io.poll():
@@ -198,29 +196,29 @@ class IOTier(Tier):
         results, self._results = self._results, []
         return results
 
-    def _within_bounds(self, rows: list[LentRow]) -> list[LentRow]:
+    def _within_bounds(self, keys: list[OffloadKey]) -> list[OffloadKey]:
         """Cut off the end for which the queue has no room."""
         room = self._max_queued - self._io.queued_bytes(Direction.DEMOTE)
-        if len(rows) * self.row_bytes <= room:
-            return rows
-        for count, row in enumerate(rows):
-            room -= row.nbytes
-            if room < 0:
-                return rows[:count]
-        return rows
+        return keys if len(keys) * self.row_bytes <= room else keys[: max(0, room // self.row_bytes)]
 
-    def _submit(
-        self, direction: Direction, job: TierJob, rows: list[LentRow], places: Sequence[int]
-    ) -> None:
-        """Hand rows to the threads, with the places that the tier has given them."""
-        if not rows:
-            return
-        scope = self._scope.number
-        lent = [
-            BackendRow(key, pieces, place, scope, b"", description)
-            for (key, pieces, description), place in zip(rows, places, strict=True)
-        ]
-        self._io.submit(direction, job.job_id, lent, self._scope, job.deadline, job.priority)
+    def _submit_reads(self, job: TierJob, are_wanted: list[bool], places: list[int]) -> None:
+        """Hand those rows of a promotion to the threads that are wanted, with their places."""
+        keys, lent = job.keys, job.rows
+        if not all(are_wanted):
+            keys, lent = list(compress(keys, are_wanted)), list(compress(lent, are_wanted))
+        self._submit(Direction.PROMOTE, job, JobRows(keys, places, self.row_bytes, lent))
+
+    def _submit_writes(self, job: TierJob, keys: list[OffloadKey], places: list[int]) -> None:
+        """Hand the rows of these different keys of a demotion to the threads, with their places."""
+        lent = job.rows
+        if len(keys) < len(lent):
+            by_key = {key: at for at, key in enumerate(job.keys)}
+            lent = [lent[by_key[key]] for key in keys]
+        self._submit(Direction.DEMOTE, job, JobRows(keys, places, self.row_bytes, lent))
+
+    def _submit(self, direction: Direction, job: TierJob, rows: JobRows) -> None:
+        if len(rows):
+            self._io.submit(direction, job.job_id, rows, self._scope, job.deadline, job.priority)
 
     def _refuse(self, job_id: int, keys: list[OffloadKey], outcome: Outcome) -> None:
         if keys:
@@ -235,10 +233,15 @@ class IOTier(Tier):
             (self._settle_read if report.direction is Direction.PROMOTE else self._settle_write)(report)
         if outcome is Outcome.LATE:
             self._counts["late"] += len(rows)
-        keys = tuple([row.key for row in rows])
         self._results.append(
             TierResult(
-                report.job_id, keys, outcome, report.in_use, report.nbytes, report.seconds, report.why
+                report.job_id,
+                tuple(rows.keys),
+                outcome,
+                report.in_use,
+                report.nbytes,
+                report.seconds,
+                report.why,
             )
         )
 
@@ -259,9 +262,11 @@ class IOTier(Tier):
     def _look_after_health(self) -> None:
         if self._io.take_stuck(_STUCK_AFTER):
             self._suspend("a call does not return")
-        if stuck_reads := self._io.take_stuck_reads():
-            self._note_stuck_reads(stuck_reads)
+        for rows in self._io.take_stuck_reads():
+            self._note_stuck_reads(rows)
         suspended = [(way, health) for way, health in self._health.items() if health.problem is not None]
+        if not suspended:
+            return
         for direction, health in suspended:
             if health.problem is not None and self._io.open_jobs(direction):
                 self._io.give_up(Outcome.SUSPENDED, direction, health.problem)

@@ -1,4 +1,4 @@
-"""Rows through a backend: sealed on the way out, checked on the way in.
+"""Rows through a backend: made, sealed on the way out, checked on the way in.
 
 Whatever a backend answers or raises becomes an outcome of the rows that it was given, so an I/O thread
 outlives every backend. Seals are put on and checked in the thread that moves the bytes, while they are in
@@ -8,12 +8,13 @@ its cache. Called on I/O threads, by any number of them at once.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from kvtier.tiers.base import Backend, BackendRow, Outcome
+from kvtier.keys import OffloadKey
+from kvtier.tiers.base import Backend, BackendRow, LentRow, Outcome
 from kvtier.tiers.seal import SealKey, SealScope, seal_of
 
-__all__ = ["DONE", "RowEnd", "RowMover", "say_error"]
+__all__ = ["DONE", "JobRows", "RowEnd", "RowMover", "say_error"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,43 @@ _NOT_OUR_SEAL = (
 )
 
 
+class JobRows:
+    """Rows of a job: their keys, the places that their tier has given them, and the memory that was lent.
+
+    All count as `row_bytes`. What a backend gets of a row is made by the thread that moves it: the
+    scheduler's has no time for it.
+    """
+
+    __slots__ = ("keys", "lent", "places", "row_bytes")
+
+    def __init__(
+        self,
+        keys: list[OffloadKey],
+        places: list[int],
+        row_bytes: int,
+        lent: Sequence[LentRow | BackendRow] = (),
+    ) -> None:
+        self.keys, self.places, self.row_bytes, self.lent = keys, places, row_bytes, lent
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that they count as."""
+        return len(self.keys) * self.row_bytes
+
+    def pick(self, indices: list[int]) -> JobRows:
+        """Return some of them, or all, without their memory."""
+        keys, places = self.keys, self.places
+        if len(indices) < len(keys):
+            keys, places = [keys[at] for at in indices], [places[at] for at in indices]
+        return JobRows(keys, places, self.row_bytes)
+
+    def __add__(self, other: JobRows) -> JobRows:
+        return JobRows(self.keys + other.keys, self.places + other.places, self.row_bytes)
+
+
 class RowMover:
     """Moves the rows of one tier."""
 
@@ -34,29 +72,32 @@ class RowMover:
         self._name, self._check_seals, self._seal_key = name, check_seals, seal_key
         self._warned = False
 
-    def read(self, backend: Backend, rows: list[BackendRow], scope: SealScope) -> list[RowEnd]:
-        """Fill the rows' memory, and say of each what came of it."""
+    def read(self, backend: Backend, rows: JobRows, indices: list[int], scope: SealScope) -> list[RowEnd]:
+        """Fill the memory of some rows, and say of each what came of it."""
 
         def move() -> list[RowEnd]:
-            answers = zip(rows, backend.read(rows), strict=False)
+            empty = [
+                BackendRow(rows.keys[at], rows.lent[at].pieces, rows.places[at], scope.number)
+                for at in indices
+            ]
+            answers = zip(empty, backend.read(empty), strict=False)
             return [self._check(row, found, scope) for row, found in answers]
 
-        return _ends_of(rows, move)
+        return _ends_of(indices, move)
 
-    def write(self, backend: Backend, rows: list[BackendRow], scope: SealScope) -> list[RowEnd]:
-        """Write the rows, and say of each what came of it."""
+    def write(self, backend: Backend, rows: JobRows, indices: list[int], scope: SealScope) -> list[RowEnd]:
+        """Write some rows, and say of each what came of it."""
 
         def move() -> list[RowEnd]:
-            sealed = [
-                BackendRow(
-                    key, pieces, place, number, seal_of(scope, key, pieces, self._seal_key), description
-                )
-                for key, pieces, place, number, _seal, description in rows
-            ]
-            errors = backend.write(sealed)
+            errors = backend.write([self._sealed(rows, at, scope) for at in indices])
             return [DONE if error is None else (Outcome.FAILED, say_error(error)) for error in errors]
 
-        return _ends_of(rows, move)
+        return _ends_of(indices, move)
+
+    def _sealed(self, rows: JobRows, at: int, scope: SealScope) -> BackendRow:
+        key, lent = rows.keys[at], rows.lent[at]
+        seal = seal_of(scope, key, lent.pieces, self._seal_key)
+        return BackendRow(key, lent.pieces, rows.places[at], scope.number, seal, lent.description)
 
     def _check(self, row: BackendRow, found: bytes | OSError | None, scope: SealScope) -> RowEnd:
         if found is None:
@@ -71,7 +112,7 @@ class RowMover:
         return DONE
 
 
-def _ends_of(rows: list[BackendRow], move: Callable[[], list[RowEnd]]) -> list[RowEnd]:
+def _ends_of(rows: list[int], move: Callable[[], list[RowEnd]]) -> list[RowEnd]:
     """Move rows. Whatever a backend raises is a failure of all of them."""
     try:
         ends = move()

@@ -51,6 +51,9 @@ class Questions:
         self.num_late = 0
         """How many hold others up."""
 
+    def __len__(self) -> int:
+        return len(self._open)
+
     def get(self, key: OffloadKey) -> Question | None:
         """Return the question that a chunk is asked about by."""
         return self._asked.get(key)

@@ -20,13 +20,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import compress
 
 from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey
-from kvtier.tiers.base import Backend, BackendRow, LentRow, Outcome, TierJob, TierMiss, TierResult
+from kvtier.tiers.base import Backend, BackendRow, Outcome, TierJob, TierMiss, TierResult
 from kvtier.tiers.io import Direction, IOReport
 from kvtier.tiers.io_tier import REMEMBERED, IOTier
-from kvtier.tiers.mover import say_error
+from kvtier.tiers.mover import JobRows, say_error
 from kvtier.tiers.prefix_search import CallsAtOnce, FoundPrefix, search_prefix
 from kvtier.tiers.questions import KnownRows, Question, Questions
 from kvtier.tiers.seal import SealKey, SealScope
@@ -208,6 +209,8 @@ class SharedTier(IOTier):
 
     def _look_after_questions(self) -> None:
         """Give up what is not answered in time. A server that goes on not to answer is suspended."""
+        if not len(self._questions):
+            return
         if unanswered := self._questions.take_late(self._clock()):
             self._note_absent(unanswered, TierMiss.NO_ANSWER)
         for question in self._questions.late():
@@ -245,38 +248,36 @@ class SharedTier(IOTier):
     # -- moving ------------------------------------------------------------------------------------
 
     def promote(self, job: TierJob) -> None:
-        keys = [row.key for row in job.rows]
+        keys = job.keys
         if not self._is_readable():
             self._refuse(job.job_id, keys, Outcome.SUSPENDED if self.is_open() else Outcome.ABSENT)
             return
         busy = self._writing | self._deleting
         self._refuse(job.job_id, [key for key in keys if key in busy], Outcome.ABSENT)
-        rows = [row for row in job.rows if row.key not in busy]
-        self._reading.update(row.key for row in rows)
-        self._submit(Direction.PROMOTE, job, rows, [-1] * len(rows))
+        are_free = [key not in busy for key in keys]
+        self._reading.update(compress(keys, are_free))
+        self._submit_reads(job, are_free, [-1] * sum(are_free))
 
     def demote(self, job: TierJob) -> list[OffloadKey]:
-        rows = {row.key: row for row in job.rows}
+        keys = list(dict.fromkeys(job.keys))
         if not self._is_writable():
-            self._note_refused(list(rows))
+            self._note_refused(keys)
             return []
-        missing = [row for row in rows.values() if self._may_write(row)]
+        missing = [key for key in keys if self._may_write(key)]
         wanted = self._within_bounds(missing)
-        self._note_refused([row.key for row in missing[len(wanted) :]])
-        keys = [row.key for row in wanted]
+        self._note_refused(missing[len(wanted) :])
         if wanted:
-            self._writing.update(keys)
+            self._writing.update(wanted)
             self._last_progress = now = self._clock()
-            self._submit(Direction.DEMOTE, job, wanted, [self._how_to_send(key, now) for key in keys])
-        return keys
+            self._submit_writes(job, wanted, [self._how_to_send(key, now) for key in wanted])
+        return wanted
 
     def _how_to_send(self, key: OffloadKey, now: float) -> int:
         """Say whether the server is to be asked before a row is sent."""
         return _SEND_AT_ONCE if self._known.was_just_absent(key, now) else _ASK_FIRST
 
-    def _may_write(self, row: LentRow) -> bool:
+    def _may_write(self, key: OffloadKey) -> bool:
         """Say whether a row is not known to be there, and no call works on it."""
-        key = row.key
         return not (
             self._known.was_there(key)
             or key in self._writing
@@ -284,11 +285,11 @@ class SharedTier(IOTier):
             or key in self._reading
         )
 
-    def _withdrawn(self, direction: Direction, rows: list[BackendRow]) -> None:
-        self._let_go(direction, rows)
+    def _withdrawn(self, direction: Direction, rows: JobRows) -> None:
+        self._let_go(direction, rows, self._scope)  # a reset gives up all jobs from before it
         if direction is Direction.DEMOTE:
             self._counts["dropped"] += len(rows)
-            self._misses.note([row.key for row in rows], TierMiss.REFUSED)
+            self._misses.note(rows.keys, TierMiss.REFUSED)
 
     def poll(self) -> list[TierResult]:
         self._look_after_questions()
@@ -301,12 +302,11 @@ class SharedTier(IOTier):
     def _settle(self, report: IOReport) -> None:
         super()._settle(report)
         if report.in_use and report.direction is Direction.PROMOTE:
-            current = [row.key for row in report.rows if row.scope == self._scope.number]
-            self._note_absent(current, TierMiss.NO_ANSWER)
+            self._note_absent(self._current(report.rows, report.scope), TierMiss.NO_ANSWER)
 
     def _settle_read(self, report: IOReport) -> None:
         rows, outcome = report.rows, report.returned or report.outcome
-        current = self._let_go(Direction.PROMOTE, rows)
+        current = self._let_go(Direction.PROMOTE, rows, report.scope)
         if outcome is Outcome.DONE:
             if report.returned is None:
                 self._count_moved(report, "promoted")
@@ -331,7 +331,7 @@ class SharedTier(IOTier):
 
     def _settle_write(self, report: IOReport) -> None:
         rows, outcome = report.rows, report.returned or report.outcome
-        current = self._let_go(Direction.DEMOTE, rows)
+        current = self._let_go(Direction.DEMOTE, rows, report.scope)
         if outcome is Outcome.DONE:
             self._count_moved(report, "demoted")
             self._health[Direction.DEMOTE].note_success()
@@ -345,11 +345,15 @@ class SharedTier(IOTier):
             self._counts["dropped"] += len(rows)
             self._misses.note(current, TierMiss.REFUSED)
 
-    def _let_go(self, direction: Direction, rows: list[BackendRow]) -> list[OffloadKey]:
-        """Note that no call works on rows any more, and return the keys of those that no reset has made
+    def _current(self, rows: JobRows, scope: SealScope) -> list[OffloadKey]:
+        """Return the keys of rows, unless a reset has made them void."""
+        return rows.keys if scope.number == self._scope.number else []
+
+    def _let_go(self, direction: Direction, rows: JobRows, scope: SealScope) -> list[OffloadKey]:
+        """Note that no call works on rows any more, and return their keys, unless a reset has made them
         void.
         """
-        current = [row.key for row in rows if row.scope == self._scope.number]
+        current = self._current(rows, scope)
         if direction is Direction.DEMOTE:
             self._writing.difference_update(current)
         else:

@@ -121,26 +121,35 @@ class SlotTable:
         evicted: list[OffloadKey] = []
         victims = np.zeros(0, dtype=np.int64)
         if needed > 0:
-            victims, evicted = self._evict(needed, spared[self._evictable[spared]])
+            victims, evicted = self._evict_others(needed, spared) if len(spared) else self._evict(needed)
         keys = keys[: self._book.num_free()]
         slots = self._book.reserve(0, keys)
         self.policy.insert(slots, keys)
         self._stamp(slots)
         return Reserved(slots, evicted, victims)
 
-    def _evict(self, count: int, spared: Slots) -> tuple[Slots, list[OffloadKey]]:
-        self._evictable[spared] = False
+    def _evict_others(self, count: int, spared: Slots) -> tuple[Slots, list[OffloadKey]]:
+        """Evict, and hide the spared slots meanwhile."""
+        hidden = spared[self._evictable[spared]]
+        self._evictable[hidden] = False
         try:
-            victims = self.policy.evict(count, self._evictable, self._book.keys)
-            keys = self._book.release(victims) if len(victims) <= count else None
+            return self._evict(count)
         finally:
-            self._evictable[spared] = True
+            self._evictable[hidden] = True
+
+    def _evict(self, count: int) -> tuple[Slots, list[OffloadKey]]:
+        victims = self.policy.evict(count, self._evictable, self._book.keys)
+        keys = self._book.release(victims) if len(victims) <= count else None
         if keys is None:
             name = type(self.policy).__qualname__
             raise InputError(
                 f"policy {name}: expected at most {count} different evictable slots, got {victims.tolist()}"
             )
         return victims, keys
+
+    def complete(self, keys: list[OffloadKey]) -> list[OffloadKey] | None:
+        """End the writing of keys, and return them; `None`: some slots are doomed, so go by slot."""
+        return None if self._doomed else self._book.complete(keys)
 
     def written(self, slots: Slots) -> list[OffloadKey]:
         """End the writing of slots: return the keys that are ready now. Doomed slots become free."""
@@ -183,7 +192,7 @@ class SlotTable:
     def _stamp(self, slots: Slots) -> None:
         """Give ticks to slots, the first of them the highest."""
         self._tick += len(slots)
-        self.ticks[slots] = self._tick - np.arange(len(slots))
+        self.ticks[slots] = np.arange(self._tick, self._tick - len(slots), -1)
 
     # -- restoring ---------------------------------------------------------------------------------
 

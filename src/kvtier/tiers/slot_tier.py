@@ -15,14 +15,16 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import compress
 
 import numpy as np
 
 from kvtier.keys import OffloadKey
 from kvtier.policies import Slots
-from kvtier.tiers.base import Backend, BackendRow, LentRow, Outcome, TierChange, TierJob, TierMiss
+from kvtier.tiers.base import Backend, BackendRow, Outcome, TierChange, TierJob, TierMiss
 from kvtier.tiers.io import Direction, IOReport
 from kvtier.tiers.io_tier import REMEMBERED, IOTier
+from kvtier.tiers.mover import JobRows
 from kvtier.tiers.recent import RecentKeys
 from kvtier.tiers.seal import SealScope
 from kvtier.tiers.slot_table import SlotTable
@@ -103,7 +105,7 @@ class SlotTier(IOTier):
     # -- moving ------------------------------------------------------------------------------------
 
     def promote(self, job: TierJob) -> None:
-        table, keys = self._readable(), [row.key for row in job.rows]
+        table, keys = self._readable(), job.keys
         if table is None:
             is_open = self._table is not None
             self._refuse(job.job_id, keys, Outcome.SUSPENDED if is_open else Outcome.ABSENT)
@@ -112,52 +114,48 @@ class SlotTier(IOTier):
         self._refuse(
             job.job_id, [key for key, found in zip(keys, ready, strict=True) if not found], Outcome.ABSENT
         )
-        rows = [row for row, found in zip(job.rows, ready, strict=True) if found]
-        slots = table.find([row.key for row in rows])
+        slots = table.find(list(compress(keys, ready)))
         table.pin(slots)
-        self._submit(Direction.PROMOTE, job, rows, slots.tolist())
+        self._submit_reads(job, ready, slots.tolist())
 
     def demote(self, job: TierJob) -> list[OffloadKey]:
-        table, offered = self._writable(), [row.key for row in job.rows]
+        table, offered = self._writable(), job.keys
         if table is None:
             self._note_refused(offered)
             return []
         missing = table.missing(offered)
-        wanted = self._within_bounds(self._within_limit(_rows_of(job, missing)))
+        wanted = self._within_bounds(self._within_limit(missing))
         if not wanted:
             self._note_refused(missing)
             return []
         spared = table.held(offered) if len(missing) < len(offered) else _NO_SLOTS
-        slots, evicted, victims = table.reserve([row.key for row in wanted], spared)
-        wanted = wanted[: len(slots)]
-        taken = [row.key for row in wanted]
+        slots, evicted, victims = table.reserve(wanted, spared)
+        taken = wanted[: len(slots)]
         if len(taken) < len(missing):
             distinct = set(taken)
             self._note_refused([key for key in missing if key not in distinct])
-        self._counts["evicted"] += len(evicted)
-        self._misses.note(evicted, TierMiss.EVICTED)
-        self._announce_removed(evicted, victims)
-        if wanted:
-            self._limit.spend(sum(row.nbytes for row in wanted))
+        if evicted:
+            self._counts["evicted"] += len(evicted)
+            self._misses.note(evicted, TierMiss.EVICTED)
+            self._announce_removed(evicted, victims)
+        if taken:
+            self._limit.spend(len(taken) * self.row_bytes)
             self._last_progress = self._clock()
-            self._submit(Direction.DEMOTE, job, wanted, slots.tolist())
+            self._submit_writes(job, taken, slots.tolist())
         return taken
 
-    def _withdrawn(self, direction: Direction, rows: list[BackendRow]) -> None:
+    def _withdrawn(self, direction: Direction, rows: JobRows) -> None:
         (self._unpin if direction is Direction.PROMOTE else self._note_dropped)(rows)
 
-    def _within_limit(self, rows: list[LentRow]) -> list[LentRow]:
+    def _within_limit(self, keys: list[OffloadKey]) -> list[OffloadKey]:
         """Leave out what the write limit forbids: beyond it, a row must be offered a second time."""
         room = self._limit.room
-        if room is None or len(rows) * self.row_bytes <= room:
-            return rows
-        allowed: list[LentRow] = []
-        forbidden: list[LentRow] = []
-        for row in rows:
-            room -= row.nbytes
-            (allowed if room >= 0 or self._offered.get(row.key) else forbidden).append(row)
-        self._offered.note([row.key for row in forbidden], True)
-        return allowed
+        if room is None or len(keys) * self.row_bytes <= room:
+            return keys
+        within = room // self.row_bytes
+        forbidden = dict.fromkeys(key for key in keys[within:] if not self._offered.get(key))
+        self._offered.note(forbidden, True)
+        return [key for key in keys if key not in forbidden]
 
     # -- what becomes of rows ----------------------------------------------------------------------
 
@@ -168,15 +166,15 @@ class SlotTier(IOTier):
             if report.returned is None:
                 self._count_moved(report, "promoted")
             health.note_success()
-            for row in rows if self._read_failures else ():
-                self._read_failures.pop(row.place, None)
+            for place in rows.places if self._read_failures else ():
+                self._read_failures.pop(place, None)
             self._unpin(rows)
         elif outcome is Outcome.FAILED_CHECK:
             self._counts["failed_checks"] += len(rows)
-            self._drop_rows(rows, TierMiss.FAILED_CHECK)
+            self._drop_bad(self._still_held(rows), TierMiss.FAILED_CHECK)
             self._unpin(rows)
         elif outcome is Outcome.ABSENT:
-            self._drop_rows(rows, TierMiss.LOST)
+            self._drop_bad(self._still_held(rows), TierMiss.LOST)
             self._unpin(rows)
         elif outcome is Outcome.FAILED:
             self._counts["failed"] += len(rows)
@@ -190,73 +188,78 @@ class SlotTier(IOTier):
         rows, outcome = report.rows, report.returned or report.outcome
         health = self._health[Direction.DEMOTE]
         table = self._expect_table()
-        self._undeleted.difference_update([row.place for row in rows])
+        self._undeleted.difference_update(rows.places)
         if outcome is Outcome.DONE:
             self._count_moved(report, "demoted")
             health.note_success()
             self._last_progress = self._clock()
-            slots = _slots(rows)
-            held = table.find([row.key for row in rows]) == slots
+            if (stored := table.complete(rows.keys)) is not None:
+                self._announce_stored(stored)
+                return
+            slots = _array(rows.places)
+            held = table.find(rows.keys) == slots
             self._announce_stored(table.written(slots[held]))
             if not held.all():
-                self._end_discarded(
-                    [row for row, is_held in zip(rows, held.tolist(), strict=True) if not is_held]
-                )
+                self._end_discarded(rows.pick(np.flatnonzero(~held).tolist()), report.scope)
         elif outcome is Outcome.FAILED:
             self._counts["failed"] += len(rows)
             health.note_failure(report.why)
-            self._misses.note(table.unwritten(_slots(rows)), TierMiss.FAILED)
+            self._misses.note(table.unwritten(_array(rows.places)), TierMiss.FAILED)
         else:
             self._note_dropped(rows)
 
-    def _end_discarded(self, rows: list[BackendRow]) -> None:
+    def _end_discarded(self, rows: JobRows, scope: SealScope) -> None:
         """Free the slots of rows that were made absent while they were written.
 
         What a reset has made void is so by its scope; what was discarded must be deleted first.
         """
-        self._expect_table().written(_slots([row for row in rows if row.scope != self._scope.number]))
-        self._delete([row for row in rows if row.scope == self._scope.number], self._expect_table().written)
+        free = self._expect_table().written
+        if scope.number != self._scope.number:
+            free(_array(rows.places))
+        else:
+            self._delete(rows.keys, rows.places, free)
 
-    def _delete(self, rows: list[BackendRow], free: Callable[[Slots], object]) -> None:
+    def _delete(self, keys: list[OffloadKey], places: list[int], free: Callable[[Slots], object]) -> None:
         """Have rows deleted, then free their slots.
 
         What cannot be deleted is tried again when a probe has worked.
         """
         backend = self._io.backend
-        if rows and backend is not None:
-            bare, places = [row._replace(pieces=()) for row in rows], [row.place for row in rows]
+        if keys and backend is not None:
+            rows = [BackendRow(key, (), place) for key, place in zip(keys, places, strict=True)]
             self._undeleted.update(places)
 
             def end(_value: object, error: BaseException | None) -> None:
                 if error is None:
                     self._undeleted.difference_update(places)
-                    free(_slots(rows))
+                    free(_array(places))
                 else:
                     self._health[Direction.DEMOTE].suspend(f"rows cannot be deleted: {error}")
-                    self._delete_again.append(lambda: self._delete(rows, free))
+                    self._delete_again.append(lambda: self._delete(keys, places, free))
 
-            self._io.call(lambda: backend.delete(bare), end)
+            self._io.call(lambda: backend.delete(rows), end)
 
-    def _note_read_failures(self, rows: list[BackendRow]) -> None:
+    def _note_read_failures(self, rows: JobRows) -> None:
         """Drop rows that could not be read twice: a disk may be back after a while, a bad sector is not.
 
         A read that does not return is one that failed: else every try would cost a deadline and a thread.
         """
-        rows = [row for row in rows if self._expect_table().is_held(row.place, row.key)]
-        for row in rows:
-            self._read_failures[row.place] += 1
-        twice = [row for row in rows if self._read_failures[row.place] > 1]
-        self._drop_rows(twice, TierMiss.FAILED)
+        slots = self._still_held(rows)
+        self._read_failures.update(slots)
+        self._drop_bad([slot for slot in slots if self._read_failures[slot] > 1], TierMiss.FAILED)
 
-    def _drop_rows(self, rows: list[BackendRow], reason: TierMiss) -> None:
+    def _still_held(self, rows: JobRows) -> list[int]:
+        """Return the slots that still hold these rows."""
+        is_held = self._expect_table().is_held
+        return [slot for key, slot in zip(rows.keys, rows.places, strict=True) if is_held(slot, key)]
+
+    def _drop_bad(self, slots: list[int], reason: TierMiss) -> None:
         """Drop rows whose bytes are at fault. A slot that has spoilt two is not used again."""
-        table = self._expect_table()
-        slots = _slots([row for row in rows if table.is_held(row.place, row.key)])
-        self._bad_rows.update(slots.tolist())
-        bad = [slot for slot in slots.tolist() if self._bad_rows[slot] >= _BAD_ROWS]
+        self._bad_rows.update(slots)
+        bad = [slot for slot in slots if self._bad_rows[slot] >= _BAD_ROWS]
         if bad:
-            table.pin(np.array(bad, dtype=np.int64))  # for good
-        self._drop(slots, reason)
+            self._expect_table().pin(_array(bad))  # for good
+        self._drop(_array(slots), reason)
 
     def _drop(self, slots: Slots, reason: TierMiss) -> None:
         """Make chunks absent, on the backend too. Their slots come back when that is done."""
@@ -272,20 +275,20 @@ class SlotTier(IOTier):
         self._io.cancel(Direction.DEMOTE, unwritten, Outcome.FAILED_CHECK)
         self._misses.note([*removed, *unwritten], reason)
         self._announce_removed(removed, slots[ready])
-        rows = [BackendRow(key, (), slot) for key, slot in zip(removed, slots[ready].tolist(), strict=True)]
-        for row in rows:
-            self._read_failures.pop(row.place, None)
-        self._delete(rows, table.unpin)
+        places = slots[ready].tolist()
+        for place in places:
+            self._read_failures.pop(place, None)
+        self._delete(removed, places, table.unpin)
 
-    def _unpin(self, rows: list[BackendRow]) -> None:
+    def _unpin(self, rows: JobRows) -> None:
         if self._table is not None:
-            self._table.unpin(_slots(rows))
+            self._table.unpin(_array(rows.places))
 
-    def _note_dropped(self, rows: list[BackendRow]) -> None:
+    def _note_dropped(self, rows: JobRows) -> None:
         """Give up rows that were taken and never written."""
         self._counts["dropped"] += len(rows)
         if self._table is not None:
-            self._misses.note(self._table.unwritten(_slots(rows)), TierMiss.REFUSED)
+            self._misses.note(self._table.unwritten(_array(rows.places)), TierMiss.REFUSED)
 
     def _announce_stored(self, keys: list[OffloadKey]) -> None:
         if keys:
@@ -298,7 +301,7 @@ class SlotTier(IOTier):
 
     # -- suspension --------------------------------------------------------------------------------
 
-    def _note_stuck_reads(self, rows: list[BackendRow]) -> None:
+    def _note_stuck_reads(self, rows: JobRows) -> None:
         if self._table is not None:
             self._note_read_failures(rows)
 
@@ -376,16 +379,8 @@ class SlotTier(IOTier):
 _NO_SLOTS: Slots = np.zeros(0, dtype=np.int64)
 
 
-def _rows_of(job: TierJob, keys: list[OffloadKey]) -> list[LentRow]:
-    """Return the rows of some keys of a job, given in the job's order; of two with one key the last."""
-    if len(keys) == len(job.rows):
-        return list(job.rows)
-    rows = {row.key: row for row in job.rows}
-    return [rows[key] for key in keys]
-
-
-def _slots(rows: list[BackendRow]) -> Slots:
-    return np.array([row.place for row in rows], dtype=np.int64)
+def _array(slots: list[int]) -> Slots:
+    return np.array(slots, dtype=np.int64)
 
 
 def _as_list(keys: Sequence[OffloadKey]) -> list[OffloadKey]:

@@ -50,7 +50,8 @@ class WriteLimit:
 
     def _turn(self) -> None:
         """Forget the hours that are more than a day ago."""
-        now = int(self._wall_clock() // 3600)
+        if (now := int(self._wall_clock() // 3600)) == self._hour:
+            return
         if (ahead := self._hour - now) > _HOURS:  # else nothing would be forgotten before that hour
             self._written = [self._written[(hour + ahead) % _HOURS] for hour in range(_HOURS)]
             self._hour = now

@@ -113,9 +113,10 @@ class DiskTier(SlotTier):
         self._headers = threading.Lock()  # of places: on I/O threads, while the tier is not open
         self._prices: dict[str, float] = {}
         self._prices_known = False
-        # What a restart brought and nobody was told of: slots in order, and whether it is still so of each.
+        # Restored and told to nobody: slots in order; whether it is still so of each; of any.
         self._to_announce = _NO_SLOTS
         self._silent = np.zeros(0, dtype=np.bool_)
+        self._some_silent = False
         self._describing = False
         self._saving = False
         self._save_at = 0.0
@@ -216,6 +217,7 @@ class DiskTier(SlotTier):
         self._to_announce = opened.newest_first
         self._silent = np.zeros(opened.table.num_slots, dtype=np.bool_)
         self._silent[opened.newest_first] = True
+        self._some_silent = len(opened.newest_first) > 0
         self._last_progress = self._clock()
         self._save_at = self._clock() + _SAVE_EVERY
         if self._suffix is not None:
@@ -252,6 +254,7 @@ class DiskTier(SlotTier):
             self._last_progress = self._clock()
             told = descriptions if error is None and descriptions is not None else (b"",) * len(keys)
             self._announce_restored(part, keys, told)
+            self._some_silent = len(self._to_announce) > 0
 
         self._io.call(lambda: files.read_descriptions(part.tolist(), keys), end)
 
@@ -268,9 +271,11 @@ class DiskTier(SlotTier):
 
     def _announce_removed(self, keys: list[OffloadKey], slots: Slots) -> None:
         """Announce, but not the removal of what was never announced."""
-        silent = self._silent[slots]
-        self._silent[slots] = False
-        super()._announce_removed(list(compress(keys, (~silent).tolist())), slots)
+        if self._some_silent:
+            silent = self._silent[slots]
+            self._silent[slots] = False
+            keys = list(compress(keys, (~silent).tolist()))
+        super()._announce_removed(keys, slots)
 
     def _save(self) -> None:
         """Every few seconds, have written down what a restart should know, and look after the files."""
