@@ -193,23 +193,22 @@ def test_orphans_take_of_the_budget_and_are_told_when_they_are_dropped(form: str
     assert index.stats().waiting == 0
 
 
+@pytest.mark.parametrize("areas", [1, 14])
 @pytest.mark.parametrize("size", [16, 128])
-def test_an_orphan_weighs_no_more_than_is_counted(size: int) -> None:
+def test_an_orphan_weighs_no_more_than_is_counted(size: int, areas: int) -> None:
     """Blocks that wait, as the garbage collector sees them: in all sizes of the dicts that they are in."""
     index = PrefixIndex(form="python", keys="xxh3", block_size=size, budget=256 * MiB)
-    index.apply("a", DecodedBatch(1.0, [stored([1], size=size)], 0))
+    owners: list[Any] = [{"ownership": f"tier{n}" if n else None, "medium": "STORAGE"} for n in range(areas)]
+    index.apply("a", DecodedBatch(1.0, [stored([1], size=size, **owner) for owner in owners], 0))
     tracemalloc.start()
     try:
         gc.collect()
         before, counted = tracemalloc.get_traced_memory()[0], index.stats().bytes
         for n in range(1500):
-            hashes = [(7 << 60) + 8 * n + i for i in range(8)]
-            index.apply(
-                "a",
-                DecodedBatch(
-                    1.0, [stored(hashes, (3 << 60) + n, size=size, extra_keys=[(("cat", 0),)] * 8)], 0
-                ),
-            )
+            hashes, parent = [(7 << 60) + 8 * n + i for i in range(8)], (3 << 60) + n
+            for owner in owners:
+                event = stored(hashes, parent, size=size, extra_keys=[(("cat", 0),)] * 8, **owner)
+                index.apply("a", DecodedBatch(1.0, [event], 0))
         gc.collect()
         taken = tracemalloc.get_traced_memory()[0] - before
     finally:

@@ -171,6 +171,24 @@ def test_stores_without_tokens_take_the_blocks_name(form: str) -> None:
     assert feed.reach(T[:8]) == {"a": [0, 2, 2]}
 
 
+@pytest.mark.parametrize("counting", ["set", "count"])
+def test_what_was_told_of_a_block_that_waits_is_not_forgotten(form: str, counting: str) -> None:
+    """A store without tokens once replaced what waited, and a removal elsewhere took the tokens with it."""
+    bare, parent = stored([2], None, [], "CPU", block_size=0), stored([1], None, T[:4])
+    waiting = stored([2], 1, T[4:8])
+    for events, reach in (
+        ([waiting, stored([2], None, [], block_size=0)], [2, 2, 2]),
+        ([waiting, bare, BlockRemoved([2], "GPU")], [1, 2, 2]),
+        ([bare, waiting, BlockRemoved([2], "GPU")], [1, 2, 2]),
+        ([waiting, bare, BlockRemoved([2], "CPU")], [2, 2, 2]),
+    ):
+        feed = Feed(form, counting=counting)
+        for event in (*events, parent):
+            feed.send("a", event)
+        assert feed.reach(T[:8]) == {"a": reach}
+        assert feed.index.stats().waiting == 0
+
+
 def test_blocks_of_another_size_are_refused(form: str) -> None:
     feed = Feed(form)
     feed.send(
@@ -211,6 +229,16 @@ def test_adapters_salts_and_images_are_kept_apart(form: str) -> None:
     }
     feed.send("salt", BlockRemoved([2], "GPU"))
     assert feed.reach(T[:8], salt="y")["salt"] == [1] * 3
+
+
+def test_a_key_named_as_the_adapter_or_the_salt_counts_all_the_same(form: str) -> None:
+    """The seed has the adapter once, and the salt of the first block once; anything more is an image's."""
+    feed = Feed(form)
+    feed.send("a", stored([1, 2], None, T[:8], lora_name="x", extra_keys=[["x"], ["x", "x"]]))
+    feed.send("b", stored([1, 2], None, T[:8], extra_keys=[["y"], ["y"]]))
+    feed.send("c", stored([1, 2], None, T[:8], extra_keys=[["y", "y"], None]))
+    assert feed.reach(T[:8], lora="x")["a"] == [1, 1, 1]
+    assert feed.reach(T[:8], salt="y") == {"a": [0, 0, 0], "b": [1, 1, 1], "c": [0, 0, 0]}
 
 
 def test_a_clear_forgets_names_too(form: str) -> None:

@@ -113,6 +113,7 @@ class Table(Protocol):
     """
 
     form: str
+    areas: list[IndexArea]
 
     def grow(self, workers: int) -> bool:
         """Make room for that many workers; `False` where the budget does not allow it."""

@@ -119,13 +119,17 @@ def salt_of(extra_keys: Sequence[Sequence[Any] | None] | None, lora: str | None)
 
 
 def extra_hashes(keys: Sequence[Any] | None, lora: str | None, salt: str | None = None) -> list[int]:
-    """Return the hashes of a block's extra keys, but for the adapter and the salt, which the seed has
-    already.
+    """Return the hashes of a block's extra keys, but for one text each that names the adapter and the salt,
+    which the seed has already.
 
     A key that msgpack cannot write raises `TypeError`, `ValueError` or `OverflowError`.
     """
-    seeded = () if not (lora or salt) else (lora, salt, f"{_SALT_PREFIX}{salt}")
-    return [_extra_hash(key) for key in keys or () if not (isinstance(key, str) and key in seeded)]
+    left = list(keys or ())
+    for names in ((lora,), (salt, f"{_SALT_PREFIX}{salt}")):
+        seeded = next((key for key in left if isinstance(key, str) and key in names), None)
+        if names[0] and seeded is not None:
+            left.remove(seeded)
+    return [_extra_hash(key) for key in left]
 
 
 def _extra_hash(key: Any) -> int:
