@@ -428,9 +428,7 @@ def _mooncake(
 def _stores(
     part: list[tuple[str, int, StorageTier]], number: int, ids: dict[str, int | str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield one store for each worker and tier in a slice, as Dynamo writes it; `ids` are the instances' as
-    they were registered.
-    """
+    """Yield a store for each worker and tier in a slice, as Dynamo writes it; `ids` as registered."""
     held: defaultdict[tuple[str, StorageTier], list[int]] = defaultdict(list)
     for name, block_hash, tier in part:
         held[name, tier].append(block_hash)

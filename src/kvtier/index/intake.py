@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -19,11 +19,13 @@ from kvtier.events.shapes import Event
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored
 from kvtier.events.wire import DecodedBatch, place_of, to_u64
 from kvtier.index.base import Edits, Hashes, Op
-from kvtier.index.duplicates import DuplicateCounts
-from kvtier.index.forms import Form
+from kvtier.index.forms import Form, Keys
 from kvtier.index.places import Areas
-from kvtier.index.translate import Edit, Translator
+from kvtier.index.translate import Edit
 from kvtier.index.workers import KnownWorker
+
+if TYPE_CHECKING:
+    from kvtier.index.compiled.names import CompiledNames
 
 __all__ = ["Intake"]
 
@@ -33,17 +35,17 @@ _MAX_BLOCK_SIZE = 1 << 20
 class Intake:
     """Applies events to the table and the names of one index."""
 
-    def __init__(self, form: Form, block_size: int | None) -> None:
+    def __init__(self, form: Form, keys: Keys, block_size: int | None) -> None:
         """Take blocks of `block_size` tokens; `None` takes the size of the first store."""
         self.block_size, self.areas = block_size, Areas()
         # Blocks of groups that do not count; refusals and drops of workers from before they were cleared.
         self.ignored = self.past_refused = self.past_orphans = 0
-        self._form = form
+        self._form, self._by_tokens = form, keys == "xxh3"
 
     def wipe(self, worker: KnownWorker) -> None:
         """Forget all that a worker holds, and that anything of it was refused."""
         self.past_refused += worker.refused
-        self.past_orphans += worker.orphans_dropped
+        self.past_orphans += worker.translator.waiting.dropped
         self._form.table.clear(worker.number)
         worker.clear()
 
@@ -53,24 +55,22 @@ class Intake:
             self._apply_events(worker, batch.events)
         elif not self._is_plain(worker, batch, edits := batch.edits):
             self._apply_events(worker, batch.events())
-        elif worker.translator is None:
-            self._run(worker, edits, batch.hashes)
+        elif self._by_tokens:
+            self._apply_scanned(worker, batch)
         else:
-            self._apply_scanned(worker, worker.translator, batch)
-        if worker.translator is not None:
+            self._run(worker, edits, batch.hashes)
+        if self._by_tokens:
             worker.translator.tidy()
             self._form.names.tidy()
 
     def _is_plain(self, worker: KnownWorker, batch: Any, edits: Edits) -> bool:
-        """Tell whether scanned events, which are of the first group, can be applied without a look at each
-        of them.
-        """
+        """Tell whether scanned events, all of the first group, need no look at each of them."""
         if worker.groups.first_counts is None and (edits[:, 0] == Op.STORED).any():
             worker.groups.counted.add(0)
             self._form.table.require(worker.number, self.areas.needed((0,)))
         if worker.groups.first_counts is False:
             return False
-        if worker.translator is not None:
+        if self._by_tokens:
             return self._form.table.form == "numba"
         if worker.is_told and (edits[:, 0] == Op.CLEARED).any():
             return False  # a clear by hand forgets that anything was refused
@@ -81,7 +81,7 @@ class Intake:
         for is_clear, part in groupby(events, lambda event: isinstance(event, AllBlocksCleared)):
             if is_clear:
                 self.wipe(worker)
-            elif worker.translator is not None:
+            elif self._by_tokens:
                 area_of, apply = partial(self._area, worker), partial(self._run_edits, worker)
                 worker.translator.translate(part, area_of, apply)  # type: ignore[arg-type]
             else:
@@ -94,9 +94,9 @@ class Intake:
                 op = Op.STORED if isinstance(event, BlockStored) else Op.REMOVED
                 yield op, area, [to_u64(block_hash) for block_hash in event.block_hashes]
 
-    def _apply_scanned(self, worker: KnownWorker, translator: Translator, batch: Any) -> None:
+    def _apply_scanned(self, worker: KnownWorker, batch: Any) -> None:
         """Name blocks by their tokens with compiled loops, but for the events that those leave to us."""
-        names: Any = self._form.names
+        translator, names = worker.translator, cast("CompiledNames", self._form.names)
         edits, hashes = batch.edits, batch.hashes
         keys = np.empty_like(hashes)
         edit = first = 0
@@ -118,28 +118,22 @@ class Intake:
         """Apply edits over keys."""
         if not len(edits):
             return
-        if worker.duplicates is None:
+        if not worker.counts:
             self._form.table.apply(worker.number, edits, hashes)
         elif len(worker.duplicates):
-            self._run_counting(worker, worker.duplicates, edits, hashes)
+            self._run_counting(worker, edits, hashes)
         elif (stopped := self._form.table.apply(worker.number, edits, hashes, unique=True)) is not None:
-            self._run_counting(worker, worker.duplicates, edits, hashes, *stopped)
+            self._run_counting(worker, edits, hashes, *stopped)
 
     def _run_counting(
-        self,
-        worker: KnownWorker,
-        duplicates: DuplicateCounts,
-        edits: Edits,
-        hashes: Hashes,
-        first: int = 0,
-        done: int = 0,
+        self, worker: KnownWorker, edits: Edits, hashes: Hashes, first: int = 0, done: int = 0
     ) -> None:
         """Apply edits of a worker that has two copies of a block, one by one, since each depends on those
         before.
 
         Begins at edit `first`, of which `done` hashes are done.
         """
-        start = int(edits[:first, 2].sum()) + done
+        start, duplicates = int(edits[:first, 2].sum()) + done, worker.duplicates
         for op, area, count in edits[first:, :3].tolist():
             part = hashes[start : start + count - done]
             start, done = start + len(part), 0
@@ -179,9 +173,7 @@ class Intake:
         return area
 
     def _admit(self, worker: KnownWorker, event: BlockStored) -> bool:
-        """Tell whether a store's group counts; a group that is new is needed from now on, whatever becomes
-        of the store.
-        """
+        """Tell whether a store's group counts; a new group that does is needed from now on."""
         counted = set(worker.groups.counted)
         counts = worker.groups.admit(event)
         if worker.groups.counted != counted:

@@ -20,12 +20,12 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, TypeVar, cast
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, cast
 
 from kvtier.events.wire import Batch, decode_batch
 from kvtier.index.forms import Form, Keys
-from kvtier.index.names import PlainNames
+from kvtier.index.names import Names, PlainNames
 from kvtier.index.plain import PlainTable
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ __all__ = ["BatchDecoder", "move", "start"]
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 _PAUSE = 0.001
 """Seconds between two slices, so that others get the lock."""
 _compiling = threading.Lock()
@@ -103,37 +102,37 @@ class BatchDecoder:
         return self._scanner(payload)
 
 
-def move(lock: threading.RLock, form: Form, new: Form) -> Iterator[None]:
-    """Copy a plain form to a compiled one that is empty, one slice for each turn, and then use that.
+def move(lock: threading.RLock, form: Form, new: Form, budget: int) -> Iterator[None]:
+    """Copy a plain form to a compiled one that is empty, a slice for each turn, and then use that.
 
-    The lock is free between turns.
+    The lock is free between turns. The two together take no more than `budget` bytes, but for a slice.
     """
     table, names, twin = form.table, form.names, cast("CompiledTable", new.table)
     assert isinstance(table, PlainTable)
     assert isinstance(names, PlainNames)
     with lock:
-        is_whole = table.attach(twin)
-    if is_whole:
-        yield from _each(lock, table.hashes(), table.copy_to_twin)
+        has_room = table.attach(twin)
+    slices, is_copied = _copy(table, names, new.names), False
+    while has_room and not is_copied:
         with lock:
-            # only now, since a full book asks its table which names are needed
-            names.twin = new.names
-        yield from _each(lock, names.parts(), names.copy_to_twin)
+            is_copied = next(slices, True)
+            has_room = table.stats().bytes + names.bytes() <= budget
+        yield
     with lock:
-        if not is_whole or names.twin is None or twin.stats().dropped:
-            logger.warning("the index stays in plain Python: its budget is too small for both forms at once")
-            table.twin = names.twin = None
-        else:
+        if has_room and names.twin is not None and not twin.stats().dropped:
             table.hand_over(twin)
             form.table, form.names = twin, new.names
+        else:
+            logger.warning("the index stays in plain Python: its budget is too small for both forms at once")
+            table.twin = names.twin = None
 
 
-def _each(lock: threading.RLock, parts: Iterator[T], copy: Callable[[T], None]) -> Iterator[None]:
-    """Copy parts, one for each turn."""
-    while True:
-        with lock:
-            part = next(parts, None)
-            if part is None:
-                return
-            copy(part)
-        yield
+def _copy(table: PlainTable, names: PlainNames, new_names: Names) -> Iterator[bool]:
+    """Copy what there is to the twins, and yield `False` after each slice: there is more to do."""
+    for blocks in table.hashes():
+        table.copy_to_twin(blocks)
+        yield False
+    names.twin = new_names  # only now, since a full book asks its table which names are needed
+    for part in names.parts():
+        names.copy_to_twin(part)
+        yield False

@@ -71,9 +71,7 @@ class Areas:
         return self._groups.get(group)
 
     def make(self, place: Place, table: Table) -> int | None:
-        """Return the area of a place, and add it to the table if it is new; `None` where there can be no
-        more.
-        """
+        """Return a place's area, added to the table if it is new; `None` where there can be no more."""
         number = self._by_place.get(place)
         group = self._group(place[1])
         if number is None and group is not None:

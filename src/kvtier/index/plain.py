@@ -43,9 +43,7 @@ _SLICE = 1024
 
 
 class _Holders:
-    """A holder set: bit `worker * MAX_AREAS + area` of `mask` for each holder, and how many
-    blocks have it.
-    """
+    """A holder set: bit `worker * MAX_AREAS + area` of `mask` per holder; how many blocks have it."""
 
     __slots__ = ("blocks", "mask")
 
@@ -73,9 +71,7 @@ class PlainTable:
         self._dropped = self._unknown = 0
 
     def attach(self, twin: CompiledTable) -> bool:
-        """Make every change in another table too, which gets the same workers and areas; `False` where it
-        has no room for those.
-        """
+        """Make every change in an empty table too, from now on; `False` where it lacks the room."""
         if not twin.grow(max(1, len(self._held))):
             return False
         if any(twin.add_area(area) is None for area in self.areas[AREAS:]):

@@ -37,11 +37,10 @@ from kvtier.events.types import MEDIUM_GPU, BlockRemoved, BlockStored
 from kvtier.events.updates import Received, Reset, Update
 from kvtier.events.wire import Batch, DecodedBatch, EventEncoder, frame_batch
 from kvtier.index import moving
-from kvtier.index.base import MAX_AREAS, Hashes, Match, StorageTier, columns_of
-from kvtier.index.duplicates import Allowance, DuplicateCounts
+from kvtier.index.base import MAX_AREAS, Hashes, Match, StorageTier
+from kvtier.index.duplicates import Allowance
 from kvtier.index.forms import AUTO, Keys, allowance_of, choose_form, make_form
 from kvtier.index.intake import Intake
-from kvtier.index.translate import Translator
 from kvtier.index.workers import KnownWorker
 from kvtier.index.xxh3 import chain_keys, local_hashes, seed_of, token_array
 from kvtier.keys import extra_keys_of, hash_to_u64
@@ -126,7 +125,7 @@ class PrefixIndex:
         self._lock = RLock()
         self._workers: dict[str, KnownWorker] = {}
         self._names: tuple[str | None, ...] = ()
-        self._intake = Intake(self._form, block_size)
+        self._intake = Intake(self._form, keys, block_size)
         if self._wanted == AUTO:
             moving.start(self)
 
@@ -146,15 +145,11 @@ class PrefixIndex:
         return tuple(self._workers)
 
     def decoder(self) -> Callable[[bytes], Batch]:
-        """Return what reads batches fastest for this index: give it to a subscriber. Each thread needs its
-        own.
-        """
+        """Return what reads batches fastest for this index, for a subscriber. Each thread needs its own."""
         return moving.BatchDecoder(self)
 
     def warm_up(self) -> None:
-        """Compile what this kind of index needs, on one of its own: a minute once on a machine, then next to
-        nothing.
-        """
+        """Compile what this kind of index needs: a minute once on a machine, then next to nothing."""
         form = "numba" if self._wanted == AUTO else self._wanted
         twin = PrefixIndex(keys=self.keys, block_size=1, budget=1 << 20, form=form, counting="count")
         decode, encoder = twin.decoder(), EventEncoder()
@@ -174,14 +169,13 @@ class PrefixIndex:
 
     def go_over(self) -> Iterator[None]:
         """Go over from the plain form to the compiled one, a slice for each turn: see `moving`."""
-        yield from moving.move(self._lock, self._form, make_form("numba", self.keys, self._budget))
+        new = make_form("numba", self.keys, self._budget)
+        yield from moving.move(self._lock, self._form, new, self._budget - self._allowance.limit)
 
     # -- workers -----------------------------------------------------------------------------------
 
     def expect_block_size(self, block_size: int) -> None:
-        """Take a block size where none is known yet; what is held stays, and what was refused is
-        still said.
-        """
+        """Take a block size where none is known; what was refused is still said."""
         with self._lock:
             if self._intake.block_size is None:
                 self._intake.block_size = block_size
@@ -198,11 +192,8 @@ class PrefixIndex:
             raise InputError(
                 f"worker {name!r}: the index has no room for more than {number} workers; raise its budget"
             )
-        counts, translator = counting == "count", None
-        if self.keys == "xxh3":
-            translator = Translator(number, self._form, self._allowance, counts)
         self._names = (*self._names[:number], name, *self._names[number + 1 :])
-        made = KnownWorker(name, number, DuplicateCounts(self._allowance) if counts else None, translator)
+        made = KnownWorker(name, number, self._form, self._allowance, counting == "count")
         self._workers[name] = made
         return made
 
@@ -268,7 +259,8 @@ class PrefixIndex:
         """
         wanted = _as_hashes(hashes)
         with self._lock:
-            return columns_of(self._names, self._form.table.match(wanted)[: len(self._names)])
+            columns = self._form.table.match(wanted)[: len(self._names)]
+            return Match(self._names, columns[:, 0], columns[:, 1:4], columns[:, 4:7])
 
     def match_tokens(self, tokens: Any, *, lora: str | None = None, salt: str | None = None) -> Match:
         """Return how many leading full blocks of a prompt each worker holds."""
@@ -327,16 +319,13 @@ class PrefixIndex:
         for part in self._form.names.parts():
             yield part.hashes, part.keys, part.workers
         for worker in list(self._workers.values()):
-            if worker.translator is not None:
-                for part in worker.translator.salted():
-                    yield part.hashes, part.keys, part.workers
+            for part in worker.translator.salted():
+                yield part.hashes, part.keys, part.workers
 
     def _entries(
         self, hashes: Hashes, keys: Hashes, workers: npt.NDArray[np.uint32] | None = None
     ) -> list[Entry]:
-        """Return who holds blocks on which tiers, under the names `hashes`; of each block one worker, if
-        `workers` are given.
-        """
+        """Return who holds blocks on which tiers, called `hashes`; of each one of `workers`, if given."""
         wanted = [None] * len(keys) if workers is None else workers.tolist()
         return [
             (name, called, tier)
@@ -364,12 +353,10 @@ class PrefixIndex:
             blocks = {
                 tier: min((counts[group] for group in groups), default=0) for tier, counts in held.items()
             }
-            return WorkerStats(blocks, known.waiting, self._form.table.dropped(known.number))
+            return WorkerStats(blocks, len(known.translator.waiting), self._form.table.dropped(known.number))
 
     def incomplete(self) -> dict[str, str]:
-        """Return the workers of which less is known than was told, and why; a clear of a worker takes it out
-        again.
-        """
+        """Return the workers of which less is known than was told, and why, until they are cleared."""
         with self._lock:
             reasons = {name: self._reason(worker) for name, worker in self._workers.items()}
             return {name: reason for name, reason in reasons.items() if reason}
@@ -390,8 +377,8 @@ class PrefixIndex:
                 unknown=size.unknown,
                 ignored=intake.ignored,
                 refused=intake.past_refused + sum(worker.refused for worker in workers),
-                waiting=sum(worker.waiting for worker in workers),
-                orphans_dropped=intake.past_orphans + sum(worker.orphans_dropped for worker in workers),
+                waiting=sum(len(worker.translator.waiting) for worker in workers),
+                orphans_dropped=intake.past_orphans + sum(w.translator.waiting.dropped for w in workers),
             )
 
     def check(self) -> None:
@@ -400,8 +387,7 @@ class PrefixIndex:
             self._form.table.check()
             self._form.names.check()
             for worker in self._workers.values():
-                if worker.translator is not None:
-                    worker.translator.waiting.check()
+                worker.translator.waiting.check()
             if self._allowance.used != sum(worker.bytes() for worker in self._workers.values()):
                 raise IntegrityError(
                     f"index: {self._allowance.used} bytes of the allowance are taken, but not by workers"

@@ -215,9 +215,7 @@ class Translator:
         return known + hashes, [parent.key] * len(known) + keys
 
     def _is_taken(self, hashes: list[int], keys: list[int], edits: _Edits) -> bool:
-        """Tell whether one of the blocks is held under another key: by a second name, no removal would find
-        the first.
-        """
+        """Tell whether a block is held under another key: no removal would find the first."""
         known = zip(map(self._get, hashes), keys, strict=True)
         others = [name.key for name, key in known if name is not None and name.key != key]
         if not others:

@@ -101,16 +101,12 @@ def chain_keys(local: Hashes, parent: int | None = None) -> Hashes:
 
 
 def lora_of(name: str | None, number: int | None) -> str | None:
-    """Return what an adapter is called: by its name, else by its number, of which engines give 0 or less to
-    none.
-    """
+    """Return what an adapter is called: its name, else its number; engines give 0 or less to none."""
     return name or (f"lora_id={number}" if number is not None and number > 0 else None)
 
 
 def salt_of(extra_keys: Sequence[Sequence[Any] | None] | None, lora: str | None) -> str | None:
-    """Return the cache salt among the first block's extra keys: the text that is neither the adapter nor an
-    image.
-    """
+    """Return the salt among the first block's extra keys: the text that is no adapter and no image."""
     texts = [key for key in ((extra_keys[0] or ()) if extra_keys else ()) if isinstance(key, str)]
     if lora in texts:
         texts.remove(lora)
@@ -133,9 +129,7 @@ def extra_hashes(keys: Sequence[Any] | None, lora: str | None, salt: str | None 
 
 
 def _extra_hash(key: Any) -> int:
-    """Return the hash of an extra key: a text, bytes, or a pair of an identifier and its place
-    in the block.
-    """
+    """Return the hash of an extra key: text, bytes, or an identifier and its place in the block."""
     name = key[0] if isinstance(key, (list, tuple)) and len(key) == 2 else key
     if isinstance(name, str) and _IDENTIFIER.fullmatch(name):
         return int(name[:16], 16)

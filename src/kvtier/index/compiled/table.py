@@ -139,9 +139,7 @@ class CompiledTable:
         sets.intern_all(self._meta, self._rows, self._refs, self._alias, self._intern, self._free)
 
     def _more_sets(self) -> None:
-        """Find numbers for new sets: those no longer used, else more; or close for new sets when the budget
-        is spent.
-        """
+        """Find numbers for new sets: unused ones, else more; or close when the budget is spent."""
         self._intern_all()
         if self._meta[FREE] >= self._room // 4:
             return
@@ -206,7 +204,9 @@ class CompiledTable:
         return (*self._cells[:3], self._rows, self._alias, self._words)
 
     def holds(self, worker: int, hashes: Hashes) -> npt.NDArray[np.bool_]:
-        found: npt.NDArray[np.bool_] = questions.holds(*self.holders_state, worker, hashes)
+        numbers = questions.find_all(*self._cells[:3], self._alias, hashes)
+        bits = np.bitwise_or.reduce(self._grid()[numbers, :, worker >> 6], axis=1)
+        found: npt.NDArray[np.bool_] = (bits >> np.uint64(worker & 63)) & np.uint64(1) != 0
         return found
 
     def holdings(self) -> int:
@@ -234,9 +234,7 @@ class CompiledTable:
         return [on[number] for number in numbers]
 
     def _tiers_of(self, number: int) -> dict[int, int]:
-        """Return the workers of a holder set that hold its blocks on any tier, and a bit for
-        each such tier.
-        """
+        """Return a set's workers that hold its blocks on any tier, and on which (a bit for each)."""
         return tiers_of(self._holders(number), self._needs, self.areas)
 
     def _needs(self, worker: int) -> int:
