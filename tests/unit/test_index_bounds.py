@@ -349,3 +349,24 @@ def test_a_block_has_one_name_as_long_as_it_is_held(form: str, medium: str) -> N
     assert index.stats().blocks == 0
     send(index, "a", other)  # it is gone, so the name is free
     assert depth(index, [8]) == 1
+
+
+def test_two_blocks_of_one_hash_are_refused(form: str) -> None:
+    index = PrefixIndex(form=form, keys="xxh3", block_size=1, budget=4 * MiB)
+    send(index, "a", stored([5], size=1), BlockStored([7, 7], 5, [7, 8], 1, None, "GPU", None))
+    assert depth(index, [5, 7]) == 1
+    assert "not those that they had before" in index.incomplete()["a"]
+    send(index, "a", BlockRemoved([7, 7, 5], "GPU"))
+    assert index.stats().blocks == 0
+
+
+def test_what_is_lost_after_a_clear_is_logged_again(form: str, caplog: pytest.LogCaptureFixture) -> None:
+    index = PrefixIndex(form=form, block_size=4, budget=270 << 10)
+    with caplog.at_level(logging.WARNING, "kvtier.index"):
+        for turn in range(2):
+            for n in range(200):
+                send(index, "a", stored([1 + turn + 2 * (100 * n + i) for i in range(100)]))
+            assert index.worker_stats("a").dropped
+            assert len(caplog.records) == turn + 1
+            send(index, "a", AllBlocksCleared())
+            assert index.incomplete() == {}

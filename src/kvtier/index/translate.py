@@ -215,7 +215,11 @@ class Translator:
         return known + hashes, [parent.key] * len(known) + keys
 
     def _is_taken(self, hashes: list[int], keys: list[int], edits: _Edits) -> bool:
-        """Tell whether a block is held under another key: no removal would find the first."""
+        """Tell whether a hash is that of two blocks, or of one held under another key: a hash has one name,
+        and no removal would find the other.
+        """
+        if len(set(hashes)) < len(hashes):
+            return True
         known = zip(map(self._get, hashes), keys, strict=True)
         others = [name.key for name, key in known if name is not None and name.key != key]
         if not others:
