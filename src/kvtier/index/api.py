@@ -212,8 +212,6 @@ class Api:
     def _query(self, request: HttpRequest) -> Any:
         wanted = _read(request, _Query)
         group = self._group(wanted)
-        if group.block_size is None:
-            return self._scores(wanted, group, None)
         tokens = np.array(wanted.token_ids, np.uint32)
         keys = group.index.hash_tokens(tokens, lora=wanted.lora_name or None, salt=wanted.cache_salt or None)
         return self._scores(wanted, group, keys)
@@ -238,7 +236,7 @@ class Api:
             raise HttpError(400, f"block_size: expected {size} for this model, got {wanted.block_size}")
         return group
 
-    def _scores(self, wanted: _Question, group: Group, keys: Hashes | None) -> Any:
+    def _scores(self, wanted: _Question, group: Group, keys: Hashes) -> Any:
         match, trusts = self.service.answer(wanted.group, keys)
         tokens = _Tokens.of(match, group.block_size or 0)
         if wanted.is_mooncake:
@@ -362,10 +360,8 @@ class _Tokens(NamedTuple):
     alone: tuple[int, ...] = (0, 0, 0)
 
     @classmethod
-    def of(cls, match: Match | None, block_size: int) -> dict[str, _Tokens]:
-        """Return what each worker holds, `None` being nothing."""
-        if match is None:
-            return {}
+    def of(cls, match: Match, block_size: int) -> dict[str, _Tokens]:
+        """Return what each worker holds."""
         columns = [(column * block_size).tolist() for column in (match.any, match.reach, match.alone)]
         return {
             name: cls(longest, tuple(reach), tuple(alone))
