@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtier.errors import IntegrityError
-from kvtier.index.duplicates import Allowance
+from kvtier.index.forms import Allowance
 from kvtier.index.orphans import Orphans
 
 GPU, CPU = 0, 1

@@ -1,4 +1,4 @@
-"""The two forms of an index, compiled and plain, and which one is used.
+"""The two forms of an index, compiled and plain, which one is used, and how they share the budget.
 
 `auto` is plain until numba has compiled everything in the background, and then compiled: see
 `kvtier.index.moving`. Any thread may call these functions.
@@ -16,7 +16,7 @@ from kvtier.index.base import MIN_COMPILED_BYTES, Table
 from kvtier.index.names import Names, PlainNames
 from kvtier.index.plain import PlainTable
 
-__all__ = ["AUTO", "FORMS", "Form", "Keys", "allowance_of", "choose_form", "make_form"]
+__all__ = ["AUTO", "FORMS", "Allowance", "Form", "Keys", "allowance_of", "choose_form", "make_form"]
 
 FORMS = ("numba", "python")
 AUTO = "auto"
@@ -29,6 +29,25 @@ class Form:
 
     table: Table
     names: Names
+
+
+class Allowance:
+    """Bytes that several owners share: all that is beside the table and the names."""
+
+    def __init__(self, limit: int) -> None:
+        """Allow `limit` bytes in all."""
+        self.limit, self.used = limit, 0
+
+    def take(self, size: int) -> bool:
+        """Take so many bytes; `False`, and nothing taken, where they are not left."""
+        if self.used + size > self.limit:
+            return False
+        self.used += size
+        return True
+
+    def give(self, size: int) -> None:
+        """Give bytes back."""
+        self.used -= size
 
 
 def choose_form(form: str | None) -> str:

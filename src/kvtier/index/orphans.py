@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Generic, NamedTuple, TypeVar
 
 from kvtier.errors import IntegrityError
-from kvtier.index.duplicates import Allowance
+from kvtier.index.forms import Allowance
 
 __all__ = ["Orphans"]
 

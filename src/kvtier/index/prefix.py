@@ -38,8 +38,7 @@ from kvtier.events.updates import Received, Reset, Update
 from kvtier.events.wire import Batch, DecodedBatch, EventEncoder, frame_batch
 from kvtier.index import moving
 from kvtier.index.base import MAX_AREAS, Hashes, Match, StorageTier
-from kvtier.index.duplicates import Allowance
-from kvtier.index.forms import AUTO, Keys, allowance_of, choose_form, make_form
+from kvtier.index.forms import AUTO, Allowance, Keys, allowance_of, choose_form, make_form
 from kvtier.index.intake import Intake
 from kvtier.index.workers import KnownWorker
 from kvtier.index.xxh3 import chain_keys, local_hashes, seed_of, token_array

@@ -18,8 +18,7 @@ import numpy as np
 from kvtier.events.types import BlockRemoved, BlockStored
 from kvtier.events.wire import to_u64
 from kvtier.index.base import Op
-from kvtier.index.duplicates import Allowance
-from kvtier.index.forms import Form
+from kvtier.index.forms import Allowance, Form
 from kvtier.index.names import SLACK, NamePart, parts_of
 from kvtier.index.orphans import Orphans
 from kvtier.index.xxh3 import chain_keys, extra_hashes, local_hashes, lora_of, salt_of, seed_of
