@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import gc
 import logging
+import random
 import threading
 import tracemalloc
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -292,6 +294,47 @@ def test_an_index_that_goes_over_answers_and_learns_meanwhile() -> None:
     assert len({entry for part in index.dump() for entry in part}) == len(blocks)
     index.apply("a", decode(frame_batch(1.0, [encoder.event(BlockRemoved(blocks[100:], "GPU"))], 0)))
     assert depth(index, blocks) == 100
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("keys", KEYS)
+def test_whatever_changes_between_two_slices_is_in_the_compiled_form_too(keys: Any, seed: int) -> None:
+    """Stores, removals, clears and workers that go, of blocks that are copied already and of others."""
+    pytest.importorskip("numba")
+    rng = random.Random(seed)
+    counting = "count" if seed % 2 else "set"
+    index = PrefixIndex(form="python", keys=keys, block_size=1, budget=16 * MiB, counting=counting)
+    held: dict[str, Counter[tuple[int, StorageTier]]] = {f"w{n}": Counter() for n in range(3)}
+
+    def change() -> None:
+        worker, what = rng.choice(list(held)), rng.random()
+        blocks, tier = held[worker], rng.choice(list(StorageTier))
+        if what < 0.6:
+            numbers = rng.sample(range(1, 4000), 150)
+            salts = [("salt",) if number % 7 == 0 else None for number in numbers]
+            pairs = zip(numbers, salts, strict=True)
+            send(index, worker, *(stored([n], size=1, medium=tier.name, extra_keys=[s]) for n, s in pairs))
+            blocks.update({(n, tier): 1 if counting == "count" else 1 - blocks[n, tier] for n in numbers})
+        elif what < 0.8:
+            gone = rng.sample(list(blocks), min(100, len(blocks)))
+            send(index, worker, *(BlockRemoved([number], on.name) for number, on in gone))
+            held[worker] = blocks - Counter(gone)
+        else:
+            send(index, worker, AllBlocksCleared())
+            if what > 0.9:
+                index.remove_worker(worker)
+            blocks.clear()
+
+    for _ in range(60):
+        change()
+    for _ in index.go_over():
+        change()
+        change()
+    assert index.form == "numba"
+    index.check()
+    told = [entry for part in index.dump() for entry in part]
+    assert sorted(told) == sorted((name, *block) for name, blocks in held.items() for block in blocks)
+    assert index.incomplete() == {}
 
 
 def test_an_index_stays_plain_where_the_compiled_form_finds_no_room() -> None:
