@@ -104,8 +104,8 @@ class PrefixIndex:
         `block_size` is the number of tokens in a block; `None` takes that of the first store, and until then
         no prompt matches. Stores of other sizes are refused, whatever the keys are: answers count blocks,
         and must mean the same of every worker. `seed` is the engine's hash seed, which questions about
-        tokens need. `counting` is how workers announce blocks unless `add_worker` says otherwise: `set` once
-        each, as kvtier does, or `count` once for every copy, as vLLM and SGLang do.
+        tokens need. `counting` is how workers announce blocks: `set` once each, as kvtier does, or `count`
+        once for every copy, as vLLM and SGLang do.
         """
         if keys not in ("engine", "xxh3"):
             raise InputError(f"keys: expected engine or xxh3, got {keys!r}")
@@ -179,20 +179,20 @@ class PrefixIndex:
             if self._intake.block_size is None:
                 self._intake.block_size = block_size
 
-    def add_worker(self, worker: str, counting: Counting | None = None) -> None:
+    def add_worker(self, worker: str) -> None:
         """Make a worker known, so that matches list it. Applying a batch does the same."""
         with self._lock:
             if worker not in self._workers:
-                self._add(worker, counting or self.counting)
+                self._add(worker)
 
-    def _add(self, name: str, counting: Counting) -> KnownWorker:
+    def _add(self, name: str) -> KnownWorker:
         number = self._names.index(None) if None in self._names else len(self._names)
         if not self._form.table.grow(number + 1):
             raise InputError(
                 f"worker {name!r}: the index has no room for more than {number} workers; raise its budget"
             )
         self._names = (*self._names[:number], name, *self._names[number + 1 :])
-        made = KnownWorker(name, number, self._form, self._allowance, counting == "count")
+        made = KnownWorker(name, number, self._form, self._allowance, self.counting == "count")
         self._workers[name] = made
         return made
 
@@ -224,7 +224,7 @@ class PrefixIndex:
     def apply(self, worker: str, batch: Any) -> None:
         """Apply a batch of a worker's events: a decoded one, or what `decoder()` made of it."""
         with self._lock:
-            known = self._workers.get(worker) or self._add(worker, self.counting)
+            known = self._workers.get(worker) or self._add(worker)
             self._intake.apply(known, batch)
             self._tell(known)
 
