@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -187,6 +188,42 @@ def test_what_was_told_of_a_block_that_waits_is_not_forgotten(form: str, countin
             feed.send("a", event)
         assert feed.reach(T[:8]) == {"a": reach}
         assert feed.index.stats().waiting == 0
+
+
+@pytest.mark.parametrize("counting", ["set", "count"])
+def test_a_chain_told_in_any_order_is_known_as_far_as_it_was_told(form: str, counting: str) -> None:
+    """Three blocks on two tiers, with and without tokens: once one is told with tokens, it is known wherever
+    it is held, and it stays so as long as it is held anywhere.
+    """
+    for seed in range(400):
+        rng, feed = random.Random(seed), Feed(form, counting=counting)
+        held: Counter[tuple[str, int]] = Counter()
+        known: set[int] = set()
+        for _ in range(rng.randrange(3, 10)):
+            medium, first = rng.choice(["GPU", "CPU"]), rng.randrange(1, 4)
+            blocks = list(range(first, rng.randrange(first, 4) + 1))
+            tokens = [block for block in blocks for _ in range(4)] if rng.random() < 0.6 else []
+            if rng.random() < 0.6:
+                size = 4 if tokens else 0
+                feed.send("a", stored(blocks, first - 1 or None, tokens, medium, block_size=size))
+                held.update((medium, block) for block in blocks)
+                known |= set(blocks) if tokens else set()
+            else:
+                feed.send("a", BlockRemoved(blocks, medium))
+                held -= Counter((medium, block) for block in blocks)
+            if counting == "set":
+                held = Counter(set(held))
+            known &= {block for _, block in held}
+            reach, at = [], 0
+            for tier in ("GPU", "CPU"):
+                while at + 1 in known and held[tier, at + 1]:
+                    at += 1
+                reach.append(at)
+            found = feed.reach([block for block in (1, 2, 3) for _ in range(4)])["a"][:2]
+            # more may be known: names are kept for a while after blocks are gone
+            assert all(mine >= least for mine, least in zip(found, reach, strict=True)), (seed, found, reach)
+            assert all(held["GPU", block] for block in range(1, found[0] + 1)), (seed, found)
+            assert all(held["CPU", block] for block in range(found[0] + 1, found[1] + 1)), (seed, found)
 
 
 def test_blocks_of_another_size_are_refused(form: str) -> None:
