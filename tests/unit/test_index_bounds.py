@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import gc
 import logging
+import random
 import threading
 import tracemalloc
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -193,28 +195,26 @@ def test_orphans_take_of_the_budget_and_are_told_when_they_are_dropped(form: str
     assert index.stats().waiting == 0
 
 
-@pytest.mark.parametrize("size", [16, 128])
-def test_an_orphan_weighs_no_more_than_is_counted(size: int) -> None:
+@pytest.mark.parametrize(("size", "areas"), [(16, 1), (128, 1), (16, 14)])
+def test_an_orphan_weighs_no_more_than_is_counted(size: int, areas: int) -> None:
     """Blocks that wait, as the garbage collector sees them: in all sizes of the dicts that they are in."""
     index = PrefixIndex(form="python", keys="xxh3", block_size=size, budget=256 * MiB)
-    index.apply("a", DecodedBatch(1.0, [stored([1], size=size)], 0))
+    owners: list[Any] = [{"ownership": f"tier{n}" if n else None, "medium": "STORAGE"} for n in range(areas)]
+    index.apply("a", DecodedBatch(1.0, [stored([1], size=size, **owner) for owner in owners], 0))
     tracemalloc.start()
     try:
         gc.collect()
         before, counted = tracemalloc.get_traced_memory()[0], index.stats().bytes
-        for n in range(1500):
-            hashes = [(7 << 60) + 8 * n + i for i in range(8)]
-            index.apply(
-                "a",
-                DecodedBatch(
-                    1.0, [stored(hashes, (3 << 60) + n, size=size, extra_keys=[(("cat", 0),)] * 8)], 0
-                ),
-            )
+        for n in range(1500 // areas):
+            hashes, parent = [(7 << 60) + 8 * n + i for i in range(8)], (3 << 60) + n
+            for owner in owners:
+                event = stored(hashes, parent, size=size, extra_keys=[(("cat", 0),)] * 8, **owner)
+                index.apply("a", DecodedBatch(1.0, [event], 0))
         gc.collect()
         taken = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
-    assert index.stats().waiting == 12_000
+    assert index.stats().waiting == 1500 // areas * 8
     assert taken <= index.stats().bytes - counted
 
 
@@ -296,6 +296,47 @@ def test_an_index_that_goes_over_answers_and_learns_meanwhile() -> None:
     assert depth(index, blocks) == 100
 
 
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("keys", KEYS)
+def test_whatever_changes_between_two_slices_is_in_the_compiled_form_too(keys: Any, seed: int) -> None:
+    """Stores, removals, clears and workers that go, of blocks that are copied already and of others."""
+    pytest.importorskip("numba")
+    rng = random.Random(seed)
+    counting = "count" if seed % 2 else "set"
+    index = PrefixIndex(form="python", keys=keys, block_size=1, budget=16 * MiB, counting=counting)
+    held: dict[str, Counter[tuple[int, StorageTier]]] = {f"w{n}": Counter() for n in range(3)}
+
+    def change() -> None:
+        worker, what = rng.choice(list(held)), rng.random()
+        blocks, tier = held[worker], rng.choice(list(StorageTier))
+        if what < 0.6:
+            numbers = rng.sample(range(1, 4000), 150)
+            salts = [("salt",) if number % 7 == 0 else None for number in numbers]
+            pairs = zip(numbers, salts, strict=True)
+            send(index, worker, *(stored([n], size=1, medium=tier.name, extra_keys=[s]) for n, s in pairs))
+            blocks.update({(n, tier): 1 if counting == "count" else 1 - blocks[n, tier] for n in numbers})
+        elif what < 0.8:
+            gone = rng.sample(list(blocks), min(100, len(blocks)))
+            send(index, worker, *(BlockRemoved([number], on.name) for number, on in gone))
+            held[worker] = blocks - Counter(gone)
+        else:
+            send(index, worker, AllBlocksCleared())
+            if what > 0.9:
+                index.remove_worker(worker)
+            blocks.clear()
+
+    for _ in range(60):
+        change()
+    for _ in index.go_over():
+        change()
+        change()
+    assert index.form == "numba"
+    index.check()
+    told = [entry for part in index.dump() for entry in part]
+    assert sorted(told) == sorted((name, *block) for name, blocks in held.items() for block in blocks)
+    assert index.incomplete() == {}
+
+
 def test_an_index_stays_plain_where_the_compiled_form_finds_no_room() -> None:
     pytest.importorskip("numba")
     index = PrefixIndex(form="python", budget=300 << 10, block_size=4)
@@ -351,3 +392,24 @@ def test_a_block_has_one_name_as_long_as_it_is_held(form: str, medium: str) -> N
     assert index.stats().blocks == 0
     send(index, "a", other)  # it is gone, so the name is free
     assert depth(index, [8]) == 1
+
+
+def test_two_blocks_of_one_hash_are_refused(form: str) -> None:
+    index = PrefixIndex(form=form, keys="xxh3", block_size=1, budget=4 * MiB)
+    send(index, "a", stored([5], size=1), BlockStored([7, 7], 5, [7, 8], 1, None, "GPU", None))
+    assert depth(index, [5, 7]) == 1
+    assert "not those that they had before" in index.incomplete()["a"]
+    send(index, "a", BlockRemoved([7, 7, 5], "GPU"))
+    assert index.stats().blocks == 0
+
+
+def test_what_is_lost_after_a_clear_is_logged_again(form: str, caplog: pytest.LogCaptureFixture) -> None:
+    index = PrefixIndex(form=form, block_size=4, budget=270 << 10)
+    with caplog.at_level(logging.WARNING, "kvtier.index"):
+        for turn in range(2):
+            for n in range(200):
+                send(index, "a", stored([1 + turn + 2 * (100 * n + i) for i in range(100)]))
+            assert index.worker_stats("a").dropped
+            assert len(caplog.records) == turn + 1
+            send(index, "a", AllBlocksCleared())
+            assert index.incomplete() == {}

@@ -198,8 +198,9 @@ class History:
             budget=(760 << 10 if form != "python" else 6 << 10) if self.is_small else 4 << 20,
             form="python" if form == "moving" else form,
             counting=counting,  # type: ignore[arg-type]
-            orphan_limit=rng.choice([3, 1000]),
         )
+        if rng.random() < 0.5:  # room for three blocks that wait
+            self.index._allowance.limit = min(self.index._allowance.limit, 5 << 10)
         self.model = Model(counting)
         self.decode, self.encoder = self.index.decoder(), EventEncoder(rng.choice(["map", "array"]))
         self.moves: Iterator[None] | None = None

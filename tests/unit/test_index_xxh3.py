@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -171,6 +172,60 @@ def test_stores_without_tokens_take_the_blocks_name(form: str) -> None:
     assert feed.reach(T[:8]) == {"a": [0, 2, 2]}
 
 
+@pytest.mark.parametrize("counting", ["set", "count"])
+def test_what_was_told_of_a_block_that_waits_is_not_forgotten(form: str, counting: str) -> None:
+    """A store without tokens once replaced what waited, and a removal elsewhere took the tokens with it."""
+    bare, parent = stored([2], None, [], "CPU", block_size=0), stored([1], None, T[:4])
+    waiting = stored([2], 1, T[4:8])
+    for events, reach in (
+        ([waiting, stored([2], None, [], block_size=0)], [2, 2, 2]),
+        ([waiting, bare, BlockRemoved([2], "GPU")], [1, 2, 2]),
+        ([bare, waiting, BlockRemoved([2], "GPU")], [1, 2, 2]),
+        ([waiting, bare, BlockRemoved([2], "CPU")], [2, 2, 2]),
+    ):
+        feed = Feed(form, counting=counting)
+        for event in (*events, parent):
+            feed.send("a", event)
+        assert feed.reach(T[:8]) == {"a": reach}
+        assert feed.index.stats().waiting == 0
+
+
+@pytest.mark.parametrize("counting", ["set", "count"])
+def test_a_chain_told_in_any_order_is_known_as_far_as_it_was_told(form: str, counting: str) -> None:
+    """Three blocks on two tiers, with and without tokens: once one is told with tokens, it is known wherever
+    it is held, and it stays so as long as it is held anywhere.
+    """
+    for seed in range(400):
+        rng, feed = random.Random(seed), Feed(form, counting=counting)
+        held: Counter[tuple[str, int]] = Counter()
+        known: set[int] = set()
+        for _ in range(rng.randrange(3, 10)):
+            medium, first = rng.choice(["GPU", "CPU"]), rng.randrange(1, 4)
+            blocks = list(range(first, rng.randrange(first, 4) + 1))
+            tokens = [block for block in blocks for _ in range(4)] if rng.random() < 0.6 else []
+            if rng.random() < 0.6:
+                size = 4 if tokens else 0
+                feed.send("a", stored(blocks, first - 1 or None, tokens, medium, block_size=size))
+                held.update((medium, block) for block in blocks)
+                known |= set(blocks) if tokens else set()
+            else:
+                feed.send("a", BlockRemoved(blocks, medium))
+                held -= Counter((medium, block) for block in blocks)
+            if counting == "set":
+                held = Counter(set(held))
+            known &= {block for _, block in held}
+            reach, at = [], 0
+            for tier in ("GPU", "CPU"):
+                while at + 1 in known and held[tier, at + 1]:
+                    at += 1
+                reach.append(at)
+            found = feed.reach([block for block in (1, 2, 3) for _ in range(4)])["a"][:2]
+            # more may be known: names are kept for a while after blocks are gone
+            assert all(mine >= least for mine, least in zip(found, reach, strict=True)), (seed, found, reach)
+            assert all(held["GPU", block] for block in range(1, found[0] + 1)), (seed, found)
+            assert all(held["CPU", block] for block in range(found[0] + 1, found[1] + 1)), (seed, found)
+
+
 def test_blocks_of_another_size_are_refused(form: str) -> None:
     feed = Feed(form)
     feed.send(
@@ -211,6 +266,16 @@ def test_adapters_salts_and_images_are_kept_apart(form: str) -> None:
     }
     feed.send("salt", BlockRemoved([2], "GPU"))
     assert feed.reach(T[:8], salt="y")["salt"] == [1] * 3
+
+
+def test_a_key_named_as_the_adapter_or_the_salt_counts_all_the_same(form: str) -> None:
+    """The seed has the adapter once, and the salt of the first block once; anything more is an image's."""
+    feed = Feed(form)
+    feed.send("a", stored([1, 2], None, T[:8], lora_name="x", extra_keys=[["x"], ["x", "x"]]))
+    feed.send("b", stored([1, 2], None, T[:8], extra_keys=[["y"], ["y"]]))
+    feed.send("c", stored([1, 2], None, T[:8], extra_keys=[["y", "y"], None]))
+    assert feed.reach(T[:8], lora="x")["a"] == [1, 1, 1]
+    assert feed.reach(T[:8], salt="y") == {"a": [0, 0, 0], "b": [1, 1, 1], "c": [0, 0, 0]}
 
 
 def test_a_clear_forgets_names_too(form: str) -> None:

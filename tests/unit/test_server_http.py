@@ -493,12 +493,12 @@ def test_who_dribbles_a_head_is_cut_off() -> None:
         client = Client(server.url)
         with client.connected() as slow, client.connected() as silent, client.connected() as kept:
             kept.sendall(b"GET /health HTTP/1.1\r\n\r\n")
-            assert kept.recv(12) == b"HTTP/1.1 200"
+            assert kept.recv(4096).startswith(b"HTTP/1.1 200")
             slow.sendall(b"GET /health HT")
             assert slow.recv(100) == b""
             assert silent.recv(100) == b""
             kept.sendall(b"GET /health HTTP/1.1\r\n\r\n")
-            assert b"HTTP/1.1 200" in kept.recv(4096) + kept.recv(4096)
+            assert kept.recv(4096).startswith(b"HTTP/1.1 200")
 
 
 def test_who_sends_too_much_sees_why(client: Client) -> None:

@@ -212,8 +212,6 @@ class Api:
     def _query(self, request: HttpRequest) -> Any:
         wanted = _read(request, _Query)
         group = self._group(wanted)
-        if group.block_size is None:
-            return self._scores(wanted, group, None)
         tokens = np.array(wanted.token_ids, np.uint32)
         keys = group.index.hash_tokens(tokens, lora=wanted.lora_name or None, salt=wanted.cache_salt or None)
         return self._scores(wanted, group, keys)
@@ -238,7 +236,7 @@ class Api:
             raise HttpError(400, f"block_size: expected {size} for this model, got {wanted.block_size}")
         return group
 
-    def _scores(self, wanted: _Question, group: Group, keys: Hashes | None) -> Any:
+    def _scores(self, wanted: _Question, group: Group, keys: Hashes) -> Any:
         match, trusts = self.service.answer(wanted.group, keys)
         tokens = _Tokens.of(match, group.block_size or 0)
         if wanted.is_mooncake:
@@ -362,10 +360,8 @@ class _Tokens(NamedTuple):
     alone: tuple[int, ...] = (0, 0, 0)
 
     @classmethod
-    def of(cls, match: Match | None, block_size: int) -> dict[str, _Tokens]:
-        """Return what each worker holds, `None` being nothing."""
-        if match is None:
-            return {}
+    def of(cls, match: Match, block_size: int) -> dict[str, _Tokens]:
+        """Return what each worker holds."""
         columns = [(column * block_size).tolist() for column in (match.any, match.reach, match.alone)]
         return {
             name: cls(longest, tuple(reach), tuple(alone))
@@ -428,9 +424,7 @@ def _mooncake(
 def _stores(
     part: list[tuple[str, int, StorageTier]], number: int, ids: dict[str, int | str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield one store for each worker and tier in a slice, as Dynamo writes it; `ids` are the instances' as
-    they were registered.
-    """
+    """Yield a store for each worker and tier in a slice, as Dynamo writes it; `ids` as registered."""
     held: defaultdict[tuple[str, StorageTier], list[int]] = defaultdict(list)
     for name, block_hash, tier in part:
         held[name, tier].append(block_hash)

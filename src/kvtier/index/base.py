@@ -33,7 +33,6 @@ __all__ = [
     "StorageTier",
     "Table",
     "TableStats",
-    "columns_of",
     "tiers_of",
 ]
 
@@ -43,7 +42,7 @@ Edits = npt.NDArray[np.int64]
 behind the other.
 """
 Columns = npt.NDArray[np.int32]
-"""Per worker seven depths: held anywhere; on each tier alone; and the walk down the tiers."""
+"""Per worker the seven depths of `Match`: held anywhere, on each tier alone, and the walk down the tiers."""
 
 TIERS = 3
 AREAS = 3
@@ -72,9 +71,7 @@ class Op(IntEnum):
 
 
 class IndexArea(NamedTuple):
-    """A place in which workers hold blocks: its tier, and the number of its group (the first
-    group's is 0).
-    """
+    """A place in which workers hold blocks: its tier, and its group's number (the first has 0)."""
 
     tier: StorageTier
     group: int
@@ -113,6 +110,7 @@ class Table(Protocol):
     """
 
     form: str
+    areas: list[IndexArea]
 
     def grow(self, workers: int) -> bool:
         """Make room for that many workers; `False` where the budget does not allow it."""
@@ -139,20 +137,16 @@ class Table(Protocol):
         """Count blocks that the caller could not even give."""
 
     def clear(self, worker: int) -> None:
-        """Forget all that the worker holds, in time that depends on the number of holder sets, not of
-        blocks.
-        """
+        """Forget all that the worker holds, in time that grows with holder sets, not with blocks."""
 
     def match(self, hashes: Hashes) -> Columns:
-        """Return `[worker, column]`: how far along these blocks each worker comes, see `columns_of`."""
+        """Return `[worker, column]`: how far along these blocks each worker comes, see `Columns`."""
 
     def holds(self, worker: int, hashes: Hashes) -> npt.NDArray[np.bool_]:
         """Tell of each block whether the worker holds it in any area."""
 
     def holdings(self) -> int:
-        """Return how many blocks all workers hold in all areas together, each counted once per worker and
-        area.
-        """
+        """Return how many blocks all workers hold, each counted once per worker and area."""
 
     def held(self, worker: int) -> list[int]:
         """Return how many blocks the worker holds in each area."""
@@ -175,11 +169,6 @@ class Table(Protocol):
         """Raise `IntegrityError` where the table contradicts itself."""
 
 
-def columns_of(workers: tuple[str | None, ...], columns: Columns) -> Match:
-    """Name the columns of a match."""
-    return Match(workers, columns[:, 0], columns[:, 1:4], columns[:, 4:7])
-
-
 def tiers_of(
     holders: Iterable[tuple[int, int]], needs: Callable[[int], int], areas: Sequence[IndexArea]
 ) -> dict[int, int]:
@@ -195,9 +184,7 @@ def tiers_of(
 
 
 def _usable_tiers(held: int, needed: int, areas: Sequence[IndexArea]) -> int:
-    """Return on which tiers (a bit for each) a block in the areas `held` is there for all groups
-    `needed`.
-    """
+    """Return on which tiers (a bit each) a block in the areas `held` is there for all groups `needed`."""
     groups = [0] * TIERS
     for number, (tier, group) in enumerate(areas):
         groups[tier] |= (held >> number & 1) << group

@@ -1,12 +1,13 @@
-"""The two forms of an index, compiled and plain, which one is used, and when the compiled loops are ready.
+"""The two forms of an index, compiled and plain, which one is used, and how they share the budget.
 
 `auto` is plain until numba has compiled everything in the background, and then compiled: see
-`kvtier.index.moving`. Any thread may call these.
+`kvtier.index.moving`. Any thread may call these functions.
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal
 
@@ -15,17 +16,42 @@ from kvtier.index.base import MIN_COMPILED_BYTES, Table
 from kvtier.index.names import Names, PlainNames
 from kvtier.index.plain import PlainTable
 
-__all__ = ["AUTO", "FORMS", "Keys", "allowance_of", "choose_form", "make_form"]
+__all__ = ["AUTO", "FORMS", "Allowance", "Form", "Keys", "allowance_of", "choose_form", "make_form"]
 
 FORMS = ("numba", "python")
 AUTO = "auto"
 Keys = Literal["engine", "xxh3"]
 
 
+@dataclass(slots=True)
+class Form:
+    """What an index is made of now. Where keys are the engine's own, nothing is ever in `names`."""
+
+    table: Table
+    names: Names
+
+
+class Allowance:
+    """Bytes that several owners share: all that is beside the table and the names."""
+
+    def __init__(self, limit: int) -> None:
+        """Allow `limit` bytes in all."""
+        self.limit, self.used = limit, 0
+
+    def take(self, size: int) -> bool:
+        """Take so many bytes; `False`, and nothing taken, where they are not left."""
+        if self.used + size > self.limit:
+            return False
+        self.used += size
+        return True
+
+    def give(self, size: int) -> None:
+        """Give bytes back."""
+        self.used -= size
+
+
 def choose_form(form: str | None) -> str:
-    """Return the form that is wanted: the parameter's, else that of `KVTIER_INDEX`, else the fastest there
-    is.
-    """
+    """Return the form that is wanted: the parameter's, else that of `KVTIER_INDEX`, else the fastest."""
     form = form or os.environ.get("KVTIER_INDEX") or ("numba" if find_spec("numba") else "python")
     if form not in (*FORMS, AUTO):
         raise InputError(f"index form: expected one of {', '.join((*FORMS, AUTO))}, got {form!r}")
@@ -43,20 +69,22 @@ def allowance_of(keys: Keys, budget: int) -> int:
     return budget // (8 if keys == "xxh3" else 64)
 
 
-def make_form(form: str, keys: Keys, budget: int) -> tuple[Table, Names | None]:
+def make_form(form: str, keys: Keys, budget: int) -> Form:
     """Make a table, and names if its keys need them. A name takes half as much again as a block."""
     left = budget - allowance_of(keys, budget)
     table_budget = left if keys == "engine" else left * 2 // 5
-    if form == "numba" and table_budget < MIN_COMPILED_BYTES:
+    if form == "python":
+        plain = PlainTable(table_budget)
+        return Form(plain, PlainNames(plain, left - table_budget))
+    if table_budget < MIN_COMPILED_BYTES:
         least = MIN_COMPILED_BYTES * budget // table_budget + 1 if table_budget else MIN_COMPILED_BYTES * 3
         raise InputError(
             f"budget: expected at least {least} bytes for a compiled index with {keys} keys, got {budget}"
         )
-    if form == "python":
-        plain = PlainTable(table_budget)
-        return plain, PlainNames(plain, left - table_budget) if keys == "xxh3" else None
     from kvtier.index.compiled.names import CompiledNames
     from kvtier.index.compiled.table import CompiledTable
 
     table = CompiledTable(table_budget)
-    return table, CompiledNames(table, left - table_budget) if keys == "xxh3" else None
+    if keys == "engine":
+        return Form(table, PlainNames(table, 0))
+    return Form(table, CompiledNames(table, left - table_budget))

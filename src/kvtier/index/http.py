@@ -128,7 +128,6 @@ class HttpServer:
         self._server: asyncio.Server | None = None
         self._tasks: dict[asyncio.Task[None], bool] = {}  # connection -> whether a request is under way
         self._unfinished = 0  # bytes of large bodies that are not complete yet
-        self.refused = 0
 
     async def start(self, host: str, port: int) -> tuple[str, int]:
         """Listen, and return the address that clients connect to."""
@@ -157,7 +156,6 @@ class HttpServer:
         client = _Client(task, reader, writer)
         try:
             if len(self._tasks) > self._limits.connections:
-                self.refused += 1
                 await self._send(client, _error(503, "too many connections: try again later"))
             else:
                 await self._serve(client)
@@ -237,7 +235,6 @@ class HttpServer:
 
     def _expect_room(self) -> None:
         if self._unfinished > self._limits.unfinished_bodies:
-            self.refused += 1
             most = self._limits.unfinished_bodies
             busy = f"more than {most} bytes of unfinished requests: try again later"
             raise HttpError(503, busy, {"Retry-After": "1"})

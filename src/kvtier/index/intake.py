@@ -11,19 +11,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from kvtier.events.shapes import Event
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored
 from kvtier.events.wire import DecodedBatch, place_of, to_u64
-from kvtier.index.base import Edits, Hashes, Op, Table
-from kvtier.index.duplicates import DuplicateCounts
-from kvtier.index.names import Names
+from kvtier.index.base import Edits, Hashes, Op
+from kvtier.index.forms import Form, Keys
 from kvtier.index.places import Areas
-from kvtier.index.translate import Edit, Translator
+from kvtier.index.translate import Edit
 from kvtier.index.workers import KnownWorker
+
+if TYPE_CHECKING:
+    from kvtier.index.compiled.names import CompiledNames
 
 __all__ = ["Intake"]
 
@@ -33,22 +35,18 @@ _MAX_BLOCK_SIZE = 1 << 20
 class Intake:
     """Applies events to the table and the names of one index."""
 
-    def __init__(self, table: Table, book: Names | None, block_size: int | None) -> None:
+    def __init__(self, form: Form, keys: Keys, block_size: int | None) -> None:
         """Take blocks of `block_size` tokens; `None` takes the size of the first store."""
         self.block_size, self.areas = block_size, Areas()
         # Blocks of groups that do not count; refusals and drops of workers from before they were cleared.
         self.ignored = self.past_refused = self.past_orphans = 0
-        self._table, self._book = table, book
-
-    def use(self, table: Table, book: Names | None) -> None:
-        """Go on with another table and other names, which have the same in them."""
-        self._table, self._book = table, book
+        self._form, self._by_tokens = form, keys == "xxh3"
 
     def wipe(self, worker: KnownWorker) -> None:
         """Forget all that a worker holds, and that anything of it was refused."""
         self.past_refused += worker.refused
-        self.past_orphans += worker.orphans_dropped
-        self._table.clear(worker.number)
+        self.past_orphans += worker.translator.waiting.dropped
+        self._form.table.clear(worker.number)
         worker.clear()
 
     def apply(self, worker: KnownWorker, batch: Any) -> None:
@@ -57,27 +55,25 @@ class Intake:
             self._apply_events(worker, batch.events)
         elif not self._is_plain(worker, batch, edits := batch.edits):
             self._apply_events(worker, batch.events())
-        elif worker.translator is None:
-            self._run(worker, edits, batch.hashes)
+        elif self._by_tokens:
+            self._apply_scanned(worker, batch)
         else:
-            self._apply_scanned(worker, worker.translator, batch)
-        if worker.translator is not None and self._book is not None:
+            self._run(worker, edits, batch.hashes)
+        if self._by_tokens:
             worker.translator.tidy()
-            self._book.tidy()
+            self._form.names.tidy()
 
     def _is_plain(self, worker: KnownWorker, batch: Any, edits: Edits) -> bool:
-        """Tell whether scanned events, which are of the first group, can be applied without a look at each
-        of them.
-        """
+        """Tell whether scanned events, all of the first group, need no look at each of them."""
         if worker.groups.first_counts is None and (edits[:, 0] == Op.STORED).any():
             worker.groups.counted.add(0)
-            self._table.require(worker.number, self.areas.needed((0,)))
+            self._form.table.require(worker.number, self.areas.needed((0,)))
         if worker.groups.first_counts is False:
             return False
-        if worker.translator is not None:
-            return self._table.form == "numba"
-        if worker.is_marred and (edits[:, 0] == Op.CLEARED).any():
-            return False
+        if self._by_tokens:
+            return self._form.table.form == "numba"
+        if worker.is_told and (edits[:, 0] == Op.CLEARED).any():
+            return False  # a clear by hand forgets that anything was refused
         return self.block_size is not None and bool(batch.have_size(edits, self.block_size))
 
     def _apply_events(self, worker: KnownWorker, events: Iterable[Event]) -> None:
@@ -85,7 +81,7 @@ class Intake:
         for is_clear, part in groupby(events, lambda event: isinstance(event, AllBlocksCleared)):
             if is_clear:
                 self.wipe(worker)
-            elif worker.translator is not None:
+            elif self._by_tokens:
                 area_of, apply = partial(self._area, worker), partial(self._run_edits, worker)
                 worker.translator.translate(part, area_of, apply)  # type: ignore[arg-type]
             else:
@@ -98,15 +94,15 @@ class Intake:
                 op = Op.STORED if isinstance(event, BlockStored) else Op.REMOVED
                 yield op, area, [to_u64(block_hash) for block_hash in event.block_hashes]
 
-    def _apply_scanned(self, worker: KnownWorker, translator: Translator, batch: Any) -> None:
+    def _apply_scanned(self, worker: KnownWorker, batch: Any) -> None:
         """Name blocks by their tokens with compiled loops, but for the events that those leave to us."""
-        book: Any = self._book
+        translator, names = worker.translator, cast("CompiledNames", self._form.names)
         edits, hashes = batch.edits, batch.hashes
         keys = np.empty_like(hashes)
         edit = first = 0
         while edit < len(edits):
             strict, block_size = not translator.is_plain, -1 if self.block_size is None else self.block_size
-            stop, end = book.translate(worker.number, block_size, strict, batch, edit, first, keys)
+            stop, end = names.translate(worker.number, block_size, strict, batch, edit, first, keys)
             self._run(worker, edits[edit:stop], keys[first:end])
             if len(translator.waiting):
                 translator.release(hashes[first:end].tolist(), partial(self._run_edits, worker))
@@ -122,41 +118,35 @@ class Intake:
         """Apply edits over keys."""
         if not len(edits):
             return
-        if worker.duplicates is None:
-            self._table.apply(worker.number, edits, hashes)
+        if not worker.counts:
+            self._form.table.apply(worker.number, edits, hashes)
         elif len(worker.duplicates):
-            self._run_counting(worker, worker.duplicates, edits, hashes)
-        elif (stopped := self._table.apply(worker.number, edits, hashes, unique=True)) is not None:
-            self._run_counting(worker, worker.duplicates, edits, hashes, *stopped)
+            self._run_counting(worker, edits, hashes)
+        elif (stopped := self._form.table.apply(worker.number, edits, hashes, unique=True)) is not None:
+            self._run_counting(worker, edits, hashes, *stopped)
 
     def _run_counting(
-        self,
-        worker: KnownWorker,
-        duplicates: DuplicateCounts,
-        edits: Edits,
-        hashes: Hashes,
-        first: int = 0,
-        done: int = 0,
+        self, worker: KnownWorker, edits: Edits, hashes: Hashes, first: int = 0, done: int = 0
     ) -> None:
         """Apply edits of a worker that has two copies of a block, one by one, since each depends on those
         before.
 
         Begins at edit `first`, of which `done` hashes are done.
         """
-        start = int(edits[:first, 2].sum()) + done
+        start, duplicates = int(edits[:first, 2].sum()) + done, worker.duplicates
         for op, area, count in edits[first:, :3].tolist():
             part = hashes[start : start + count - done]
             start, done = start + len(part), 0
             if op == Op.CLEARED:
-                self._table.clear(worker.number)
+                self._form.table.clear(worker.number)
                 duplicates.clear()
             elif op == Op.STORED:
-                fresh = self._table.store(worker.number, area, part)
+                fresh = self._form.table.store(worker.number, area, part)
                 for again in part[~fresh].tolist():
                     duplicates.add(area, again)
             else:
                 last = [key for key in part.tolist() if not duplicates.take(area, key)]
-                self._table.apply(
+                self._form.table.apply(
                     worker.number, np.array([(op, area, len(last))]), np.array(last, np.uint64)
                 )
 
@@ -177,19 +167,17 @@ class Intake:
             worker.other_size = event.block_size
             worker.of_other_size += count
             return None
-        area = self.areas.make(place, self._table)
+        area = self.areas.make(place, self._form.table)
         if area is None:
             worker.no_area += count
         return area
 
     def _admit(self, worker: KnownWorker, event: BlockStored) -> bool:
-        """Tell whether a store's group counts; a group that is new is needed from now on, whatever becomes
-        of the store.
-        """
+        """Tell whether a store's group counts; a new group that does is needed from now on."""
         counted = set(worker.groups.counted)
         counts = worker.groups.admit(event)
         if worker.groups.counted != counted:
-            self._table.require(worker.number, self.areas.needed(worker.groups.counted))
+            self._form.table.require(worker.number, self.areas.needed(worker.groups.counted))
         return counts
 
 

@@ -19,11 +19,9 @@ from kvtier.index.base import Hashes, Table
 
 __all__ = ["SLACK", "NamePart", "Names", "PlainNames", "parts_of"]
 
-_NAME_BYTES = 192  # two ints and their place in a dict that has just doubled
 SLACK = 4096
 """How many names of blocks that are gone never matter."""
-
-
+_NAME_BYTES = 192  # two ints and their place in a dict that has just doubled
 _PART = 1024  # names told at a time
 
 
@@ -72,10 +70,11 @@ class Names(Protocol):
 
 
 class PlainNames:
-    """Names in dicts."""
+    """Names in dicts. A `twin` is put the same names: see `kvtier.index.moving`."""
 
     def __init__(self, table: Table, budget: int) -> None:
         """Name blocks of `table`, in at most `budget` bytes."""
+        self.twin: Names | None = None
         self._table = table
         self._most = budget // _NAME_BYTES
         self._names: dict[int, dict[int, int]] = {}
@@ -93,10 +92,23 @@ class PlainNames:
         before = len(names)
         names.update(zip(hashes, keys.tolist(), strict=True))
         self._count += len(names) - before
+        self._put_twin(worker, hashes, keys)
         return True
+
+    def _put_twin(self, worker: int, hashes: Sequence[int], keys: Hashes) -> None:
+        """Put names into the twin as well; one that has no room for them is none any more."""
+        if self.twin is not None and not self.twin.put(worker, hashes, keys):
+            self.twin = None
+
+    def copy_to_twin(self, part: NamePart) -> None:
+        """Put a part of what there is into the twin."""
+        if len(part.workers):
+            self._put_twin(int(part.workers[0]), part.hashes.tolist(), part.keys)
 
     def clear(self, worker: int) -> None:
         self._count -= len(self._names.pop(worker, ()))
+        if self.twin is not None:
+            self.twin.clear(worker)
 
     def tidy(self) -> None:
         if self._count > self._untidy:
@@ -116,9 +128,10 @@ class PlainNames:
             yield from parts_of(worker, list(self._names.get(worker, ())), partial(self.get, worker))
 
     def bytes(self) -> int:
-        return self._count * _NAME_BYTES
+        return self._count * _NAME_BYTES + (0 if self.twin is None else self.twin.bytes())
 
     def check(self) -> None:
-        """Raise `IntegrityError` where the count is not that of the names."""
         if self._count != sum(map(len, self._names.values())):
             raise IntegrityError("index names: the count is not that of the names")
+        if self.twin is not None:
+            self.twin.check()

@@ -1,139 +1,120 @@
-"""Stores that came before their parent wait here instead of being lost.
+"""Blocks that cannot be named yet wait here instead of being lost.
 
-A block is named by its tokens and its parent's key, so a store whose parent is unknown has no key yet.
-`Orphans` keeps such stores, one block each, until the parent shows up. It is bounded, in number and by an
-allowance of bytes that other workers share: when it is full the one of this worker that waited longest is
-dropped and counted.
+A block's key is made of its tokens and its parent's key, so a block has none while its parent is unknown, or
+while it was told of without tokens. `Orphans` keeps what was told of such a block, and in which areas the
+worker holds it, until the parent or the block itself has a name. What waits takes bytes of an allowance that
+workers share: when that is spent, the block of this worker that waited longest is dropped and counted.
 
 Not for several threads at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Mapping
+from typing import Generic, NamedTuple, TypeVar
 
 from kvtier.errors import IntegrityError
-from kvtier.index.duplicates import Allowance
+from kvtier.index.forms import Allowance
 
 __all__ = ["Orphans"]
 
 T = TypeVar("T")
-Tickets = dict[Any, int | dict[int, None]]
-"""Tickets by parent or by key; nearly always there is one of them, which needs no dict."""
 
 
 class _Orphan(NamedTuple, Generic[T]):
-    parent: int
-    key: Hashable
+    """A block: its parent where that is known, what was told, and how many copies are in which area."""
+
+    parent: int | None
     item: T
     size: int
+    copies: dict[int, int]
 
 
 class Orphans(Generic[T]):
-    """Items that wait for a parent, first in first out. An item has a key, by which it can be taken back."""
+    """One worker's blocks without a name, by the engine's hash, in order of arrival."""
 
-    def __init__(self, limit: int = 100_000, allowance: Allowance | None = None) -> None:
-        """Keep at most `limit` items, and no more bytes than the allowance has left."""
-        self.limit = limit
-        self.dropped = 0
-        self._allowance = allowance or Allowance(1 << 62)
-        self._items: dict[int, _Orphan[T]] = {}  # by ticket, in order of arrival
-        self._by_parent: Tickets = {}
-        self._by_key: Tickets = {}
-        self._tickets = 0
+    def __init__(self, allowance: Allowance, counts: bool = False) -> None:
+        """Keep what the allowance has room for. `counts`: a block may be held several times in an area."""
+        self.dropped = 0  # blocks, since the last clear
+        self._allowance, self._counts = allowance, counts
+        self._blocks: dict[int, _Orphan[T]] = {}
+        self._children: dict[int, dict[int, None]] = {}  # by parent
 
     def __len__(self) -> int:
-        return len(self._items)
+        return len(self._blocks)
 
-    def park(self, parent: int, key: Hashable, item: T, size: int = 0) -> None:
-        """Keep `item`, which takes `size` bytes, until `parent` is there; the oldest make room."""
-        while self._items and (len(self._items) >= self.limit or not self._has_room(size)):
-            self._take(next(iter(self._items)))
+    def park(self, block: int, parent: int | None, item: T, size: int, copies: Mapping[int, int]) -> None:
+        """Keep `item`, which takes `size` bytes, of a block that is held in these areas too from now on.
+
+        Without a `parent` it says nothing of the block, and what was told before stays.
+        """
+        before = self._blocks.get(block)
+        if before is None or (before.parent is None and parent is not None):
+            held = {} if before is None else self._take(block).copies
+            if not self._make_room(size):
+                self.dropped += 1
+                return
+            before = self._blocks[block] = _Orphan(parent, item, size, held)
+            if parent is not None:
+                self._children.setdefault(parent, {})[block] = None
+        for area, count in copies.items():
+            before.copies[area] = before.copies.get(area, 0) + count if self._counts else 1
+
+    def _make_room(self, size: int) -> bool:
+        while not self._allowance.take(size):
+            if not self._blocks:
+                return False
+            self._take(next(iter(self._blocks)))
             self.dropped += 1
-        if len(self._items) >= self.limit or not self._allowance.take(size):
-            self.dropped += 1
-            return
-        self._tickets += 1
-        self._items[self._tickets] = _Orphan(parent, key, item, size)
-        _add(self._by_parent, parent, self._tickets)
-        _add(self._by_key, key, self._tickets)
+        return True
 
-    def _has_room(self, size: int) -> bool:
-        return self._allowance.used + size <= self._allowance.limit
+    def release(self, block: int) -> list[tuple[T, Mapping[int, int]]]:
+        """Take out the block, which has a name now, and its children, oldest first: items and copies."""
+        ready = [block] if block in self._blocks else []
+        ready += self._children.get(block, ())
+        return [(orphan.item, orphan.copies) for orphan in map(self._take, ready)]
 
-    def release(self, parent: int) -> list[T]:
-        """Take out and return all that waits for `parent`, oldest first."""
-        return [self._take(ticket) for ticket in _tickets(self._by_parent, parent)]
-
-    def discard(self, key: Hashable) -> bool:
-        """Drop the oldest item of that key; return whether there was one."""
-        found = self._by_key.get(key)
-        if found is None:
+    def discard(self, block: int, area: int) -> bool:
+        """Drop a copy of a block in an area; return whether there was one."""
+        orphan = self._blocks.get(block)
+        if orphan is None or area not in orphan.copies:
             return False
-        self._take(found if isinstance(found, int) else next(iter(found)))
+        orphan.copies[area] -= 1
+        if not orphan.copies[area]:
+            del orphan.copies[area]
+            if not orphan.copies:
+                self._take(block)
         return True
 
     def clear(self) -> None:
         """Drop everything, and forget what was dropped before."""
         self._allowance.give(self.bytes())
-        self._items.clear()
-        self._by_parent.clear()
-        self._by_key.clear()
+        self._blocks.clear()
+        self._children.clear()
         self.dropped = 0
-
-    def keys(self) -> set[Hashable]:
-        """Return the keys of all that waits."""
-        return set(self._by_key)
 
     def bytes(self) -> int:
         """Return what is taken of the allowance."""
-        return sum(orphan.size for orphan in self._items.values())
+        return sum(orphan.size for orphan in self._blocks.values())
 
-    def _take(self, ticket: int) -> T:
-        orphan = self._items.pop(ticket)
-        _drop(self._by_parent, orphan.parent, ticket)
-        _drop(self._by_key, orphan.key, ticket)
+    def _take(self, block: int) -> _Orphan[T]:
+        orphan = self._blocks.pop(block)
+        if orphan.parent is not None:
+            siblings = self._children[orphan.parent]
+            del siblings[block]
+            if not siblings:
+                del self._children[orphan.parent]
         self._allowance.give(orphan.size)
-        return orphan.item
+        return orphan
 
     def check(self) -> None:
-        """Raise `IntegrityError` unless every item is found by its parent and by its key, and nothing else
-        is.
-        """
-        expected = {ticket: (orphan.parent, orphan.key) for ticket, orphan in self._items.items()}
-        by_parent = {
-            ticket: parent for parent in self._by_parent for ticket in _tickets(self._by_parent, parent)
+        """Raise `IntegrityError` unless blocks are found by their parents, and held by somebody."""
+        by_parent = [(block, parent) for parent, blocks in self._children.items() for block in blocks]
+        expected = {
+            block: orphan.parent for block, orphan in self._blocks.items() if orphan.parent is not None
         }
-        by_key = {ticket: key for key in self._by_key for ticket in _tickets(self._by_key, key)}
-        if expected != {
-            ticket: (by_parent.get(ticket), by_key.get(ticket)) for ticket in by_parent | by_key
-        }:
-            raise IntegrityError(
-                f"orphans: {len(expected)} items, but {len(by_parent)} by parent, {len(by_key)} by key"
-            )
-        if len(expected) > self.limit:
-            raise IntegrityError(f"orphans: {len(expected)} items, at most {self.limit} allowed")
-
-
-def _tickets(index: Tickets, name: Hashable) -> list[int]:
-    found = index.get(name, {})
-    return [found] if isinstance(found, int) else list(found)
-
-
-def _add(index: Tickets, name: Hashable, ticket: int) -> None:
-    found = index.get(name)
-    if found is None:
-        index[name] = ticket
-    elif isinstance(found, int):
-        index[name] = {found: None, ticket: None}
-    else:
-        found[ticket] = None
-
-
-def _drop(index: Tickets, name: Hashable, ticket: int) -> None:
-    found = index[name]
-    if isinstance(found, dict) and len(found) > 1:
-        del found[ticket]
-    else:
-        del index[name]
+        if dict(by_parent) != expected or len(by_parent) != len(expected):
+            raise IntegrityError(f"orphans: {len(expected)} have a parent, {len(by_parent)} are found by it")
+        for block, orphan in self._blocks.items():
+            if not orphan.copies or min(orphan.copies.values()) < 1:
+                raise IntegrityError(f"orphans: block {block} waits, but is held nowhere")

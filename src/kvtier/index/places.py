@@ -46,7 +46,6 @@ class Areas:
     """The areas of an index: one for each place in which any worker holds blocks."""
 
     def __init__(self) -> None:
-        self.all = [IndexArea(tier_of(place[0]), 0) for place in PLACES]
         self._by_place = {place: number for number, place in enumerate(PLACES)}
         self._groups = {0: 0}
 
@@ -59,12 +58,11 @@ class Areas:
 
         All bits, which nobody can fulfil, where a group cannot be numbered.
         """
-        numbers = [self._group(group) for group in groups]
-        return (
-            (1 << MAX_AREAS) - 1
-            if None in numbers
-            else sum(1 << number for number in numbers if number is not None)
-        )
+        needed = 0
+        for group in groups:
+            number = self._group(group)
+            needed |= (1 << MAX_AREAS) - 1 if number is None else 1 << number
+        return needed
 
     def _group(self, group: int) -> int | None:
         """Return the number of a group, `None` where there can be no more of them."""
@@ -73,17 +71,13 @@ class Areas:
         return self._groups.get(group)
 
     def make(self, place: Place, table: Table) -> int | None:
-        """Return the area of a place, and add it to the table if it is new; `None` where there can be no
-        more.
-        """
+        """Return a place's area, added to the table if it is new; `None` where there can be no more."""
         number = self._by_place.get(place)
         group = self._group(place[1])
         if number is None and group is not None:
-            area = IndexArea(tier_of(place[0]), group)
-            number = table.add_area(area)
+            number = table.add_area(IndexArea(tier_of(place[0]), group))
             if number is not None:
                 self._by_place[place] = number
-                self.all.append(area)
         return number
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import compress
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +20,6 @@ from kvtier.index.base import (
     AREAS,
     MAX_AREAS,
     MAX_WORKERS,
-    TIERS,
     Columns,
     Edits,
     Hashes,
@@ -28,6 +29,9 @@ from kvtier.index.base import (
     TableStats,
     tiers_of,
 )
+
+if TYPE_CHECKING:
+    from kvtier.index.compiled.table import CompiledTable
 
 __all__ = ["PlainTable"]
 
@@ -39,9 +43,7 @@ _SLICE = 1024
 
 
 class _Holders:
-    """A holder set: bit `worker * MAX_AREAS + area` of `mask` for each holder, and how many
-    blocks have it.
-    """
+    """A holder set: bit `worker * MAX_AREAS + area` of `mask` per holder; how many blocks have it."""
 
     __slots__ = ("blocks", "mask")
 
@@ -50,30 +52,41 @@ class _Holders:
 
 
 class PlainTable:
-    """A table in a dict. See `kvtier.index.base.Table`."""
+    """A table in a dict. See `kvtier.index.base.Table`; for its twin, `kvtier.index.moving`."""
 
     form = "python"
 
     def __init__(self, budget: int) -> None:
         """Hold as many blocks as `budget` bytes are sure to be enough for."""
+        self.areas = [IndexArea(StorageTier(number), 0) for number in range(AREAS)]
+        self.twin: CompiledTable | None = None
         self._budget = budget
         self._blocks: dict[int, _Holders] = {}
         self._sets: dict[int, _Holders] = {}  # by mask
         self._all: dict[_Holders, None] = {}  # also those that became equal to another, or empty, by a clear
         self._dead = 0  # entries of `_blocks` that nobody holds
-        self._areas = [IndexArea(StorageTier(number), 0) for number in range(AREAS)]
         self._needed: list[int] = []
         self._held: list[list[int]] = []
         self._drops: list[int] = []
         self._dropped = self._unknown = 0
 
-    @property
-    def workers(self) -> int:
-        """How many workers there is room for."""
-        return len(self._held)
+    def attach(self, twin: CompiledTable) -> bool:
+        """Make every change in an empty table too, from now on; `False` where it lacks the room."""
+        if not twin.grow(max(1, len(self._held))):
+            return False
+        if any(twin.add_area(area) is None for area in self.areas[AREAS:]):
+            return False
+        for worker, groups in enumerate(self._needed):
+            twin.require(worker, groups)
+        self.twin = twin
+        return True
+
+    def hand_over(self, twin: CompiledTable) -> None:
+        """Give the twin, which has all blocks, the counters too."""
+        twin.adopt(self.stats(), self._drops)
 
     def grow(self, workers: int) -> bool:
-        if workers > MAX_WORKERS:
+        if workers > MAX_WORKERS or (self.twin is not None and not self.twin.grow(workers)):
             return False
         while len(self._held) < workers:
             self._held.append([0] * MAX_AREAS)
@@ -82,13 +95,15 @@ class PlainTable:
         return True
 
     def add_area(self, area: IndexArea) -> int | None:
-        if len(self._areas) == MAX_AREAS:
+        if len(self.areas) == MAX_AREAS or (self.twin is not None and self.twin.add_area(area) is None):
             return None
-        self._areas.append(area)
-        return len(self._areas) - 1
+        self.areas.append(area)
+        return len(self.areas) - 1
 
     def require(self, worker: int, groups: int) -> None:
         self._needed[worker] = groups
+        if self.twin is not None:
+            self.twin.require(worker, groups)
 
     # -- changes -----------------------------------------------------------------------------------
 
@@ -140,6 +155,8 @@ class PlainTable:
             self._replace(key, old, new or self._new_set(bit if old is None else old.mask | bit))
             self._held[worker][area] += 1
             fresh.append(True)
+        if self.twin is not None:
+            self.twin.store(worker, area, np.array(list(compress(keys, fresh)), np.uint64))
         return fresh
 
     def _remove(self, worker: int, area: int, keys: list[int]) -> None:
@@ -157,6 +174,9 @@ class PlainTable:
             if rest and new is None:
                 self._forget(rest)
             self._replace(key, old, new)
+        if self.twin is not None:
+            edits = np.array([(Op.REMOVED, area, len(keys))])
+            self.twin.apply(worker, edits, np.array(keys, np.uint64))
 
     def refuse(self, worker: int, count: int) -> None:
         self._dropped += count
@@ -211,6 +231,8 @@ class PlainTable:
         self._dead = sum(holders.blocks for holders in self._all if not holders.mask)
         if 2 * self._dead > len(self._blocks):
             self._sweep()
+        if self.twin is not None:
+            self.twin.clear(worker)
 
     def _sweep(self) -> None:
         """Remove the entries that nobody holds.
@@ -225,43 +247,35 @@ class PlainTable:
 
     def match(self, hashes: Hashes) -> Columns:
         out = np.zeros((len(self._held), 7), np.int32)
-        for worker, columns in self._walk(hashes.tolist()).items():
-            out[worker] = columns
+        spans = self._spans(hashes.tolist())
+        for worker in spans[0][0] if spans else ():
+            out[worker] = _depths([(on.get(worker, 0), end) for on, end in spans])
         return out
 
-    def _walk(self, keys: list[int]) -> dict[int, list[int]]:
-        """Return the columns of each worker that holds the first block; a run of blocks with equal holders
-        counts as one block.
+    def _spans(self, keys: list[int]) -> list[tuple[dict[int, int], int]]:
+        """Return who holds the leading blocks on which tiers, up to the first that nobody does.
+
+        A run of blocks with equal holders is one span: its holders, and where it ends.
         """
-        columns: dict[int, list[int]] = {}
-        walkers: dict[int, list[int]] = {}  # worker -> which columns still run
-        last: int | None = None
+        spans: list[tuple[dict[int, int], int]] = []
+        last: _Holders | None = None
         for depth, key in enumerate(keys):
             holders = self._blocks.get(key)
-            mask = 0 if holders is None else holders.mask
-            if mask == last:
-                continue
-            on = self._tiers_of(mask)
-            if last is None:
-                columns = {worker: [0] * 7 for worker in on}
-                walkers = {worker: [0, 1, 2, 3, 4] for worker in on}
-            last = mask
-            for worker in list(walkers):
-                walkers[worker] = _narrow(walkers[worker], on.get(worker, 0), columns[worker], depth)
-                if not walkers[worker]:
-                    del walkers[worker]
-            if not walkers:
+            if holders is None:
                 break
-        for worker, running in walkers.items():
-            for column in running:
-                # who never fell off a tier goes as far on the ones below it
-                for at in range(column, 7 if column >= 4 else column + 1):
-                    columns[worker][at] = len(keys)
-        return columns
+            if holders is last:
+                spans[-1] = spans[-1][0], depth + 1
+                continue
+            on = self._tiers_of(holders.mask)
+            if not on:
+                break
+            spans.append((on, depth + 1))
+            last = holders
+        return spans
 
     def _tiers_of(self, mask: int) -> dict[int, int]:
         """Return the workers that hold a block on any tier, and a bit per tier that each holds it on."""
-        return tiers_of(_holders(mask), self._needed.__getitem__, self._areas)
+        return tiers_of(_holders(mask), self._needed.__getitem__, self.areas)
 
     def holds(self, worker: int, hashes: Hashes) -> npt.NDArray[np.bool_]:
         bits = _AREA_BITS << (worker * MAX_AREAS)
@@ -272,7 +286,7 @@ class PlainTable:
         return sum(map(sum, self._held))
 
     def held(self, worker: int) -> list[int]:
-        return self._held[worker][: len(self._areas)]
+        return self._held[worker][: len(self.areas)]
 
     def dropped(self, worker: int) -> int:
         return self._drops[worker]
@@ -287,26 +301,27 @@ class PlainTable:
         on = {mask: self._tiers_of(mask) for mask in set(masks)}
         return [on[mask] for mask in masks]
 
-    def holders(self, hashes: Hashes) -> dict[tuple[int, int], list[int]]:
-        """Return which of the blocks each worker holds in each area: `(worker, area)` to hashes."""
-        by_mask: dict[int, list[int]] = {}
+    def copy_to_twin(self, hashes: Hashes) -> None:
+        """Store in the twin who holds these blocks."""
+        by_holders: dict[_Holders, list[int]] = {}
         for key in hashes.tolist():
-            if key in self._blocks:
-                by_mask.setdefault(self._blocks[key].mask, []).append(key)
-        found: dict[tuple[int, int], list[int]] = {}
-        for mask, keys in by_mask.items():
-            for place in _holders(mask):
-                found.setdefault(place, []).extend(keys)
-        return found
+            by_holders.setdefault(self._blocks[key], []).append(key)
+        for holders, keys in by_holders.items():
+            for worker, area in _holders(holders.mask):
+                if self.twin is not None:
+                    self.twin.store(worker, area, np.array(keys, np.uint64))
 
     def _bytes(self) -> int:
         return len(self._blocks) * _BLOCK_BYTES + len(self._all) * _SET_BYTES
 
     def stats(self) -> TableStats:
-        blocks = len(self._blocks) - self._dead
-        return TableStats(blocks, len(self._all), self._bytes(), self._budget, self._dropped, self._unknown)
+        blocks, taken = len(self._blocks) - self._dead, self._bytes()
+        taken += 0 if self.twin is None else self.twin.stats().bytes
+        return TableStats(blocks, len(self._all), taken, self._budget, self._dropped, self._unknown)
 
     def check(self) -> None:
+        if self.twin is not None:
+            self.twin.check()
         counted = Counter(place for holders in self._blocks.values() for place in _holders(holders.mask))
         held = {(w, area): n for w, areas in enumerate(self._held) for area, n in enumerate(areas) if n}
         wrong = {
@@ -333,24 +348,18 @@ def _holders(mask: int) -> Iterator[tuple[int, int]]:
         mask ^= lowest
 
 
-def _narrow(running: list[int], tiers: int, columns: list[int], depth: int) -> list[int]:
-    """Return which of a worker's columns go on past a block that it holds on `tiers`, and write down where
-    the others end.
+def _depths(spans: list[tuple[int, int]]) -> list[int]:
+    """Return a worker's seven columns, given on which tiers it holds each span of blocks, and their ends."""
 
-    Column 0 needs any tier, 1 to 3 theirs, and 4 to 6 are one walk: off the GPU it goes on with the CPU,
-    then with storage.
-    """
-    left = []
-    for column in running:
-        if column == 0:
-            ends = not tiers
-        else:
-            while column >= 4 and not tiers >> (column - 4) & 1 and column < 3 + TIERS:
-                columns[column] = depth
-                column += 1
-            ends = not tiers >> ((column - 1) % TIERS) & 1
-        if ends:
-            columns[column] = depth
-        else:
-            left.append(column)
-    return left
+    def lead(start: int, tiers: int) -> int:
+        for on, end in spans:
+            if end > start:
+                if not on & tiers:
+                    break
+                start = end
+        return start
+
+    reach = [lead(0, 1)]
+    reach.append(lead(reach[0], 2))
+    reach.append(lead(reach[1], 4))
+    return [lead(0, 7), reach[0], lead(0, 2), lead(0, 4), *reach]

@@ -25,7 +25,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import groupby
 from threading import RLock
 from typing import Any, Literal, NamedTuple
@@ -36,14 +35,11 @@ import numpy.typing as npt
 from kvtier.errors import InputError, IntegrityError
 from kvtier.events.types import MEDIUM_GPU, BlockRemoved, BlockStored
 from kvtier.events.updates import Received, Reset, Update
-from kvtier.events.wire import Batch, DecodedBatch, EventEncoder, decode_batch, frame_batch
+from kvtier.events.wire import Batch, DecodedBatch, EventEncoder, frame_batch
 from kvtier.index import moving
-from kvtier.index.base import AREAS, MAX_AREAS, Hashes, Match, StorageTier, Table, columns_of
-from kvtier.index.duplicates import Allowance, DuplicateCounts
-from kvtier.index.forms import AUTO, Keys, allowance_of, choose_form, make_form
+from kvtier.index.base import MAX_AREAS, Hashes, Match, StorageTier
+from kvtier.index.forms import AUTO, Allowance, Keys, allowance_of, choose_form, make_form
 from kvtier.index.intake import Intake
-from kvtier.index.names import Names
-from kvtier.index.translate import Translator
 from kvtier.index.workers import KnownWorker
 from kvtier.index.xxh3 import chain_keys, local_hashes, seed_of, token_array
 from kvtier.keys import extra_keys_of, hash_to_u64
@@ -102,31 +98,34 @@ class PrefixIndex:
         form: str | None = None,
         seed: str = "",
         counting: Counting = "set",
-        orphan_limit: int = 100_000,
     ) -> None:
         """Start empty.
 
         `block_size` is the number of tokens in a block; `None` takes that of the first store, and until then
         no prompt matches. Stores of other sizes are refused, whatever the keys are: answers count blocks,
         and must mean the same of every worker. `seed` is the engine's hash seed, which questions about
-        tokens need. `counting` is how workers announce blocks unless `add_worker` says otherwise: `set` once
-        each, as kvtier does, or `count` once for every copy, as vLLM and SGLang do. `orphan_limit` is how
-        many blocks of a worker may wait for their parent; that matters with keys by XXH3 only.
+        tokens need. `counting` is how workers announce blocks: `set` once each, as kvtier does, or `count`
+        once for every copy, as vLLM and SGLang do.
         """
         if keys not in ("engine", "xxh3"):
             raise InputError(f"keys: expected engine or xxh3, got {keys!r}")
         if block_size is not None and block_size < 1:
             raise InputError(f"block_size: expected at least 1 token, got {block_size}")
         self.keys, self.seed, self.counting = keys, seed, counting
-        self._form = choose_form(form)
-        self._budget, self._orphan_limit = budget, orphan_limit
+        self._wanted = choose_form(form)
+        self._budget = budget
         self._allowance = Allowance(allowance_of(keys, budget))
-        self._table, self._book = self._make_form("python" if self._form == AUTO else self._form)
+        # A plain form leaves room for the compiled one that will be made beside it.
+        self._form = (
+            make_form("python", keys, budget * 3 // 4)
+            if self._wanted == AUTO
+            else make_form(self._wanted, keys, budget)
+        )
         self._lock = RLock()
         self._workers: dict[str, KnownWorker] = {}
         self._names: tuple[str | None, ...] = ()
-        self._intake = Intake(self._table, self._book, block_size)
-        if self._form == AUTO:
+        self._intake = Intake(self._form, keys, block_size)
+        if self._wanted == AUTO:
             moving.start(self)
 
     @property
@@ -137,7 +136,7 @@ class PrefixIndex:
     @property
     def form(self) -> str:
         """What the index is made of now: `numba` or `python`."""
-        return self._table.form
+        return self._form.table.form
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -145,23 +144,12 @@ class PrefixIndex:
         return tuple(self._workers)
 
     def decoder(self) -> Callable[[bytes], Batch]:
-        """Return what reads batches fastest for this index: give it to a subscriber.
-
-        Each thread needs its own.
-        """
-        if self._form == AUTO:
-            return moving.SwitchingDecoder(self)
-        if self.form == "numba":
-            from kvtier.index.compiled.scan import Scanner
-
-            return Scanner(tokens=self.keys == "xxh3")
-        return partial(decode_batch, tokens=self.keys == "xxh3")
+        """Return what reads batches fastest for this index, for a subscriber. Each thread needs its own."""
+        return moving.BatchDecoder(self)
 
     def warm_up(self) -> None:
-        """Compile what this kind of index needs, on one of its own: a minute once on a machine, then next to
-        nothing.
-        """
-        form = "numba" if self._form == AUTO else self._form
+        """Compile what this kind of index needs: a minute once on a machine, then next to nothing."""
+        form = "numba" if self._wanted == AUTO else self._wanted
         twin = PrefixIndex(keys=self.keys, block_size=1, budget=1 << 20, form=form, counting="count")
         decode, encoder = twin.decoder(), EventEncoder()
         tokens = list(range(1, 4))
@@ -176,78 +164,35 @@ class PrefixIndex:
         for _ in twin.dump():
             pass
         twin.remove_worker("twin")
-        if twin._book is not None:
-            twin._book.sweep()
-
-    # -- form --------------------------------------------------------------------------------------
-
-    def _make_form(self, form: str) -> tuple[Table, Names | None]:
-        """Make a table and names.
-
-        Plain ones leave room for the compiled ones that may be made beside them.
-        """
-        is_first = self._form == AUTO and form == "python"
-        return make_form(form, self.keys, self._budget * 3 // 4 if is_first else self._budget)
-
-    def _use(self, table: Table, book: Names | None) -> None:
-        """Use this table and these names from now on."""
-        self._table, self._book = table, book
-        self._intake.use(table, book)
-        for worker in self._workers.values():
-            if worker.translator is not None and book is not None:
-                worker.translator.move(book, table)
+        twin._form.names.sweep()
 
     def go_over(self) -> Iterator[None]:
-        """Go over from the plain form to the compiled one, a slice for each turn: see
-        `kvtier.index.moving`.
-        """
-        with self._lock:
-            table, book = self._make_form("numba")
-            for area in self._intake.areas.all[AREAS:]:
-                table.add_area(area)
-            table.grow(max(1, len(self._names)))
-            for worker in self._workers.values():
-                table.require(worker.number, self._intake.areas.needed(worker.groups.counted))
-            old = moving.PlainParts(self._table, self._book)  # type: ignore[arg-type]
-            new = moving.CompiledParts(table, book)  # type: ignore[arg-type]
-            both = moving.MovingTable(old.table, new.table)
-            self._use(both, old.names)
-        yield from moving.move(self._lock, old, new, both, self._use)
+        """Go over from the plain form to the compiled one, a slice for each turn: see `moving`."""
+        new = make_form("numba", self.keys, self._budget)
+        yield from moving.move(self._lock, self._form, new, self._budget - self._allowance.limit)
 
     # -- workers -----------------------------------------------------------------------------------
 
     def expect_block_size(self, block_size: int) -> None:
-        """Take a block size where none is known yet; what is held stays, and what was refused is
-        still said.
-        """
+        """Take a block size where none is known; what was refused is still said."""
         with self._lock:
             if self._intake.block_size is None:
                 self._intake.block_size = block_size
 
-    def add_worker(self, worker: str, counting: Counting | None = None) -> None:
+    def add_worker(self, worker: str) -> None:
         """Make a worker known, so that matches list it. Applying a batch does the same."""
         with self._lock:
             if worker not in self._workers:
-                self._add(worker, counting or self.counting)
+                self._add(worker)
 
-    def _add(self, name: str, counting: Counting) -> KnownWorker:
+    def _add(self, name: str) -> KnownWorker:
         number = self._names.index(None) if None in self._names else len(self._names)
-        if not self._table.grow(number + 1):
+        if not self._form.table.grow(number + 1):
             raise InputError(
                 f"worker {name!r}: the index has no room for more than {number} workers; raise its budget"
             )
-        counts, translator = counting == "count", None
-        if self._book is not None:
-            translator = Translator(
-                number,
-                self._book,
-                self._table,
-                allowance=self._allowance,
-                limit=self._orphan_limit,
-                counts=counts,
-            )
         self._names = (*self._names[:number], name, *self._names[number + 1 :])
-        made = KnownWorker(name, number, DuplicateCounts(self._allowance) if counts else None, translator)
+        made = KnownWorker(name, number, self._form, self._allowance, self.counting == "count")
         self._workers[name] = made
         return made
 
@@ -265,7 +210,7 @@ class PrefixIndex:
             if (known := self._workers.get(worker)) is not None:
                 self._intake.wipe(known)
                 known.groups.clear()
-                self._table.require(known.number, 0)
+                self._form.table.require(known.number, 0)
 
     # -- changes -----------------------------------------------------------------------------------
 
@@ -279,7 +224,7 @@ class PrefixIndex:
     def apply(self, worker: str, batch: Any) -> None:
         """Apply a batch of a worker's events: a decoded one, or what `decoder()` made of it."""
         with self._lock:
-            known = self._workers.get(worker) or self._add(worker, self.counting)
+            known = self._workers.get(worker) or self._add(worker)
             self._intake.apply(known, batch)
             self._tell(known)
 
@@ -301,7 +246,7 @@ class PrefixIndex:
             logger.warning("the index knows less of worker %r than it was told: %s", worker.name, reason)
 
     def _reason(self, worker: KnownWorker) -> str:
-        dropped = self._table.dropped(worker.number)
+        dropped = self._form.table.dropped(worker.number)
         return worker.reason(dropped, self.block_size) if dropped or worker.is_marred else ""
 
     # -- questions ---------------------------------------------------------------------------------
@@ -313,7 +258,8 @@ class PrefixIndex:
         """
         wanted = _as_hashes(hashes)
         with self._lock:
-            return columns_of(self._names, self._table.match(wanted)[: len(self._names)])
+            columns = self._form.table.match(wanted)[: len(self._names)]
+            return Match(self._names, columns[:, 0], columns[:, 1:4], columns[:, 4:7])
 
     def match_tokens(self, tokens: Any, *, lora: str | None = None, salt: str | None = None) -> Match:
         """Return how many leading full blocks of a prompt each worker holds."""
@@ -346,7 +292,7 @@ class PrefixIndex:
         Others wait meanwhile; `dump` does not make them.
         """
         with self._lock:
-            return [entry for keys in self._table.hashes() for entry in self._entries(keys, keys)]
+            return [entry for keys in self._form.table.hashes() for entry in self._entries(keys, keys)]
 
     def dump(self) -> Iterator[list[Entry]]:
         """Yield what is held, about a thousand blocks at a time: worker, the engine's hash, tier.
@@ -354,46 +300,37 @@ class PrefixIndex:
         Others wait for one such part at most. A block that stays comes once (by each hash that the engine
         has for it); one that comes or goes meanwhile may come or not.
         """
-        with self._lock:
-            book, blocks = self._book, self._table.hashes()
-            salted = [] if book is None else [worker.translator for worker in self._workers.values()]
-            names = None if book is None else book.parts()
+        parts = self._parts()
         while True:
             with self._lock:
-                if names is None:
-                    keys = next(blocks, None)
-                    part = None if keys is None else self._entries(keys, keys)
-                elif (named := next(names, None)) is not None:
-                    part = self._entries(named.hashes, named.keys, named.workers)
-                else:
-                    part = None
-            if part is None:
-                break
-            yield part
-        for translator in filter(None, salted):
-            yield from self._salted_entries(translator)
+                part = next(parts, None)
+                if part is None:
+                    return
+                entries = self._entries(*part)
+            yield entries
 
-    def _salted_entries(self, translator: Translator) -> Iterator[list[Entry]]:
-        with self._lock:
-            parts = translator.salted()
-        while True:
-            with self._lock:
-                named = next(parts, None)
-                part = None if named is None else self._entries(named.hashes, named.keys, named.workers)
-            if part is None:
-                return
-            yield part
+    def _parts(self) -> Iterator[tuple[Hashes, Hashes, npt.NDArray[np.uint32] | None]]:
+        """Yield what engines call the blocks, their keys, and whose names those are, some at a time."""
+        if self.keys == "engine":
+            for keys in self._form.table.hashes():
+                yield keys, keys, None
+            return
+        for part in self._form.names.parts():
+            yield part.hashes, part.keys, part.workers
+        for worker in list(self._workers.values()):
+            for part in worker.translator.salted():
+                yield part.hashes, part.keys, part.workers
 
     def _entries(
         self, hashes: Hashes, keys: Hashes, workers: npt.NDArray[np.uint32] | None = None
     ) -> list[Entry]:
-        """Return who holds blocks on which tiers, under the names `hashes`; of each block one worker, if
-        `workers` are given.
-        """
+        """Return who holds blocks on which tiers, called `hashes`; of each one of `workers`, if given."""
         wanted = [None] * len(keys) if workers is None else workers.tolist()
         return [
             (name, called, tier)
-            for called, only, held in zip(hashes.tolist(), wanted, self._table.usable(keys), strict=True)
+            for called, only, held in zip(
+                hashes.tolist(), wanted, self._form.table.usable(keys), strict=True
+            )
             for number, tiers in (held.items() if only is None else ((only, held.get(only, 0)),))
             if (name := self._names[number]) is not None
             for tier in StorageTier
@@ -409,18 +346,16 @@ class PrefixIndex:
             known = self._workers[worker]
             needed = self._intake.areas.needed(known.groups.counted)
             held: dict[StorageTier, Counter[int]] = {tier: Counter() for tier in StorageTier}
-            for area, count in zip(self._intake.areas.all, self._table.held(known.number), strict=True):
+            for area, count in zip(self._form.table.areas, self._form.table.held(known.number), strict=True):
                 held[area.tier][area.group] += count
             groups = [group for group in range(MAX_AREAS) if needed >> group & 1]
             blocks = {
                 tier: min((counts[group] for group in groups), default=0) for tier, counts in held.items()
             }
-            return WorkerStats(blocks, known.waiting, self._table.dropped(known.number))
+            return WorkerStats(blocks, len(known.translator.waiting), self._form.table.dropped(known.number))
 
     def incomplete(self) -> dict[str, str]:
-        """Return the workers of which less is known than was told, and why; a clear of a worker takes it out
-        again.
-        """
+        """Return the workers of which less is known than was told, and why, until they are cleared."""
         with self._lock:
             reasons = {name: self._reason(worker) for name, worker in self._workers.items()}
             return {name: reason for name, reason in reasons.items() if reason}
@@ -428,33 +363,30 @@ class PrefixIndex:
     def stats(self) -> IndexStats:
         """Return the index's size."""
         with self._lock:
-            size = self._table.stats()
-            names = 0 if self._book is None else self._book.bytes()
+            size = self._form.table.stats()
             workers, intake = self._workers.values(), self._intake
             return IndexStats(
                 form=self.form,
                 blocks=size.blocks,
                 workers=len(workers),
                 sets=size.sets,
-                bytes=size.bytes + names + self._allowance.used,
+                bytes=size.bytes + self._form.names.bytes() + self._allowance.used,
                 budget=self._budget,
                 dropped=size.dropped,
                 unknown=size.unknown,
                 ignored=intake.ignored,
                 refused=intake.past_refused + sum(worker.refused for worker in workers),
-                waiting=sum(worker.waiting for worker in workers),
-                orphans_dropped=intake.past_orphans + sum(worker.orphans_dropped for worker in workers),
+                waiting=sum(len(worker.translator.waiting) for worker in workers),
+                orphans_dropped=intake.past_orphans + sum(w.translator.waiting.dropped for w in workers),
             )
 
     def check(self) -> None:
         """Raise `IntegrityError` where the index contradicts itself."""
         with self._lock:
-            self._table.check()
-            if self._book is not None:
-                self._book.check()
+            self._form.table.check()
+            self._form.names.check()
             for worker in self._workers.values():
-                if worker.translator is not None:
-                    worker.translator.check()
+                worker.translator.waiting.check()
             if self._allowance.used != sum(worker.bytes() for worker in self._workers.values()):
                 raise IntegrityError(
                     f"index: {self._allowance.used} bytes of the allowance are taken, but not by workers"

@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
 from typing import Self
 
 from kvtier.errors import InputError, OutsideError
@@ -47,16 +46,14 @@ def serve(
 
     `on_ready` is called with the address once requests are answered. Port 0 takes a free one.
     """
-    wanted = partial(_serve, host, port, settings, limits, access, list(follow), on_ready)
-    asyncio.run(_serve_until_signalled(wanted))
 
+    async def serve_until_signalled() -> None:
+        stop, loop = asyncio.Event(), asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        await _serve(host, port, settings, limits, access, follow, on_ready, stop)
 
-async def _serve_until_signalled(serve_until: Callable[[asyncio.Event], Awaitable[None]]) -> None:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    await serve_until(stop)
+    asyncio.run(serve_until_signalled())
 
 
 async def _serve(
@@ -65,7 +62,7 @@ async def _serve(
     settings: Settings | None,
     limits: HttpLimits | None,
     access: Access | None,
-    follow: list[Registration],
+    follow: Iterable[Registration],
     on_ready: Callable[[str], None] | None,
     stop: asyncio.Event,
 ) -> None:
@@ -107,7 +104,7 @@ class IndexServer:
     ) -> None:
         """Take what `serve` takes."""
         self.url = ""
-        self._arguments = host, port, settings, limits, access, list(follow)
+        self._arguments = host, port, settings, limits, access, follow
         self._ready = threading.Event()
         self._failure: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -188,7 +188,7 @@ class Group:
 class Answer(NamedTuple):
     """Who holds how much, and how far that can be trusted."""
 
-    match: Match | None
+    match: Match
     trusts: dict[Worker, Trust]
 
 
@@ -407,12 +407,11 @@ class Service:
             ids = [followed.registration.instance_id for followed in members]
         return {str(instance_id): instance_id for instance_id in ids}
 
-    def answer(self, key: GroupKey, hashes: Hashes | None) -> Answer:
+    def answer(self, key: GroupKey, hashes: Hashes) -> Answer:
         """Return who holds how much of a prefix. Nothing is applied between the match and the states."""
         with self._lock:
             group = self._group(key)
-            match = None if hashes is None else group.index.match(hashes)
-            return Answer(match, self._trusts(group))
+            return Answer(group.index.match(hashes), self._trusts(group))
 
     def followed(self) -> list[tuple[Followed, list[Trust]]]:
         """Return who is followed, and how far what is said of their workers can be trusted."""

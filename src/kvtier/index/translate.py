@@ -1,34 +1,35 @@
 """From events, which name blocks by the engine's hashes, to the keys of an index that hashes tokens.
 
-A store whose parent is unknown waits for it. A store without tokens, as some engines send for lower tiers,
-waits until the same block comes with tokens. What waits, and the names of blocks under a cache salt, take
-bytes of an allowance; what finds no room there is dropped and counted.
+A block whose parent is unknown, or that came without tokens, as some engines send for lower tiers, waits
+until it can be named. What waits, and the names of blocks under a cache salt, take bytes of an allowance;
+what finds no room there is dropped and counted.
 
-Blocks under a cache salt: engines name the salt with the first block only, so it is remembered along the
-chain. Not for several threads at once.
+Engines name a cache salt with the first block only, so it is remembered along the chain. Not for several
+threads at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
-from kvtier.errors import IntegrityError
 from kvtier.events.types import BlockRemoved, BlockStored
 from kvtier.events.wire import to_u64
-from kvtier.index.base import Op, Table
-from kvtier.index.duplicates import Allowance
-from kvtier.index.names import SLACK, NamePart, Names, parts_of
+from kvtier.index.base import Op
+from kvtier.index.forms import Allowance, Form
+from kvtier.index.names import SLACK, NamePart, parts_of
 from kvtier.index.orphans import Orphans
 from kvtier.index.xxh3 import chain_keys, extra_hashes, local_hashes, lora_of, salt_of, seed_of
 
-__all__ = ["Edit", "Name", "Translator"]
+__all__ = ["Edit", "Translator"]
 
-# of a block that waits, beside its tokens and extra keys; `tests/unit/test_index_bounds.py` weighs it
-_ORPHAN_BYTES = 1024
+# of a block that waits, in however many areas, beside its tokens and extra keys;
+# `tests/unit/test_index_bounds.py` weighs it
+_ORPHAN_BYTES = 1536
 _SALTED_BYTES = 320  # of a name under a salt
+_MOST_EDITS = 4096  # that are collected before they are applied
 
 Edit = tuple[Op, int, list[int]]
 """What an event does, in which area, to which keys."""
@@ -38,26 +39,28 @@ Run = Callable[[list[Edit]], None]
 """Applies edits to the table."""
 
 
-class Name(NamedTuple):
+class _Name(NamedTuple):
     """What a block is called in the index, and the salt that its chain began with."""
 
     key: int
     salt: str | None = None
 
 
-class _Run(NamedTuple):
-    """Consecutive blocks that were stored in an area. `tokens` are u32, none where the event had none."""
+class _Blocks(NamedTuple):
+    """Consecutive blocks that were stored. `tokens` are u32, none where the event had none; `copies` are how
+    many in which area."""
 
-    area: int
     hashes: list[int]
     parent: int | None
     tokens: bytes
     lora: str | None
     salt: str | None
     extra: list[list[int]]
+    copies: Mapping[int, int]
 
-    def block(self, number: int, width: int) -> _Run:
-        """Return one of the blocks, which has a parent."""
+    def single(self, number: int) -> _Blocks:
+        """Return one of the blocks."""
+        width = len(self.tokens) // len(self.hashes)
         return self._replace(
             hashes=self.hashes[number : number + 1],
             parent=self.hashes[number - 1] if number else self.parent,
@@ -88,18 +91,15 @@ class _Edits(list[Edit]):
 class Translator:
     """Translates one worker's events."""
 
-    def __init__(
-        self, worker: int, names: Names, table: Table, *, allowance: Allowance, limit: int, counts: bool
-    ) -> None:
-        """Let at most `limit` blocks wait. `counts`: the engine announces every copy of a block."""
+    def __init__(self, worker: int, form: Form, allowance: Allowance, counts: bool) -> None:
+        """Name blocks in the book of `form`. `counts`: the engine announces every copy of a block."""
         self.worker = worker
-        self.waiting: Orphans[_Run] = Orphans(limit, allowance)
+        self.waiting: Orphans[_Blocks] = Orphans(allowance, counts)
         # Blocks with tokens or extra keys not of whole blocks, or not as before; since the last clear.
         self.misfits = 0
-        self._names, self._table = names, table
-        self._allowance, self._counts = allowance, counts
-        # By engine hash, the names of blocks under a salt; the others are in `_names`.
-        self._salted: dict[int, Name] = {}
+        self._form, self._allowance = form, allowance
+        # By engine hash, the names of blocks under a salt; the others are in the book.
+        self._salted: dict[int, _Name] = {}
         self._untidy = SLACK
 
     @property
@@ -111,13 +111,9 @@ class Translator:
         """Return what is taken of the allowance."""
         return self.waiting.bytes() + _SALTED_BYTES * len(self._salted)
 
-    def move(self, names: Names, table: Table) -> None:
-        """Go on with another book and another table, which have the same in them."""
-        self._names, self._table = names, table
-
     def clear(self) -> None:
         """Forget all names and all that waits."""
-        self._names.clear(self.worker)
+        self._form.names.clear(self.worker)
         self._allowance.give(_SALTED_BYTES * len(self._salted))
         self._salted.clear()
         self.waiting.clear()
@@ -131,19 +127,23 @@ class Translator:
                 continue
             if isinstance(event, BlockRemoved):
                 edits.append((Op.REMOVED, area, self._remove(event, area)))
-            elif (run := _run_of(event, area)) is not None:
-                self._store([run], edits)
+            elif (blocks := _blocks_of(event, area)) is not None:
+                self._store([blocks], edits)
             else:
                 self.misfits += len(event.block_hashes)
         edits.flush()
 
     def release(self, hashes: Iterable[int], apply: Run) -> None:
-        """Apply the stores that waited for these blocks."""
+        """Apply the stores that waited for these blocks, which have names now."""
         edits = _Edits(apply)
-        self._store(
-            [waited for engine_hash in hashes for waited in self.waiting.release(engine_hash)], edits
-        )
+        self._store(self._released(hashes), edits)
         edits.flush()
+
+    def _released(self, hashes: Iterable[int]) -> list[_Blocks]:
+        if not len(self.waiting):
+            return []
+        found = [waited for engine_hash in hashes for waited in self.waiting.release(engine_hash)]
+        return [block._replace(copies=copies) for block, copies in found]
 
     def tidy(self) -> None:
         """Forget names of salted blocks that are gone, if they are many."""
@@ -151,7 +151,7 @@ class Translator:
             return
         before = self._salted
         keys = np.fromiter((name.key for name in before.values()), np.uint64, len(before))
-        held = self._table.holds(self.worker, keys).tolist()
+        held = self._form.table.holds(self.worker, keys).tolist()
         self._salted = {
             engine_hash: name
             for (engine_hash, name), is_held in zip(before.items(), held, strict=True)
@@ -160,77 +160,71 @@ class Translator:
         self._allowance.give(_SALTED_BYTES * (len(before) - len(self._salted)))
         self._untidy = 2 * len(self._salted) + SLACK
 
-    def _get(self, engine_hash: int) -> Name | None:
-        key = self._names.get(self.worker, engine_hash)
-        return self._salted.get(engine_hash) if key is None else Name(key)
+    def _get(self, engine_hash: int) -> _Name | None:
+        key = self._form.names.get(self.worker, engine_hash)
+        return self._salted.get(engine_hash) if key is None else _Name(key)
 
     def _remove(self, event: BlockRemoved, area: int) -> list[int]:
         """Return the keys of removed blocks, 0 for one that is unknown; those that wait cease to."""
-        keys = []
-        for engine_hash in map(to_u64, event.block_hashes):
-            waited = len(self.waiting) > 0 and self.waiting.discard((area, engine_hash))
-            if not (waited and self._counts):  # of an engine that counts, that was one copy of several
-                name = self._get(engine_hash)
-                keys.append(0 if name is None else name.key)
-        return keys
+        gone = [block for block in map(to_u64, event.block_hashes) if not self.waiting.discard(block, area)]
+        return [0 if name is None else name.key for name in map(self._get, gone)]
 
-    def _store(self, ready: list[_Run], edits: _Edits) -> None:
-        """Name the runs' blocks, then those that waited for them, and so on."""
+    def _store(self, ready: list[_Blocks], edits: _Edits) -> None:
+        """Name blocks, then those that waited for them, and so on."""
         while ready:
-            run = ready.pop()
-            if run.tokens:
-                hashes, keys = self._name(run, edits)
-            else:
-                hashes, keys = self._named(run)
+            blocks = ready.pop()
+            hashes, keys = self._name(blocks, edits) if blocks.tokens else self._named(blocks)
             if not keys:
                 continue
-            edits.append((Op.STORED, run.area, keys))
-            if len(self.waiting):
-                ready += [waited for engine_hash in hashes for waited in self.waiting.release(engine_hash)]
+            for area, count in blocks.copies.items():
+                for _ in range(count):
+                    edits.append((Op.STORED, area, keys))
+                    if len(edits) == _MOST_EDITS:
+                        edits.flush()
+            ready += self._released(hashes)
 
-    def _name(self, run: _Run, edits: _Edits) -> tuple[list[int], list[int]]:
+    def _name(self, blocks: _Blocks, edits: _Edits) -> tuple[list[int], list[int]]:
         """Name blocks that came with tokens; return their hashes and keys.
 
         Those before the first that can be named wait.
         """
-        parent = Name(0) if run.parent is None else self._get(run.parent)
+        parent = _Name(0) if blocks.parent is None else self._get(blocks.parent)
         first = 0
-        while parent is None and first < len(run.hashes):
-            parent = self._get(run.hashes[first])
+        while parent is None and first < len(blocks.hashes):
+            parent = self._get(blocks.hashes[first])
             if parent is None:
-                self._park(run, first)
+                self._park(blocks.single(first))
             first += 1
         if parent is None:
             return [], []
         # `first` blocks are done: either none, or those that wait and one whose name was known already
-        width = len(run.tokens) // len(run.hashes)
-        salt = run.salt if run.parent is None else parent.salt
-        local = local_hashes(
-            run.tokens[first * width :], width // 4, seed_of(run.lora, salt), run.extra[first:]
-        )
-        keys = chain_keys(local, None if run.parent is None else parent.key)
-        hashes = run.hashes[first:]
-        if self._is_taken(hashes, keys.tolist(), edits):
+        width = len(blocks.tokens) // len(blocks.hashes)
+        salt = blocks.salt if blocks.parent is None else parent.salt
+        seed = seed_of(blocks.lora, salt)
+        local = local_hashes(blocks.tokens[first * width :], width // 4, seed, blocks.extra[first:])
+        hashes = blocks.hashes[first:]
+        keys = chain_keys(local, None if blocks.parent is None else parent.key).tolist()
+        if self._is_taken(hashes, keys, edits):
             self.misfits += len(hashes)
-            hashes, keys = [], keys[:0]
-        elif not self._remember(hashes, keys.tolist(), salt, edits):
-            self._table.refuse(self.worker, len(hashes))
-            hashes, keys = [], keys[:0]
-        known = [run.hashes[first - 1]] if first else []
-        return known + hashes, [parent.key] * len(known) + keys.tolist()
+            hashes, keys = [], []
+        elif not self._remember(hashes, keys, salt, edits):
+            self._form.table.refuse(self.worker, len(hashes))
+            hashes, keys = [], []
+        known = blocks.hashes[first - 1 : first] if first else []
+        return known + hashes, [parent.key] * len(known) + keys
 
     def _is_taken(self, hashes: list[int], keys: list[int], edits: _Edits) -> bool:
-        """Tell whether one of the blocks is held under another key: by a second name, no removal would find
-        the first.
+        """Tell whether a hash is that of two blocks, or of one held under another key: a hash has one name,
+        and no removal would find the other.
         """
-        known = map(self._get, hashes)
-        others = [
-            name.key for name, key in zip(known, keys, strict=True) if name is not None and name.key != key
-        ]
+        if len(set(hashes)) < len(hashes):
+            return True
+        known = zip(map(self._get, hashes), keys, strict=True)
+        others = [name.key for name, key in known if name is not None and name.key != key]
         if not others:
             return False
         edits.flush()
-        return bool(self._table.holds(self.worker, np.array(others, np.uint64)).any())
+        return bool(self._form.table.holds(self.worker, np.array(others, np.uint64)).any())
 
     def _remember(self, hashes: list[int], keys: list[int], salt: str | None, edits: _Edits) -> bool:
         """Remember names; `False` where there is no room.
@@ -239,39 +233,32 @@ class Translator:
         named before.
         """
         if salt is None:
-            named = np.array(keys, np.uint64)
-            if self._names.put(self.worker, hashes, named):
+            names, named = self._form.names, np.array(keys, np.uint64)
+            if names.put(self.worker, hashes, named):
                 return True
             edits.flush()
-            self._names.sweep()
-            return self._names.put(self.worker, hashes, named)
+            names.sweep()
+            return names.put(self.worker, hashes, named)
         new = sum(engine_hash not in self._salted for engine_hash in set(hashes))
         if not self._allowance.take(_SALTED_BYTES * new):
             return False
-        self._salted.update(zip(hashes, (Name(key, salt) for key in keys), strict=True))
+        self._salted.update(zip(hashes, (_Name(key, salt) for key in keys), strict=True))
         return True
 
-    def _named(self, run: _Run) -> tuple[list[int], list[int]]:
-        """Return those blocks of a run without tokens that have a name; the others wait for one."""
-        names = {engine_hash: self._get(engine_hash) for engine_hash in run.hashes}
-        for number, engine_hash in enumerate(run.hashes):
-            if names[engine_hash] is None:
-                self._wait(engine_hash, run.block(number, 0))
-        known = [(engine_hash, names[engine_hash]) for engine_hash in run.hashes]
-        found = [(engine_hash, name.key) for engine_hash, name in known if name is not None]
+    def _named(self, blocks: _Blocks) -> tuple[list[int], list[int]]:
+        """Return those of blocks without tokens that have a name already; the others wait for one."""
+        found = []
+        for number, engine_hash in enumerate(blocks.hashes):
+            if (name := self._get(engine_hash)) is None:
+                self._park(blocks.single(number))
+            else:
+                found.append((engine_hash, name.key))
         return [engine_hash for engine_hash, _ in found], [key for _, key in found]
 
-    def _park(self, run: _Run, number: int) -> None:
-        """Park a block on its own, behind the one before it: any of them may be removed meanwhile."""
-        block = run.block(number, len(run.tokens) // len(run.hashes))
-        assert block.parent is not None
-        self._wait(block.parent, block)
-
-    def _wait(self, parent: int, block: _Run) -> None:
-        key = block.area, block.hashes[0]
-        if not self._counts:
-            self.waiting.discard(key)
-        self.waiting.park(parent, key, block, block.size)
+    def _park(self, block: _Blocks) -> None:
+        """Let a block wait on its own: any of a run may be removed meanwhile."""
+        parent = block.parent if block.tokens else None
+        self.waiting.park(block.hashes[0], parent, block, block.size, block.copies)
 
     def salted(self) -> Iterator[NamePart]:
         """Yield the names of blocks under a salt, some at a time.
@@ -284,28 +271,20 @@ class Translator:
         name = self._salted.get(engine_hash)
         return None if name is None else name.key
 
-    def check(self) -> None:
-        """Raise `IntegrityError` where what waits is not in order."""
-        self.waiting.check()
-        if not self._counts and len(self.waiting) != len(self.waiting.keys()):
-            raise IntegrityError(
-                "orphans: a block waits twice in an area, of an engine that announces it once"
-            )
 
-
-def _run_of(event: BlockStored, area: int) -> _Run | None:
+def _blocks_of(event: BlockStored, area: int) -> _Blocks | None:
     """Return an event's blocks; `None` where its tokens or its extra keys are not those of whole blocks."""
     hashes = [to_u64(block_hash) for block_hash in event.block_hashes]
     parent = None if event.parent_block_hash is None else to_u64(event.parent_block_hash)
-    lora, extra_keys = event.lora_name, event.extra_keys or []
+    lora, extra_keys, copies = event.lora_name, event.extra_keys or [], {area: 1}
     if not event.token_ids:
-        return _Run(area, hashes, parent, b"", None, None, [])
+        return _Blocks(hashes, parent, b"", None, None, [], copies)
     if len(event.token_ids) != len(hashes) * event.block_size or len(extra_keys) not in (0, len(hashes)):
         return None
     salt = salt_of(extra_keys, lora) if parent is None else None
     try:
         tokens = np.array(event.token_ids, "<u4").tobytes()
-        extra = [extra_hashes(keys, lora, salt) for keys in extra_keys]
+        extra = [extra_hashes(keys, lora, None if at else salt) for at, keys in enumerate(extra_keys)]
     except (OverflowError, TypeError, ValueError, RecursionError):
         return None
-    return _Run(area, hashes, parent, tokens, lora_of(lora, event.lora_id), salt, extra)
+    return _Blocks(hashes, parent, tokens, lora_of(lora, event.lora_id), salt, extra, copies)

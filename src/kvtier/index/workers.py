@@ -8,22 +8,71 @@ so until the worker is cleared. Not for several threads at once.
 from __future__ import annotations
 
 from kvtier.index.base import MAX_AREAS
-from kvtier.index.duplicates import DuplicateCounts
+from kvtier.index.forms import Allowance, Form
 from kvtier.index.places import Groups
 from kvtier.index.translate import Translator
 
-__all__ = ["KnownWorker"]
+__all__ = ["DuplicateCounts", "KnownWorker"]
+
+_COUNT_BYTES = 256  # a pair of ints and its place in a dict that has just doubled
+
+
+class DuplicateCounts:
+    """How many copies of a block one worker holds beyond the first.
+
+    vLLM sends a store and a removal for every physical copy of a block. Second copies are rare, so only they
+    are counted. One that does not fit is dropped and counted as such, and its block is forgotten at its
+    first removal: too early, never too late.
+    """
+
+    def __init__(self, allowance: Allowance) -> None:
+        """Remember as much as the allowance has room for."""
+        self.dropped = 0  # since it was last cleared
+        self._allowance = allowance
+        self._more: dict[tuple[int, int], int] = {}
+
+    def __len__(self) -> int:
+        return len(self._more)
+
+    def add(self, area: int, block_hash: int) -> None:
+        """Count one more copy of a block that is held already."""
+        more = self._more.get((area, block_hash), 0)
+        if more or self._allowance.take(_COUNT_BYTES):
+            self._more[area, block_hash] = more + 1
+        else:
+            self.dropped += 1
+
+    def take(self, area: int, block_hash: int) -> bool:
+        """Count one copy less; `False` where there is but one, which is not counted here."""
+        more = self._more.get((area, block_hash), 0)
+        if more > 1:
+            self._more[area, block_hash] = more - 1
+        elif more:
+            del self._more[area, block_hash]
+            self._allowance.give(_COUNT_BYTES)
+        return more > 0
+
+    def clear(self) -> None:
+        """Forget all duplicates."""
+        self._allowance.give(_COUNT_BYTES * len(self._more))
+        self._more.clear()
+        self.dropped = 0
+
+    def bytes(self) -> int:
+        """Return what is taken of the allowance."""
+        return _COUNT_BYTES * len(self._more)
 
 
 class KnownWorker:
-    """A worker of an index. `number` is the one that it has in the table."""
+    """A worker of an index. `number` is the one that it has in the table; if it `counts`, it announces every
+    copy of a block.
+    """
 
-    def __init__(
-        self, name: str, number: int, duplicates: DuplicateCounts | None, translator: Translator | None
-    ) -> None:
-        self.name, self.number = name, number
-        self.duplicates, self.translator = duplicates, translator
+    def __init__(self, name: str, number: int, form: Form, allowance: Allowance, counts: bool) -> None:
+        self.name, self.number, self.counts = name, number, counts
         self.groups = Groups()
+        self.duplicates = DuplicateCounts(allowance)  # if it counts
+        self.translator = Translator(number, form, allowance, counts)  # if keys are hashes of tokens
         # The newest block size that was refused, and how many blocks.
         self.other_size, self.of_other_size = 0, 0
         self.no_area = 0  # blocks refused since there can be no more areas
@@ -31,80 +80,57 @@ class KnownWorker:
 
     @property
     def refused(self) -> int:
-        """How many blocks were refused since it was last cleared, those that the table refused
-        not counted.
-        """
-        misfits = 0 if self.translator is None else self.translator.misfits
-        return self.no_area + self.of_other_size + misfits
-
-    @property
-    def waiting(self) -> int:
-        """How many blocks wait for their parent."""
-        return 0 if self.translator is None else len(self.translator.waiting)
-
-    @property
-    def orphans_dropped(self) -> int:
-        """How many blocks were dropped while they waited, since it was last cleared."""
-        return 0 if self.translator is None else self.translator.waiting.dropped
+        """How many blocks were refused since the last clear, without those that found no room."""
+        return self.no_area + self.of_other_size + self.translator.misfits
 
     @property
     def is_marred(self) -> bool:
         """Whether anything is amiss, what the table dropped not counted."""
-        if self.of_other_size or self.no_area or self.groups.unclear:
-            return True
-        if self.duplicates is not None and self.duplicates.dropped:
-            return True
-        return self.translator is not None and bool(
-            self.translator.misfits or self.translator.waiting.dropped
-        )
+        lost = self.refused or self.translator.waiting.dropped or self.duplicates.dropped
+        return bool(lost or self.groups.unclear)
 
     def bytes(self) -> int:
         """Return what is taken of the allowance."""
-        names = 0 if self.translator is None else self.translator.bytes()
-        return names + (0 if self.duplicates is None else self.duplicates.bytes())
+        return self.translator.bytes() + self.duplicates.bytes()
 
     def reason(self, dropped: int, block_size: int | None) -> str:
-        """Say in a line why less is known than was told, empty where all is known; the table `dropped` so
-        many blocks.
-        """
-        translator, reasons = self.translator, []
-        if self.of_other_size:
-            size = self.other_size
-            reasons.append(
+        """Say in a line why less is known than was told, the table having `dropped` so many blocks."""
+        size, groups = self.other_size, self.groups.unclear.items()
+        losses = [
+            (
+                self.of_other_size,
                 f"events have blocks of {size} tokens, the index has {block_size}: "
-                f"register with block_size {size}"
-            )
-        if translator is not None and translator.misfits:
-            reasons.append(
-                f"{translator.misfits} blocks came with tokens or extra keys that are not those of "
-                "whole blocks, or not those that they had before"
-            )
-        if self.no_area:
-            reasons.append(
-                f"{self.no_area} blocks are in places beyond the {MAX_AREAS} that an index can tell apart"
-            )
-        if dropped:
-            reasons.append(f"{dropped} blocks found no room: raise the index's budget")
-        if self.orphans_dropped:
-            reasons.append(
-                f"{self.orphans_dropped} blocks whose parent is unknown found no room to wait for it"
-            )
-        if self.duplicates is not None and self.duplicates.dropped:
-            reasons.append(
-                f"{self.duplicates.dropped} second copies of blocks found no room: raise the index's budget"
-            )
-        for group, count in self.groups.unclear.items():
-            reasons.append(
-                f"{count} blocks of group {group} were left out: events do not say its kind of attention"
-            )
-        return "; ".join(reasons)
+                f"register with block_size {size}",
+            ),
+            (
+                self.translator.misfits,
+                "{} blocks came with tokens or extra keys that are not those of whole blocks, or not those "
+                "that they had before",
+            ),
+            (self.no_area, f"{{}} blocks are in places beyond the {MAX_AREAS} that an index can tell apart"),
+            (dropped, "{} blocks found no room: raise the index's budget"),
+            (
+                self.translator.waiting.dropped,
+                "{} blocks whose parent is unknown found no room to wait for it",
+            ),
+            (
+                self.duplicates.dropped,
+                "{} second copies of blocks found no room: raise the index's budget",
+            ),
+            *(
+                (
+                    count,
+                    f"{{}} blocks of group {group} were left out: events do not say its kind of attention",
+                )
+                for group, count in groups
+            ),
+        ]
+        return "; ".join(text.format(count) for count, text in losses if count)
 
     def clear(self) -> None:
         """Forget what was held, and that anything was refused. Groups stay: it is the same engine."""
         self.other_size = self.of_other_size = self.no_area = 0
-        self.groups.unclear.clear()
         self.is_told = False
-        if self.duplicates is not None:
-            self.duplicates.clear()
-        if self.translator is not None:
-            self.translator.clear()
+        self.groups.unclear.clear()
+        self.duplicates.clear()
+        self.translator.clear()

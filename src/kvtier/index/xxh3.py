@@ -101,16 +101,12 @@ def chain_keys(local: Hashes, parent: int | None = None) -> Hashes:
 
 
 def lora_of(name: str | None, number: int | None) -> str | None:
-    """Return what an adapter is called: by its name, else by its number, of which engines give 0 or less to
-    none.
-    """
+    """Return what an adapter is called: its name, else its number; engines give 0 or less to none."""
     return name or (f"lora_id={number}" if number is not None and number > 0 else None)
 
 
 def salt_of(extra_keys: Sequence[Sequence[Any] | None] | None, lora: str | None) -> str | None:
-    """Return the cache salt among the first block's extra keys: the text that is neither the adapter nor an
-    image.
-    """
+    """Return the salt among the first block's extra keys: the text that is no adapter and no image."""
     texts = [key for key in ((extra_keys[0] or ()) if extra_keys else ()) if isinstance(key, str)]
     if lora in texts:
         texts.remove(lora)
@@ -119,19 +115,21 @@ def salt_of(extra_keys: Sequence[Sequence[Any] | None] | None, lora: str | None)
 
 
 def extra_hashes(keys: Sequence[Any] | None, lora: str | None, salt: str | None = None) -> list[int]:
-    """Return the hashes of a block's extra keys, but for the adapter and the salt, which the seed has
-    already.
+    """Return the hashes of a block's extra keys, but for one text each that names the adapter and the salt,
+    which the seed has already.
 
     A key that msgpack cannot write raises `TypeError`, `ValueError` or `OverflowError`.
     """
-    seeded = () if not (lora or salt) else (lora, salt, f"{_SALT_PREFIX}{salt}")
-    return [_extra_hash(key) for key in keys or () if not (isinstance(key, str) and key in seeded)]
+    left = list(keys or ())
+    for names in ((lora,), (salt, f"{_SALT_PREFIX}{salt}")):
+        seeded = next((key for key in left if isinstance(key, str) and key in names), None)
+        if names[0] and seeded is not None:
+            left.remove(seeded)
+    return [_extra_hash(key) for key in left]
 
 
 def _extra_hash(key: Any) -> int:
-    """Return the hash of an extra key: a text, bytes, or a pair of an identifier and its place
-    in the block.
-    """
+    """Return the hash of an extra key: text, bytes, or an identifier and its place in the block."""
     name = key[0] if isinstance(key, (list, tuple)) and len(key) == 2 else key
     if isinstance(name, str) and _IDENTIFIER.fullmatch(name):
         return int(name[:16], 16)

@@ -128,9 +128,7 @@ def find(cells: Any, width: Any, segment: Any, mixed: Any, key: Any, tag: Any) -
 
 @jit
 def expect(meta: Any, directory: Any, cells: Any, width: Any, key: Any, tag: Any) -> None:
-    """Begin to load the cell of a hash wanted soon: tables are larger than caches, and waiting is most of
-    the work.
-    """
+    """Begin to load the cell of a hash wanted soon: tables are larger than caches."""
     mixed = mixed_of(meta, key, tag)
     prefetch(cells, (segment_of(meta, directory, mixed) * CELLS + np.int64(mixed & _MASK)) * width)
 
@@ -224,9 +222,7 @@ class Cells(NamedTuple):
 
     @staticmethod
     def segment_bytes(width: int) -> int:
-        """Return what a segment takes: its cells, its row in `segments`, its eight entries in the directory
-        at most.
-        """
+        """Return what a segment takes: cells, its row in `segments`, at most eight directory entries."""
         return CELLS * width * 4 + 2 * 4 + 8 * 4
 
     @classmethod

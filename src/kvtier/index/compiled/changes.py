@@ -49,9 +49,7 @@ _WORTH = CELLS // 16  # a sweep that frees fewer cells than this does not spare 
 def _settle(
     meta: Any, directory: Any, cells: Any, segments: Any, refs: Any, alias: Any, segment: Any
 ) -> None:
-    """Give a segment's blocks the numbers that their sets have now, and leave out those that
-    nobody holds.
-    """
+    """Give a segment's blocks their sets' present numbers, and leave out those that nobody holds."""
     base = segment * (CELLS * WIDTH)
     for place in range(base + 2, base + CELLS * WIDTH, WIDTH):
         number = cells[place]

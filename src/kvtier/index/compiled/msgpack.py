@@ -9,27 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvtier.index.compiled.jit import jit
 
 __all__ = ["head", "integer", "read_u32", "skip_integers", "text", "word_in"]
 
 
-def _lengths() -> npt.NDArray[np.int64]:
-    """Return how long the integer is that begins with a byte, 0 where none does."""
-    lengths = np.zeros(256, np.int64)
-    lengths[:0x80] = lengths[0xE0:] = 1
-    lengths[0xCC:0xD4] = 2, 3, 5, 9, 2, 3, 5, 9
-    return lengths
-
-
-_LENGTH = _lengths()
-# Unsigned integers of at most 32 bits: their lengths, and where they lie in the five bytes from their first
-# on.
-_U32_LENGTH = np.where(
-    (np.arange(256) < 0x80) | ((np.arange(256) >= 0xCC) & (np.arange(256) < 0xCF)), _LENGTH, 0
-)
+# Unsigned integers of at most 32 bits, by their first byte: how long they are (0: it begins none), and
+# where they lie in the five bytes from their first on.
+_U32_LENGTH = np.array([1] * 0x80 + [0] * 0x4C + [2, 3, 5] + [0] * 0x31)
 _U32_SHIFT = np.where(_U32_LENGTH > 0, 40 - 8 * _U32_LENGTH, 0).astype(np.uint64)
 _U32_MASK = np.where(_U32_LENGTH == 1, 0x7F, (1 << 8 * np.maximum(_U32_LENGTH - 1, 0)) - 1).astype(np.uint64)
 

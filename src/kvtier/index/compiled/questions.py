@@ -10,7 +10,7 @@ from kvtier.index.compiled.cells import DEPTH, SECRET, find, mix, mixed_of, segm
 from kvtier.index.compiled.changes import WIDTH
 from kvtier.index.compiled.jit import jit, lowest_bit
 
-__all__ = ["find_all", "holds", "holds_one", "match"]
+__all__ = ["find_all", "holds_one", "match"]
 
 _NO_TAG = np.uint32(0)
 _ONE, _ZERO = np.uint64(1), np.uint64(0)
@@ -34,9 +34,7 @@ def _holders_of(meta: Any, directory: Any, cells: Any, alias: Any, key: Any) -> 
 
 @jit
 def _look_up(meta: Any, directory: Any, cells: Any, alias: Any, hashes: Any, found: Any) -> Any:
-    """Put each block's holder set into `found`, up to the first block that nobody holds; return how many
-    there are.
-    """
+    """Put holder sets into `found`, up to the first block that nobody holds; return how many."""
     # Read once: nobody may think that a write to `found` changes them.
     secret, depth = meta[SECRET], meta[DEPTH]
     for i in range(hashes.size):
@@ -50,9 +48,7 @@ def _look_up(meta: Any, directory: Any, cells: Any, alias: Any, hashes: Any, fou
 
 @jit
 def _on_tiers(rows: Any, areas: Any, needed: Any, words: Any, holders: Any, word: Any) -> Any:
-    """Return which of 64 workers hold a block on each tier: those that hold it there in every group that
-    they need.
-    """
+    """Return which of 64 workers hold a block on each tier, in every group that they need."""
     gpu = cpu = storage = ~_ZERO
     anything = _ZERO
     for group in range(needed.shape[0]):
@@ -159,17 +155,6 @@ def holds_one(
     for at in range(worker >> 6, rows.shape[1], words):
         bits |= rows[holders, at]
     return (bits >> np.uint64(worker & 63)) & _ONE != 0
-
-
-@jit
-def holds(
-    meta: Any, directory: Any, cells: Any, rows: Any, alias: Any, words: Any, worker: Any, hashes: Any
-) -> Any:
-    """Tell of each block whether a worker holds it."""
-    found = np.empty(hashes.size, np.bool_)
-    for i in range(hashes.size):
-        found[i] = holds_one(meta, directory, cells, rows, alias, words, worker, hashes[i])
-    return found
 
 
 @jit

@@ -287,9 +287,7 @@ class ScanBuffers:
 
 
 class Scanned:
-    """Events as arrays: their edits, the hashes of all of them one behind the other, and the tokens that
-    edits point into.
-    """
+    """Events as arrays: edits, the hashes of all of them in order, and the tokens that edits point into."""
 
     __slots__ = ("_begin", "_buffers", "_end")
 

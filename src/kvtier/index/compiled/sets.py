@@ -45,9 +45,7 @@ def _seat(rows: Any, intern: Any, row: Any) -> Any:
 def toggled(
     meta: Any, rows: Any, alias: Any, intern: Any, free: Any, holders: Any, word: Any, bit: Any
 ) -> Any:
-    """Return the number of the set that differs from `holders` in one bit; -1 when there is no number left
-    for it.
-    """
+    """Return the set that differs from `holders` in one bit; -1 when no number is left for it."""
     scratch, empty = rows.shape[0] - 1, True
     for at in range(rows.shape[1]):
         rows[scratch, at] = rows[holders, at] ^ bit if at == word else rows[holders, at]
@@ -68,9 +66,7 @@ def toggled(
 
 @jit
 def intern_all(meta: Any, rows: Any, refs: Any, alias: Any, intern: Any, free: Any) -> None:
-    """Intern all sets anew after rows changed: equal ones get an alias, empty ones die, unused ones become
-    free.
-    """
+    """Intern all sets anew after rows changed: equal ones get an alias, unused ones become free."""
     intern[:] = 0
     meta[FREE] = meta[DEAD] = 0
     for number in range(refs.size - 1, 0, -1):

@@ -9,25 +9,23 @@ no room is refused and counted. The smallest budget is 256 KiB. Not for several 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.errors import InputError, IntegrityError
+from kvtier.errors import IntegrityError
 from kvtier.index.base import (
     AREAS,
     MAX_AREAS,
     MAX_WORKERS,
-    MIN_COMPILED_BYTES,
     Columns,
     Edits,
     Hashes,
     IndexArea,
     Op,
     StorageTier,
-    Table,
     TableStats,
     tiers_of,
 )
@@ -61,14 +59,10 @@ class CompiledTable:
 
     def __init__(self, budget: int) -> None:
         """Reserve address space for `budget` bytes and take the first few of them."""
-        if budget < MIN_COMPILED_BYTES:
-            raise InputError(
-                f"budget: expected at least {MIN_COMPILED_BYTES} bytes for a compiled table, got {budget}"
-            )
         self._budget = budget
         self._cells = Cells.reserve(budget // _SEGMENT_BYTES, changes.WIDTH)
         self._meta = self._cells.meta
-        self._areas = np.array([(number, 0) for number in range(AREAS)], np.int64)
+        self.areas = [IndexArea(StorageTier(number), 0) for number in range(AREAS)]
         self._needed = np.zeros((MAX_AREAS, 1), np.uint64)
         self._held = np.zeros((64, MAX_AREAS + 1), np.int64)
         self._words = 1
@@ -82,7 +76,7 @@ class CompiledTable:
         if workers <= have:
             return True
         wanted = max(-(-workers // 64) * 64, min(2 * have, MAX_WORKERS))
-        if workers > MAX_WORKERS or not self._fits(self._room, len(self._areas), wanted // 64):
+        if workers > MAX_WORKERS or not self._fits(self._room, len(self.areas), wanted // 64):
             return False
         held = np.zeros((wanted, MAX_AREAS + 1), np.int64)
         held[:have] = self._held
@@ -94,11 +88,11 @@ class CompiledTable:
         return True
 
     def add_area(self, area: IndexArea) -> int | None:
-        number = len(self._areas)
+        number = len(self.areas)
         if number == MAX_AREAS or not self._fits(self._room, number + 1, self._words):
             return None
         rows = self._grid()
-        self._areas = np.vstack((self._areas, np.array([area], np.int64)))
+        self.areas.append(area)
         self._make_sets(self._room, rows)
         return number
 
@@ -116,7 +110,7 @@ class CompiledTable:
 
     def _grid(self) -> npt.NDArray[np.uint64]:
         """Return the sets' rows as `[set, area, word]`."""
-        return self._rows[: self._room].reshape(self._room, len(self._areas), self._words)
+        return self._rows[: self._room].reshape(self._room, len(self.areas), self._words)
 
     def _sets_bytes(self, room: int, areas: int, words: int) -> int:
         workers = words * (64 * (MAX_AREAS + 1) * 8 + MAX_AREAS * 8)
@@ -128,7 +122,8 @@ class CompiledTable:
 
     def _make_sets(self, room: int, rows: npt.NDArray[np.uint64]) -> None:
         """Make room for sets in the present shape, and take over what there is."""
-        areas, words = len(self._areas), self._words
+        self._areas = np.array(self.areas, np.int64)
+        areas, words = len(self.areas), self._words
         have, old_areas, old_words = rows.shape
         grid = np.zeros((room + 1, areas, words), np.uint64)  # the last row is scratch
         grid[:have, :old_areas, :old_words] = rows
@@ -144,13 +139,11 @@ class CompiledTable:
         sets.intern_all(self._meta, self._rows, self._refs, self._alias, self._intern, self._free)
 
     def _more_sets(self) -> None:
-        """Find numbers for new sets: those no longer used, else more; or close for new sets when the budget
-        is spent.
-        """
+        """Find numbers for new sets: unused ones, else more; or close when the budget is spent."""
         self._intern_all()
         if self._meta[FREE] >= self._room // 4:
             return
-        if self._fits(2 * self._room, len(self._areas), self._words):
+        if self._fits(2 * self._room, len(self.areas), self._words):
             self._make_sets(2 * self._room, self._grid())
         elif not self._meta[FREE]:
             self._meta[CLOSED] = 1
@@ -211,26 +204,25 @@ class CompiledTable:
         return (*self._cells[:3], self._rows, self._alias, self._words)
 
     def holds(self, worker: int, hashes: Hashes) -> npt.NDArray[np.bool_]:
-        found: npt.NDArray[np.bool_] = questions.holds(*self.holders_state, worker, hashes)
+        numbers = questions.find_all(*self._cells[:3], self._alias, hashes)
+        bits = np.bitwise_or.reduce(self._grid()[numbers, :, worker >> 6], axis=1)
+        found: npt.NDArray[np.bool_] = (bits >> np.uint64(worker & 63)) & np.uint64(1) != 0
         return found
 
     def holdings(self) -> int:
         return int(self._held[:, :MAX_AREAS].sum())
 
     def held(self, worker: int) -> list[int]:
-        counts: list[int] = self._held[worker, : len(self._areas)].tolist()
+        counts: list[int] = self._held[worker, : len(self.areas)].tolist()
         return counts
 
     def dropped(self, worker: int) -> int:
         return int(self._held[worker, MAX_AREAS])
 
-    def adopt(self, other: Table, workers: int) -> None:
-        """Go on with the counters of a table with so many workers, whose blocks were copied into
-        this one.
-        """
-        stats = other.stats()
+    def adopt(self, stats: TableStats, dropped: Sequence[int]) -> None:
+        """Go on with the counters of a table whose blocks are all here; `dropped` are its workers'."""
         self._meta[[DROPPED, UNKNOWN]] = stats.dropped, stats.unknown
-        self._held[:workers, MAX_AREAS] = [other.dropped(worker) for worker in range(workers)]
+        self._held[: len(dropped), MAX_AREAS] = dropped
 
     def hashes(self) -> Iterator[Hashes]:
         for part in self._cells.parts(changes.WIDTH):
@@ -242,11 +234,8 @@ class CompiledTable:
         return [on[number] for number in numbers]
 
     def _tiers_of(self, number: int) -> dict[int, int]:
-        """Return the workers of a holder set that hold its blocks on any tier, and a bit for
-        each such tier.
-        """
-        areas = [IndexArea(StorageTier(tier), group) for tier, group in self._areas.tolist()]
-        return tiers_of(self._holders(number), self._needs, areas)
+        """Return a set's workers that hold its blocks on any tier, and on which (a bit for each)."""
+        return tiers_of(self._holders(number), self._needs, self.areas)
 
     def _needs(self, worker: int) -> int:
         bits = (self._needed[:, worker >> 6] >> np.uint64(worker & 63)) & np.uint64(1)
@@ -258,7 +247,7 @@ class CompiledTable:
 
     def _bytes(self) -> int:
         return int(self._meta[SEGMENTS]) * _SEGMENT_BYTES + self._sets_bytes(
-            self._room, len(self._areas), self._words
+            self._room, len(self.areas), self._words
         )
 
     def stats(self) -> TableStats:
