@@ -159,7 +159,7 @@ class BareCopies:
 
     def set_blocks(self, ids: Ints) -> None:
         """Say which blocks to copy, to or from the first slots."""
-        places = self._rig.pool.rows.ctypes.data + np.arange(self._count) * self._rig.pool.row_bytes
+        places = self._rig.pool.rows.ctypes.data + np.arange(self._count) * self._rig.pool.slot_bytes
         self._told = torch.from_numpy(np.concatenate([ids, places])).pin_memory()
         self._ranges = self._rig.memory.pool_map.ranges(self._part.pages, ids, places)
 

@@ -10,7 +10,8 @@ which seals` is the part of our time that sealing the same rows takes by itself,
 check nothing. CPU seconds are this process's own, without the server's. `engines` are processes with an
 engine's I/O threads each on one server, all at once. A peer that is not installed is left out: `redis` and
 `hiredis`; `lmcache` with torch, of which its folder is enough. Where a server writes a row once, all rows
-are deleted before they are put again; that is not measured.
+are deleted before they are put again; that is not measured. Rows lie as in an engine's pool, for all alike:
+with Mooncake 4,096 bytes are between them.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvtier.config import ROW_ALIGNMENT
 from kvtier.keys import OffloadKey
 from kvtier.tier_config import MooncakeConfig, ObjectConfig, ValkeyConfig
 from kvtier.tiers.base import Backend, BackendRow, LentRow, Outcome
@@ -114,7 +116,7 @@ class Ours(Mover):
         return sum(self.backend.contains(names_of(numbers)))
 
     def lend(self, memory: Rows) -> None:
-        self.backend.lend(memory.data)
+        self.backend.lend(memory.reshape(-1).data)
 
     def forget(self, numbers: Sequence[int]) -> None:
         if self.backend.writes_once:
@@ -153,8 +155,8 @@ def serve_valkey() -> Iterator[str]:
             server.kill()
 
 
-def open_valkey(url: str, size: int) -> Backend:
-    return ValkeyBackend(ValkeyConfig(url=url), size, timeout=TIMEOUT)
+def open_valkey(url: str, size: int, prefix: str) -> Backend:
+    return ValkeyBackend(ValkeyConfig(url=url, prefix=prefix), size, timeout=TIMEOUT)
 
 
 class RedisPy(Mover):
@@ -252,8 +254,8 @@ def serve_objects() -> Iterator[str]:
             server.kill()
 
 
-def open_object(url: str, size: int) -> Backend:
-    config = ObjectConfig(url=f"s3://bench/{size}", endpoint=url, allow_http=True)
+def open_object(url: str, size: int, prefix: str) -> Backend:
+    config = ObjectConfig(url=f"s3://bench/{prefix}", endpoint=url, allow_http=True)
     return ObjectBackend(config, size, timeout=TIMEOUT)
 
 
@@ -340,10 +342,10 @@ def wait_for(port: int) -> None:
             time.sleep(0.05)
 
 
-def open_mooncake(url: str, size: int) -> Backend:
+def open_mooncake(url: str, size: int, prefix: str) -> Backend:
     master, metadata = url.split()
-    config = MooncakeConfig(master=master, metadata=metadata, prefix=str(size))
-    return MooncakeBackend(config, size, timeout=TIMEOUT)
+    config = MooncakeConfig(master=master, metadata=metadata, prefix=prefix)
+    return MooncakeBackend(config, size, timeout=TIMEOUT, slot_bytes=size + ROW_ALIGNMENT)
 
 
 class BareMooncake(Mover):
@@ -386,16 +388,18 @@ class BareMooncake(Mover):
 class Section:
     """A kind of tier: its server, our backend on it, its peers, and what is asked of ours beside each.
 
-    `opens` and `peers` get what `serve` yields and the bytes of a row.
+    `opens` and `peers` get what `serve` yields and the bytes of a row, ours what names begin with, too.
     """
 
     serve: Callable[[], AbstractContextManager[str]]
-    opens: Callable[[str, int], Backend]
+    opens: Callable[[str, int, str], Backend]
     peers: dict[str, Callable[[str, int], Mover]]
     bars: dict[str, float]
     """The least ratio, by `put / peer` and `get / peer`."""
     threads: int = 4
     """Of an engine's tier, by default."""
+    room: int = 0
+    """Bytes behind each row."""
 
 
 SECTIONS = {
@@ -418,6 +422,7 @@ SECTIONS = {
         {"batch calls": BareMooncake},
         {"put / batch calls": 0.95, "get / batch calls": 0.95},
         threads=3,
+        room=ROW_ALIGNMENT,
     ),
 }
 
@@ -437,12 +442,12 @@ def timed(nbytes: int, action: Callable[[], object]) -> Cell:
     return Cell(nbytes / seconds, (time.process_time() - cpu) / nbytes * 1e9)
 
 
-def make_rows(count: int, size: int) -> Rows:
-    """Return rows of random bytes, no two the same."""
-    rows = np.empty((count, size), np.uint8)
-    rows[:] = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
-    rows[:, :8] = np.arange(count, dtype=np.uint64).view(np.uint8).reshape(count, 8)
-    return rows
+def make_slots(count: int, slot_bytes: int) -> Rows:
+    """Return the memory of rows, with random bytes, no two rows the same."""
+    slots = np.empty((count, slot_bytes), np.uint8)
+    slots[:] = np.random.default_rng(0).integers(0, 256, slot_bytes, dtype=np.uint8)
+    slots[:, :8] = np.arange(count, dtype=np.uint64).view(np.uint8).reshape(count, 8)
+    return slots
 
 
 def in_batches(pool: Executor, move: Callable[[Sequence[int], Rows], None], rows: Rows) -> None:
@@ -463,11 +468,11 @@ def bench_rows(
     section: Section, url: str, size: int, nbytes: int, rounds: int, pool: Executor
 ) -> dict[str, Any]:
     """Let ours and its peers take turns."""
-    memory = make_rows(2 * (nbytes // size), size)
-    rows, found = np.split(memory, 2)
+    memory = make_slots(2 * (nbytes // size), size + section.room)
+    rows, found = np.split(memory[:, :size], 2)
     movers: dict[str, Mover] = {
-        "ours": Ours(section.opens(url, size), sealed=True),
-        "ours, bare": Ours(section.opens(url, size + 1), sealed=False),  # names of its own
+        "ours": Ours(section.opens(url, size, "ours"), sealed=True),
+        "ours, bare": Ours(section.opens(url, size, "bare"), sealed=False),
     }
     for name, peer in section.peers.items():
         try:
@@ -480,12 +485,13 @@ def bench_rows(
     cells: dict[str, list[Cell]] = {f"{name} {way}": [] for way in ("put", "get") for name in movers}
     cells["seals"] = []
     for turn in range(-1, rounds):
-        for name, mover in movers.items():
-            mover.forget(range(len(rows)))
-            cells[f"{name} put"].append(timed(rows.nbytes, move(mover.put, rows)))
-        for name, mover in movers.items():
+        names = [*movers][turn % len(movers) :] + [*movers][: turn % len(movers)]  # everybody begins in turn
+        for name in names:
+            movers[name].forget(range(len(rows)))
+            cells[f"{name} put"].append(timed(rows.nbytes, move(movers[name].put, rows)))
+        for name in names:
             found[:] = 0
-            cells[f"{name} get"].append(timed(rows.nbytes, move(mover.get, found)))
+            cells[f"{name} get"].append(timed(rows.nbytes, move(movers[name].get, found)))
             assert np.array_equal(found, rows), name
         cells["seals"].append(timed(rows.nbytes, move(seal_all, rows)))
         if turn < 0:  # a first round that does not count
@@ -558,9 +564,10 @@ class EngineProcess:
 def run_engine(section: Section, url: str, number: int, nbytes: int) -> None:
     """Be such a process: put own rows, get those of the next engine; one word on each line of the input."""
     size = SIZES[1]
-    rows = make_rows(nbytes // size, size)
-    backend = section.opens(url, size)
-    backend.lend(rows.data)
+    memory = make_slots(nbytes // size, size + section.room)
+    rows = memory[:, :size]
+    backend = section.opens(url, size, "ours")
+    backend.lend(memory.reshape(-1).data)
     threads = IOThreads(backend, threads=section.threads)
     print("done", flush=True)
     for job, line in enumerate(sys.stdin):

@@ -260,8 +260,8 @@ class OffloadingConfig:
                 expected = f"expected a multiple of hash_block_size ({self.hash_block_size} tokens)"
                 raise ConfigError(f"groups[{i}].block_size", f"{expected}, got {group.block_size}")
         object.__setattr__(self, "settings", _resolve_chunk_tokens(self.settings, self.groups))
-        if 0 < self.settings.cpu.capacity < self.row_bytes:
-            expected = f"expected at least one row ({format_size(self.row_bytes)}), or 0 to keep nothing"
+        if 0 < self.settings.cpu.capacity < self.slot_bytes:
+            expected = f"expected at least one row ({format_size(self.slot_bytes)}), or 0 to keep nothing"
             raise ConfigError("cpu.capacity", f"{expected}, got {format_size(self.settings.cpu.capacity)}")
         self._check_tiers()
 
@@ -280,8 +280,9 @@ class OffloadingConfig:
         tiers, row = self.settings.tiers, format_size(self.row_bytes)
         if tiers and not self.num_slots:
             remedy = "rows of tiers pass through it; give it some, or remove tiers to keep nothing"
+            slot = format_size(self.slot_bytes)
             raise ConfigError(
-                "cpu.capacity", f"expected at least one row ({row}) with tiers, got 0: {remedy}"
+                "cpu.capacity", f"expected at least one row ({slot}) with tiers, got 0: {remedy}"
             )
         for i, tier in enumerate(tiers):
             if isinstance(tier, DiskConfig) and tier.capacity < self.row_bytes:
@@ -357,8 +358,17 @@ class OffloadingConfig:
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of one slot."""
+        """The bytes of one row: what all tiers move and seal."""
         return -(-len(self.storing_ranks) * self.max_image_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+    @property
+    def slot_bytes(self) -> int:
+        """The bytes from one slot to the next: a row, and for a Mooncake tier room behind it.
+
+        There the header of a row is, so that both are one transfer.
+        """
+        needs_room = any(isinstance(tier, MooncakeConfig) for tier in self.settings.tiers)
+        return self.row_bytes + needs_room * ROW_ALIGNMENT
 
     @property
     def description_bytes(self) -> int:
@@ -372,7 +382,7 @@ class OffloadingConfig:
     @property
     def num_slots(self) -> int:
         """How many rows the pool holds."""
-        return self.settings.cpu.capacity // self.row_bytes
+        return self.settings.cpu.capacity // self.slot_bytes
 
 
 def _resolve_chunk_tokens(settings: KVTierConfig, groups: tuple[GroupConfig, ...]) -> KVTierConfig:

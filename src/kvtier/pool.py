@@ -1,6 +1,8 @@
 """The pool: a fixed array of slots in host memory, one row each, mapped by every process that is a party.
 
-    region:  [ header, 4096 bytes | row 0 | row 1 | ... ]
+    region:  [ header, 4096 bytes | slot 0 | slot 1 | ... ]
+
+A row is at the beginning of its slot. What room a slot has behind it is the affair of who opens the pool.
 
 A party has a number: ranks are 0, 1, ..., and whoever else maps the pool comes after them. The first to
 come creates the region as memory without a name (`memfd_create`) and announces it (`kvtier.rendezvous`);
@@ -59,16 +61,16 @@ class _Header(NamedTuple):
 
     magic: bytes
     num_slots: int
-    row_bytes: int
+    slot_bytes: int
     parties: int
     launch: bytes
 
     @property
     def region_bytes(self) -> int:
-        return _HEADER_BYTES + self.num_slots * self.row_bytes
+        return _HEADER_BYTES + self.num_slots * self.slot_bytes
 
     def __str__(self) -> str:
-        return f"{self.num_slots} slots of {self.row_bytes} bytes for {self.parties} parties"
+        return f"{self.num_slots} slots of {self.slot_bytes} bytes for {self.parties} parties"
 
 
 class Pool:
@@ -87,16 +89,16 @@ class Pool:
         self._header = _read_header(region)
         self._complete = False
         self._users = 1
-        count = self.num_slots * self.row_bytes
+        count = self.num_slots * self.slot_bytes
         flat = np.frombuffer(region, np.uint8, count, _HEADER_BYTES) if count else np.empty(0, np.uint8)
-        self._rows: npt.NDArray[np.uint8] | None = flat.reshape(self.num_slots, self.row_bytes)
+        self._rows: npt.NDArray[np.uint8] | None = flat.reshape(self.num_slots, self.slot_bytes)
 
     @classmethod
     def open(
         cls,
         engine_id: str,
         num_slots: int,
-        row_bytes: int,
+        slot_bytes: int,
         parties: int = 1,
         *,
         party: int = 0,
@@ -109,13 +111,13 @@ class Pool:
         tells engines apart that have one `engine_id` by mistake. `directory` is where the parties meet; the
         default is /dev/shm, or the temporary directory on systems without it. Some bytes are written there.
         """
-        if num_slots < 0 or row_bytes < 1 or not 0 <= party < parties <= MAX_PARTIES:
-            expected = f"expected num_slots >= 0, row_bytes >= 1 and 0 <= party < parties <= {MAX_PARTIES}"
-            wrong = f"num_slots={num_slots}, row_bytes={row_bytes}, party={party}, parties={parties}"
+        if num_slots < 0 or slot_bytes < 1 or not 0 <= party < parties <= MAX_PARTIES:
+            expected = f"expected num_slots >= 0, slot_bytes >= 1 and 0 <= party < parties <= {MAX_PARTIES}"
+            wrong = f"num_slots={num_slots}, slot_bytes={slot_bytes}, party={party}, parties={parties}"
             raise InputError(f"pool: {expected}, got {wrong}")
         _encode("engine_id", engine_id)
         launch = sha256(_encode("launch_id", launch_id)).digest()
-        header = _Header(_MAGIC, num_slots, row_bytes, parties, launch)
+        header = _Header(_MAGIC, num_slots, slot_bytes, parties, launch)
         if parties == 1:
             return cls(_map_private(header), party, None, None)
         path = path_of(engine_id, directory or default_directory())
@@ -157,13 +159,13 @@ class Pool:
         return self._header.num_slots
 
     @property
-    def row_bytes(self) -> int:
-        """The bytes of a row."""
-        return self._header.row_bytes
+    def slot_bytes(self) -> int:
+        """The bytes from one row to the next."""
+        return self._header.slot_bytes
 
     @property
     def rows(self) -> npt.NDArray[np.uint8]:
-        """The bytes of all slots, `(num_slots, row_bytes)`: the same memory for every party."""
+        """The bytes of all slots, `(num_slots, slot_bytes)`: the same memory for every party."""
         if self._rows is None:
             raise PoolError("pool: expected an open pool, got one that was closed")
         return self._rows
@@ -216,7 +218,7 @@ class Pool:
         if found != self._header or region[_ATTACHED + self._party] != 1:
             wrong = f"expected party {self._party} in {self._header!r}, found {found!r}"
             raise IntegrityError(f"pool: the header was overwritten: {wrong}")
-        if len(region) != found.region_bytes or self.rows.shape != (self.num_slots, self.row_bytes):
+        if len(region) != found.region_bytes or self.rows.shape != (self.num_slots, self.slot_bytes):
             raise IntegrityError(f"pool: expected {found.region_bytes} bytes mapped, found {len(region)}")
         is_gone = self._created and self._path is not None and not self._path.exists()
         if is_gone and not _all_attached(region, self._header):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from tests.tiers.mooncake_server import MooncakeServer, need_mooncake
 from tests.tiers.object_server import ToldServer, http_answer
 from tests.tiers.servers import RealServerSuite
@@ -34,8 +35,10 @@ from kvtier.tiers import factory
 from kvtier.tiers.base import Backend, BackendRow
 from kvtier.tiers.mooncake import MooncakeBackend
 from kvtier.tiers.mooncake_servers import must_answer
+from kvtier.tiers.value_header import HEADER_BYTES, pack_header
 
 PATIENCE = 60.0
+SLOT_BYTES = ROW_BYTES + 4096
 _prefixes = count()
 
 
@@ -64,7 +67,7 @@ class OpenBackend(MooncakeBackend):
 
 @pytest.fixture(scope="module")
 def joined(server: MooncakeServer) -> Iterator[OpenBackend]:
-    backend = OpenBackend(server.config("suite"), ROW_BYTES, timeout=PATIENCE)
+    backend = OpenBackend(server.config("suite"), ROW_BYTES, timeout=PATIENCE, slot_bytes=SLOT_BYTES)
     yield backend
     MooncakeBackend.close(backend)
 
@@ -108,34 +111,86 @@ class TestRows:
         monkeypatch.setattr(joined, "_prefix", f"run-{next(_prefixes)}")
         return joined
 
-    def in_pool(self, pool: np.ndarray, number: int, row: BackendRow) -> BackendRow:
-        memory = pool[number * ROW_BYTES : (number + 1) * ROW_BYTES]
-        memory[:] = np.frombuffer(payload_of(row), np.uint8)
-        return row._replace(pieces=(memory[:100].data, memory[100:].data))
+    @pytest.fixture
+    def pool(self, backend: MooncakeBackend) -> NDArray[np.uint8]:
+        """Memory that was lent, of twice 70 slots."""
+        pool = np.full((2 * 70, SLOT_BYTES), 0xEE, np.uint8)
+        backend.lend(pool.reshape(-1).data)
+        return pool
 
-    def test_rows_of_the_lent_pool(self, backend: MooncakeBackend) -> None:
-        """More rows than one call takes, with one between them that lies elsewhere."""
-        pool = np.zeros(2 * 70 * ROW_BYTES, np.uint8)
-        backend.lend(pool.data)
+    def in_pool(self, pool: NDArray[np.uint8], number: int, row: BackendRow) -> BackendRow:
+        memory = pool[number, :ROW_BYTES]
+        memory[:] = np.frombuffer(payload_of(row), np.uint8)
+        return row._replace(pieces=(memory.data,))
+
+    def test_rows_of_the_lent_pool(self, backend: MooncakeBackend, pool: NDArray[np.uint8]) -> None:
+        """With one between them that lies elsewhere, and one in pieces. No byte beside them changes."""
         rows = [self.in_pool(pool, number, sealed(number)) for number in range(70)]
         rows[40] = sealed(40)
+        whole = np.frombuffer(rows[50].pieces[0], np.uint8)
+        rows[50] = rows[50]._replace(pieces=(whole[:100].data, whole[100:].data))
         assert backend.write(rows) == [None] * 70
         found = [self.in_pool(pool, 70 + number, empty(number)) for number in range(70)]
         found[30] = empty(30)
         assert backend.read(found) == [row.seal for row in rows]
         assert [payload_of(row) for row in found] == [content(number) for number in range(70)]
+        assert (pool[:, ROW_BYTES + HEADER_BYTES :] == 0xEE).all()
 
-    def test_a_piece_at_the_end_of_the_pool_is_not_in_it(self, backend: MooncakeBackend) -> None:
-        pool = np.zeros(2 * ROW_BYTES, np.uint8)
-        backend.lend(pool[:ROW_BYTES].data)
-        half = ROW_BYTES // 2
+    def test_rows_of_the_lent_pool_are_not_copied(
+        self, backend: MooncakeBackend, pool: NDArray[np.uint8], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(backend, "_bounced", pytest.fail)
+        assert backend.write([self.in_pool(pool, number, sealed(number)) for number in range(70)])
+        assert backend.read([self.in_pool(pool, 70, empty(69))]) == [sealed(69).seal]
+        assert pool[70, :ROW_BYTES].tobytes() == content(69)
+
+    def test_a_value_is_the_row_and_then_its_header(
+        self, backend: MooncakeBackend, pool: NDArray[np.uint8]
+    ) -> None:
+        """As docs/formats.md has it, wherever the row lies."""
+        for row in (self.in_pool(pool, 0, sealed(1)), sealed(2)):
+            assert backend.write([row]) == [None]
+            name = f"{backend._prefix}/2/{row.scope:016x}/{row.key.hex()}"
+            (length,) = backend._store.batch_get_into([name], [pool[1].ctypes.data], [SLOT_BYTES])
+            assert pool[1, :length].tobytes() == payload_of(row) + pack_header(row)
+
+    def test_a_header_left_from_another_row_is_not_taken(
+        self, backend: MooncakeBackend, pool: NDArray[np.uint8], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A store that says the bytes have come, and has brought none."""
+
+        class Idle:
+            def batch_get_into(self, names: list[str], places: list[int], sizes: list[int]) -> list[int]:
+                return sizes
+
+        row = self.in_pool(pool, 0, sealed(1))
+        assert backend.write([row, sealed(2)]) == [None, None], "their headers are in slot and scratch"
+        monkeypatch.setattr(backend, "_store", Idle())
+        assert backend.read([row._replace(seal=b"")]) == [b""]
+        assert backend.read([empty(2)]) == [b""]
+
+    @pytest.mark.parametrize("start", [1, SLOT_BYTES // 2, 2 * SLOT_BYTES - ROW_BYTES, 2 * SLOT_BYTES])
+    def test_a_row_beside_the_slots_has_no_room(self, backend: MooncakeBackend, start: int) -> None:
+        """Not at the start of a slot, or beyond the end of what was lent."""
+        memory = np.full(4 * SLOT_BYTES, 0xEE, np.uint8)
+        backend.lend(memory[: 2 * SLOT_BYTES].data)
+        row, place = sealed(1), memory[start : start + ROW_BYTES]
+        place[:] = np.frombuffer(payload_of(row), np.uint8)
+        assert backend.write([row._replace(pieces=(place.data,))]) == [None]
+        assert backend.read([empty(1)]) == [row.seal]
+        assert (memory[:start] == 0xEE).all()
+        assert (memory[start + ROW_BYTES :] == 0xEE).all(), "what is behind it is not ours"
+
+    def test_a_pool_without_room_is_not_written_beside_its_rows(self, server: MooncakeServer) -> None:
+        memory = np.zeros(2 * ROW_BYTES, np.uint8)
+        backend = open_backend(server)
+        backend.lend(memory.data)
         row = sealed(1)
-        memory = pool[half : half + ROW_BYTES]
-        memory[:] = np.frombuffer(payload_of(row), np.uint8)
-        assert backend.write([row._replace(pieces=(memory.data,))]) == [None]
-        found = empty(1)
-        assert backend.read([found]) == [row.seal]
-        assert payload_of(found) == content(1)
+        memory[:ROW_BYTES] = np.frombuffer(payload_of(row), np.uint8)
+        assert backend.write([row._replace(pieces=(memory[:ROW_BYTES].data,))]) == [None]
+        assert not memory[ROW_BYTES:].any()
+        assert backend.read([empty(1)]) == [row.seal]
+        backend.close()
 
     def test_a_row_too_long_for_the_way_round_is_refused(self, backend: MooncakeBackend) -> None:
         row = empty(1)._replace(pieces=(memoryview(bytearray(ROW_BYTES + 1)),))
@@ -143,16 +198,27 @@ class TestRows:
             backend.write([row])
 
     @pytest.mark.parametrize("length", [1, 64, ROW_BYTES - 1])
-    def test_a_value_of_another_length_fails_its_check(self, backend: MooncakeBackend, length: int) -> None:
+    def test_a_value_of_another_length_fails_its_check(
+        self, backend: MooncakeBackend, pool: NDArray[np.uint8], length: int
+    ) -> None:
         short = sealed(1)
         short = short._replace(pieces=(short.pieces[0][:length],))
         assert backend.write([short]) == [None]
         found = empty(1)
-        assert backend.read([found]) == [b""], "too short"
+        assert backend.read([found, self.in_pool(pool, 0, found)]) == [b"", b""], "too short"
         backend.delete([found])
         assert backend.write([sealed(1)]) == [None]
         found = empty(1)._replace(pieces=(memoryview(bytearray(length)),))
         assert backend.read([found]) == [b""], "too long"
+
+    def test_a_value_too_long_for_its_slot_is_not_read_into_it(
+        self, backend: MooncakeBackend, pool: NDArray[np.uint8]
+    ) -> None:
+        row = self.in_pool(pool, 0, empty(1))
+        place = [pool[1].ctypes.data], [SLOT_BYTES]
+        assert backend._store.batch_put_from([backend._name(row)], *place, backend._replication) == [0]
+        assert backend.read([row]) == [b""]
+        assert (pool[0, ROW_BYTES + HEADER_BYTES :] == 0xEE).all()
 
     def test_a_swapped_value_has_the_other_seal(self, backend: MooncakeBackend) -> None:
         row = sealed(2)

@@ -659,6 +659,19 @@ class TestGeometry:
         assert 0 <= config.row_bytes - size * ranks * factor < 4096
         assert config.num_slots * config.row_bytes <= config.settings.cpu.capacity
 
+    def test_a_slot_has_room_behind_its_row_for_a_mooncake_store_alone(self) -> None:
+        mooncake = {"mooncake": {"master": "host:1", "metadata": "http://host/metadata"}}
+        valkey = {"valkey": {"url": "valkey://host"}}
+        for tiers, room in (([], 0), ([valkey], 0), ([valkey, mooncake], 4096)):
+            config = offloading(
+                settings=settings(cpu={"capacity": 100_000}, tiers=tiers),
+                groups=(group(bytes_per_block=8192),),
+            )
+            assert (config.row_bytes, config.slot_bytes) == (8192, 8192 + room)
+            assert config.num_slots == 100_000 // config.slot_bytes, "the room is part of the capacity"
+        with pytest.raises(ConfigError, match=r"expected at least one row \(8\.0 KiB\), .* got 7\.8 KiB"):
+            offloading(settings=settings(cpu={"capacity": 8000}, tiers=[mooncake]))
+
     def test_chunk_tokens_become_blocks(self) -> None:
         config = offloading(settings=settings(block_size=64))
         assert (config.settings.blocks_per_chunk, config.settings.chunk_tokens) == (4, None)

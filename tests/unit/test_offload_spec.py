@@ -19,7 +19,7 @@ from tests.unit.tier_kit import HandTier
 
 import kvtier.offload
 import kvtier.rendezvous
-from kvtier.config import DiskConfig
+from kvtier.config import DiskConfig, MooncakeConfig
 from kvtier.errors import ConfigError, LayoutError, OutsideError, PoolError
 from kvtier.keys import make_offload_key
 from kvtier.memory_limits import MemoryBound
@@ -321,6 +321,43 @@ def test_a_scheduler_in_a_process_of_its_own_is_a_party(tmp_path: Path) -> None:
     manager.shutdown()
     for spec in (*specs, scheduler):
         spec.shutdown()
+
+
+def test_rows_and_the_room_behind_them() -> None:
+    """With a Mooncake store slots are longer than rows: handlers and tiers find rows at their beginning."""
+    caches, tier = make_caches("kv_first"), HandTier()
+    store_config = MooncakeConfig(master="host:1", metadata="http://host/metadata")
+    config = make_config(caches, num_slots=64)
+    config = replace(config, settings=replace(config.settings, tiers=(store_config,)), namespace="test")
+    assert config.slot_bytes == config.row_bytes + 4096
+    spec = CPUOffloadingSpec(config, make_tier=lambda *_: tier)
+    manager = spec.get_manager()
+    assert isinstance(manager, TieredOffloadingManager)
+    assert tier.lent == [config.num_slots * config.slot_bytes]
+    (_, _, store), (_, _, load) = spec.get_handlers(canonicalize(caches.layers, caches.groups))
+    keys = [make_offload_key(bytes([number]) * 32, 0) for number in range(2)]
+    output = manager.prepare_store(keys, ReqContext())
+    assert output is not None
+    assert store.transfer_async(0, (GPULoadStoreSpec([1, 2]), output.store_spec))
+    assert store.wait({0}, PATIENCE)
+    manager.complete_store(keys, True, output.store_spec)
+    manager.end_step()
+    (job,) = tier.demotions.values()
+    pool = spec.open_pool().rows
+    for row, slot in zip(job.rows, output.store_spec.block_ids, strict=True):
+        (piece,) = row.pieces
+        assert piece.nbytes == config.row_bytes
+        assert np.frombuffer(piece, np.uint8).ctypes.data == pool[slot].ctypes.data
+        assert not pool[slot, config.row_bytes :].any(), "nobody but the store's tier writes there"
+        pool[slot, config.row_bytes :] = 7
+    assert load.transfer_async(0, (output.store_spec, GPULoadStoreSpec([11, 12])))
+    assert load.wait({0}, PATIENCE)
+    for layer in caches.layers.values():
+        assert (layer[:, 1:3] == layer[:, 11:13]).all()
+    for handler in (store, load):
+        handler.shutdown()
+    manager.shutdown()
+    spec.shutdown()
 
 
 def test_without_tiers_the_scheduler_maps_nothing() -> None:

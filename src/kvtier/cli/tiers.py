@@ -148,7 +148,8 @@ def _measure(tier: TierConfig, config: KVTierConfig, num_rows: int, row_bytes: i
     from kvtier.tiers.factory import make_tier
 
     group = GroupConfig(block_size=16, bytes_per_block=row_bytes, layer_names=("check",))
-    settings = replace(config, cpu=CPUConfig(capacity=row_bytes), blocks_per_chunk=1, tiers=(tier,))
+    room = CPUConfig(capacity=row_bytes + _PAGE)  # for one slot; no pool is opened
+    settings = replace(config, cpu=room, blocks_per_chunk=1, tiers=(tier,))
     engine = OffloadingConfig(
         settings=settings,
         groups=(group,),

@@ -102,7 +102,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         if self.config.num_slots == 0:
             logger.info("cpu.capacity is 0: nothing is stored and nothing is loaded")
         # Before books are made for it. Workers may have taken it by now, so what is free says nothing.
-        expect_total_memory(self.config.num_slots * self.config.row_bytes)
+        expect_total_memory(self.config.num_slots * self.config.slot_bytes)
         return CPUOffloadingManager(
             self.config.num_slots, settings.cpu.policy, store_threshold=settings.store_threshold
         )
@@ -116,6 +116,7 @@ class CPUOffloadingSpec(OffloadingSpec):
             pool,
             rows,
             tiers,
+            row_bytes=self.config.row_bytes,
             store_deadline=settings.store_deadline,
             is_namespace_known=lambda: self.config.tier_namespace_nowait() is not None,
             clock=self._clock,
@@ -150,7 +151,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         return Pool.open(
             config.engine_id,
             config.num_slots,
-            config.row_bytes,
+            config.slot_bytes,
             self.parties,
             party=party,
             launch_id=config.launch_id,

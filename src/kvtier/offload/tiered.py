@@ -84,7 +84,11 @@ class ConfiguredTier(NamedTuple):
 
 
 class TieredOffloadingManager(OffloadingManager):
-    """Keeps chunks in the pool and in tiers. `rows` are the pool's bytes, `(num_slots, row_bytes)`."""
+    """Keeps chunks in the pool and in tiers.
+
+    `rows` are the pool's bytes, `(num_slots, slot_bytes)`. A row is the first `row_bytes` of its slot, by
+    default all of it.
+    """
 
     def __init__(
         self,
@@ -92,12 +96,14 @@ class TieredOffloadingManager(OffloadingManager):
         rows: npt.NDArray[np.uint8],
         tiers: Sequence[ConfiguredTier],
         *,
+        row_bytes: int | None = None,
         store_deadline: float = 30.0,
         is_namespace_known: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool, self.tiers = pool, [tier for tier, _ in tiers]
-        self._rows, self._row_bytes = rows, rows.shape[1]
+        self._rows, self._slot_bytes = rows, rows.shape[1]
+        self._row_bytes = self._slot_bytes if row_bytes is None else row_bytes
         self._memory: memoryview = rows.reshape(-1).data
         self._through = [tier for tier, write in tiers if write == "through"]
         self._ahead = [tier for tier, write in tiers if write == "evict"]
@@ -346,7 +352,7 @@ class TieredOffloadingManager(OffloadingManager):
             self._rows, self._memory = self._rows[:0], memoryview(b"")
 
     def _piece(self, slot: int) -> memoryview:
-        start = slot * self._row_bytes
+        start = slot * self._slot_bytes
         return self._memory[start : start + self._row_bytes]
 
 

@@ -86,7 +86,7 @@ def _make_shared(tier: SharedTierConfig, config: OffloadingConfig, path: str) ->
     made = SharedTier(
         tier.kind,
         config.row_bytes,
-        partial(open_backend, tier, config.row_bytes, config.settings.load_deadline),
+        partial(open_backend, tier, config.row_bytes, config.settings.load_deadline, config.slot_bytes),
         namespace=config.tier_namespace_nowait,
         threads=_MOONCAKE_CALLS if isinstance(tier, MooncakeConfig) else tier.connections,
         seal_key=_read_seal_key(tier, path),
@@ -123,12 +123,15 @@ def expect_package(kind: str, path: str) -> None:
         )
 
 
-def open_backend(config: SharedTierConfig, row_bytes: int, timeout: float) -> Backend:
+def open_backend(
+    config: SharedTierConfig, row_bytes: int, timeout: float, slot_bytes: int | None = None
+) -> Backend:
     """Return a backend whose server has answered.
 
-    Where it can, it ends each call within `timeout` seconds.
+    Where it can, it ends each call within `timeout` seconds. `slot_bytes` is how far apart rows lie in the
+    memory that it is lent, by default one behind the other.
     """
-    backend = _make(config, row_bytes, timeout)
+    backend = _make(config, row_bytes, timeout, row_bytes if slot_bytes is None else slot_bytes)
     try:
         backend.contains([_NO_ROW])
     except BaseException:
@@ -137,7 +140,7 @@ def open_backend(config: SharedTierConfig, row_bytes: int, timeout: float) -> Ba
     return backend
 
 
-def _make(config: SharedTierConfig, row_bytes: int, timeout: float) -> Backend:
+def _make(config: SharedTierConfig, row_bytes: int, timeout: float, slot_bytes: int) -> Backend:
     if isinstance(config, ValkeyConfig):
         from kvtier.tiers.valkey import ValkeyBackend
 
@@ -148,4 +151,4 @@ def _make(config: SharedTierConfig, row_bytes: int, timeout: float) -> Backend:
         return ObjectBackend(config, row_bytes, timeout=timeout)
     from kvtier.tiers.mooncake import MooncakeBackend
 
-    return MooncakeBackend(config, row_bytes, timeout=timeout)
+    return MooncakeBackend(config, row_bytes, timeout=timeout, slot_bytes=slot_bytes)

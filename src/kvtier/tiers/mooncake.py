@@ -1,10 +1,13 @@
 """Rows in a Mooncake store: memory of many processes, found through one master.
 
-    {prefix}/{scope, 16 hex digits}/{key, hex}        a header (`value_header`) and the row
+    {prefix}/2/{scope, 16 hex digits}/{key, hex}        the row and a header (`value_header`) behind it
 
-`lend` registers the pool once; rows in it travel without a copy, other rows by way of a registered buffer of
-the calling thread. The store writes an object once: one that is there stays as it is, so a bad one has to be
-deleted. Any thread may call, several at once; calls block without the GIL.
+Each run of memory is a transfer of its own for the store, so a row and its header are one run: the pool's
+slots have room behind their rows, where `write` puts headers and `read` finds them. Whoever writes a slot or
+demotes it has its room, too. `lend` registers the pool once; rows in it travel without a copy. Rows
+elsewhere, or in slots without room, go one at a time by way of a registered buffer of the calling thread.
+The store writes an object once: one that is there stays as it is, so a bad one has to be deleted. Any thread
+may call, several at once; calls block without the GIL.
 
 The client has no deadline: with a dead master a call blocks for four seconds and more, so memory stays in
 use until it returns, and the tier above suspends. Worse, joining and leaving hold the GIL and so stop the
@@ -27,7 +30,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvtier.errors import ConfigError, InputError
 from kvtier.tier_config import MooncakeConfig
@@ -40,7 +42,9 @@ if TYPE_CHECKING:
 
 __all__ = ["MooncakeBackend"]
 
-_CALL_ROWS = 64
+_VERSION = 2
+"""Of values, told by their names. Before, the header was in front of the row."""
+_NO_HEADER = bytes(HEADER_BYTES)
 
 # What the store's calls return.
 _NO_SPACE = -200
@@ -90,39 +94,31 @@ def _leave() -> None:
 
 
 class _Scratch:
-    """Registered memory of one thread: the headers of a call's rows, and one row."""
+    """Registered memory of one thread: room for a row and its header."""
 
     def __init__(self, row_bytes: int) -> None:
-        self.memory = np.zeros(_CALL_ROWS * HEADER_BYTES + row_bytes, np.uint8)
-        self.headers = self.memory[: _CALL_ROWS * HEADER_BYTES].reshape(_CALL_ROWS, HEADER_BYTES)
-        self.row = self.memory[self.headers.nbytes :]
-        self.address = _address_of(self.memory.data)
-
-    def address_of_header(self, at: int) -> int:
-        return self.address + at * HEADER_BYTES
+        self.memory = memoryview(bytearray(row_bytes + HEADER_BYTES))
+        self.address = _address_of(self.memory)
 
 
 @dataclass(slots=True)
 class _Call:
-    """Some rows of a batch as the client's calls want them. Each begins with its header in `scratch`."""
+    """Some rows of a batch as the client's calls want them: each is one run of memory, its header last."""
 
-    scratch: _Scratch
     rows: list[BackendRow] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
-    addresses: list[list[int]] = field(default_factory=list)
-    sizes: list[list[int]] = field(default_factory=list)
-    bounced: bool = False
-    """The payload of the only row is in the scratch, too."""
+    addresses: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    headers: list[memoryview] = field(default_factory=list)
+    bounce: memoryview | None = None
+    """Where the payload of the only row is while it travels, if not in its own memory."""
 
-    def add(self, name: str, row: BackendRow, addresses: list[int], sizes: list[int]) -> None:
-        self.addresses.append([self.scratch.address_of_header(len(self.rows)), *addresses])
-        self.sizes.append([HEADER_BYTES, *sizes])
-        self.names.append(name)
+    def add(self, name: str, row: BackendRow, address: int, header: memoryview) -> None:
         self.rows.append(row)
-
-    @property
-    def bounce(self) -> NDArray[np.uint8]:
-        return self.scratch.row[: self.sizes[0][1]]
+        self.names.append(name)
+        self.addresses.append(address)
+        self.sizes.append(row.nbytes + HEADER_BYTES)
+        self.headers.append(header)
 
 
 class MooncakeBackend(Backend):
@@ -134,14 +130,20 @@ class MooncakeBackend(Backend):
     best.
     """
 
-    def __init__(self, config: MooncakeConfig, row_bytes: int, *, timeout: float) -> None:
-        """Join the store. `OSError`: a server does not answer in time. `ConfigError`: no package."""
+    def __init__(
+        self, config: MooncakeConfig, row_bytes: int, *, timeout: float, slot_bytes: int = 1
+    ) -> None:
+        """Join the store. `OSError`: a server does not answer in time. `ConfigError`: no package.
+
+        Rows in the memory that is lent are `slot_bytes` apart, and what is between them is ours.
+        """
         store_class, replication_class = _import_mooncake()
-        self._master, self._prefix, self._row_bytes = config.master, config.prefix, row_bytes
+        self._master, self._prefix = config.master, config.prefix
+        self._row_bytes, self._slot_bytes = row_bytes, slot_bytes
         facing = must_answer(config, timeout)
         self._replication: ReplicateConfig = replication_class()
         self._replication.replica_num = config.replicas
-        self._lent = range(0)
+        self._lent, self._lent_address = memoryview(b""), 0
         self._scratches = threading.local()
         self._registered: dict[int, memoryview] = {}  # memory that the client knows, by address
         self._closed = False
@@ -165,19 +167,19 @@ class MooncakeBackend(Backend):
         return f"MooncakeBackend({self._master})"
 
     def lend(self, memory: memoryview) -> None:
-        self._register(memory)
-        self._lent = range(_address_of(memory), _address_of(memory) + memory.nbytes)
+        if self._slot_bytes >= self._row_bytes + HEADER_BYTES:
+            self._register(memory)
+            self._lent, self._lent_address = memory.cast("B"), _address_of(memory)
 
     def write(self, rows: Sequence[BackendRow]) -> list[OSError | None]:
         answers: list[OSError | None] = []
         for call in self._calls(rows):
-            headers = b"".join([pack_header(row) for row in call.rows])
-            call.scratch.memory[: len(headers)] = np.frombuffer(headers, np.uint8)
-            if call.bounced:
+            for row, header in zip(call.rows, call.headers, strict=True):
+                header[:] = pack_header(row)
+            if call.bounce is not None:
                 pieces = [np.frombuffer(piece, np.uint8) for piece in call.rows[0].pieces]
-                np.concatenate(pieces, out=call.bounce)
-            put = self._store.batch_put_from_multi_buffers
-            codes = put(call.names, call.addresses, call.sizes, self._replication)
+                np.concatenate(pieces, out=np.frombuffer(call.bounce, np.uint8))
+            codes = self._store.batch_put_from(call.names, call.addresses, call.sizes, self._replication)
             answers += [None if code in (0, _EXISTS) else self._error(code) for code in codes]
             if _NO_MASTER in codes:
                 break  # the next call would block as long
@@ -186,8 +188,9 @@ class MooncakeBackend(Backend):
     def read(self, rows: Sequence[BackendRow]) -> list[bytes | OSError | None]:
         answers: list[bytes | OSError | None] = []
         for call in self._calls(rows):
-            call.scratch.headers[:] = 0
-            codes = self._store.batch_get_into_multi_buffers(call.names, call.addresses, call.sizes)
+            for header in call.headers:
+                header[:] = _NO_HEADER  # that of an earlier row must not be taken for this one's
+            codes = self._store.batch_get_into(call.names, call.addresses, call.sizes)
             for at, code in enumerate(codes):
                 answers.append(self._arrived(call, at, code))
             if _NO_MASTER in codes:
@@ -196,11 +199,11 @@ class MooncakeBackend(Backend):
 
     def _arrived(self, call: _Call, at: int, code: int) -> bytes | OSError | None:
         """Say what a get came to: the seal, an empty one if the object is no such row, or why it failed."""
-        row, nbytes = call.rows[at], sum(call.sizes[at])
+        row, nbytes = call.rows[at], call.sizes[at]
         if code == nbytes:
-            if call.bounced:
-                copy_into(row.pieces, call.bounce.data)
-            return seal_in(call.scratch.headers[at].data, row)
+            if call.bounce is not None:
+                copy_into(row.pieces, call.bounce)
+            return seal_in(call.headers[at], row)
         if code in (_ABSENT, _NOT_READY):
             return None
         if code >= 0 or code in (_INVALID, _TRANSFER_FAILED):
@@ -230,8 +233,8 @@ class MooncakeBackend(Backend):
         """Raise `OSError` if the store does not take as many bytes as a row has, or does not
         give them back.
         """
-        name, row = f"{self._prefix}/probe/{os.urandom(8).hex()}", self._scratch().row
-        address, size = [_address_of(row.data)], [row.nbytes]
+        name, scratch = f"{self._prefix}/probe/{os.urandom(8).hex()}", self._scratch()
+        address, size = [scratch.address], [scratch.memory.nbytes]
         (code,) = self._store.batch_is_exist([name])  # does not block if the master is gone
         if code < 0:
             raise self._error(code)
@@ -240,7 +243,7 @@ class MooncakeBackend(Backend):
             raise self._error(code)
         (code,) = self._store.batch_get_into([name], address, size)
         self._store.batch_remove([name], True)
-        if code != row.nbytes:
+        if code != scratch.memory.nbytes:
             raise self._error(code)
 
     def close(self) -> None:
@@ -249,49 +252,52 @@ class MooncakeBackend(Backend):
             for address in self._registered:
                 self._store.unregister_buffer(address)
             self._registered.clear()
+            self._lent = memoryview(b"")
             with _lock:
                 _unused.setdefault(self._joining, []).append(self._store)
 
     # -- inside ------------------------------------------------------------------------------------
 
     def _calls(self, rows: Sequence[BackendRow]) -> Iterator[_Call]:
-        """Cut a batch: rows in the lent memory together, up to a limit; any other by itself."""
-        scratch = self._scratch()
-        together = _Call(scratch)
+        """Cut a batch: rows in slots of the lent memory together, any other by itself."""
+        together = _Call()
         for row in rows:
-            addresses = [_address_of(piece) for piece in row.pieces]
-            sizes = [piece.nbytes for piece in row.pieces]
-            if self._is_lent(addresses, sizes):
-                together.add(self._name(row), row, addresses, sizes)
-            else:
-                if together.rows:  # its headers are in the scratch, which the next call uses
-                    yield together
-                    together = _Call(scratch)
-                yield self._bounced(scratch, row)
-            if len(together.rows) == _CALL_ROWS:
+            start = self._slot_of(row)
+            if start is not None:
+                end = start + self._row_bytes
+                header = self._lent[end : end + HEADER_BYTES]
+                together.add(self._name(row), row, self._lent_address + start, header)
+                continue
+            if together.rows:  # answers come in the order of the rows
                 yield together
-                together = _Call(scratch)
+                together = _Call()
+            yield self._bounced(row)
         if together.rows:
             yield together
 
-    def _bounced(self, scratch: _Scratch, row: BackendRow) -> _Call:
-        """Have a row travel by way of the scratch, because the client does not know its memory."""
+    def _slot_of(self, row: BackendRow) -> int | None:
+        """Return where in the lent memory the slot of a row begins; `None`: it is in none."""
+        if len(row.pieces) != 1 or row.pieces[0].nbytes != self._row_bytes:
+            return None
+        start = _address_of(row.pieces[0]) - self._lent_address
+        is_lent = 0 <= start <= self._lent.nbytes - self._slot_bytes
+        return start if is_lent and start % self._slot_bytes == 0 else None
+
+    def _bounced(self, row: BackendRow) -> _Call:
+        """Have a row travel by way of the scratch, because there is no room for a header behind it."""
         if row.nbytes > self._row_bytes:
             expected = f"at most {self._row_bytes} bytes outside of the memory that was lent"
             raise InputError(f"row: expected {expected}, got {row.nbytes}")
-        call = _Call(scratch, bounced=True)
-        call.add(self._name(row), row, [_address_of(scratch.row.data)], [row.nbytes])
+        scratch, end = self._scratch(), row.nbytes
+        call = _Call(bounce=scratch.memory[:end])
+        call.add(self._name(row), row, scratch.address, scratch.memory[end : end + HEADER_BYTES])
         return call
-
-    def _is_lent(self, addresses: list[int], sizes: list[int]) -> bool:
-        start, stop = self._lent.start, self._lent.stop
-        return all(start <= at and at + size <= stop for at, size in zip(addresses, sizes, strict=True))
 
     def _scratch(self) -> _Scratch:
         scratch: _Scratch | None = getattr(self._scratches, "own", None)
         if scratch is None:
             scratch = self._scratches.own = _Scratch(self._row_bytes)
-            self._register(scratch.memory.data)
+            self._register(scratch.memory)
         return scratch
 
     def _register(self, memory: memoryview) -> None:
@@ -302,7 +308,7 @@ class MooncakeBackend(Backend):
         self._registered[address] = memory
 
     def _name(self, row: BackendRow) -> str:
-        return f"{self._prefix}/{row.scope:016x}/{row.key.hex()}"
+        return f"{self._prefix}/{_VERSION}/{row.scope:016x}/{row.key.hex()}"
 
     def _error(self, code: int, what: str = "") -> OSError:
         number, problem = _ERRORS.get(code, (errno.EIO, "a call failed"))

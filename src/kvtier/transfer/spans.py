@@ -121,7 +121,7 @@ class Spans:
         """View the place of a stack, `offset` bytes into each block, in all rows."""
         _, refs, page = stack.shape
         shape = (self.pool.num_slots, self.bounds.blocks_per_chunk, refs, page)
-        strides = (self.pool.row_bytes, self.block_bytes[group], page, 1)
+        strides = (self.pool.slot_bytes, self.block_bytes[group], page, 1)
         return torch.from_numpy(
             np.ndarray(shape, np.int8, self.pool.rows, self._image_offset + offset, strides)
         )

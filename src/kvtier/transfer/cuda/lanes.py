@@ -187,7 +187,7 @@ class Lane(ABC):
         bounds, pool = memory.bounds, memory.pool_map
         if len(memory.parts) > 1 or len(memory.parts[0]) > 1 or bounds.blocks_per_chunk > 1:
             return None
-        return Plain(pool.first, pool.row_bytes, bounds.num_blocks, bounds.num_slots)
+        return Plain(pool.first, pool.slot_bytes, bounds.num_blocks, bounds.num_slots)
 
     def enter_thread(self) -> None:
         """Make the device that of the calling thread, if it has none."""

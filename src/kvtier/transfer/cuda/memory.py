@@ -65,7 +65,7 @@ class CudaMemory:
         ]
         self.stages, self.stage_of = self._find_stages(direct_bytes, stage_bytes)
         self.bounds = JobBounds(len(groups), len(first), pool.num_slots, config.settings.blocks_per_chunk)
-        self.pool_map = PoolMap(self.pinning.address, pool.row_bytes, self.pinning.seam, config)
+        self.pool_map = PoolMap(self.pinning.address, pool.slot_bytes, self.pinning.seam, config)
 
     def _find_stages(
         self, direct_bytes: int, stage_bytes: int

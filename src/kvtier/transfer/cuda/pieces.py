@@ -265,25 +265,25 @@ class PoolMap:
     No range crosses a multiple of `seam` bytes: memory is pinned in pieces of that size.
     """
 
-    def __init__(self, address: int, row_bytes: int, seam: int, config: OffloadingConfig) -> None:
+    def __init__(self, address: int, slot_bytes: int, seam: int, config: OffloadingConfig) -> None:
         self.address, self.seam = address, seam
         self.first = address + config.rank * config.max_image_bytes
         """Where this rank's image of the first slot is."""
-        self.row_bytes = row_bytes
+        self.slot_bytes = slot_bytes
         self._per_chunk = config.settings.blocks_per_chunk
         self._block_bytes = np.array([group.bytes_per_block for group in config.groups], np.int64)
 
     def rows(self, plan: Plan) -> Rows:
         """Return where the blocks of a job are."""
         if self._per_chunk == 1:
-            return Rows(plan.slots, self.first, self.row_bytes)
+            return Rows(plan.slots, self.first, self.slot_bytes)
         return Rows(
-            plan.slots * self.row_bytes + plan.indices * self._block_bytes[plan.groups], self.first, 1
+            plan.slots * self.slot_bytes + plan.indices * self._block_bytes[plan.groups], self.first, 1
         )
 
     def alignment(self, part: Part, group: int) -> int:
         """Return what divides all places of a part of a group's blocks, at most 16."""
-        return math.gcd(16, self.first, self.row_bytes, int(self._block_bytes[group]), part.offset)
+        return math.gcd(16, self.first, self.slot_bytes, int(self._block_bytes[group]), part.offset)
 
     def ranges(self, pages: Pages, blocks: Ints, places: Ints) -> Ranges:
         """Return the ranges between pages on the device and blocks in the pool.

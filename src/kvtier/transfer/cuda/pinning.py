@@ -54,9 +54,11 @@ class Pinning:
         self.address = pool.rows.ctypes.data
         size = pool.rows.nbytes
         rows = (
-            max(1, PIECE_BYTES // pool.row_bytes) if pool.row_bytes % _PAGE == 0 else max(1, pool.num_slots)
+            max(1, PIECE_BYTES // pool.slot_bytes)
+            if pool.slot_bytes % _PAGE == 0
+            else max(1, pool.num_slots)
         )
-        self.seam = rows * pool.row_bytes
+        self.seam = rows * pool.slot_bytes
         pieces = {self.address + at: min(self.seam, size - at) for at in range(0, size, self.seam)}
         addresses, error = _pin_all(pieces, prepare_thread, pin)
         self._unpin = weakref.finalize(self, _unpin_all, addresses, unpin, pool.rows)
