@@ -46,7 +46,6 @@ from kvtier.config import DiskConfig, OffloadingConfig, TierConfig
 from kvtier.offload.tiered import TieredOffloadingManager
 from kvtier.testing.faulty_backend import BackendFaultPlan, FaultyBackend
 from kvtier.testing.memory_tier import MemoryServer
-from kvtier.tier_config import read_tiers
 from kvtier.tiers import questions
 from kvtier.tiers.base import Backend, Outcome, Tier
 from kvtier.tiers.factory import open_backend
@@ -162,10 +161,19 @@ class RealScenario(SharedScenario):
 
     real: ServerKind = field(kw_only=True)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ((kind, settings),) = self.real.tier.items()
+        (drawn,) = self.settings["tiers"][0].values()
+        self.settings["tiers"] = [{kind: settings | {"write": drawn["write"]}}]
+        if kind == "mooncake":  # behind each row is as much room
+            self.settings["cpu"]["capacity"] *= 2
+
     def open_backend(self, config: OffloadingConfig) -> Backend:
-        (settings,) = read_tiers("tiers", [self.real.tier])
+        (settings,) = config.settings.tiers
         assert not isinstance(settings, DiskConfig)
-        client = open_backend(settings, config.row_bytes, self.settings["load_deadline"])
+        deadline = config.settings.load_deadline
+        client = open_backend(settings, config.row_bytes, deadline, config.slot_bytes)
         self.faulty = FaultyBackend(client, self.faulty.plan)
         return self.faulty
 

@@ -391,7 +391,8 @@ class TestServers:
         """Joining would stop the process for two seconds, in vain, again and again."""
         monkeypatch.setattr("kvtier.tiers.mooncake._import_mooncake", lambda: (pytest.fail, pytest.fail))
         config = MooncakeConfig(master=server.address, metadata=server.metadata.replace("/metadata", path))
-        with pytest.raises(OSError, match=r"is no metadata server \(HTTP 404\); are port and path right\?"):
+        problem = r"is no metadata server \(HTTP 404\); are port, path and no_proxy right\?"
+        with pytest.raises(OSError, match=problem):
             MooncakeBackend(config, ROW_BYTES, timeout=PATIENCE)
 
     def test_a_process_ends_whatever_the_store_does(self, own: MooncakeServer) -> None:
