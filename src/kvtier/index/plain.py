@@ -191,10 +191,12 @@ class PlainTable:
 
     def _has_room(self, for_block: bool, for_set: bool) -> bool:
         """Tell whether a block or a set more fits into the budget; sweep first if that helps."""
-        needed = for_block * _BLOCK_BYTES + for_set * _SET_BYTES
-        if self._bytes() + needed > self._budget and self._dead:
+        most = self._budget - for_block * _BLOCK_BYTES - for_set * _SET_BYTES
+        if self._bytes() <= most:
+            return True
+        if self._dead:
             self._sweep()
-        return self._bytes() + needed <= self._budget
+        return self._bytes() <= most
 
     def _new_set(self, mask: int) -> _Holders:
         new = self._sets[mask] = _Holders(mask)
