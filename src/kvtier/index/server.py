@@ -16,8 +16,8 @@ from typing import Self
 
 from kvtier.errors import InputError, OutsideError
 from kvtier.index.access import Access, read_token
-from kvtier.index.api import Api
 from kvtier.index.http import HttpLimits, HttpServer
+from kvtier.index.routes import Api
 from kvtier.index.service import GroupKey, Registration, Service, Settings
 
 __all__ = [
