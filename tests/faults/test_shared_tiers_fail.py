@@ -182,6 +182,7 @@ class RealPlayer(SharedPlayer):
     """Kills the server, stops it, and starts it again. Both players know how it is."""
 
     scenario: RealScenario
+    patience: ClassVar[float] = PATIENCE  # some clients' calls have no deadline
     is_down: ClassVar[bool] = False
     is_silent: ClassVar[bool] = False
 
