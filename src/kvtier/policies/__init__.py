@@ -1,8 +1,8 @@
 """Policies: who leaves a full tier, by name.
 
 `lru` and `arc` are ours. Any other `CachePolicy` is named by its import path, `"package.module:Class"`, or
-by a name that its package gave to `register_policy`. `kvtier.testing.PolicySuite` says whether a policy
-keeps the contract.
+by a name that its package gave to `register_policy`; it is made guarded: where it fails, LRU goes on.
+`kvtier.testing.PolicySuite` says whether a policy keeps the contract.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from importlib import import_module
 from kvtier.errors import ConfigError, InputError, KVTierError, show_value
 from kvtier.policies.arc import ARCPolicy
 from kvtier.policies.base import CachePolicy, KeysOf, Slots
+from kvtier.policies.guarded import GuardedPolicy
 from kvtier.policies.lru import LRUPolicy
 
 __all__ = [
     "ARCPolicy",
     "CachePolicy",
+    "GuardedPolicy",
     "KeysOf",
     "LRUPolicy",
     "Slots",
@@ -29,6 +31,7 @@ __all__ = [
 ]
 
 _FIELD = "cpu.policy"
+_OURS = LRUPolicy, ARCPolicy
 _policies: dict[str, type[CachePolicy] | str] = {"lru": LRUPolicy, "arc": ARCPolicy}
 
 
@@ -54,7 +57,9 @@ def make_policy(name: str, capacity: int) -> CachePolicy:
     policy = name if ":" in name else _policies.get(name)
     if policy is None:
         raise ConfigError(_FIELD, _unknown(name))
-    return _make_imported(policy, capacity) if isinstance(policy, str) else policy(capacity)
+    if isinstance(policy, str):
+        policy = _import(policy)
+    return policy(capacity) if policy in _OURS else _make_guarded(policy, capacity)
 
 
 def _unknown(name: str) -> str:
@@ -63,10 +68,10 @@ def _unknown(name: str) -> str:
     return f"expected one of {', '.join(policy_names())} or 'package.module:Class', got {name!r}{hint}"
 
 
-def _make_imported(path: str, capacity: int) -> CachePolicy:
-    policy = _import(path)
+def _make_guarded(policy: type[CachePolicy], capacity: int) -> CachePolicy:
+    path = f"{policy.__module__}:{policy.__qualname__}"
     with _blamed(f"expected a policy that can be made for {capacity} slots, got {path!r}"):
-        return policy(capacity)
+        return GuardedPolicy(policy(capacity))
 
 
 def _import(path: str) -> type[CachePolicy]:

@@ -1,0 +1,130 @@
+"""`GuardedPolicy`: a policy of somebody else's, which may choose badly and can do no worse.
+
+Who leaves is decided on the engine's scheduler thread. A policy that raises there, or names slots that may
+not leave, is told of in the log and asked no more: LRU goes on in its place, with the uses that it was told
+of all along. What a policy is given are copies: the slots of a store are also those of its transfer. Called
+on the scheduler thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import numpy as np
+
+from kvtier.errors import InputError
+from kvtier.keys import OffloadKey
+from kvtier.policies.base import CachePolicy, KeysOf, Slots
+from kvtier.policies.lru import LRUPolicy
+from kvtier.policies.slots import Mask
+
+__all__ = ["GuardedPolicy"]
+
+logger = logging.getLogger(__name__)
+
+
+class GuardedPolicy(CachePolicy):
+    """Asks `policy` as long as it keeps the contract, and LRU from then on."""
+
+    def __init__(self, policy: CachePolicy) -> None:
+        super().__init__(policy.capacity)
+        self.policy = policy
+        """Who is asked."""
+        self._lru = LRUPolicy(policy.capacity)
+        self._is_ranked = np.zeros(policy.capacity, dtype=np.bool_)
+
+    def insert(self, slots: Slots, keys: list[OffloadKey]) -> None:
+        self._tell("insert", lambda: self.policy.insert(slots.copy(), keys.copy()))
+        self._lru.insert(slots, keys)
+        self._is_ranked[slots] = True
+
+    def touch(self, slots: Slots, reused: Mask) -> None:
+        self._tell("touch", lambda: self.policy.touch(slots.copy(), reused.copy()))
+        self._lru.touch(slots, reused)
+
+    def evict(self, count: int, evictable: Mask, keys_of: KeysOf) -> Slots:
+        allowed = evictable & self._is_ranked
+        victims = self._ask(
+            "evict",
+            lambda: self.policy.evict(count, evictable.copy(), keys_of),
+            lambda slots: _is_choice(slots, count, allowed),
+        )
+        if victims is None:
+            victims = self._lru.evict(count, evictable, keys_of)
+        else:
+            self._lru.remove(victims)
+        self._is_ranked[victims] = False
+        return victims
+
+    def remove(self, slots: Slots) -> None:
+        self._tell("remove", lambda: self.policy.remove(slots.copy()))
+        self._lru.remove(slots)
+        self._is_ranked[slots] = False
+
+    def clear(self) -> None:
+        self._tell("clear", lambda: self.policy.clear())
+        self._lru.clear()
+        self._is_ranked[:] = False
+
+    def ranked(self) -> Slots:
+        ranked = self._ask(
+            "ranked",
+            lambda: self.policy.ranked(),
+            lambda slots: _is_choice(slots, self.capacity, self._is_ranked),
+        )
+        return self._lru.ranked() if ranked is None else ranked
+
+    def coldest(self, count: int, evictable: Mask) -> Slots:
+        allowed = evictable & self._is_ranked
+        coldest = self._ask(
+            "coldest",
+            lambda: self.policy.coldest(count, evictable.copy()),
+            lambda slots: _is_choice(slots, count, allowed),
+        )
+        return self._lru.coldest(count, evictable) if coldest is None else coldest
+
+    def check(self) -> None:
+        self.policy.check()
+
+    def _tell(self, call: str, tell: Callable[[], None]) -> None:
+        try:
+            if self.policy is not self._lru:
+                tell()
+        except Exception as error:
+            self._replace(call, error)
+
+    def _ask(self, call: str, ask: Callable[[], Slots], is_right: Callable[[Slots], bool]) -> Slots | None:
+        """Return the policy's answer; `None`: LRU has to answer."""
+        if self.policy is self._lru:
+            return None
+        try:
+            slots = np.array(ask(), dtype=np.int64)
+            if is_right(slots):
+                return slots
+            raise InputError(f"expected different slots that may leave, as many as asked for; got {slots}")
+        except Exception as error:
+            self._replace(call, error)
+            return None
+
+    def _replace(self, call: str, error: Exception) -> None:
+        is_ours = isinstance(error, InputError)
+        logger.error(
+            "policy %s: %s failed (%s); going on with lru until the engine starts again",
+            type(self.policy).__qualname__, call, error if is_ours else repr(error),
+            exc_info=None if is_ours else error,
+        )  # fmt: skip
+        self.policy = self._lru
+
+
+def _is_choice(slots: Slots, count: int, allowed: Mask) -> bool:
+    """Say whether these are `count` different slots that are allowed, or all of them if those are fewer."""
+    chosen = np.zeros_like(allowed)
+    if slots.ndim != 1 or (slots < 0).any() or (slots >= len(allowed)).any():
+        return False
+    chosen[slots] = True
+    num_chosen = int(np.count_nonzero(chosen))
+    return (
+        num_chosen == len(slots) == min(count, int(np.count_nonzero(allowed)))
+        and not (chosen & ~allowed).any()
+    )
