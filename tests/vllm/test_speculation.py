@@ -42,18 +42,20 @@ MODELS = {
     "eagle3": save_eagle3,
     "mtp": save_mtp,
 }
+FOLDER = "drafting"
+"""Of models. vLLM takes a draft model for an EAGLE head if `eagle3` is in its path, as in `eagle31`."""
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def drafting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Drafting:
     """A model with one group or two, and what drafts for it."""
-    return MODELS[request.param](tmp_path_factory.mktemp(request.param))
+    return MODELS[request.param](tmp_path_factory.mktemp(FOLDER))
 
 
 @pytest.fixture(scope="module")
 def eagle(tmp_path_factory: pytest.TempPathFactory) -> Drafting:
     """A model with one group, and a head for it."""
-    return save_eagle(tmp_path_factory.mktemp("eagle"))
+    return save_eagle(tmp_path_factory.mktemp(FOLDER))
 
 
 @contextmanager
