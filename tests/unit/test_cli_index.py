@@ -62,6 +62,21 @@ def test_who_may_change_what_is_followed(tmp_path: Path) -> None:
         assert status_of(f"{url}/workers", Host="other.svc") == 403
 
 
+def test_a_cold_server_answers_before_its_loops_are_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("numba", reason="without numba there is nothing to compile")
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("KVTIER_INDEX", raising=False)
+    body = b'{"instance_id": 1, "model_name": "m", "endpoint": "tcp://127.0.0.1:1", "block_size": 4}'
+    with serving() as url:
+        assert status_of(f"{url}/register", body, **{"Content-Type": "application/json"}) == 201
+        assert ask(f"{url}/query", {"model_name": "m", "token_ids": TOKENS})["instances"] == {}
+        with urlopen(f"{url}/metrics", timeout=10) as reply:
+            lines = reply.read().decode().splitlines()
+        assert [line[-1] for line in lines if line.startswith("kvtier_index_compiled{")] == ["0"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_it_answers_who_holds_a_prompt_until_it_is_told_to_end(number: signal.Signals) -> None:
     publisher = ZmqEventPublisher(

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, Self
 
+import msgspec
 import pytest
 import zmq
 from tests.unit.server_kit import SMALL, Client, T, publish, publishing, registered, stored, until
@@ -546,3 +547,31 @@ def test_a_block_size_that_comes_later_loses_nothing() -> None:
         assert (index.incomplete(), index.block_size) == (why, 4)
     finally:
         service.close()
+
+
+def test_places_beyond_the_bound_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    with IndexServer(settings=SMALL) as server, publishing() as publisher:
+        client = Client(server.url)
+        client("POST", "/register", registered(publisher))
+        one = stored([1], None, T[:4], "STORAGE")
+        for tier in range(20):
+            publish(publisher, msgspec.structs.replace(one, ownership=f"tier{tier}"))
+        until(lambda: client.query(T)["states"] == {"1": {"0": "degraded"}})
+        assert "places beyond the 16" in client.query(T)["reasons"]["1"]["0"]
+        refused = 'kvtier_index_refused_total{model="m",routing_group="default"}'
+        until(lambda: client.metrics()[refused] >= 4)
+    told = [record.levelname for record in caplog.records if record.name.startswith("kvtier.index")]
+    assert told == ["WARNING"]
+
+
+@pytest.mark.parametrize("by", ["setting", "environment"])
+def test_a_compiled_form_that_is_asked_for_is_compiled_before_it_serves(
+    by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("numba", reason="without numba there is nothing to compile")
+    warmed: list[str] = []
+    monkeypatch.setattr(PrefixIndex, "warm_up", lambda index: warmed.append(index.form))
+    if by == "environment":
+        monkeypatch.setenv("KVTIER_INDEX", "numba")
+    Service(Settings(budget=4 << 20, form="numba" if by == "setting" else None)).close()
+    assert warmed == ["numba"]

@@ -213,7 +213,7 @@ class Service:
         self._sources: dict[str, Followed] = {}
         self._numbers = count()
         probe = self._new_index(1, budget=1 << 20)
-        if self.settings.form == "numba":
+        if probe.form == "numba":
             probe.warm_up()
         self._subscriber: Subscriber[Any] = Subscriber(decode=probe.decoder(), limits=self.settings.limits)
         self._thread = threading.Thread(target=self._follow, name="kvtier-index", daemon=True)
