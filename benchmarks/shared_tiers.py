@@ -45,10 +45,10 @@ from kvtier.config import ROW_ALIGNMENT
 from kvtier.keys import OffloadKey
 from kvtier.tier_config import MooncakeConfig, ObjectConfig, ValkeyConfig
 from kvtier.tiers.base import Backend, BackendRow, LentRow, Outcome
-from kvtier.tiers.io import Direction, IOThreads
+from kvtier.tiers.io_threads import Direction, IOThreads
 from kvtier.tiers.mooncake import MooncakeBackend
-from kvtier.tiers.mover import JobRows
 from kvtier.tiers.object import ObjectBackend
+from kvtier.tiers.row_mover import JobRows
 from kvtier.tiers.seal import SealScope, seal_of
 from kvtier.tiers.valkey import ValkeyBackend
 

@@ -23,7 +23,7 @@ from kvtier.tiers.base import BackendRow, Outcome, TierMiss
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.disk import files as files_module
 from kvtier.tiers.disk.folder import FolderLock, find_places, place_name, taken_bytes
-from kvtier.tiers.io import Direction, IOThreads
+from kvtier.tiers.io_threads import Direction, IOThreads
 from kvtier.tiers.seal import SealScope
 from kvtier.tiers.slot_table import SlotTable
 

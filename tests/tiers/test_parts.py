@@ -16,9 +16,9 @@ from kvtier.tiers.base import Backend, BackendRow, LentRow, Outcome
 from kvtier.tiers.disk.header import PAGE_BYTES, DiskHeader, pack_header, read_header
 from kvtier.tiers.disk.records import EMPTY, RECORD_BYTES, pack_record, read_records
 from kvtier.tiers.health import TierHealth
-from kvtier.tiers.io import Direction, IOThreads
-from kvtier.tiers.mover import JobRows
-from kvtier.tiers.recent import RecentKeys
+from kvtier.tiers.io_threads import Direction, IOThreads
+from kvtier.tiers.recent_keys import RecentKeys
+from kvtier.tiers.row_mover import JobRows
 from kvtier.tiers.seal import SealScope, seal_of
 from kvtier.tiers.slot_table import SlotTable
 from kvtier.tiers.write_limit import WriteLimit

@@ -18,7 +18,7 @@ from kvtier.testing.faulty_backend import FaultyBackend
 from kvtier.testing.memory_tier import MemoryBackend, MemoryServer, make_shared_tier
 from kvtier.testing.tier_suite import ROW_BYTES, StandingClock, TierDriver, content, keys
 from kvtier.tiers.base import BackendRow, Outcome
-from kvtier.tiers.io import Direction, IOReport, IOThreads
+from kvtier.tiers.io_threads import Direction, IOReport, IOThreads
 from kvtier.tiers.seal import SealKey, SealScope, read_seal_key, seal_of
 
 blake3 = pytest.importorskip("blake3", reason="needs the package blake3: pip install blake3")

@@ -34,7 +34,7 @@ from kvtier.testing.faulty_backend import FaultyBackend
 from kvtier.testing.memory_tier import make_shared_tier
 from kvtier.tier_config import ValkeyConfig
 from kvtier.tiers.base import Backend, BackendRow, Outcome
-from kvtier.tiers.io import Direction, IOReport, IOThreads
+from kvtier.tiers.io_threads import Direction, IOReport, IOThreads
 from kvtier.tiers.seal import SealScope
 from kvtier.tiers.valkey import ValkeyBackend
 from kvtier.tiers.valkey import backend as valkey_backend

@@ -138,6 +138,6 @@ def test_the_walks_name_what_there_is(names: Names) -> None:
 
 def test_a_hop_that_is_gone_is_found(names: Names) -> None:
     hops = hops_of(
-        "## Three walks\n`…Scheduler.build_connector_meta` → `tiers/io.IOThreads.gone`, `lost`\n## "
+        "## Three walks\n`…Scheduler.build_connector_meta` → `tiers/io_threads.IOThreads.gone`, `lost`\n## "
     )
-    assert [hop for hop in hops if not names.has(hop)] == ["tiers/io.IOThreads.gone", "lost"]
+    assert [hop for hop in hops if not names.has(hop)] == ["tiers/io_threads.IOThreads.gone", "lost"]

@@ -33,8 +33,8 @@ from kvtier.events.publish.outbox import Overflow
 from kvtier.events.publish.sender import Sender
 from kvtier.events.publish.snapshot import Snapshot
 from kvtier.events.publish.state import SHARDS, PublishedState, Record, runs
-from kvtier.events.shapes import OUTER
 from kvtier.events.wire import U64, batch_ends, decode_batch
+from kvtier.events.wire_structs import OUTER
 
 settings.register_profile("state", deadline=None)
 settings.load_profile("state")

@@ -23,7 +23,17 @@ import msgspec
 import xxhash
 
 from kvtier.errors import show_value
-from kvtier.events.shapes import (
+from kvtier.events.types import (
+    MEDIUM_CPU,
+    MEDIUM_GPU,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    ExternalBlockHash,
+    KVCacheEvent,
+    Mark,
+)
+from kvtier.events.wire_structs import (
     CARRIERS,
     EACH,
     MARK_KEY,
@@ -34,16 +44,6 @@ from kvtier.events.shapes import (
     Encoding,
     Event,
     encoding_of,
-)
-from kvtier.events.types import (
-    MEDIUM_CPU,
-    MEDIUM_GPU,
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    ExternalBlockHash,
-    KVCacheEvent,
-    Mark,
 )
 
 __all__ = [

@@ -1,7 +1,7 @@
 """The two forms of an index, compiled and plain, which one is used, and how they share the budget.
 
 `auto` is plain until numba has compiled everything in the background, and then compiled: see
-`kvtier.index.moving`. Any thread may call these functions.
+`kvtier.index.form_switch`. Any thread may call these functions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 from kvtier.errors import InputError
 from kvtier.index.base import MIN_COMPILED_BYTES, Table
 from kvtier.index.names import Names, PlainNames
-from kvtier.index.plain import PlainTable
+from kvtier.index.plain_table import PlainTable
 
 __all__ = ["AUTO", "FORMS", "Allowance", "Form", "Keys", "allowance_of", "choose_form", "make_form"]
 

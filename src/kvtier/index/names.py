@@ -70,7 +70,7 @@ class Names(Protocol):
 
 
 class PlainNames:
-    """Names in dicts. A `twin` is put the same names: see `kvtier.index.moving`."""
+    """Names in dicts. A `twin` is put the same names: see `kvtier.index.form_switch`."""
 
     def __init__(self, table: Table, budget: int) -> None:
         """Name blocks of `table`, in at most `budget` bytes."""

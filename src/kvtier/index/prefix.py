@@ -36,10 +36,10 @@ from kvtier.errors import InputError, IntegrityError
 from kvtier.events.types import MEDIUM_GPU, BlockRemoved, BlockStored
 from kvtier.events.updates import Received, Reset, Update
 from kvtier.events.wire import Batch, DecodedBatch, EventEncoder, frame_batch
-from kvtier.index import moving
+from kvtier.index import form_switch
 from kvtier.index.base import MAX_AREAS, Hashes, Match, StorageTier
+from kvtier.index.event_intake import Intake
 from kvtier.index.forms import AUTO, Allowance, Keys, allowance_of, choose_form, make_form
-from kvtier.index.intake import Intake
 from kvtier.index.workers import KnownWorker
 from kvtier.index.xxh3 import chain_keys, local_hashes, seed_of, token_array
 from kvtier.keys import extra_keys_of, hash_to_u64
@@ -126,7 +126,7 @@ class PrefixIndex:
         self._names: tuple[str | None, ...] = ()
         self._intake = Intake(self._form, keys, block_size)
         if self._wanted == AUTO:
-            moving.start(self)
+            form_switch.start(self)
 
     @property
     def block_size(self) -> int | None:
@@ -145,7 +145,7 @@ class PrefixIndex:
 
     def decoder(self) -> Callable[[bytes], Batch]:
         """Return what reads batches fastest for this index, for a subscriber. Each thread needs its own."""
-        return moving.BatchDecoder(self)
+        return form_switch.BatchDecoder(self)
 
     def warm_up(self) -> None:
         """Compile what this kind of index needs: a minute once on a machine, then next to nothing."""
@@ -167,9 +167,9 @@ class PrefixIndex:
         twin._form.names.sweep()
 
     def go_over(self) -> Iterator[None]:
-        """Go over from the plain form to the compiled one, a slice for each turn: see `moving`."""
+        """Go over from the plain form to the compiled one, a slice for each turn: see `form_switch`."""
         new = make_form("numba", self.keys, self._budget)
-        yield from moving.move(self._lock, self._form, new, self._budget - self._allowance.limit)
+        yield from form_switch.move(self._lock, self._form, new, self._budget - self._allowance.limit)
 
     # -- workers -----------------------------------------------------------------------------------
 

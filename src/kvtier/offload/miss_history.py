@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from kvtier.keys import OffloadKey
 from kvtier.offload.base import MissReason
-from kvtier.tiers.recent import RecentKeys
+from kvtier.tiers.recent_keys import RecentKeys
 
 __all__ = ["MissHistory"]
 

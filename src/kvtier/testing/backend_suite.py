@@ -25,8 +25,8 @@ import pytest
 from kvtier.keys import OffloadKey, make_offload_key
 from kvtier.testing.faulty_backend import BackendFault, BackendFaultPlan, FaultyBackend
 from kvtier.tiers.base import Backend, BackendRow, Outcome
-from kvtier.tiers.io import Direction, IOReport, IOThreads
-from kvtier.tiers.mover import JobRows
+from kvtier.tiers.io_threads import Direction, IOReport, IOThreads
+from kvtier.tiers.row_mover import JobRows
 from kvtier.tiers.seal import SealScope, seal_of
 
 __all__ = ["NUM_PLACES", "ROW_BYTES", "BackendSuite"]

@@ -1,6 +1,6 @@
 """The two contracts below the pool: `Tier`, which a manager talks to, and `Backend`, which moves bytes.
 
-    manager (scheduler thread)  ->  Tier  ->  tiers/io (its threads)  ->  Backend  ->  disk, server, ...
+    manager (scheduler thread)  ->  Tier  ->  tiers/io_threads  ->  Backend  ->  disk, server, ...
 
 A `Tier` belongs to the scheduler thread: it knows what it holds, takes promotions and demotions, and tells
 by `poll` what became of them. None of its methods blocks except `wait_any` and `close`, and, for half a

@@ -1,7 +1,7 @@
 """`IOTier`: what tiers have in common that move rows by I/O threads, whatever they know of what they hold.
 
-It turns jobs into work for `tiers/io`, what becomes of it into results and counts, and calls that are
-stuck or fail into a suspension (`tiers/health`), which a probe ends. What cannot be opened is tried
+It turns jobs into work for `tiers/io_threads`, what becomes of it into results and counts, and calls that
+are stuck or fail into a suspension (`tiers/health`), which a probe ends. What cannot be opened is tried
 again with growing pauses. A tier over it says how it opens, which rows it takes, and what a row that was
 read or written means for its books: `_settle_read`, `_settle_write`. Scheduler thread only; nothing
 blocks but `wait_open`, `wait_any` and `close`.
@@ -28,9 +28,9 @@ from kvtier.tiers.base import (
     TierStats,
 )
 from kvtier.tiers.health import TierHealth
-from kvtier.tiers.io import Direction, IOReport, IOThreads
-from kvtier.tiers.mover import JobRows, say_error
-from kvtier.tiers.recent import RecentKeys
+from kvtier.tiers.io_threads import Direction, IOReport, IOThreads
+from kvtier.tiers.recent_keys import RecentKeys
+from kvtier.tiers.row_mover import JobRows, say_error
 from kvtier.tiers.seal import SealKey, SealScope
 
 __all__ = ["REMEMBERED", "IOTier"]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey
-from kvtier.tiers.recent import RecentKeys
+from kvtier.tiers.recent_keys import RecentKeys
 
 __all__ = ["KnownRows", "Question", "Questions"]
 

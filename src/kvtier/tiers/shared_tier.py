@@ -25,11 +25,11 @@ from itertools import compress
 from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey
 from kvtier.tiers.base import Backend, BackendRow, Outcome, TierJob, TierMiss, TierResult
-from kvtier.tiers.io import Direction, IOReport
+from kvtier.tiers.io_threads import Direction, IOReport
 from kvtier.tiers.io_tier import REMEMBERED, IOTier
-from kvtier.tiers.mover import JobRows, say_error
 from kvtier.tiers.prefix_search import CallsAtOnce, FoundPrefix, search_prefix
 from kvtier.tiers.questions import KnownRows, Question, Questions
+from kvtier.tiers.row_mover import JobRows, say_error
 from kvtier.tiers.seal import SealKey, SealScope
 
 __all__ = ["SharedTier"]

@@ -3,8 +3,8 @@
 Lookups are answered from memory. A demotion takes a slot, evicting if it must, and is announced when its
 call has ended well; a promotion pins its slots until its call has returned. A row that fails its check is
 dropped here and nowhere else. What is bounded: bytes queued for demotion (the end of a job that is too
-long is refused), bytes with the backend (`tiers/io`), bytes written in a day. Calls that are stuck or fail
-suspend the tier (`tiers/health`).
+long is refused), bytes with the backend (`tiers/io_threads`), bytes written in a day. Calls that are
+stuck or fail suspend the tier (`tiers/health`).
 
 `DiskTier` is one over files; with a backend in memory it is what a manager is tested with. Scheduler
 thread only.
@@ -22,10 +22,10 @@ import numpy as np
 from kvtier.keys import OffloadKey
 from kvtier.policies import Slots
 from kvtier.tiers.base import Backend, BackendRow, Outcome, TierChange, TierJob, TierMiss
-from kvtier.tiers.io import Direction, IOReport
+from kvtier.tiers.io_threads import Direction, IOReport
 from kvtier.tiers.io_tier import REMEMBERED, IOTier
-from kvtier.tiers.mover import JobRows
-from kvtier.tiers.recent import RecentKeys
+from kvtier.tiers.recent_keys import RecentKeys
+from kvtier.tiers.row_mover import JobRows
 from kvtier.tiers.seal import SealScope
 from kvtier.tiers.slot_table import SlotTable
 from kvtier.tiers.write_limit import WriteLimit

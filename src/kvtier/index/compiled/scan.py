@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.events.shapes import Event
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored, Mark
 from kvtier.events.wire import Change, DecodedBatch, decode_batch, place_weight
+from kvtier.events.wire_structs import Event
 from kvtier.index.base import Edits, Hashes, Op
 from kvtier.index.compiled.jit import jit
 from kvtier.index.compiled.msgpack import head, integer, read_u32, skip_integers, text, word_in

@@ -32,7 +32,7 @@ from kvtier.policies import Slots, make_policy
 from kvtier.tiers.base import Outcome, TierChange, TierMiss, TierResult
 from kvtier.tiers.disk.files import DiskFiles
 from kvtier.tiers.disk.folder import FolderLock, find_ranks, taken_bytes, void_places
-from kvtier.tiers.io import Direction
+from kvtier.tiers.io_threads import Direction
 from kvtier.tiers.seal import SealScope
 from kvtier.tiers.slot_table import SlotTable
 from kvtier.tiers.slot_tier import SlotTier

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from kvtier.errors import InputError, IntegrityError
 from kvtier.keys import OffloadKey
 from kvtier.tiers.base import Backend, Outcome
-from kvtier.tiers.mover import DONE, JobRows, RowEnd, RowMover
+from kvtier.tiers.row_mover import DONE, JobRows, RowEnd, RowMover
 from kvtier.tiers.seal import SealKey, SealScope
 
 __all__ = ["Direction", "IOReport", "IOThreads"]

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, cast
 from kvtier.events.wire import Batch, decode_batch
 from kvtier.index.forms import Form, Keys
 from kvtier.index.names import Names, PlainNames
-from kvtier.index.plain import PlainTable
+from kvtier.index.plain_table import PlainTable
 
 if TYPE_CHECKING:
     from kvtier.index.compiled.scan import Scanner

@@ -52,7 +52,7 @@ class _Holders:
 
 
 class PlainTable:
-    """A table in a dict. See `kvtier.index.base.Table`; for its twin, `kvtier.index.moving`."""
+    """A table in a dict. See `kvtier.index.base.Table`; for its twin, `kvtier.index.form_switch`."""
 
     form = "python"
 

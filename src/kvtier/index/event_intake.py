@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from kvtier.events.shapes import Event
 from kvtier.events.types import AllBlocksCleared, BlockRemoved, BlockStored
 from kvtier.events.wire import DecodedBatch, place_of, to_u64
+from kvtier.events.wire_structs import Event
 from kvtier.index.base import Edits, Hashes, Op
 from kvtier.index.forms import Form, Keys
 from kvtier.index.places import Areas
