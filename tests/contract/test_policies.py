@@ -13,7 +13,7 @@ import pytest
 from kvtier.errors import ConfigError
 from kvtier.keys import OffloadKey
 from kvtier.offload import CPUOffloadingManager, ReqContext
-from kvtier.policies import CachePolicy, Slots, make_policy, policy_names, register_policy
+from kvtier.policies import CachePolicy, GuardedPolicy, Slots, make_policy, policy_names, register_policy
 from kvtier.policies.base import KeysOf
 from kvtier.testing.policy_suite import PolicySuite, key_of
 
@@ -102,7 +102,9 @@ def registered() -> Iterator[str]:
 
 
 def test_policies_are_found_by_name(registered: str) -> None:
-    assert isinstance(make_policy(registered, 3), FIFO)
+    found = make_policy(registered, 3)
+    assert isinstance(found, GuardedPolicy)
+    assert isinstance(found.policy, FIFO)
     assert {"lru", "arc", registered} <= set(policy_names())
 
 

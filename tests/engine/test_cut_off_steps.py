@@ -7,7 +7,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from tests.engine.drive import expect, run, tokens
@@ -106,36 +106,54 @@ def test_ctrl_c_comes_after_the_step_and_the_second_at_once(
         expect_nothing_left(engine)
 
 
-class Grumpy(LRUPolicy):
-    """A policy that raises once in each of its calls."""
+class Stop(BaseException):
+    """What nobody takes for a failure of a policy's own, as Ctrl-C in the middle of it."""
 
-    calls: set[str] = set()  # noqa: RUF012
+
+class Grumpy(LRUPolicy):
+    """A policy that raises: a failure each time, or once in each of its calls what stops the step."""
+
+    stops: ClassVar[set[str]] = set()
 
     def _grumble(self, call: str) -> None:
-        if call not in self.calls:
-            self.calls.add(call)
-            raise ValueError(f"{call}: somebody else's bug")
+        if call in self.stops:
+            self.stops.remove(call)
+            raise Stop
+        raise ValueError(f"{call}: somebody else's bug")
 
     def insert(self, *args: Any) -> None:
         self._grumble("insert")
-        super().insert(*args)
 
     def touch(self, *args: Any) -> None:
         self._grumble("touch")
-        super().touch(*args)
 
 
-def test_a_policy_that_raises_stops_nobody() -> None:
-    Grumpy.calls = set()
-    with engine_with(policy=f"{__name__}:Grumpy") as engine:
+class Stopping(Grumpy):
+    """Raises what stops the step, and does its work from then on."""
+
+    def insert(self, *args: Any) -> None:
+        if "insert" in self.stops:
+            self._grumble("insert")
+        LRUPolicy.insert(self, *args)
+
+    def touch(self, *args: Any) -> None:
+        if "touch" in self.stops:
+            self._grumble("touch")
+        LRUPolicy.touch(self, *args)
+
+
+@pytest.mark.parametrize(("policy", "stops"), [(Grumpy, set()), (Stopping, {"insert", "touch"})])
+def test_a_policy_that_raises_stops_nobody(policy: type[Grumpy], stops: set[str]) -> None:
+    Grumpy.stops = stops.copy()
+    with engine_with(policy=f"{__name__}:{policy.__name__}") as engine:
         names = [engine.add_request(tokens(9 + i, seed=i), PARAMS) for i in range(4)]
-        outputs, raised = {}, 0
+        outputs, stopped = {}, 0
         for _ in range(100):
             try:
                 outputs |= {output.request_id: output.token_ids for output in engine.step()}
-            except ValueError:
-                raised += 1
-        assert raised == 2
+            except Stop:
+                stopped += 1
+        assert stopped == len(stops)
         assert [outputs[name] for name in names] == [
             expect(engine, tokens(9 + i, seed=i), PARAMS) for i in range(4)
         ]

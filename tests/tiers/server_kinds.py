@@ -66,8 +66,9 @@ def serve_objects(_log: Path, stack: ExitStack) -> ServerKind:
 
 
 def serve_mooncake(log: Path, stack: ExitStack) -> ServerKind:
+    """A store whose memory lives: it is given up by nobody, however late a busy machine lets it say so."""
     need_mooncake()
-    server = MooncakeServer(log, client_ttl=2)
+    server = MooncakeServer(log, client_ttl=60)
     stack.callback(server.stop)
     return ServerKind(
         {"mooncake": {"master": server.address, "metadata": server.metadata}},

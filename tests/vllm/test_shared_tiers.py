@@ -47,6 +47,7 @@ def served(
     """Return what follows a prompt, which tiers gave how much of it, and how much of it was computed."""
     answer = ask(client, prompt, asked, **more)
     told = answer.kv_transfer_params["kvtier"]
+    print(told)  # seen if the test fails: what was computed, and why
     return list(answer.choices[0].model_extra["token_ids"]), told["from_tiers"], told["computed"]
 
 
