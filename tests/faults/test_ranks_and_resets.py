@@ -23,7 +23,7 @@ from tests.engine.ranked import PassFailedError, RankedEngine, RankedModel, Wire
 
 from kvtier.config import KVTierConfig, OffloadingConfig
 from kvtier.connector import OutputAggregator, StepView
-from kvtier.connector.running_jobs import RunningJobs
+from kvtier.connector.jobs import RunningJobs
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.engine import EngineConfig, SamplingParams
 from kvtier.engine.request import RequestOutput

@@ -1,26 +1,42 @@
-"""Load, wait or compute: what is best for a request that could be loaded.
+"""Load, wait or compute: what is best for a request, and how long it waits for what comes.
 
-A request waits only for what is on its way, and for no longer than computing it would take. Scheduler thread
-only.
+`LoadDecision` is about the pool: a request waits only for what is on its way, and for no longer than
+computing it would take.
+
+`PromotionDecision` is about the tiers below, and is asked before the pool's own match. A request wishes once
+per admission: it is then answered in O(1) until its rows have come or its patience is over, and computes
+what has not come. A promotion is compared with computing what it brings *plus the prefill that is queued
+ahead*, and counts the bytes that the tier has to move first. Patience bounds the whole wait; `load_deadline`
+bounds a batch of I/O beyond the time that it is known to take, so that a tier that hangs costs one deadline.
+Without prices patience is that deadline. Tiers that do not know what they hold are asked first, once per
+admission, if they may have what the pool and the others have not. Nobody waits for answers for longer than
+computing all that could come would take, nor than `load_deadline`, and nobody asks if answers and bytes are
+known to take longer.
+
+Scheduler thread only.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from kvtier.config import KVTierConfig
 from kvtier.connector.cost import CostModel, PrefillQueue
-from kvtier.connector.jobs import LoadJob
-from kvtier.connector.lookup import PrefixMatch
-from kvtier.connector.running_jobs import RunningJobs
+from kvtier.connector.jobs import LoadJob, RunningJobs
+from kvtier.connector.lookup import PrefixMatch, match_prefix
 from kvtier.connector.state import ChunkGeometry, RequestState
+from kvtier.keys import OffloadKey
+from kvtier.offload.promotions import Wish
+from kvtier.offload.tiered import TieredOffloadingManager
 
-__all__ = ["LoadDecision"]
+__all__ = ["LoadDecision", "PromotionDecision"]
 
 _UNKNOWN_PATIENCE = 0.05  # how long to wait for a chunk while the price of computing it is not known
-_LEAST_PATIENCE = 0.05
+_LEAST_PATIENCE = 0.05  # what has come is seen when a step ends, and no step is much shorter
 _STEPS = 3  # a load begins after the step that runs and that of its order, and is seen after a third
 _PATIENCE = 4  # times what computing takes: a load that was expected to be faster and is not, has gone wrong
+_LEARN_EVERY = 64  # promotions between two notes of their price in the tiers
 
 
 class LoadDecision:
@@ -94,3 +110,157 @@ class LoadDecision:
         for job in self._running.loads():
             free_at = max(free_at, job.started) + (self._cost.load_seconds(job.num_bytes) or 0.0)
         return max(0.0, free_at - self._clock())
+
+
+class PromotionDecision:
+    """Decides for requests that could have more from tiers than from the pool alone."""
+
+    def __init__(
+        self,
+        settings: KVTierConfig,
+        geometry: ChunkGeometry,
+        cost: CostModel,
+        prefill: PrefillQueue,
+        manager: TieredOffloadingManager,
+    ) -> None:
+        self._settings, self._geometry = settings, geometry
+        self._cost, self._prefill, self._manager = cost, prefill, manager
+        self._promotions, self._inquiries = manager.promotions, manager.inquiries
+        self._learnt: set[str] = set()
+        self._times = 0
+        self.waits = 0
+        """How many requests were told to wait for answers, or for a promotion."""
+
+    # -- asking ------------------------------------------------------------------------------------
+
+    def is_waiting(self, state: RequestState) -> bool:
+        """Say whether a request should be asked about later: its chunks come from a tier."""
+        if not state.may_ask and self._inquiries.is_waiting(state.context):
+            return True
+        return not state.may_promote and self._promotions.is_waiting(state.context)
+
+    def begins_to_wait(self, state: RequestState, here: PrefixMatch, limit: int) -> bool:
+        """Say whether a request should wait for more than is `here`, and note its wish if so."""
+        if not state.may_promote:
+            return False
+        there = match_prefix(self._geometry, self._manager.anywhere, state, limit)
+        if there.pending and state.may_ask and self._begins_to_ask(state, there, limit):
+            self.waits += 1
+            return True
+        if there.end <= here.end:
+            return False
+        state.may_promote = False
+        wish = self._choose(state, here, there)
+        waits = wish is not None and self._promotions.wish(wish, state.context)
+        self.waits += waits
+        return waits
+
+    def _begins_to_ask(self, state: RequestState, there: PrefixMatch, limit: int) -> bool:
+        """Say whether a request should wait for tiers to find out what they have beyond `there`."""
+        end = limit // self._geometry.alignment * self._geometry.alignment
+        inquiries = self._inquiries.unknown(self._chunks(state, there.end, end))
+        if not inquiries:
+            return False
+        state.may_ask = False
+        wait, ahead = self._settings.load_deadline, self._prefill.ahead_of(state.view.request_id)
+        compute = self._cost.compute_seconds(end - there.end + ahead)
+        if self._settings.load_if_faster and compute is not None:
+            tiers = [inquiry.tier.name for inquiry in inquiries]
+            answer = self._cost.inquiry_seconds(tiers)
+            bring = self._cost.promotion_seconds([inquiry.cost for inquiry in inquiries])
+            if answer is not None and not self._cost.worth_asking(tiers, answer + (bring or 0.0), compute):
+                return False
+            wait = min(wait, compute)
+        self._inquiries.note(inquiries, wait, state.context)
+        return True
+
+    def _chunks(self, state: RequestState, start: int, end: int) -> list[OffloadKey]:
+        """Return the chunks by which a match could reach from `start` to `end`, from head to tail.
+
+        Of a windowed group that is any chunk that the GPU does not have: where the match ends is not known.
+        """
+        spans = []
+        for group in state.groups:
+            size = group.geometry.chunk_size
+            first = (start if group.geometry.window is None else state.local) // size
+            spans.append({key: first + at for at, key in enumerate(group.keys[first : -(-end // size)])})
+        return state.head_to_tail(spans)
+
+    def without_arrivals(self, match: PrefixMatch) -> PrefixMatch:
+        """Return a match that is not waited for because of a row from a tier: that has been decided here."""
+        if match.pending and match.missing is not None and self._promotions.is_arriving(match.missing):
+            return match._replace(pending=False)
+        return match
+
+    def _choose(self, state: RequestState, here: PrefixMatch, there: PrefixMatch) -> Wish | None:
+        """Say what to wish for; `None`: computing is expected to be faster."""
+        needed = self._needed(state, there)
+        costs = self._promotions.costs(needed)
+        expected = self._cost.promotion_seconds(costs)
+        ahead = self._prefill.ahead_of(state.view.request_id)
+        compute = self._cost.compute_seconds(there.end - here.end + ahead)
+        patience = deadline = self._settings.load_deadline + (expected or 0.0)
+        if self._settings.load_if_faster and expected is not None and compute is not None:
+            load = self._cost.load_seconds(self._geometry.load_bytes(here.end, there.end)) or 0.0
+            if not self._cost.worth_promoting([cost.tier for cost in costs], expected + load, compute):
+                return None
+            patience = max(_LEAST_PATIENCE, compute)
+        return Wish(needed, patience, deadline, whole=bool(self._geometry.windowed))
+
+    def _needed(self, state: RequestState, match: PrefixMatch) -> list[OffloadKey]:
+        """Return the chunks of a match, in the order of their use: windows first."""
+        spans = []
+        for group in state.groups:
+            size = group.geometry.chunk_size
+            first = group.geometry.first_needed(state.local, match.end) // size
+            last = -(-match.reach // size)
+            spans.append({key: first + at for at, key in enumerate(group.keys[first:last])})
+        windows = [window.index for window in self._geometry.windowed]
+        windowed = [key for index in windows for key in spans[index]]
+        full = [{} if index in windows else span for index, span in enumerate(spans)]
+        return windowed + state.head_to_tail(full)
+
+    # -- loading -----------------------------------------------------------------------------------
+
+    def tokens_by_tier(self, state: RequestState, end: int) -> dict[str, int]:
+        """Say how many of the tokens up to `end`, which are to be loaded, came from which tier."""
+        sources = self._promotions.sources(state.context)
+        if not sources:
+            return {}
+        group = state.groups[self._geometry.main_group]
+        size = group.geometry.chunk_size
+        keys = group.keys[group.geometry.first_needed(state.local, end) // size : -(-end // size)]
+        counts = Counter(sources[key] for key in keys if key in sources)
+        return {tier: (end - state.local) * count // len(keys) for tier, count in counts.items()}
+
+    # -- prices ------------------------------------------------------------------------------------
+
+    def learn(self) -> None:
+        """Learn from what promotions and inquiries have cost since the last call."""
+        for time in self._promotions.take_times():
+            price = self._cost.price_of(time.tier)
+            (price.note_lost if time.lost else price.note)(time.num_bytes, time.seconds)
+            self._times += 1
+            if self._times % _LEARN_EVERY == 0:
+                self.keep_prices()
+        for answer in self._inquiries.take_times():
+            price = self._cost.inquiry_price_of(answer.tier)
+            (price.note_lost if answer.lost else price.note)(1, answer.seconds)
+        self._recall_prices()
+
+    def _recall_prices(self) -> None:
+        """Begin with what an earlier process has learnt, unless this one knows better."""
+        if len(self._learnt) == len(self._manager.tiers):
+            return
+        for tier in self._manager.tiers:
+            if tier.name not in self._learnt and (prices := tier.learnt()):
+                self._learnt.add(tier.name)
+                self._cost.price_of(tier.name).recall(prices.get("seconds_per_byte"))
+
+    def keep_prices(self) -> None:
+        """Have the tiers keep what was learnt, for a later process."""
+        for tier in self._manager.tiers:
+            seconds = self._cost.price_of(tier.name).seconds_per_byte
+            if seconds is not None:
+                self._learnt.add(tier.name)
+                tier.learn({"seconds_per_byte": seconds})

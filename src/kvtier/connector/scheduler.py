@@ -28,8 +28,16 @@ from typing import Any
 from kvtier.config import Recompute
 from kvtier.connector.cost import CostModel, PrefillQueue, StepTimer
 from kvtier.connector.explain import Explainer, Explanation
-from kvtier.connector.jobs import LoadJob, StoreJob, plan_load, plan_store, reordered
-from kvtier.connector.load_decision import LoadDecision
+from kvtier.connector.jobs import (
+    LoadFailures,
+    LoadJob,
+    RunningJobs,
+    StoreJob,
+    plan_load,
+    plan_store,
+    reordered,
+)
+from kvtier.connector.load_decision import LoadDecision, PromotionDecision
 from kvtier.connector.lookup import match_prefix
 from kvtier.connector.metadata import (
     BlockIds,
@@ -44,8 +52,6 @@ from kvtier.connector.metadata import (
     yield_req_data,
 )
 from kvtier.connector.metrics import ConnectorStats, TransferTimes, describe_tiers, make_registry
-from kvtier.connector.promotion_decision import PromotionDecision
-from kvtier.connector.running_jobs import LoadFailures, RunningJobs
 from kvtier.connector.state import ChunkGeometry, GroupState, RequestState, read_params, read_token_limit
 from kvtier.errors import InputError, IntegrityError
 from kvtier.events.tracker import Describe, OffloadingEventsTracker

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from tests.unit.connector_kit import Request
 
-from kvtier.connector.jobs import LoadJob, PlannedJob, StoreJob
+from kvtier.connector.jobs import LoadFailures, LoadJob, PlannedJob, RunningJobs, StoreJob
 from kvtier.connector.metadata import TransferReport
-from kvtier.connector.running_jobs import LoadFailures, RunningJobs
 from kvtier.connector.state import RequestState
 from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey, make_offload_key
