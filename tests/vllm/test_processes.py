@@ -79,7 +79,8 @@ def run_turns(*arguments: str, program: Path = TURNS) -> tuple[dict[str, list[An
         assert process.stdout is not None
         said: list[str] = []
         told = any(said.append(line) or line.startswith('{"computed"') for line in process.stdout)
-        assert told, "it has ended:\n" + "".join(said[-20:])
+        why = [line for line in said if "nanobind" not in line and not line.startswith(" - ")]
+        assert told, "it has ended:\n" + "".join(why[-40:])
         mapped = mapped_files(process.pid)
     return json.loads(said[-1]), mapped
 
