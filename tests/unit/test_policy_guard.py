@@ -144,6 +144,21 @@ def test_a_policy_that_names_what_may_not_leave_is_replaced(
     assert [f"policy Failing: {call} failed" in record.getMessage() for record in caplog.records] == [True]
 
 
+@pytest.mark.parametrize("slot", [0, 3], ids=["being read", "holds nothing"])
+def test_a_victim_that_may_not_leave_is_not_taken(slot: int, caplog: pytest.LogCaptureFixture) -> None:
+    """As many as asked for, different, and within the tier: but not one that may leave."""
+
+    class Wrong(LRUPolicy):
+        def evict(self, count: int, evictable: Mask, keys_of: KeysOf) -> Slots:
+            return np.array([slot])
+
+    policy = GuardedPolicy(Wrong(4))
+    policy.insert(np.array([2, 1, 0]), [OffloadKey(b"%d" % n + bytes(4)) for n in (2, 1, 0)])
+    evictable = np.array([False, True, True, True])
+    assert policy.evict(1, evictable, lambda slots: []).tolist() == [1], "LRU's: the tail, 0, may not leave"
+    assert "evict failed" in caplog.text
+
+
 def test_a_policy_that_writes_into_what_it_is_given_changes_no_transfer() -> None:
     for seed in range(5):
         manager = CPUOffloadingManager(16, make_policy_at(f"{__name__}:Scribbler"))
