@@ -2,13 +2,12 @@
 
 `{"ask": [tokens], "name": "a"}` runs a request and answers its tokens, where its prompt came from, how many
 steps and seconds it took, and why the tier did not give the rest; `{"forget": True}` empties engine and
-pool; `{"die_in": n}` ends the process as SIGKILL does in the middle of the n-th time that it sends rows; any
-other order is for a step. Every answer has the state of the tier.
+pool; `{"die_writing": True}` has the process end, as SIGKILL does, in the middle of the next time that it
+sends rows; any other order is for a step. Every answer has the state of the tier.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import socket
@@ -36,8 +35,8 @@ def serve(tier: dict[str, Any], environment: dict[str, str], pipe: Connection[An
 
 
 def _obey(engine: Engine, order: dict[str, Any]) -> dict[str, Any]:
-    if "die_in" in order:
-        _die_in(order["die_in"])
+    if "die_writing" in order:
+        _die_writing()
     if "forget" in order:
         engine.drain()
         engine.reset_prefix_cache()
@@ -75,13 +74,13 @@ def _state(engine: Engine) -> dict[str, Any]:
     return {"state": stats.state, "suspended": stats.suspended, "demoted": stats.demoted}
 
 
-def _die_in(number: int) -> None:
-    """Send half of what is sent as the n-th that holds a row, and die."""
-    send, left = socket.socket.sendmsg, itertools.count(number - 1, -1)
+def _die_writing() -> None:
+    """Have the next rows be sent by half, and nothing after that."""
+    send = socket.socket.sendmsg
 
     def send_half(self: socket.socket, buffers: Sequence[Any], *more: Any) -> int:
         whole = b"".join(buffers)
-        if len(whole) > ROW and next(left) == 0:
+        if len(whole) > ROW:
             send(self, [whole[: len(whole) // 2]])
             os.kill(os.getpid(), signal.SIGKILL)
         return send(self, buffers, *more)

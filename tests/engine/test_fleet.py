@@ -119,7 +119,7 @@ def test_both_write_the_same_rows(fleet: list[FleetEngine]) -> None:
 
 def test_one_dies_in_the_middle_of_a_write(fleet: list[FleetEngine]) -> None:
     *others, victim = fleet
-    victim.do(die_in=2)
+    victim.do(die_writing=True)
     victim.begin(3)
     assert victim.answer() == {}
     victim.process.join(PATIENCE)
