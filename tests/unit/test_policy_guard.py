@@ -16,7 +16,7 @@ from kvtier.policies.slots import Mask
 from kvtier.testing import PolicySuite
 from kvtier.transfer import CPULoadStoreSpec
 
-CALLS = ["insert", "touch", "evict", "remove", "clear", "ranked", "coldest"]
+CALLS = ["insert", "touch", "evict", "remove", "clear", "ranked", "coldest", "check"]
 
 
 class TestGuardedARC(PolicySuite):
@@ -163,6 +163,40 @@ def test_a_policy_that_writes_into_what_it_is_given_changes_no_transfer() -> Non
     for seed in range(5):
         manager = CPUOffloadingManager(16, make_policy_at(f"{__name__}:Scribbler"))
         assert play(manager, seed) == play(CPUOffloadingManager(16, "lru"), seed)
+
+
+class Untold(Exception):
+    """An error that cannot even be shown."""
+
+    def __repr__(self) -> str:
+        raise ZeroDivisionError
+
+
+class Endless:
+    """An answer that says it is short, and never ends."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        if index > 1000:
+            pytest.fail("it was read on and on")
+        return index
+
+
+@pytest.mark.parametrize("answer", [Untold(), Endless()])
+def test_what_cannot_be_shown_or_read_is_replaced(answer: object, caplog: pytest.LogCaptureFixture) -> None:
+    class Wrong(LRUPolicy):
+        def evict(self, count: int, evictable: Mask, keys_of: KeysOf) -> Slots:
+            if isinstance(answer, Exception):
+                raise answer
+            return answer  # type: ignore[return-value]
+
+    policy = GuardedPolicy(Wrong(4))
+    policy.insert(np.array([2, 1]), [OffloadKey(b"%d" % n + bytes(4)) for n in (2, 1)])
+    assert len(policy.evict(1, np.ones(4, np.bool_), lambda slots: [])) == 1
+    assert caplog.text.count("evict failed") == 1
+    policy.check()
 
 
 def make_policy_at(path: str) -> CachePolicy:

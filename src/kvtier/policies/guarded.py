@@ -2,8 +2,8 @@
 
 Who leaves is decided on the engine's scheduler thread. A policy that raises there, or names slots that may
 not leave, is told of in the log and asked no more: LRU goes on in its place, with the uses that it was told
-of all along. What a policy is given are copies: the slots of a store are also those of its transfer. Called
-on the scheduler thread only.
+of all along. What is no `Exception` is taken for somebody who ends the program, and passes. What a policy is
+given are copies: the slots of a store are also those of its transfer. Called on the scheduler thread only.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class GuardedPolicy(CachePolicy):
         super().__init__(policy.capacity)
         self.policy = policy
         """Who is asked."""
-        self._lru = LRUPolicy(policy.capacity)
-        self._is_ranked = np.zeros(policy.capacity, dtype=np.bool_)
+        self._lru = LRUPolicy(self.capacity)
+        self._is_ranked = np.zeros(self.capacity, dtype=np.bool_)
 
     def insert(self, slots: Slots, keys: list[OffloadKey]) -> None:
         self._tell("insert", lambda: self.policy.insert(slots.copy(), keys.copy()))
@@ -85,7 +85,8 @@ class GuardedPolicy(CachePolicy):
         return self._lru.coldest(count, evictable) if coldest is None else coldest
 
     def check(self) -> None:
-        self.policy.check()
+        self._tell("check", lambda: self.policy.check())
+        self._lru.check()
 
     def _tell(self, call: str, tell: Callable[[], None]) -> None:
         try:
@@ -99,7 +100,10 @@ class GuardedPolicy(CachePolicy):
         if self.policy is self._lru:
             return None
         try:
-            slots = np.array(ask(), dtype=np.int64)
+            answer = ask()
+            if type(answer) is not np.ndarray or answer.size > self.capacity:  # others may have no end
+                raise InputError(f"expected an array of at most {self.capacity} slots")
+            slots = np.array(answer, dtype=np.int64)
             if is_right(slots):
                 return slots
             raise InputError(f"expected different slots that may leave, as many as asked for; got {slots}")
@@ -108,13 +112,20 @@ class GuardedPolicy(CachePolicy):
             return None
 
     def _replace(self, call: str, error: Exception) -> None:
-        is_ours = isinstance(error, InputError)
+        policy, self.policy = self.policy, self._lru  # first: what follows asks the error for its text
+        is_ours = type(error) is InputError
         logger.error(
             "policy %s: %s failed (%s); going on with lru until the engine starts again",
-            type(self.policy).__qualname__, call, error if is_ours else repr(error),
+            type(policy).__qualname__, call, error if is_ours else _show(error),
             exc_info=None if is_ours else error,
         )  # fmt: skip
-        self.policy = self._lru
+
+
+def _show(error: Exception) -> str:
+    try:
+        return repr(error)
+    except Exception:
+        return type(error).__qualname__
 
 
 def _is_choice(slots: Slots, count: int, allowed: Mask) -> bool:
