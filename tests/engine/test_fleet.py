@@ -170,3 +170,26 @@ def test_a_server_that_does_not_answer_and_then_does(fleet: list[FleetEngine], s
     other.wait_for("open")
     other.do(forget=True)
     assert other.ask(9)["tiers"] == {"valkey": 32}
+
+
+def test_what_was_computed_while_a_server_was_away_is_written_when_it_is_back(
+    fleet: list[FleetEngine], server: ValkeyServer
+) -> None:
+    """Nobody computes it again: it waits in the pool of who did."""
+    one, other, _ = fleet
+    server.kill()
+    for seed in (13, 14, 15, 16):
+        one.ask(seed)
+    assert one.do(look=True)["state"] == "suspended"
+    one.ask(17)
+    before = one.do(look=True)["demoted"]
+    server.start()
+    one.wait_for("open")
+    counts = [before]
+    until = time.monotonic() + PATIENCE
+    while counts[-1] == before or len(set(counts[-8:])) > 1:  # until no more of them come
+        assert time.monotonic() < until, "expected that they are written"
+        time.sleep(0.2)
+        counts.append(one.do(look=True)["demoted"])
+    other.wait_for("open")
+    assert other.ask(17)["tiers"] == {"valkey": 32}

@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 from tests.unit.tier_kit import ROW, TickingClock, Tiered, context, key, keys
 
+from kvtier.keys import OffloadKey
 from kvtier.offload import MissReason
 from kvtier.tiers.base import Outcome, TierMiss
 
@@ -341,6 +342,60 @@ def test_a_row_whose_slot_is_needed_leaves_unwritten() -> None:
     assert output is not None
     assert len(output.keys_to_store) == 3, "a thread writes the fourth"
     tiered.manager.check()
+
+
+def away(tiered: Tiered) -> None:
+    """Have the tier take no rows."""
+    tiered.tier.takes_rows = lambda: False  # type: ignore[method-assign]
+
+
+def back(tiered: Tiered) -> list[OffloadKey]:
+    """Have it take rows again, and return what it has after some steps."""
+    tiered.tier.takes_rows = lambda: True  # type: ignore[method-assign]
+    for _ in range(20):
+        tiered.poll()
+        for job in list(tiered.tier.demotions):
+            tiered.tier.finish(job)
+    tiered.manager.check()
+    return sorted(tiered.tier.held)
+
+
+def test_what_waits_for_a_tier_is_forgotten_when_it_leaves_the_pool_and_not_before() -> None:
+    tiered = Tiered(4)
+    away(tiered)
+    tiered.store(0)
+    for number in range(1, 40):
+        tiered.manager.touch(keys(0), context())
+        tiered.store(number)
+        tiered.poll()
+        assert len(tiered.manager._demotions._queues["disk"].offers) <= 8
+    assert back(tiered) == sorted(keys(0, 37, 38, 39))
+
+
+@pytest.mark.parametrize("in_use", [False, True])
+def test_rows_that_a_suspension_took_from_a_tier_are_offered_again(in_use: bool) -> None:
+    tiered = Tiered(8)
+    tiered.store(0, 1)
+    tiered.poll()
+    (job,) = tiered.tier.demotions
+    away(tiered)
+    tiered.tier.finish(job, outcome=Outcome.SUSPENDED, in_use=in_use)
+    tiered.poll()
+    if in_use:  # a call has them, and it fails in the end
+        tiered.tier.finish(job, outcome=Outcome.RETURNED)
+        tiered.poll()
+    assert tiered.pool.stats().reading == 0
+    tiered.tier.held.clear()
+    assert back(tiered) == sorted(keys(0, 1))
+
+
+def test_after_a_reset_the_same_chunks_are_written_ahead_again() -> None:
+    tiered = Tiered(4, "evict")
+    for _ in range(2):
+        tiered.store(0, 1, 2, 3)
+        assert len(back(tiered)) == 1
+        tiered.manager.reset_cache()
+        tiered.tier.held.clear()
 
 
 def test_promotions_go_before_demotions_that_have_not_begun() -> None:

@@ -11,6 +11,7 @@ keeps no more than that pinned. Scheduler thread only; nothing blocks.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -19,7 +20,7 @@ from kvtier.errors import IntegrityError
 from kvtier.keys import OffloadKey
 from kvtier.offload.base import NO_REQUEST
 from kvtier.offload.manager import CPUOffloadingManager
-from kvtier.tiers.base import LentRows, Tier, TierJob, TierResult
+from kvtier.tiers.base import LentRows, Outcome, Tier, TierJob, TierResult
 from kvtier.transfer.base import CPULoadStoreSpec
 
 __all__ = ["Demotions", "DescribeChunks"]
@@ -44,6 +45,8 @@ class _DemotionJob:
     slots: dict[OffloadKey, int]
     spec: CPULoadStoreSpec
     """The slots of all its rows."""
+    was_suspended: bool = False
+    """Its tier was when a call had rows of it: whether they were written is not known."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +54,8 @@ class _TierQueue:
     """What goes to one tier: rows offered and not submitted yet, and how many are submitted."""
 
     tier: Tier
-    offers: dict[OffloadKey, None] = field(default_factory=dict)
+    offers: OrderedDict[OffloadKey, None] = field(default_factory=OrderedDict)
+    """The oldest first: of a dict, the first is dear to find when many before it have gone."""
     num_submitted: int = 0
 
 
@@ -89,27 +93,32 @@ class Demotions:
     def offer(self, tier: Tier, keys: Iterable[OffloadKey]) -> None:
         """Note that ready rows may be written to a tier.
 
-        The oldest offers go if there are more than the pool has slots.
+        Where there are more than the pool has slots, the oldest are looked at: those go whose rows have left
+        it. So there are twice as many at most.
         """
         offers = self._queues[tier.name].offers
         before = len(offers)
         offers.update(dict.fromkeys(keys))
         if len(offers) == before:
             return
-        excess = len(offers) - self._pool.num_slots
-        for key in list(islice(offers, excess)) if excess > 0 else ():
-            del offers[key]
-            self.unwritten += 1
+        for _ in range(2 * (len(offers) - before)):
+            if len(offers) <= self._pool.num_slots:
+                break
+            key, _ = offers.popitem(last=False)
+            if self._pool.demotable([key]):
+                offers[key] = None
+            else:
+                self.unwritten += 1
         self._progress = self._clock()
 
     def submit(self) -> None:
         """Give each tier as many of its offers as it may have at a time.
 
-        Offers wait for one that is not open yet, as long as their rows are in the pool.
+        Offers wait for one that is not open yet or is suspended, as long as their rows are in the pool.
         """
         for queue in self._queues.values():
             room = self._most_submitted - queue.num_submitted
-            if queue.offers and room > 0 and queue.tier.is_open():
+            if queue.offers and room > 0 and queue.tier.takes_rows():
                 keys = list(islice(queue.offers, room))
                 for key in keys:
                     del queue.offers[key]
@@ -143,10 +152,14 @@ class Demotions:
         return job_id in self._jobs
 
     def take_result(self, result: TierResult) -> None:
-        """Take in what has become of rows of a job."""
+        """Take in what has become of rows of a job. Those that a suspension has kept from it wait again."""
         self._progress = self._clock()
+        job = self._jobs[result.job_id]
+        job.was_suspended |= result.outcome is Outcome.SUSPENDED
         if not result.in_use:
-            self._unpin(self._jobs[result.job_id], list(result.keys))
+            self._unpin(job, list(result.keys))
+            if job.was_suspended:  # a tier takes no row that it has
+                self.offer(job.queue.tier, result.keys)
 
     def make_room(self, count: int) -> None:
         """Give back up to `count` slots whose rows no thread has begun to write, the last first."""

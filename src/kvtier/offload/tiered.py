@@ -206,6 +206,7 @@ class TieredOffloadingManager(OffloadingManager):
         self.inquiries.reset()
         self.promotions.reset()
         self._demotions.reset()
+        self._offered_ahead.clear()
         self.pool.reset_cache()
 
     # -- one step ----------------------------------------------------------------------------------

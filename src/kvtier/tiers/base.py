@@ -253,8 +253,12 @@ class Tier(ABC):
         """Say why a key cannot be promoted, as far as is remembered; `None`: it can."""
 
     def is_open(self) -> bool:
-        """Say whether rows can be moved, suspended or not. Rows that are offered to one that is not wait."""
+        """Say whether rows can be moved, suspended or not."""
         return True
+
+    def takes_rows(self) -> bool:
+        """Say whether demotions are looked at now. Rows that are offered to one that does not wait."""
+        return self.is_open()
 
     @property
     @abstractmethod

@@ -131,6 +131,9 @@ class IOTier(Tier):
     def is_open(self) -> bool:
         return self._io.backend is not None
 
+    def takes_rows(self) -> bool:
+        return self.is_open() and not self._closed and not self._is_suspended(Direction.DEMOTE)
+
     def lacks_namespace(self) -> bool:
         """Say whether nothing but the namespace is missing."""
         return False

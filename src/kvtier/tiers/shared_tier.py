@@ -242,9 +242,6 @@ class SharedTier(IOTier):
     def _is_readable(self) -> bool:
         return self.is_open() and not self._closed and not self._is_suspended(Direction.PROMOTE)
 
-    def _is_writable(self) -> bool:
-        return self.is_open() and not self._closed and not self._is_suspended(Direction.DEMOTE)
-
     # -- moving ------------------------------------------------------------------------------------
 
     def promote(self, job: TierJob) -> None:
@@ -260,7 +257,7 @@ class SharedTier(IOTier):
 
     def demote(self, job: TierJob) -> list[OffloadKey]:
         keys = list(dict.fromkeys(job.keys))
-        if not self._is_writable():
+        if not self.takes_rows():
             self._note_refused(keys)
             return []
         missing = [key for key in keys if self._may_write(key)]

@@ -100,7 +100,7 @@ class SlotTier(IOTier):
 
     def _writable(self) -> SlotTable | None:
         """Return the table if demotions are taken now."""
-        return None if self._is_suspended(Direction.DEMOTE) or self._closed else self._table
+        return self._table if self.takes_rows() else None
 
     # -- moving ------------------------------------------------------------------------------------
 
