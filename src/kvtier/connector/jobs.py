@@ -339,6 +339,8 @@ class RunningJobs:
 
         They run no more. Comes once for every output.
         """
+        if not self._jobs:
+            return []
         expired = [job for job in self._jobs.values() if self._is_late(job, now)]
         for job in expired:
             job.expire()
@@ -370,6 +372,8 @@ class RunningJobs:
         """Return what the workers are to end: expired jobs, and loads that are void or take longer than they
         are worth.
         """
+        if not self._jobs and not self._expired:  # as in most steps
+            return {}
         loads = [job for job in self.loads() if job.void or now > job.started + job.patience]
         return {job.job_id: job.end_order() for job in (*loads, *self._expired.values())}
 

@@ -219,11 +219,12 @@ class OffloadingConnectorScheduler:
     def build_connector_meta(self, step: StepView) -> OffloadingConnectorMetadata:
         """Give the workers this step's loads and stores, and what must be over before it runs."""
         self._step += 1
+        now = self._clock()
         self._prefill.take_step(step.num_scheduled_tokens)
         self._update_blocks(step)
         meta, self._planned = self._planned, OffloadingConnectorMetadata()
         meta.jobs_to_flush = self._jobs.stores_reading(self._allocated)
-        meta.jobs_to_end = self._jobs.end_orders(self._clock())
+        meta.jobs_to_end = self._jobs.end_orders(now)
         self.stats.flushes += len(meta.jobs_to_flush)
         if self._tiered is not None:
             self._tiered.begin_step()
@@ -236,29 +237,26 @@ class OffloadingConnectorScheduler:
 
     def _update_blocks(self, step: StepView) -> None:
         """Follow which blocks each request holds."""
-        fresh = {request.req_id: request.num_computed_tokens for request in step.new}
-        computed = fresh | {request.req_id: request.num_computed_tokens for request in step.cached}
-        for req_id in step.preempted_req_ids & self._requests.keys():
-            self._on_preempted(self._requests[req_id])
-        given = [
-            (req_id, block_ids, preempted or req_id in fresh)
-            for req_id, block_ids, preempted in yield_req_data(step)
-            if block_ids
-        ]
-        for req_id, block_ids, starts_over in given:  # also those of requests that were never asked about
-            hit = computed[req_id] if starts_over else 0
+        for req_id in step.preempted_req_ids:
+            if (state := self._requests.get(req_id)) is not None:
+                self._on_preempted(state)
+        starting = {new.req_id: new.num_computed_tokens for new in step.new}
+        starting |= {cached.req_id: cached.num_computed_tokens for cached in step.cached if cached.resumed}
+        for req_id, block_ids, _ in yield_req_data(step):
+            if not block_ids:
+                continue
+            hit = starting.get(req_id, 0)
             for geometry, ids in zip(self._geometry.groups, block_ids, strict=False):
                 self._allocated.update(ids[hit // geometry.block_size :])
+            state = self._requests.get(req_id)  # `None`: it was never asked about
+            for group, ids in zip(state.groups if state else (), block_ids, strict=False):
+                if req_id in starting:
+                    group.take_all()
+                group.give(ids, self._step)
         self._allocated |= step.speculative_blocks
         self._allocated.discard(NULL_BLOCK)
         if self._geometry.windowed:
             self._allocated_at.update(dict.fromkeys(self._allocated, self._step))
-        for req_id, block_ids, starts_over in given:
-            state = self._requests.get(req_id)
-            for group, ids in zip(state.groups if state else (), block_ids, strict=False):
-                if starts_over:
-                    group.take_all()
-                group.give(ids, self._step)
 
     def _on_preempted(self, state: RequestState) -> None:
         """Let go of the blocks: from here on fences protect what running stores still read."""
@@ -359,11 +357,12 @@ class OffloadingConnectorScheduler:
         What the output says of requests and blocks is replaced by what the jobs say: a worker's word may be
         late, repeated or lost, and whoever reads the output after this call need not mind.
         """
-        if (timed := self._timer.end(self._clock())) is not None:
+        now = self._clock()
+        if (timed := self._timer.end(now)) is not None:
             self.cost.note_step(*timed)
         for report in connector_output.reports:
             self._take_report(report)
-        for job in self._jobs.expire(self._clock()):
+        for job in self._jobs.expire(now):
             self._give_up(job)
         if self._tiered is not None and self._promotion is not None:
             self._tiered.end_step()
@@ -555,6 +554,10 @@ class OffloadingConnectorScheduler:
     def has_pending_push_work(self) -> bool:
         """Say whether the engine must keep stepping although it has no requests."""
         return bool(self._jobs or self._planned.reqs_to_hold) or self.manager.has_pending_work()
+
+    def is_idle(self) -> bool:
+        """Say whether there is neither a request nor work that goes on without one."""
+        return not self._requests and not self.has_pending_push_work()
 
     def describe_tiers(self) -> list[str]:
         """Say in a line for each tier below the pool what it has done since the start."""

@@ -42,7 +42,7 @@ class LoadGate:
 
     def discard(self, req_ids: Iterable[str]) -> None:
         """Note that requests run, or have ended."""
-        for req_id in self._requests.keys() & req_ids:
+        for req_id in self._requests.keys() & req_ids if self._requests else ():
             del self._requests[req_id]
 
     def must_go_first(self, request: Request, tokens: int, manager: Any) -> bool:

@@ -76,7 +76,7 @@ class Counts:
         self._totals = _get_totals(ConnectorStats())
         self._clock = clock
         self._next_look = float("-inf")
-        self._was_pending = False
+        self._was_idle = True
         self._seen: dict[str, float] = {}
 
     def take_changes(self, scheduler: OffloadingConnectorScheduler) -> KVTierStats | None:
@@ -94,10 +94,10 @@ class Counts:
 
     def _is_time_to_look(self, scheduler: OffloadingConnectorScheduler, changed: bool) -> bool:
         """Say yes once a second and, as an idle engine makes no steps, when the last of its work is over."""
-        now, pending = self._clock(), scheduler.has_pending_push_work()
-        is_over = not pending and (changed or self._was_pending)
-        self._was_pending = pending
-        if now < self._next_look and not is_over:
+        now, is_idle = self._clock(), scheduler.is_idle()
+        becomes_idle = is_idle and (changed or not self._was_idle)
+        self._was_idle = is_idle
+        if now < self._next_look and not becomes_idle:
             return False
         self._next_look = now + _INTERVAL
         return True
