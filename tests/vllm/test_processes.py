@@ -30,12 +30,17 @@ EXAMPLE = ROOT / "examples" / "vllm_offline.py"
 
 @contextmanager
 def running(*command: str) -> Iterator[subprocess.Popen[str]]:
-    """Run a program in a session of its own, and in the end kill all its processes without a warning."""
+    """Run a program in a process group of its own, and in the end kill all of the group without a warning.
+
+    Not in a session of its own: Linux shares cores out by session, and 6.18 keeps all other sessions from
+    running, for half a minute at times, while threads of one that wait by yielding (vLLM's) or spinning (of
+    Mooncake's client) have both cores of a small machine. A server that was starved so seemed to be dead.
+    """
     # Faults are in tests.vllm.
     paths = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
     env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONPATH": paths}
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen([sys.executable, *command], env=env, start_new_session=True, **options) as process:
+    with subprocess.Popen([sys.executable, *command], env=env, process_group=0, **options) as process:
         try:
             yield process
         finally:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 import socket
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -64,6 +65,7 @@ def launching(model: Path, settings: dict[str, Any], **more: Any) -> Iterator[Ca
                 said.append(line) or "Application startup complete" in line for line in process.stdout
             )
             assert started, "the server did not start:\n" + "".join(said)
+            threading.Thread(target=repeat, args=(process.stdout,), daemon=True).start()
             while not is_listening(port):  # it says so a moment before
                 assert process.poll() is None, "the server has ended"
                 time.sleep(0.02)
@@ -75,6 +77,14 @@ def launching(model: Path, settings: dict[str, Any], **more: Any) -> Iterator[Ca
         mapped = mapped_files(process.pid)
     assert not any("kvtier" in name and name.startswith("/dev/shm/") for _, name in mapped)
     unlink_shared(mapped)
+
+
+def repeat(output: Iterable[str]) -> None:
+    """Read what a server says, so that it never waits for it, and print it: seen if the test fails."""
+    with suppress(ValueError):  # closed
+        for line in output:
+            if "POST" not in line:
+                print(line, end="")
 
 
 @contextmanager
