@@ -62,7 +62,7 @@ def save_model(folder: Path, **changes: Any) -> Path:
     """Save a Llama with random weights, wide enough apart that rounding does not choose the tokens."""
     torch.manual_seed(0)
     config = LlamaConfig(**(MODEL | {"initializer_range": 0.1} | changes))
-    model: Any = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+    model = LlamaForCausalLM(config)
     model.to(torch.float32).save_pretrained(folder)
     return folder
 
