@@ -1,7 +1,7 @@
-"""kvtier keeps the KV cache that a GPU forgets: host memory and below, and back on a prefix hit.
+"""kvtier keeps the KV cache that a GPU forgets: in host memory and below, and loads it on a prefix hit.
 
-Importing this package needs neither torch nor an engine. Start at `kvtier.connector` (what an engine calls)
-and `kvtier.config` (what a user sets).
+Importing this package needs neither torch nor an engine. Start reading at `kvtier.connector` (the interface
+to the engine) and `kvtier.config` (the settings of a user).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The `kvtier` command, and `python -m kvtier`.
 
-It imports little: Ctrl-C can come before the command has begun.
+This module imports little, because Ctrl-C can come before the command has begun.
 """
 
 from __future__ import annotations

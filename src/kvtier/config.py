@@ -1,11 +1,11 @@
 """The settings of a user, and the geometry that the engine adds: validated once, with the path of the bad
 field in the error.
 
-`KVTierConfig` is the user's: a Python object, a JSON or TOML file, or the extra config of an engine's
-connector. Sizes and times are readable (`"8GiB"`, `"500ms"`), unknown fields are errors with a suggestion,
-and the names of vLLM's own offloading connector are understood. Whatever comes, an error is a `ConfigError`
-of one line. `OffloadingConfig` adds the engine's geometry; every size that the rest of kvtier needs is
-derived from it here. All objects are immutable and may be shared by any thread.
+`KVTierConfig` holds the user's settings. They come as a Python object, as a JSON or TOML file, or as the
+extra config of an engine's connector. Sizes and times are readable (`"8GiB"`, `"500ms"`), unknown fields are
+errors with a suggestion, and the names of vLLM's own offloading connector are understood. Every error is a
+`ConfigError` of one line. `OffloadingConfig` adds the engine's geometry and derives every size that the rest
+of kvtier needs. All objects are immutable and may be shared by any thread.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ ROW_ALIGNMENT = 4096
 """Rows are whole pages of host memory, so that any row can be read and written with direct I/O."""
 
 LEAST_STAGING = 1 << 20
-"""With less, pieces would be smaller than 128 KiB: eight buffers share it."""
+"""Eight buffers share the staging memory: with less, a buffer would be smaller than 128 KiB."""
 
 _LONGEST_FILE = 1 << 20
 
@@ -75,13 +75,13 @@ _VLLM_NAMES = {
     "block_size": "chunk_tokens",
     "offload_prompt_only": "prompt_only",
 }
-"""Where the fields of vLLM's own connector go. Those of equal name and meaning need no entry."""
+"""Our path for each field of vLLM's own connector. Fields of equal name and meaning need no entry."""
 
 _TRANSFER_CONFIG = {
     "kv_connector": "KVTierConnector",
     "kv_connector_module_path": "kvtier.integrations.vllm",
 }
-"""What stands around the settings in vLLM's `--kv-transfer-config`."""
+"""The fields around the settings in vLLM's `--kv-transfer-config`."""
 
 
 def _read_staging(path: str, value: object) -> int:
@@ -105,9 +105,9 @@ def _read_layer_names(path: str, value: object) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CPUConfig:
-    """The pool in host memory: `capacity` bytes over all ranks, and who leaves when it is full.
+    """The pool in host memory: `capacity` bytes over all ranks, and the policy that evicts when it is full.
 
-    With 0 nothing is kept.
+    With a capacity of 0 nothing is kept.
     """
 
     capacity: int = setting(read_size)
@@ -122,8 +122,9 @@ class KVTierConfig:
     """Everything a user may set.
 
     `chunk_tokens` is another way to say `blocks_per_chunk`, resolved when the engine's block size is known.
-    Deadlines are in seconds. A chunk is admitted once it has been offered `store_threshold` times; below 2
-    that is at once. `staging` is memory of a CUDA device, for the buffers of both directions together.
+    Deadlines are in seconds. A chunk is admitted once it has been offered `store_threshold` times; with 0 or
+    1 it is admitted at once. `staging` is memory of a CUDA device, for the buffers of both directions
+    together.
     """
 
     cpu: CPUConfig = setting(instance(CPUConfig))
@@ -154,9 +155,9 @@ class KVTierConfig:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
-        """Read a `.toml` or `.json` file: settings, or all of what vLLM's `--kv-transfer-config` takes.
+        """Read a `.toml` or `.json` file: the settings, or the whole value of vLLM's `--kv-transfer-config`.
 
-        Errors name it.
+        Errors name the file.
         """
         try:
             return cls.from_dict(_unwrap(_parse_file(Path(path))))
@@ -173,7 +174,7 @@ class KVTierConfig:
 class GroupConfig:
     """One KV cache group of the engine.
 
-    `bytes_per_block`: one block on one rank, all its layers, without padding.
+    `bytes_per_block` is the size of one block on one rank: all its layers, without padding.
     """
 
     block_size: int = setting(at_least(1))
@@ -186,7 +187,7 @@ class GroupConfig:
 
 
 class Recompute(Enum):
-    """What an engine computes after a load that did not deliver everything."""
+    """The part of a load's tokens that an engine computes after the load did not deliver everything."""
 
     MISSING = "what did not arrive"
     REST = "everything from the first missing block on"
@@ -216,16 +217,16 @@ class OffloadingConfig:
         row of a slot:  [ image of rank 0 | image of rank 1 | ... | padding to 4096 ]
                           max_image_bytes   max_image_bytes
 
-    Where `replicas` consecutive ranks hold the same bytes, a row has one image for them: the first of them
-    stores it and all load it. Image i is then that of the ranks from `i * replicas` on.
+    Where `replicas` consecutive ranks hold the same bytes, a row has one image for them: the first of these
+    ranks stores it and all load it. Image i then belongs to `replicas` ranks, from rank `i * replicas` on.
 
     A shorter image, of a group with smaller blocks or of a rank with fewer layers, leaves the rest of its
-    place unused. `groups` are those of this rank. Where ranks have different layers (pipeline stages),
-    `bytes_by_rank` says for each of them how long a block of each group is; empty: all are like this one.
-    `launch_id` is what all processes of one start of the engine share and no other start has; a unique
-    `engine_id` needs none. With `scheduler_apart` the scheduler's process is not that of rank 0. Of
-    `num_engines` that serve one model side by side this is number `engine_index`: they share the capacity
-    of a disk.
+    place unused. `groups` are the groups of this rank. Where ranks have different layers (pipeline stages),
+    `bytes_by_rank` gives the bytes of a block for each rank and group; if it is empty, all ranks are like
+    this one. All processes of one start of the engine share a `launch_id`, which no other start has; it may
+    be empty if `engine_id` is unique. With `scheduler_apart` the scheduler does not live in the process of
+    rank 0. This engine is number `engine_index` of `num_engines` that serve one model side by side and share
+    the capacity of a disk.
     """
 
     settings: KVTierConfig = setting(instance(KVTierConfig))
@@ -239,7 +240,7 @@ class OffloadingConfig:
     enable_kv_cache_events: bool = setting(read_flag, False)
     recompute: Recompute = setting(instance(Recompute), Recompute.MISSING)
     lookahead: int = setting(at_least(0), 0)
-    """On how many later tokens the KV of a token may depend: that of a draft head does (EAGLE, MTP)."""
+    """The number of later tokens that a token's KV may depend on; not 0 with a draft head (EAGLE, MTP)."""
     scheduler_apart: bool = setting(read_flag, False)
     engine_index: int = setting(at_least(0), 0)
     num_engines: int = setting(at_least(1), 1)
@@ -266,7 +267,7 @@ class OffloadingConfig:
         self._check_tiers()
 
     def _check_bytes_by_rank(self) -> None:
-        """Refuse lengths that are not those of all ranks and groups, this rank's own among them."""
+        """Refuse sizes that do not cover all ranks and groups, or that differ from this rank's groups."""
         ranks, own = self.bytes_by_rank, tuple(group.bytes_per_block for group in self.groups)
         if len(ranks) != self.world_size or any(len(sizes) != len(own) for sizes in ranks):
             expected = f"expected {self.world_size} ranks with {len(own)} group(s) each"
@@ -276,7 +277,7 @@ class OffloadingConfig:
             raise ConfigError(f"bytes_by_rank[{self.rank}]", problem)
 
     def _check_tiers(self) -> None:
-        """Refuse tiers that could not hold a row, or through no pool."""
+        """Refuse tiers that cannot hold a row, and tiers without a pool."""
         tiers, row = self.settings.tiers, format_size(self.row_bytes)
         if tiers and not self.num_slots:
             remedy = "rows of tiers pass through it; give it some, or remove tiers to keep nothing"
@@ -301,17 +302,18 @@ class OffloadingConfig:
             raise ConfigError(path, f"{problem}; set the number of data-parallel engines")
 
     def namespace_nowait(self) -> str | None:
-        """Return the namespace; None while it is not known: nothing may then be shared with
-        another process.
+        """Return the namespace, or None while it is not known.
+
+        Until it is known, nothing may be shared with another process.
         """
         return self.namespace if isinstance(self.namespace, str) else self.namespace.get_nowait()
 
     def tier_namespace_nowait(self) -> str | None:
-        """Return the namespace of rows that outlive the process; None while it is not known.
+        """Return the namespace of rows that outlive the process, or None while it is not known.
 
-        One that could not be computed is like no other: its rows would only take the place of those of
-        others. A row is named by the last block in it, so how many come before that, of how many ranks and
-        how long, is part of the name.
+        It stays None if the namespace could not be computed: a random one would match no other engine, and
+        its rows would only take space from useful ones. A key names only the last block of a row, so the
+        namespace adds the row's shape: the blocks per chunk, the number of ranks and the bytes.
         """
         could_not = isinstance(self.namespace, Namespace) and self.namespace.problem is not None
         namespace = None if could_not else self.namespace_nowait()
@@ -325,11 +327,11 @@ class OffloadingConfig:
 
     @property
     def storing_ranks(self) -> range:
-        """The ranks that store: the first of those that hold the same bytes."""
+        """The ranks that store: the first of each set of ranks that hold the same bytes."""
         return range(0, self.world_size, self.replicas)
 
     def by_image(self) -> Self:
-        """Return the geometry of rows as handlers take it, for whom each image is that of a rank."""
+        """Return the geometry that handlers use: one rank for each image, without replicas."""
         if self.replicas == 1:
             return self
         return replace(
@@ -352,27 +354,27 @@ class OffloadingConfig:
 
     @property
     def max_image_bytes(self) -> int:
-        """The place of one rank in a row: as much as the largest group of any rank needs."""
+        """The bytes of one image's place in a row: as many as the largest group of any rank needs."""
         ranks = self.bytes_by_rank or (tuple(group.bytes_per_block for group in self.groups),)
         return self.settings.blocks_per_chunk * max(max(sizes) for sizes in ranks)
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of one row: what all tiers move and seal."""
+        """The bytes of one row, the unit that all tiers move and seal."""
         return -(-len(self.storing_ranks) * self.max_image_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
     @property
     def slot_bytes(self) -> int:
-        """The bytes from one slot to the next: a row, and for a Mooncake tier room behind it.
+        """The bytes from one slot to the next: a row, and behind it room for a header with a Mooncake tier.
 
-        There the header of a row is, so that both are one transfer.
+        With the header there, row and header are one transfer.
         """
         needs_room = any(isinstance(tier, MooncakeConfig) for tier in self.settings.tiers)
         return self.row_bytes + needs_room * ROW_ALIGNMENT
 
     @property
     def description_bytes(self) -> int:
-        """Room for what the event stream tells of a chunk: tokens, hashes, and as much again of
+        """The room for a chunk's description in the event stream: tokens, hashes, and as much again for
         extra keys.
         """
         blocks = self.settings.blocks_per_chunk
@@ -381,7 +383,7 @@ class OffloadingConfig:
 
     @property
     def num_slots(self) -> int:
-        """How many rows the pool holds."""
+        """The number of rows that the pool holds."""
         return self.settings.cpu.capacity // self.slot_bytes
 
 
@@ -418,7 +420,7 @@ def _translate_vllm_names(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _suggest(cls: type, name: str, prefix: str) -> str:
-    """Say which setting was meant, wherever it belongs, or which there are."""
+    """Suggest the setting that an unknown name resembles, in any table; else list the settings."""
     outer = {setting.name: setting.name for setting in fields(KVTierConfig)}
     table = prefix or "cpu."
     inner = {setting.name: f"{table}{setting.name}" for setting in fields(cls if prefix else CPUConfig)}
@@ -434,7 +436,7 @@ def _suggest(cls: type, name: str, prefix: str) -> str:
 
 
 def _unwrap(value: Any) -> Any:
-    """Return the settings of what vLLM's `--kv-transfer-config` takes; anything else as it is."""
+    """Return the settings inside a value of vLLM's `--kv-transfer-config`; leave anything else unchanged."""
     if not isinstance(value, Mapping) or "kv_connector_extra_config" not in value:
         return value
     for name, expected in _TRANSFER_CONFIG.items():
@@ -456,7 +458,7 @@ def _parse_file(path: Path) -> Any:
     kind, parse = ("TOML", tomllib.loads) if path.suffix.lower() == ".toml" else ("JSON", _parse_json)
     try:
         return parse(content.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:  # no parser's own errors: long numbers, deep nesting
+    except (ValueError, RecursionError) as error:  # long numbers and deep nesting too
         raise ConfigError("", f"expected {kind}: {error}") from None
 
 
@@ -465,7 +467,7 @@ def _parse_json(text: str) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a table; of a name that is there twice, the parser would silently take the last."""
+    """Make a table, and refuse a name that is given twice: the parser would silently take the last value."""
     table = dict(pairs)
     if len(table) < len(pairs):
         (name, times), *_ = Counter(name for name, _ in pairs).most_common(1)

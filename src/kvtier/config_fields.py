@@ -1,7 +1,8 @@
 """Readers of config fields: sizes and times as people write them, and errors that say which field is wrong.
 
-A setting is a field of a frozen dataclass with a reader, which turns what came into what is kept or raises a
-`ConfigError` of one line with the path of the field. Pure; any thread.
+A setting is a field of a frozen dataclass with a reader. The reader turns the user's value into the stored
+value, or raises a `ConfigError` of one line with the path of the field. Everything here is pure; any thread
+may call it.
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ __all__ = [
 ]
 
 LARGEST = (1 << 63) - 1
-"""No file and no memory has more bytes."""
+"""The most bytes that a file or a memory can have."""
 _MOST = (1 << 31) - 1
-"""No count is higher: compiled code keeps some of them in 32 bits."""
+"""The highest count: compiled code keeps some counts in 32 bits."""
 _LONGEST = 365 * 24 * 3600
-"""No wait takes more than a year; clocks and polls of the system have bounds of their own."""
+"""The longest wait in seconds, a year: the system's clocks and polls have bounds of their own."""
 _BINARY = {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGTPE", start=1)}
 _DECIMAL = {f"{prefix}B": 1000**power for power, prefix in enumerate("kMGTPE", start=1)}
 _SIZES = {"": 1, "B": 1} | {
     unit[:end]: factor for end in (-1, None) for unit, factor in (_DECIMAL | _BINARY).items()
 }
-"""As Kubernetes writes them: `8G` is `8GB`, 8 * 10**9, and `8Gi` is `8GiB`, 8 * 2**30.
+"""The units of sizes, as Kubernetes writes them: `8G` is `8GB`, 8 * 10**9, and `8Gi` is `8GiB`, 8 * 2**30.
 
 Case does not matter.
 """
@@ -70,7 +71,8 @@ _QUANTITY = re.compile(r"\s*([0-9]{1,40}(?:\.[0-9]{0,40})?|\.[0-9]{1,40})\s*([a-
 def parse_size(value: object, path: str = "") -> int:
     """Return a number of bytes from `8589934592`, `"8GiB"`, `"8Gi"`, `"8G"` or `"1.5 TB"`.
 
-    Bytes come whole: `8.5` is an error, `8.0` is 8. What a larger unit leaves of a byte is dropped.
+    A number without a unit must be whole: `8.5` is an error, `8.0` is 8. With a unit, the result is rounded
+    down to whole bytes.
     """
     number, factor = _quantity(value, path, _SIZES, "a size such as 8GiB, 500MB or a number of bytes")
     if factor == 1 and number.denominator != 1:
@@ -90,7 +92,7 @@ def parse_duration(value: object, path: str = "") -> float:
 
 
 def format_size(size: int) -> str:
-    """Write bytes for people: `4.0 MiB`, `512 B`."""
+    """Return a size as people read it: `4.0 MiB`, `512 B`."""
     for unit, factor in reversed(_BINARY.items()):
         if size >= factor:
             return f"{size / factor:.1f} {unit}"
@@ -100,7 +102,7 @@ def format_size(size: int) -> str:
 def _quantity(
     value: object, path: str, units: Mapping[str, int | Fraction], expected: str
 ) -> tuple[Fraction, int | Fraction]:
-    """Return a number that is 0 or more, and what its unit multiplies it by."""
+    """Return a number that is 0 or more, and the factor of its unit."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf:
         return Fraction(value), 1
     match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
@@ -112,7 +114,7 @@ def _quantity(
     return Fraction(match[1]), factor
 
 
-# Readers: each turns what came into what is stored, or raises with the path of the field.
+# A reader takes a field's path and the user's value; it returns the stored value, or raises with the path.
 Reader = Callable[[str, Any], Any]
 
 
@@ -146,9 +148,7 @@ def read_text(path: str, value: object) -> str:
 
 
 def is_text(value: object) -> bool:
-    """Say whether a value is a string that can be encoded: half a surrogate pair, as JSON may
-    bring, cannot.
-    """
+    """Say whether a value is a string that can be encoded: JSON may bring half a surrogate pair."""
     return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
 
 
@@ -197,7 +197,7 @@ def instance(cls: type) -> Reader:
 
 
 def setting(reader: Reader, default: Any = MISSING) -> Any:
-    """Declare a dataclass field that is read by `reader`."""
+    """Declare a dataclass field that `reader` reads."""
     return field(default=default, metadata={"reader": reader})
 
 
@@ -215,11 +215,11 @@ def expect_table(path: str, value: object) -> dict[str, Any]:
 
 
 Suggest = Callable[[type, str, str], str]
-"""Says of a class of settings, an unknown name and the prefix of its path which setting was meant."""
+"""Takes a class of settings, an unknown name and the prefix of its path; returns a hint for the error."""
 
 
 def check_names(cls: type, values: Mapping[str, Any], prefix: str, suggest: Suggest | None = None) -> None:
-    """Refuse unknown fields with a suggestion, and missing ones."""
+    """Refuse unknown fields, with a suggestion, and missing required fields."""
     known = {setting.name: setting for setting in fields(cls)}
     for name in values:
         if name not in known:
@@ -239,5 +239,5 @@ def _suggest(cls: type, name: str, prefix: str) -> str:
 
 
 def shown(name: object) -> str:
-    """Return a name as it stands in the path of an error."""
+    """Return a name as the path of an error shows it."""
     return name if isinstance(name, str) and name.isprintable() and len(name) < 80 else show_value(name)

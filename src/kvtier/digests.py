@@ -1,15 +1,15 @@
-"""SHA-256 of whole files: read once, and remembered for as long as a file stays as it is.
+"""SHA-256 of whole files: each is read once, and its digest is remembered until the file changes.
 
 Where the Hugging Face hub's cache has named a file by its digest, nothing is read. Else a process of low
-priority hashes the content (`file_hasher`), and the digest is kept in one small file of the user's
-(docs/formats.md) by path, size, inode, mtime and ctime: mtime can be set back, ctime can not. That file is a
-help and no authority: lost, corrupt, out of date or not writable, it costs hashing again. Processes that
-write it at once lose nothing but work.
+priority (`file_hasher`) hashes the content. One small file of the user's (docs/formats.md) keeps the digest
+by path, size, inode, mtime and ctime: mtime can be set back, ctime cannot. That file is only a cache: if it
+is lost, corrupt, out of date or not writable, files are hashed again. Processes that write it at the same
+time may lose entries, which also only costs hashing again.
 
-A write through a mapping moves the times only where its page was clean. So a file is written back before it
-is hashed; and in file systems that are memory, where no page is ever clean, nothing is remembered.
+A write through a mapping updates a file's times only if the page was clean. So a file is written back before
+it is hashed. File systems in memory never have clean pages, so digests of their files are not remembered.
 
-Calls block for as long as reading takes, so no engine's thread makes them. Any other thread may.
+Calls block for as long as reading takes, so no engine thread may make them. Any other thread may.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ __all__ = ["Digests", "FileState", "default_file", "hub_digest"]
 
 logger = logging.getLogger(__name__)
 
-_SMALL = 1 << 20  # up to here hashing takes less than starting a process
+_SMALL = 1 << 20  # bytes; hashing a file up to this size takes less time than starting a process
 _SETTLED_NS = 2 * 10**9
-"""A file that changed less than this ago is not remembered: of two changes in one tick, the second is not
-seen.
+"""The age of a file's last change from which its digest is remembered. The times of a file do not show the
+second of two changes in one tick.
 """
 _MOST_ENTRIES = 4096
 _SHA256 = re.compile("[0-9a-f]{64}")
@@ -51,7 +51,7 @@ _IN_MEMORY = {b"devtmpfs", b"hugetlbfs", b"ramfs", b"rootfs", b"tmpfs"}
 
 
 class FileState(NamedTuple):
-    """What tells whether a file is still the same."""
+    """The numbers that tell whether a file is still the same."""
 
     size: int
     inode: int
@@ -62,7 +62,7 @@ class FileState(NamedTuple):
     def of(cls, path: Path | int) -> Self:
         """Look at a file by its path, following links, or by its descriptor.
 
-        `OSError` if it is not a regular one.
+        Raise `OSError` if it is not a regular file.
         """
         found = os.stat(path)
         if not stat.S_ISREG(found.st_mode):
@@ -74,16 +74,14 @@ _Entry = tuple[int, int, int, int, Annotated[str, msgspec.Meta(pattern="^[0-9a-f
 
 
 class _Remembered(msgspec.Struct):
-    """The content of the file: by path, the four numbers of a `FileState` and the digest."""
+    """The content of the file of digests: by path, the four numbers of a `FileState` and the digest."""
 
     files: dict[str, _Entry]
     version: Literal[1]
 
 
 def default_file() -> Path | None:
-    """Return where digests are remembered: in the user's cache folder, or nowhere if the user
-    has no home.
-    """
+    """Return the file of digests in the user's cache folder, or None if the user has no home."""
     folder = os.environ.get("XDG_CACHE_HOME", "")
     try:
         return (
@@ -94,7 +92,7 @@ def default_file() -> Path | None:
 
 
 class Digests:
-    """Gives the SHA-256 of files. `file`: where they are remembered; None: nowhere."""
+    """The SHA-256 digests of files, remembered in `file`; with None they are not remembered."""
 
     def __init__(self, file: Path | None, now_ns: Callable[[], int] = time.time_ns) -> None:
         self.file = file
@@ -103,7 +101,7 @@ class Digests:
     def of(self, path: Path, state: FileState) -> str:
         """Return the digest of a file that was seen in `state`.
 
-        `OutsideError` if it has changed or is unreadable.
+        Raise `OutsideError` if the file has changed or is unreadable.
         """
         try:
             _expect(state, FileState.of(path))
@@ -141,7 +139,7 @@ class Digests:
             return {}
 
     def _remember(self, path: Path, state: FileState, digest: str) -> None:
-        """Add a digest to those that the file has by now; of too many, the oldest leave."""
+        """Add a digest to the current content of the file, and drop the oldest beyond the limit."""
         if self.file is None or not _is_text(name := str(path.resolve())):
             return
         entries = self._read()
@@ -157,7 +155,7 @@ class Digests:
 
 
 def _hash_elsewhere(stream: IO[bytes]) -> str:
-    """Hash a file in another process, which Ctrl-C does not reach: it ends with this one."""
+    """Hash a file in another process. Ctrl-C does not reach that process, but it ends when this one ends."""
     command = [sys.executable, "-I", "-S", str(Path(file_hasher.__file__)), str(os.getpid())]
     done = subprocess.run(command, stdin=stream, capture_output=True, text=True, start_new_session=True)
     if not _SHA256.fullmatch(digest := done.stdout.strip()):
@@ -167,13 +165,13 @@ def _hash_elsewhere(stream: IO[bytes]) -> str:
 
 
 def _write_back(descriptor: int) -> None:
-    """Make all pages clean, so that the next write to any of them moves the file's times."""
-    with suppress(OSError):  # a file system that cannot be written to may say no, and needs none
+    """Make all pages clean, so that the next write to any of them updates the file's times."""
+    with suppress(OSError):  # a read-only file system may refuse, and has no dirty pages
         os.fsync(descriptor)
 
 
 def _is_in_memory(device: int) -> bool:
-    """Say whether a file system is memory; no if the system does not say."""
+    """Say whether a file system is in memory; False if the system does not say."""
     number = b"%d:%d" % (os.major(device), os.minor(device))
     with suppress(OSError):
         return any(
@@ -183,7 +181,7 @@ def _is_in_memory(device: int) -> bool:
 
 
 def _is_text(path: str) -> bool:
-    """Say whether JSON can hold a path: names of files are bytes, and need not be UTF-8."""
+    """Say whether JSON can hold a path: file names are bytes and need not be UTF-8."""
     try:
         path.encode()
     except UnicodeEncodeError:
@@ -197,7 +195,7 @@ def _expect(state: FileState, found: FileState) -> None:
 
 
 def _replace(file: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
+    """Write a file completely or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=f"{file.name}.")
     try:
@@ -210,10 +208,10 @@ def _replace(file: Path, content: bytes) -> None:
 
 
 def hub_digest(path: Path) -> str | None:
-    """Return the digest that a hub's cache has named a file by, without reading it; None for any other file.
+    """Return the digest in the name that a hub's cache gave a file; None for any other file.
 
     `models--ORG--NAME/snapshots/COMMIT/FILE` is a link to `models--ORG--NAME/blobs/SHA256`. Small files are
-    named by git's SHA-1 instead and are not meant here: their content would have two names.
+    named by git's SHA-1 instead and give None: else one content would have two digests.
     """
     path = path.parent.resolve() / path.name
     repository = next((folder.parent for folder in path.parents if _is_snapshots(folder)), None)

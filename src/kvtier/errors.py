@@ -75,9 +75,9 @@ class IntegrityError(KVTierError, AssertionError):
 
 
 def show_value(value: object) -> str:
-    """Write what came into a message: as Python would, in one line, and cut short."""
+    """Return a value as messages show it: its `repr`, in one line, and cut short."""
     try:
         text = " ".join(repr(value).split())
-    except Exception:  # an int of 5,000 digits, lists in lists in lists, whatever a caller's class raises
+    except Exception:  # an int of 5,000 digits, deeply nested lists, any error of a caller's class
         text = f"a value of type {type(value).__name__} that cannot be printed"
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

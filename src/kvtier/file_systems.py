@@ -1,6 +1,6 @@
-"""`find_mount`: the file system that a path is on, as Linux tells it; `None` where nothing is known.
+"""`find_mount`: the file system that a path is on, according to Linux.
 
-Blocks as long as reading one small file of the kernel's does. Any thread.
+A call blocks while it reads one small file of the kernel. Any thread may make it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ __all__ = ["Mount", "find_mount"]
 
 _MOUNTS = Path("/proc/self/mountinfo")
 _LINE = re.compile(r"\S+ \S+ \S+ \S+ (\S+) (\S+) .*?- (\S+) ")
-"""The mount point, its options and the type of a line."""
+"""Matches the mount point, its options and the type of the file system in a line."""
 _IN_MEMORY = {"devtmpfs", "hugetlbfs", "ramfs", "rootfs", "tmpfs"}
 
 
 class Mount(NamedTuple):
-    """Where a file system is mounted, and of which type it is: `ext4`, `tmpfs`."""
+    """A mounted file system: its mount point, and its type, such as `ext4` or `tmpfs`."""
 
     point: Path
     kind: str
@@ -27,12 +27,12 @@ class Mount(NamedTuple):
 
     @property
     def is_memory(self) -> bool:
-        """Whether its files are host memory."""
+        """Whether the files of this mount are in host memory."""
         return self.kind in _IN_MEMORY
 
 
 def find_mount(path: Path, mounts: Path = _MOUNTS) -> Mount | None:
-    """Return the mount that a path is on, be it there or not; `None` if this system does not say."""
+    """Return the mount of a path, which need not exist; `None` if the system does not say."""
     target = path.resolve()
     found: Mount | None = None
     with suppress(OSError):
@@ -40,7 +40,7 @@ def find_mount(path: Path, mounts: Path = _MOUNTS) -> Mount | None:
             if (match := _LINE.match(line)) is None:
                 continue
             point = Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), match[1]))
-            deeper = found is None or len(point.parts) >= len(found.point.parts)  # a later one lies on top
+            deeper = found is None or len(point.parts) >= len(found.point.parts)  # a later mount covers it
             if deeper and target.is_relative_to(point):
                 found = Mount(point, match[3], "ro" in match[2].split(","))
     return found

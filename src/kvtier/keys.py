@@ -1,8 +1,8 @@
-"""Tokens -> chained block hashes -> `OffloadKey`; and the fingerprint of all that bytes depend on.
+"""Tokens -> chained block hashes -> `OffloadKey`; and the fingerprint of everything that bytes depend on.
 
 The hash of a block is BLAKE2b-256 over its parent's hash and its token ids (u32, little-endian). Chaining
-makes it name the whole prefix up to the block's end, so equal hashes mean equal prefixes. What changes the
-KV of a block besides its tokens (a LoRA, a cache salt, an image) is an *extra key*: encoded with a tag of
+makes it name the whole prefix up to the block's end, so equal hashes mean equal prefixes. An *extra key* is
+anything else that the KV of a block depends on (a LoRA, a cache salt, an image). It is encoded with a tag of
 its source and its length, and hashed under another personalisation than plain blocks, so that no two
 different inputs ever feed the hash the same bytes:
 
@@ -10,9 +10,9 @@ different inputs ever feed the hash the same bytes:
     plain = H("kvtier block",  parent . tokens)
     extra = H("kvtier block+", parent . number of tokens . tokens . (tag . length . payload)*)
 
-Plain blocks are chained by a small C module where it was compiled, else by Python: the same hashes, see
-`HASHED_BY`. Everything here is pure and may be called from any thread. Changing what a hash covers orphans
-every stored row: bump `FORMAT_VERSION`.
+A small C module chains plain blocks where it was compiled, else Python does, with the same hashes (see
+`HASHED_BY`). Everything here is pure and may be called from any thread. A change in the input of a hash
+orphans every stored row: bump `FORMAT_VERSION`.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ __all__ = [
 ]
 
 FORMAT_VERSION = 1
-"""The version of everything that must agree between two engines to share bytes.
+"""The version of everything that two engines must agree on to share bytes.
 
-Part of every fingerprint.
+It is part of every fingerprint.
 """
 
 BlockHash = NewType("BlockHash", bytes)
 OffloadKey = NewType("OffloadKey", bytes)
-"""`block_hash . group_idx` (4 bytes, big-endian). Flat bytes: nothing for the garbage collector to walk."""
+"""`block_hash . group_idx` (4 bytes, big-endian). Flat bytes cost the garbage collector nothing."""
 
 Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
 
@@ -83,13 +83,13 @@ class ExtraKey(Protocol):
     tag: ClassVar[int]
 
     def payload(self) -> bytes:
-        """Return the bytes that identify it among others of the same tag."""
+        """Return the bytes that identify this extra key among those of the same tag."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LoRAKey:
-    """The adapter that a request runs with. Belongs to its first block; chaining carries it on."""
+    """The adapter that a request runs with. It marks the first block; chaining carries it on."""
 
     tag: ClassVar[int] = 1
     name: str
@@ -100,9 +100,9 @@ class LoRAKey:
 
 @dataclass(frozen=True, slots=True)
 class SaltKey:
-    """A tenant's salt: requests share blocks only under an equal one.
+    """A tenant's salt: requests share blocks only if their salts are equal.
 
-    Belongs to the first block, as a LoRA does.
+    It marks the first block, as a LoRA does.
     """
 
     tag: ClassVar[int] = 2
@@ -129,7 +129,7 @@ class MultiModalKey:
 
 @dataclass(frozen=True, slots=True)
 class PromptEmbedsKey:
-    """Embeddings given instead of tokens: the digest of this block's part of them."""
+    """Embeddings given instead of tokens, as the digest of the part in this block."""
 
     tag: ClassVar[int] = 4
     digest: bytes
@@ -140,8 +140,8 @@ class PromptEmbedsKey:
 
 @dataclass(frozen=True, slots=True)
 class MultiModalItem:
-    """A multimodal item of a request: what identifies its content, and its tokens `[start, start
-    + length)`.
+    """A multimodal item of a request: the identifier of its content, and its tokens
+    `[start, start + length)`.
     """
 
     item: str
@@ -197,8 +197,8 @@ def hash_blocks(
     """Return the chained hashes of the full blocks in `tokens`; a rest shorter than a block is left out.
 
     With `parent`, `tokens` continue after the block of that hash, so a request is extended by hashing only
-    what is new. `extra_keys` maps a position in the result to that block's extra keys, a set: their order
-    does not matter.
+    its new tokens. `extra_keys` maps a position in the result to that block's extra keys; their order does
+    not matter.
     """
     if block_size < 1:
         raise InputError(f"block_size: expected at least 1 token, got {block_size}")
@@ -247,7 +247,7 @@ def _encode_extras(extras: Iterable[ExtraKey]) -> bytes:
 
 
 def _encode_tokens(ids: list[int]) -> bytes:
-    """Return token ids as u32, little-endian. `array` reads a list three times faster than numpy does."""
+    """Return token ids as u32, little-endian. `array` reads a list three times as fast as numpy."""
     words = array("I", ids)
     if sys.byteorder == "big":
         words.byteswap()
@@ -261,7 +261,7 @@ def _chain_python(tokens: list[int], block_size: int, parent: BlockHash) -> list
     """
     data, width = _encode_tokens(tokens), block_size * _TOKEN_BYTES
     fresh, digest = _PLAIN.copy, bytes(parent)
-    hashes: list[Any] = []  # not BlockHash: that is a call for each block
+    hashes: list[Any] = []  # not BlockHash, which would be one more call for each block
     for start in range(0, len(data) - width + 1, width):
         state = fresh()
         state.update(digest + data[start : start + width])
@@ -276,13 +276,13 @@ else:
     _chain = _chain_python
 
 HASHED_BY = form_of("chain")
-"""Who chains plain blocks here. Both give the same hashes; C takes half the time."""
+"""Whether C or Python chains plain blocks here. Both give the same hashes; C takes half the time."""
 
 
 def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey:
     """Name a chunk by the hash of its last block and its group.
 
-    `OverflowError` if the group needs over 4 bytes.
+    Raise `OverflowError` if the group index needs more than 4 bytes.
     """
     return OffloadKey(block_hash + group_idx.to_bytes(_GROUP_BYTES, "big"))
 
@@ -290,7 +290,7 @@ def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey:
 def make_offload_keys(block_hashes: Iterable[bytes], group_idx: int) -> list[OffloadKey]:
     """Make the keys of many chunks of one group."""
     suffix = group_idx.to_bytes(_GROUP_BYTES, "big")
-    # Not OffloadKey: that is a call for each key.
+    # Not OffloadKey, which would be one more call for each key.
     keys: list[Any] = [block_hash + suffix for block_hash in block_hashes]
     return keys
 
@@ -306,7 +306,7 @@ def get_offload_group_idx(key: OffloadKey) -> int:
 
 
 def hash_to_u64(block_hash: bytes) -> int:
-    """Return the low 64 bits of a hash (its last 8 bytes, big-endian), as events carry it."""
+    """Return the low 64 bits of a hash (its last 8 bytes, big-endian), which events carry."""
     return int.from_bytes(block_hash[-8:], "big")
 
 
@@ -323,8 +323,8 @@ def fingerprint(
 ) -> str:
     """Return the namespace: 64 hex digits that are equal only for engines that may share bytes.
 
-    Arguments are JSON values; `weights` is what `WeightsFiles.manifest` gives. What else shapes the bytes of
-    a block, such as an attention backend with a layout of its own, goes in `more`.
+    Arguments are JSON values; `weights` is the result of `WeightsFiles.manifest`. Anything else that shapes
+    the bytes of a block, such as an attention backend with its own layout, goes into `more`.
     """
     fields = {
         "weights": weights,

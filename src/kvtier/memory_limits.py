@@ -1,15 +1,13 @@
-"""The host memory that this process can have: the least of what the machine and its control groups have
-left.
+"""The host memory that this process can have: the least that its machine or a control group has left.
 
     the machine       MemAvailable
     a control group   limit - usage + page cache, for the group of this process and for each group around it
 
 Page cache counts as free, active or not, as in MemAvailable: an engine that has just read its weights has
-filled much of it, and the kernel drops it when memory is wanted. Swap counts as nothing. A system that does
-not say sets no bound.
+filled much of it, and the kernel drops it when memory is needed. Swap does not count. A system that does not
+report a number sets no bound.
 
-Nothing is remembered: each call reads the system's files anew, and any thread may call. `root` stands for
-`/` in tests.
+Each call reads the system's files anew, and any thread may call. `root` stands for `/` in tests.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ _UNLIMITED = 1 << 60  # version 1 has a number near 2^63 for "no limit"
 
 
 class MemoryBound(NamedTuple):
-    """Bytes that can be had, words that say what bounds them, and what helps beside asking for less."""
+    """A number of bytes that can be had, the reason for this bound, and a remedy besides asking for less."""
 
     size: int
     where: str
@@ -37,26 +35,26 @@ class MemoryBound(NamedTuple):
 
 
 def free_memory(root: Path = _ROOT) -> MemoryBound | None:
-    """Return what can be taken now without swapping; `None` where the system does not say."""
+    """Return the memory that can be taken now without swapping; `None` where the system does not say."""
     available = _read_table(root / "proc/meminfo").get("MemAvailable:")
     machine = [] if available is None else [MemoryBound(available * 1024, "of memory is available")]
     return min([*machine, *(group.left for group in _control_groups(root))], default=None)
 
 
 def total_memory(root: Path = _ROOT) -> MemoryBound | None:
-    """Return what could be taken if nothing else were in use; `None` where the system does not say."""
+    """Return the memory that could be taken if none were in use; `None` where the system does not say."""
     total = _read_table(root / "proc/meminfo").get("MemTotal:")
     machine = [] if total is None else [MemoryBound(total * 1024, "of memory is in this machine")]
     return min([*machine, *(group.whole for group in _control_groups(root))], default=None)
 
 
 def expect_free_memory(needed: int, root: Path = _ROOT) -> None:
-    """Raise `PoolError` if that many bytes cannot be had now."""
+    """Raise `PoolError` if `needed` bytes cannot be had now."""
     _expect(needed, free_memory(root))
 
 
 def expect_total_memory(needed: int, root: Path = _ROOT) -> None:
-    """Raise `PoolError` if that many bytes can never be had here, whatever else is in use."""
+    """Raise `PoolError` if `needed` bytes can never be had here, even with no other memory in use."""
     _expect(needed, total_memory(root))
 
 
@@ -67,22 +65,22 @@ def _expect(needed: int, bound: MemoryBound | None) -> None:
 
 
 class _Names(NamedTuple):
-    """What the files of a control group are called."""
+    """The names of a control group's files, which differ between versions 1 and 2."""
 
     limits: tuple[str, ...]
     usage: str
     page_cache: tuple[str, ...]
-    """Lines of memory.stat."""
+    """The names of lines in memory.stat."""
 
 
-# Above memory.high nothing is killed, but all that is in the group is slowed down until it stands still.
+# memory.high is a limit too: above it no process is killed, but all processes of the group slow to a halt.
 _VERSION_2 = _Names(("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file"))
 _CACHE = ("total_active_file", "total_inactive_file")
 _VERSION_1 = _Names(("memory.limit_in_bytes",), "memory.usage_in_bytes", _CACHE)
 
 
 class _Group(NamedTuple):
-    """A control group with a limit. `used` leaves page cache out."""
+    """A control group with a limit. `used` does not include page cache."""
 
     folder: Path
     limit: int
@@ -102,7 +100,7 @@ _REMEDY = " or raise that limit (docker run --memory, resources.limits.memory)"
 
 
 def _control_groups(root: Path) -> Iterator[_Group]:
-    """Yield the groups with a limit that this process is in, from the innermost outwards."""
+    """Yield this process's control groups that have a limit, from the innermost outwards."""
     for folder, names in _group_folders(root):
         limit = min(_read_limits(folder, names), default=_UNLIMITED)
         with suppress(OSError, ValueError):
@@ -114,12 +112,15 @@ def _control_groups(root: Path) -> Iterator[_Group]:
 
 def _read_limits(folder: Path, names: _Names) -> Iterator[int]:
     for name in names.limits:
-        with suppress(OSError, ValueError):  # no such group in this mount, or one that says "max"
+        with suppress(OSError, ValueError):  # no such group in this mount, or a limit of "max"
             yield int((folder / name).read_text("ascii"))
 
 
 def _group_folders(root: Path) -> Iterator[tuple[Path, _Names]]:
-    """Yield where this process's groups may be: in a container the path may begin above what is mounted."""
+    """Yield the folders where this process's groups may be.
+
+    In a container, the path of a group may begin above the folder that is mounted.
+    """
     mounts = root / "sys/fs/cgroup"
     with suppress(OSError, ValueError):
         for line in (root / "proc/self/cgroup").read_text("utf-8", "surrogateescape").splitlines():

@@ -1,12 +1,12 @@
-"""The namespace of an engine's bytes, which may be known only later: it covers the content of the weights.
+"""The namespace of an engine's bytes. It covers the content of the weights, so it may be known only later.
 
-`WeightsFiles` are the files of a model's folder that decide what KV it computes. To tell two models apart it
-takes all of their bytes: fine-tunes have the names and sizes of their base, and may differ in one matrix.
-Reading them takes about as long as loading the model did. So it is done once (`digests` remembers) and
-beside the engine's work, and a `Namespace` says when it is known.
+`WeightsFiles` are the files of a model's folder that decide what KV it computes. Only all of their bytes
+tell two models apart: a fine-tune has the names and sizes of its base, and may differ in one matrix. Reading
+the files takes about as long as loading the model did. So they are read once (`digests` remembers) and
+beside the engine's work; a `Namespace` tells when the result is known.
 
-Until then nothing may be shared with another process; and never, if the content cannot be known: the
-namespace is then like no other. Of what is here, only `wait` and `manifest` block. Any thread may call it.
+Until it is known, nothing may be shared with another process. If the content cannot be known, the namespace
+is random, so that nothing is ever shared. Only `wait` and `manifest` block. Any thread may call all of this.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _WEIGHTS = {
     ".tensors",
 }
 _SHAPES = {".json", ".py", ".yaml", ".yml"}
-"""What weights are read with: configs, indexes, quantisation, code of the model's own.
+"""Files that shape how weights are read: configs, indexes, quantisation, the model's own code.
 
-Any of them may change KV.
+Each of them may change KV.
 """
 
 _WITHOUT_EFFECT = {
-    # Text becomes tokens before, and logits become text after, what is cached.
+    # These act before the KV is computed (text to tokens) or after it (logits to text).
     "added_tokens.json",
     "chat_template.json",
     "generation_config.json",
@@ -67,8 +67,8 @@ _WITHOUT_EFFECT = {
 class WeightsFiles:
     """The files of a folder that decide what KV a model computes, in the state they were found in.
 
-    Make it before the weights are loaded: what changes later is noticed, and what was loaded is then
-    unknown.
+    Make it before the weights are loaded, so that `manifest` notices any later change: after a change it is
+    unknown which content was loaded.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -76,9 +76,9 @@ class WeightsFiles:
         self._found = _look(self.folder)
 
     def manifest(self, digests: Digests | None = None) -> list[list[str | int]]:
-        """Return `[name, size, SHA-256]` of each file, and read those whose digest is not known.
+        """Return `[name, size, SHA-256]` of each file; read the files whose digest is not known.
 
-        `OutsideError` if one cannot be read or has changed, or if there are no weights.
+        Raise `OutsideError` if a file cannot be read or has changed, or if there are no weights.
         """
         if isinstance(self._found, str):
             raise OutsideError(self._found)
@@ -97,7 +97,7 @@ class WeightsFiles:
 
 
 def _look(folder: Path) -> dict[Path, FileState] | str:
-    """Return the state of every file that counts, or what is wrong with one."""
+    """Return the state of every file that counts, or the problem with one of them."""
     try:
         return {path: FileState.of(path) for path in sorted(_walk(folder))}
     except OSError as error:
@@ -106,7 +106,7 @@ def _look(folder: Path) -> dict[Path, FileState] | str:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Yield the files that count, also behind links, in an order that is the same everywhere. Loops end."""
+    """Yield the files that count. Links are followed, but a loop of links ends."""
     seen: set[str] = set()
     for root, folders, files in os.walk(folder, followlinks=True, onerror=_fail):
         seen.add(os.path.realpath(root))
@@ -120,9 +120,7 @@ def _fail(error: OSError) -> None:
 
 
 def _is_part(folder: str) -> bool:
-    """Say no to folders with the same weights in another form, with earlier ones, or with a tool's own
-    files.
-    """
+    """Refuse folders with the same weights in another form, with earlier weights, or with a tool's files."""
     return folder != "original" and not folder.startswith(("checkpoint-", "."))
 
 
@@ -131,15 +129,15 @@ def _counts(file: str) -> bool:
 
 
 class Namespace:
-    """A namespace that a thread computes: `get_nowait()` has it when it is known.
+    """A namespace that a thread computes; `get_nowait()` returns it once it is known.
 
-    `problem` says why it could not be computed, if so. The namespace is then random: equal to no other.
+    If it could not be computed, `problem` says why, and the namespace is random: equal to no other.
     """
 
     def __init__(self, compute: Callable[[], str], tell: Callable[[Namespace], None] | None = None) -> None:
-        """Begin to compute.
+        """Start the thread that computes.
 
-        The thread calls `tell` when the namespace is known; it keeps no process alive.
+        It calls `tell` when the namespace is known. It does not keep the process alive.
         """
         self.problem: str | None = None
         self._value = ""
@@ -147,11 +145,14 @@ class Namespace:
         Thread(target=self._run, args=(compute, tell), name="kvtier-namespace", daemon=True).start()
 
     def get_nowait(self) -> str | None:
-        """Return the namespace; None if it is not known yet: share nothing."""
+        """Return the namespace, or None while it is not known: the caller must then share nothing."""
         return self._value if self._known.is_set() else None
 
     def wait(self, timeout: float | None = None) -> str | None:
-        """Return the namespace when it is known, None if that takes longer. Not for an engine's thread."""
+        """Wait for the namespace; return None after `timeout` seconds.
+
+        An engine thread must not call this.
+        """
         self._known.wait(timeout)
         return self.get_nowait()
 

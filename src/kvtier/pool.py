@@ -2,21 +2,22 @@
 
     region:  [ header, 4096 bytes | slot 0 | slot 1 | ... ]
 
-A row is at the beginning of its slot. What room a slot has behind it is the affair of who opens the pool.
+A row is at the beginning of its slot. The caller of `open` chooses the slot's size, and uses the room behind
+the row as it likes.
 
-A party has a number: ranks are 0, 1, ..., and whoever else maps the pool comes after them. The first to
-come creates the region as memory without a name (`memfd_create`) and announces it (`kvtier.rendezvous`);
-the others attach, and the last to attach removes the announcement. So the memory goes with the last process
-that maps it: SIGKILL at any moment leaves none, and at most a named file of some bytes, which the next
-start removes. If the creator ends before all have attached, the next to come creates another region, and
-those that had attached are never `complete`.
+Parties are numbered: the ranks are 0, 1, ..., and any other process that maps the pool comes after them. The
+first party creates the region as memory without a name (`memfd_create`) and announces it
+(`kvtier.rendezvous`). The others attach, and the last to attach removes the announcement. So the memory is
+freed with the last process that maps it. SIGKILL at any moment leaks no memory, and at most a named file of
+some bytes, which the next start removes. If the creator ends before all have attached, the next party
+creates another region, and the pools of the parties that had attached never become `complete`.
 
 The memory of a shared region is reserved before its creator's `open` returns: later writes cannot fail. A
-pool with one party is private memory, which is only counted: a page is taken when its first byte is
-written.
+pool with one party is private memory. Its size is only compared with the free memory; a page is taken when
+its first byte is written.
 
-`open` and `close` may be called by any thread and wait for one another across processes, briefly. Who may
-touch which row when is decided elsewhere: the pool has no locks on its rows.
+Any thread may call `open` and `close`; calls in different processes wait for one another, briefly. The pool
+has no locks on its rows: its users decide who may touch which row when.
 """
 
 from __future__ import annotations
@@ -44,20 +45,20 @@ __all__ = ["MAX_PARTIES", "Pool"]
 _HEADER_BYTES = 4096
 _FORMAT = struct.Struct("<8sQQQ32s")
 _MAGIC = b"kvtpool2"
-# What changes is in bytes of its own, so that nobody writes back what another has just changed.
+# Each changing value has its own bytes, so that no process overwrites another's change.
 _RESERVED = 64  # 1 once all memory is reserved; only the creator writes it
 _ATTACHED = 128  # a byte for each party, 1 while it is attached; written under the directory's lock
-_LOOK_BYTES = 256 << 20  # how much is reserved between two looks at what is free
-_CLOSE_PATIENCE = 1.0  # seconds; what `close` does not get to do, the next start does
-# In older kernels a signal undoes all that a call has reserved, so that no call may be long.
+_LOOK_BYTES = 256 << 20  # the bytes reserved between two looks at the free memory
+_CLOSE_PATIENCE = 1.0  # seconds; if `close` gives up, the next start removes the rest
+# In older kernels a signal undoes everything that a call has reserved, so no call may be long.
 _CALL_BYTES = 8 << 20
 
 MAX_PARTIES = _HEADER_BYTES - _ATTACHED
-"""How many processes may share a pool."""
+"""The most processes that may share a pool."""
 
 
 class _Header(NamedTuple):
-    """What does not change while a region lives."""
+    """The constant part of a region's header."""
 
     magic: bytes
     num_slots: int
@@ -77,9 +78,10 @@ class Pool:
     """One party's mapping of the slots. Use `Pool.open`."""
 
     def __init__(self, region: mmap.mmap, party: int, path: Path | None, shown: ExitStack | None) -> None:
-        """`path`: where a shared region is announced.
+        """Wrap a mapped region.
 
-        `shown`: what its creator keeps open for others to find.
+        `path` is the named file that announces a shared region. `shown` holds the descriptors that its
+        creator keeps open, so that others find it.
         """
         self._region: mmap.mmap | None = region
         self._party = party
@@ -107,9 +109,10 @@ class Pool:
     ) -> Self:
         """Create the region of an engine or attach to it, as number `party` of `parties`.
 
-        All must give the same sizes and the same `launch_id`, which no other start of an engine has: it
-        tells engines apart that have one `engine_id` by mistake. `directory` is where the parties meet; the
-        default is /dev/shm, or the temporary directory on systems without it. Some bytes are written there.
+        All parties must give the same sizes and the same `launch_id`. No other start of an engine has that
+        id, so it reveals two engines that have one `engine_id` by mistake. `directory` is where the parties
+        meet; the default is /dev/shm, or the temporary directory on systems without it. Some bytes are
+        written there.
         """
         if num_slots < 0 or slot_bytes < 1 or not 0 <= party < parties <= MAX_PARTIES:
             expected = f"expected num_slots >= 0, slot_bytes >= 1 and 0 <= party < parties <= {MAX_PARTIES}"
@@ -142,7 +145,10 @@ class Pool:
         return pool
 
     def _reserve(self, memory: int) -> None:
-        """Take all memory of a new region. Others may attach meanwhile; nobody finds it complete before."""
+        """Take all memory of a new region.
+
+        Parties may attach meanwhile; `complete` is false until the end.
+        """
         try:
             size = self._header.region_bytes
             with _explained(f"reserve {format_size(size)}", "; lower cpu.capacity"):
@@ -155,7 +161,7 @@ class Pool:
 
     @property
     def num_slots(self) -> int:
-        """How many rows there are."""
+        """The number of slots."""
         return self._header.num_slots
 
     @property
@@ -172,22 +178,28 @@ class Pool:
 
     @property
     def complete(self) -> bool:
-        """Whether all memory is reserved and all parties have attached. Before, some may look elsewhere."""
+        """Whether all memory is reserved and all parties have attached.
+
+        Before that, some party may still create or map another region.
+        """
         if not self._complete and self._region is not None:
             self._complete = self._region[_RESERVED] == 1 and _all_attached(self._region, self._header)
         return self._complete
 
     def share(self) -> Self:
-        """Return this mapping to one more user in this process. It is given up when each has closed it."""
+        """Return this pool for one more user in this process.
+
+        The mapping ends when each user has closed it.
+        """
         self._users += 1
         return self
 
     def close(self) -> None:
         """Give up this mapping. Idempotent. Arrays taken from `rows` stay valid and keep the memory.
 
-        A party that closes before all have attached makes room for another one. If the directory is gone or
-        stays locked it is given up all the same, as by a process that was killed: the next start removes
-        what is left.
+        A party that closes before all have attached makes room for another one. The mapping is given up even
+        if the directory is gone or stays locked. The named file is then left behind, as by a killed process,
+        and the next start removes it.
         """
         self._users -= 1
         if self._users > 0:
@@ -229,7 +241,7 @@ def _map_private(header: _Header) -> mmap.mmap:
     expect_free_memory(header.region_bytes)
     with _explained(f"map {format_size(header.region_bytes)}", "; lower cpu.capacity"):
         region = mmap.mmap(-1, header.region_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError, AttributeError):  # large pages fill several times faster, where there are any
+    with suppress(OSError, AttributeError):  # large pages, where available, fill several times as fast
         region.madvise(mmap.MADV_HUGEPAGE)
     _FORMAT.pack_into(region, 0, *header)
     region[_RESERVED] = region[_ATTACHED] = 1
@@ -237,9 +249,9 @@ def _map_private(header: _Header) -> mmap.mmap:
 
 
 def _create(name: str, header: _Header, opened: ExitStack) -> int:
-    """Return a descriptor of a new region of which no memory is taken yet."""
+    """Return a descriptor of a new region, before any of its memory is taken."""
     expect_free_memory(header.region_bytes)
-    memory = os.memfd_create(name[:200], os.MFD_CLOEXEC)  # the name is for people who look at /proc
+    memory = os.memfd_create(name[:200], os.MFD_CLOEXEC)  # only people who look at /proc see the name
     opened.callback(os.close, memory)
     os.ftruncate(memory, header.region_bytes)
     os.pwrite(memory, _FORMAT.pack(*header), 0)
@@ -253,7 +265,7 @@ def _attach(memory: int, engine_id: str, header: _Header, party: int) -> mmap.mm
     if found != header:
         remedy = "give all its processes one config and one version of kvtier"
         raise PoolError(f"pool: expected {header}, but {engine_id!r} has {found}; {remedy}")
-    region = mmap.mmap(memory, header.region_bytes)  # keeps a descriptor of its own
+    region = mmap.mmap(memory, header.region_bytes)  # keeps its own descriptor
     if region[_ATTACHED + party]:
         taken = f"party {party} has attached already"
         raise PoolError(f"pool: {taken}: two engines have the engine_id {engine_id!r}; give each its own")
@@ -262,7 +274,7 @@ def _attach(memory: int, engine_id: str, header: _Header, party: int) -> mmap.mm
 
 
 def _read_announced(memory: int, engine_id: str) -> _Header:
-    """Return the header of what was announced, which may be anything."""
+    """Return the header of an announced region. A file of any content may have been announced."""
     start = os.pread(memory, _FORMAT.size, 0)
     header = _Header(*_FORMAT.unpack(start.ljust(_FORMAT.size, b"\0")))
     if header.magic != _MAGIC or header.region_bytes != os.fstat(memory).st_size:
@@ -274,8 +286,9 @@ def _read_announced(memory: int, engine_id: str) -> _Header:
 
 
 def _reserve(memory: int, size: int) -> None:
-    """Take memory piece by piece: of two who want too much at once, one is told before there is
-    none left.
+    """Take memory piece by piece, with looks at the free memory.
+
+    If two processes together want too much, one of them gets an error before no memory is left.
     """
     for start in range(0, size, _CALL_BYTES):
         if start % _LOOK_BYTES == 0:
@@ -301,13 +314,13 @@ def _read_header(region: mmap.mmap) -> _Header:
 
 
 def _unmap(region: mmap.mmap) -> None:
-    with suppress(BufferError):  # arrays of it are still in use: it goes with the last of them
+    with suppress(BufferError):  # arrays still use the region, which is unmapped with the last of them
         region.close()
 
 
 @contextmanager
 def _explained(doing: str, remedy: str = "") -> Iterator[None]:
-    """Say what the system could not do."""
+    """Turn an error of the system into a `PoolError` that says what failed and what to do."""
     try:
         yield
     except (OSError, OverflowError) as error:

@@ -1,16 +1,15 @@
 """The place where the processes of an engine find memory that has no name.
 
-The memory is a file that only descriptors lead to, so it goes with the last process that has it, however
-that one ends. The first process writes into a small named file which process and which descriptor of it
-lead there:
+The memory is a file that only descriptors lead to, so it is freed with the last process that has one, in
+whatever way that process ends. The first process writes its process id and its descriptor of the memory into
+a small named file:
 
     kvtier-<engine id>.pool     "<process> <descriptor> <device> <inode>"
 
-The others open /proc/PROCESS/fd/DESCRIPTOR and see by the inode whether that is what was meant. While the
-first process lives it has a lock on the named file. A file that nobody has locked was left by a process
-that was killed, and is removed.
+The others open /proc/PROCESS/fd/DESCRIPTOR and check the device and inode. The first process holds a lock on
+the named file as long as it lives. A file without a lock was left by a killed process, and is removed.
 
-`locked` waits for other processes, briefly. All other calls are made while it is held, by any thread.
+`locked` waits for other processes, briefly. All other calls are made while that lock is held, by any thread.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ __all__ = ["announce", "default_directory", "find", "is_held", "locked", "meetin
 
 _PATIENCE_SECONDS = 30.0
 _PREFIX, _SUFFIX = "kvtier-", ".pool"
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a planted pipe must not stop us
-_MOST_BYTES = 200  # four numbers are less
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a planted pipe must not block us
+_MOST_BYTES = 200  # the four numbers take less
 
 
 def default_directory() -> Path:
-    """Return where the processes of a machine meet."""
+    """Return the directory where the processes of a machine meet."""
     shm = Path("/dev/shm")
     return shm if shm.is_dir() else Path(tempfile.gettempdir())
 
@@ -54,7 +53,10 @@ def named_files(directory: Path) -> list[Path]:
 
 @contextmanager
 def locked(directory: Path, patience: float = _PATIENCE_SECONDS) -> Iterator[None]:
-    """Hold the lock under which named files come and go. It is on the directory: no lock file is left."""
+    """Hold the lock under which named files are made and removed.
+
+    The lock is on the directory itself, so no lock file is left behind.
+    """
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         deadline = time.monotonic() + patience
@@ -69,7 +71,7 @@ def locked(directory: Path, patience: float = _PATIENCE_SECONDS) -> Iterator[Non
 
 @contextmanager
 def meeting(directory: Path, patience: float = _PATIENCE_SECONDS) -> Iterator[None]:
-    """Hold the lock, and remove what nobody holds before and after."""
+    """Hold the lock; before and after, remove the named files that no process holds."""
     with locked(directory, patience):
         _sweep(directory)
         try:
@@ -79,7 +81,10 @@ def meeting(directory: Path, patience: float = _PATIENCE_SECONDS) -> Iterator[No
 
 
 def announce(path: Path, memory: int) -> int:
-    """Tell others of the descriptor `memory`, until the one that is returned is closed: it has the lock."""
+    """Announce the descriptor `memory` in a named file.
+
+    Return the descriptor of the named file, which holds its lock: closing it ends the announcement.
+    """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -92,7 +97,7 @@ def announce(path: Path, memory: int) -> int:
 
 
 def find(path: Path) -> int | None:
-    """Return a new descriptor of the memory that was announced; `None` if none was, or it has just gone."""
+    """Return a new descriptor of the announced memory; `None` if there is none, or it has just gone."""
     try:
         owner = os.stat(path, follow_symlinks=False).st_uid
     except FileNotFoundError:
@@ -113,7 +118,7 @@ def _follow(path: Path) -> int:
     try:
         process, descriptor, device, inode = map(int, _read(path).split())
         owner, link = f"process {process}", f"/proc/{process}/fd/{descriptor}"
-        found = os.stat(link)  # before it is opened: to open what was not meant may have effects
+        found = os.stat(link)  # before opening, because opening a wrong file may have side effects
         _expect_regular(found)
         if (found.st_dev, found.st_ino) != (device, inode):
             raise PoolError(_out_of_reach(path, owner, f"{link} is something else"))
@@ -142,7 +147,7 @@ def _out_of_reach(path: Path, owner: str, reason: str) -> str:
 
 
 def is_held(path: Path) -> bool:
-    """Say whether a process holds a named file. Those of other users cannot be opened and count as held."""
+    """Say whether a process holds a named file. Another user's file cannot be opened and counts as held."""
     try:
         fd = os.open(path, _READ)
     except OSError:

@@ -1,10 +1,10 @@
-"""The settings of tiers below the pool: what stands in a config under `tiers`.
+"""The settings of tiers below the pool, under `tiers` in a config.
 
     "tiers": [{"disk": {...}}, {"valkey": {...}}, {"object": {...}}, {"mooncake": {...}}]
 
 A disk belongs to one engine. The other three are servers that engines of one namespace share. Secrets are
-never settings: a password or a key is in a file whose path is. What is refused of the settings of a server
-is not repeated, since a secret may be in it: not an address, nor text in any other place. All objects are
+never settings: a password or a key is in a file, and its path is the setting. An error about a server's
+settings never repeats a refused address or other text, since a secret may be in it. All objects are
 immutable and may be shared by any thread.
 """
 
@@ -45,16 +45,17 @@ __all__ = [
 ]
 
 _WRITES_A_DAY = 4
-"""Times its capacity: what a data-centre disk is commonly made for, or a little more."""
+"""The default daily write limit, in capacities: about what a data-centre disk is made for, or a little more.
+"""
 
 
 def _read_url(*schemes: str, users: bool = False) -> Any:
     """Make a reader of addresses.
 
-    One that may hold a secret is refused, because addresses are shown in logs. Where nobody is named by a
-    user (`users`), one before an @ is a token.
+    It refuses an address that may hold a secret, because addresses are shown in logs. Without `users`, the
+    service knows no user names, and text before an @ is taken for a token.
 
-    What is refused is not repeated: a password with a / or a # in it is in any part, and in a wrong one.
+    Errors do not repeat a refused address: a password with a / or a # in it can end up in any of its parts.
     """
 
     def read(path: str, value: object) -> str:
@@ -66,7 +67,7 @@ def _read_url(*schemes: str, users: bool = False) -> Any:
         text = str(value)
         try:
             parts = urlsplit(text)
-        except ValueError:  # its text repeats what was given
+        except ValueError:  # its message repeats the address
             raise ConfigError(path, f"{expected} and has a host behind it; got something else") from None
         behind = text.partition("://")[2].removeprefix(parts.netloc)
         if parts.password is not None or ("@" in behind and ":" in parts.netloc):
@@ -95,22 +96,22 @@ def _read_url(*schemes: str, users: bool = False) -> Any:
 
 
 def _is_database(parts: SplitResult) -> bool:
-    """Say whether what is behind the ? is the database of a Unix socket."""
+    """Say whether the query of an address is the database of a Unix socket."""
     return parts.scheme == "unix" and parts.query.startswith("db=") and parts.query.isascii()
 
 
 def _kind_of(value: object) -> str:
-    """Say what came where a secret may be in it."""
+    """Describe a value without showing it, since a secret may be in it."""
     return "an empty string" if value == "" else f"a value of type {type(value).__name__}"
 
 
 def _shown_name(name: object) -> str:
-    """Return a name as an error may repeat it: an address or a password may stand where a name should."""
+    """Return a name for an error message; hide anything else, such as an address or a password."""
     return name if isinstance(name, str) and name.replace("-", "_").isidentifier() else "(a name)"
 
 
 def _read_server_fields(config: ValkeyConfig | ObjectConfig | MooncakeConfig) -> None:
-    """Read the settings of a server. Text that is refused is not repeated: it may be a secret, misplaced."""
+    """Read the settings of a server. Errors do not repeat refused text, which may be a misplaced secret."""
     try:
         read_fields(config, f"{config.kind}.")
     except ConfigError as error:
@@ -133,17 +134,15 @@ def _read_address(path: str, value: object) -> str:
 
 
 class _TierTable:
-    """What the settings of all kinds of tiers have in common."""
+    """The common base of the settings of all kinds of tiers."""
 
     __slots__ = ()
     kind: ClassVar[str]
-    """What the config, explanations and metrics call it."""
+    """The name of this kind of tier in the config, in explanations and in metrics."""
 
     @classmethod
     def from_dict(cls, values: object, where: str = "") -> Self:
-        """Read what stands in a config under the kind; `where` is its path there, such as
-        `tiers[0].disk`.
-        """
+        """Read the table under a kind in a config; `where` is its path there, such as `tiers[0].disk`."""
         where = where or cls.kind
         if not isinstance(values, Mapping):
             raise ConfigError(where, f"expected a table of settings, got {_kind_of(values)}")
@@ -165,11 +164,11 @@ class DiskConfig(_TierTable):
     """A tier on a local disk: at most `capacity` bytes in the folder `path`, all files and ranks together.
 
     `write`: a row is written when it becomes ready in the pool (`through`), or before it leaves (`evict`).
-    Beyond `write_limit` bytes in 24 hours (by default four times the capacity; 0: no limit) only what is
-    offered a second time is written. `durability`: `periodic` syncs every few seconds, for machines that
-    lose power; right bytes need neither. `required`: an engine does not start without it. `engines`: how
-    many data-parallel engines share the capacity; needed where the engine does not know, as in vLLM's with a
-    dense model.
+    Beyond `write_limit` bytes in 24 hours (by default four times the capacity; 0: no limit) a row is written
+    only when it is offered a second time. `durability`: `periodic` syncs every few seconds, for machines
+    that lose power; correct bytes never depend on it. `required`: the engine does not start without this
+    tier. `engines` is the number of data-parallel engines that share the capacity. It is needed where the
+    engine does not know that number, as in vLLM with a dense model.
     """
 
     kind: ClassVar[str] = "disk"
@@ -193,9 +192,9 @@ class ValkeyConfig(_TierTable):
     """A tier on a Valkey or Redis server: `valkey://user@host:6379/0`, `valkeys://` with TLS,
     `unix:///socket`.
 
-    What is there for `ttl` without being written anew goes, if the server has not evicted it before; by
-    default only the server decides. Names on the server begin with `prefix`. `write` and `required` as of a
-    disk. With `seal_key_file` only rows are taken that were sealed with the key in it.
+    A row leaves `ttl` seconds after it was last written, if the server has not evicted it before; by default
+    only the server decides. Names on the server begin with `prefix`. `write` and `required` are those of a
+    disk. With `seal_key_file`, only rows sealed with the key in that file are accepted.
     """
 
     kind: ClassVar[str] = "valkey"
@@ -235,7 +234,7 @@ class ValkeyConfig(_TierTable):
 
     @property
     def database(self) -> str:
-        """The number of a database, as it is in the URL; empty: none."""
+        """The number of the database in the URL; empty if there is none."""
         parts = self.address
         return parts.query.removeprefix("db=") if parts.scheme == "unix" else parts.path.strip("/")
 
@@ -244,8 +243,9 @@ class ValkeyConfig(_TierTable):
 class ObjectConfig(_TierTable):
     """A tier in an object store: `s3://bucket/prefix`, `gs://bucket/prefix` or `az://container/prefix`.
 
-    Credentials come by the store's usual chain: environment, files, the machine's role. `endpoint` names a
-    server other than the cloud's; one without TLS needs `allow_http`. `connections` calls run at once.
+    Credentials come from the store's usual chain: environment, files, the machine's role. `endpoint` names a
+    server other than the cloud's; a server without TLS needs `allow_http`. Up to `connections` calls run at
+    once.
     """
 
     kind: ClassVar[str] = "object"
@@ -275,8 +275,8 @@ class ObjectConfig(_TierTable):
 class MooncakeConfig(_TierTable):
     """A tier in a Mooncake store: its master at `host:port`, and its metadata server.
 
-    This process gives `segment` bytes of its own memory to the store; with 0 it only uses that of others.
-    `host` is the address under which others reach it, by default the one that faces the master.
+    This process gives `segment` bytes of its own memory to the store; with 0 it only uses other processes'
+    memory. `host` is the address under which others reach it, by default the one that faces the master.
     """
 
     kind: ClassVar[str] = "mooncake"

@@ -1,6 +1,6 @@
 """The connector: how an engine stores and loads KV through kvtier.
 
-Needs no engine and, until caches are registered, no torch.
+It needs no engine, and no torch until KV caches are registered.
 """
 
 from kvtier.connector.connector import OffloadingConnector

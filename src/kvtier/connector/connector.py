@@ -1,9 +1,9 @@
-"""`OffloadingConnector`: what an engine talks to. Two halves behind one set of names, chosen by role.
+"""`OffloadingConnector`: the object that an engine talks to. It is one of two halves, chosen by role.
 
 An engine makes one with `ConnectorRole.SCHEDULER` beside its scheduler and one with `ConnectorRole.WORKER`
-in every worker, from the same config; they meet in the shared pool and otherwise exchange only what the
-engine carries between them. The order of calls in a step is drawn in docs/architecture.md and followed by
-`kvtier.engine`.
+in every worker, from the same config. The halves share the pool; apart from it they exchange only the
+messages that the engine carries between them. docs/architecture.md draws the order of calls in a step, and
+`kvtier.engine` follows it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["OffloadingConnector"]
 
 
 class OffloadingConnector:
-    """One half of the connector. Calling a method of the other half is misuse and says so."""
+    """One half of the connector. Calling a method of the other half raises `InputError`."""
 
     def __init__(
         self,
@@ -80,21 +80,19 @@ class OffloadingConnector:
     # The scheduler's side.
 
     def on_new_request(self, request: RequestView) -> None:
-        """Tell that a request was queued. Its id may have been another's before."""
+        """Note that a request was queued. An earlier request may have had the same id."""
         self._scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: RequestView, num_computed_tokens: int, max_num_new_tokens: int | None = None
     ) -> tuple[int | None, bool]:
-        """Return how many tokens beyond the computed ones can be loaded, and whether that takes place
-        asynchronously.
-        """
+        """Return how many tokens beyond the computed ones can be loaded, and whether asynchronously."""
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens, max_num_new_tokens)
 
     def update_state_after_alloc(
         self, request: RequestView, blocks: BlockIds, num_external_tokens: int
     ) -> None:
-        """Tell which blocks a request got; with external tokens, plan their load."""
+        """Note the blocks that a request got; with external tokens, plan their load."""
         self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: StepView) -> OffloadingConnectorMetadata:
@@ -102,23 +100,21 @@ class OffloadingConnector:
         return self._scheduler.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take in what all workers reported after a step, and let the output say whose transfers
-        are over.
-        """
+        """Take in the workers' reports after a step; write into the output whose transfers are over."""
         self._scheduler.update_connector_output(connector_output)
 
     def request_finished(
         self, request: RequestView, block_ids: BlockIds | None = None
     ) -> tuple[bool, dict[str, Any] | None]:
-        """End a request. `True`: keep its blocks, and do not use its id, until an output names it."""
+        """End a request. `True`: keep its blocks, and do not reuse its id, until an output names it."""
         return self._scheduler.request_finished(request, block_ids)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Take what changed in the tiers."""
+        """Take the events of changes in the tiers since the last call."""
         return self._scheduler.take_events()
 
     def retell_events(self) -> Iterable[KVCacheEvent]:
-        """Take events that announce afresh what the tiers hold, instead of what changed."""
+        """Take events that announce the whole content of the tiers again, instead of the changes."""
         return self._scheduler.retell_events()
 
     def explain(self, req_id: ReqId) -> Explanation | None:
@@ -136,7 +132,7 @@ class OffloadingConnector:
     def wait_for_tiers(self, timeout: float) -> bool:
         """Block until chunks from a tier may have come, for an engine that has nothing else to do.
 
-        `False`: there are none to wait for.
+        `False`: no chunk is on its way.
         """
         return self._scheduler.wait_for_tiers(timeout)
 
@@ -145,16 +141,16 @@ class OffloadingConnector:
     def register_kv_caches(
         self, kv_caches: Mapping[str, torch.Tensor], *, blocks_first: bool = False
     ) -> None:
-        """Tell where the engine keeps its KV, by layer name. Comes before the first step.
+        """Register the engine's KV tensors, by layer name, before the first step.
 
-        `blocks_first`: all tensors count blocks in their first dimension, also where that has two.
+        `blocks_first`: all tensors count blocks in their first dimension, also where its size is two.
         """
         self._worker.register_kv_caches(kv_caches, blocks_first=blocks_first)
 
     def bind_connector_metadata(self, connector_metadata: OffloadingConnectorMetadata) -> None:
         """Set the orders of the step that begins.
 
-        Those of a step that was never ended are reported as failed.
+        If the step before was never ended, its jobs that were not started are reported as failed.
         """
         if self._metadata is not None and self.connector_worker is not None:
             self.connector_worker.refuse_unstarted(self._metadata)
@@ -167,27 +163,30 @@ class OffloadingConnector:
     def handle_preemptions(self, metadata: OffloadingConnectorMetadata) -> None:
         """Make sure that no running store reads a block which this step overwrites.
 
-        Comes first in a step.
+        This is the first call of a step.
         """
         self._worker.handle_preemptions(metadata)
 
     def start_load_kv(self, forward_context: Any = None, *, by_layer: bool = False, **kwargs: Any) -> None:
-        """Start this step's loads; `by_layer`: the first layers first, for an engine that will
-        `await_layer`.
+        """Start this step's loads.
+
+        With `by_layer` the first layers come first, for an engine that calls `await_layer`.
         """
         self._worker.start_load_kv(self._bound(), by_layer=by_layer)
 
     def await_layer(self, req_id: ReqId, layer_name: str, timeout: float) -> bool:
-        """Let what the caller does next find a layer of a request's load in place; say whether that could be
-        done.
+        """Wait until one layer of a request's load is in place; say whether that succeeded.
 
-        For an engine that computes ahead of what it has been told: the result is good only if the load
+        This is for an engine that computes before the load is reported: its result counts only if the load
         succeeds.
         """
         return self._worker.await_layer(req_id, layer_name, timeout)
 
     def is_storing(self, block_ids: set[int]) -> bool:
-        """Say whether a running store reads one of these blocks. Who computes ahead must not write there."""
+        """Say whether a running store reads one of these blocks.
+
+        An engine that computes ahead must not write to such a block.
+        """
         return self._worker.is_storing(block_ids)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -203,26 +202,26 @@ class OffloadingConnector:
         self._worker.start_store_kv(self._bound())
 
     def take_output(self, finished_req_ids: set[ReqId]) -> KVConnectorOutput:
-        """Take all that this worker has to tell after a step.
+        """Take this worker's whole output of a step.
 
-        The four calls below it give the same in parts.
+        `get_finished`, `get_block_ids_with_load_errors` and `take_reports` give the same in parts.
         """
         sending, recving = self._worker.get_finished(finished_req_ids)
         invalid = self._worker.get_block_ids_with_load_errors()
         return KVConnectorOutput(sending, recving, invalid, self._worker.take_reports())
 
     def get_finished(self, finished_req_ids: set[ReqId]) -> tuple[set[ReqId], set[ReqId]]:
-        """Return the ids of requests whose stores, and of those whose load, are over."""
+        """Return the finished requests whose stores are over, and the requests whose load is over."""
         return self._worker.get_finished(finished_req_ids)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Take the blocks whose load failed; their requests were named by the last `get_finished`."""
+        """Take the blocks whose load failed; the last `get_finished` named their requests."""
         return self._worker.get_block_ids_with_load_errors()
 
     def take_failed_loads(self) -> set[ReqId]:
-        """Take the requests whose load failed, for engines that cannot make use of block ids.
+        """Take the requests whose load failed, for engines that cannot use block ids.
 
-        Follows `get_finished`.
+        Call it after `get_finished`.
         """
         return self._worker.take_failed_loads()
 
@@ -233,9 +232,7 @@ class OffloadingConnector:
     def wait_for_transfers(self, timeout: float) -> bool:
         """Block until a transfer is over or `timeout` seconds have passed.
 
-        For an engine with nothing else to do.
-
-        `False`: there is none to wait for.
+        This is for an engine with nothing else to do. `False`: no transfer runs.
         """
         return self._worker.wait_for_transfers(timeout)
 

@@ -1,14 +1,13 @@
-"""`CostModel`: is a load faster than recomputing? Learned from what the engine, the bus and the tiers have
-done so far.
+"""`CostModel`: is a load faster than recomputing? It learns from past steps, loads and promotions.
 
-`StepTimer` tells how long each step took, also where an engine schedules a step while the one before it
-still runs. `Price` is a running average of seconds per byte: of loads, and of each tier's promotions; or
-of seconds per inquiry, which counts as one byte. One that was given up would have taken at least as long
-as it was waited for: the average is no less than that, until one arrives. `CostModel` holds these
-against the seconds per token of prefill-sized steps. Until both are known every load is worth doing. A
-refusal is not for ever: every `_RETRY_AFTER`-th goes ahead, so that a stale average heals; after one
-that was given up the next try comes sooner, since what stood still may move again. Used by the
-scheduler's side of the connector, on its thread.
+`StepTimer` measures how long each step took, even if an engine schedules a step while the step before it
+still runs. `Price` is a running average of seconds per byte, of loads and of each tier's promotions; or of
+seconds per inquiry, where an inquiry counts as one byte. A transfer that was given up would have taken at
+least as long as the wait for it, so the average is at least that until a transfer arrives. `CostModel`
+compares these prices with the seconds per token of prefill-sized steps. Until both are known every load is
+worth doing. A refusal is not for ever: every `_RETRY_AFTER`-th refusal goes ahead, so that a stale average
+is corrected. After a transfer that was given up the next try comes sooner, since a bus or tier that stood
+still may move again. The scheduler's side of the connector uses this on its thread.
 """
 
 from __future__ import annotations
@@ -23,21 +22,19 @@ from kvtier.offload.promotions import TierCost
 __all__ = ["CostModel", "PrefillQueue", "Price", "StepTimer"]
 
 _WEIGHT = 0.2
-_MIN_STEP_TOKENS = (
-    32  # a decode step is bound by latency and says nothing about the price of a prefill token
-)
+_MIN_STEP_TOKENS = 32  # a decode step is bound by latency and does not show the price of a prefill token
 _RETRY_AFTER = 64
-_FIRST_RETRY_AFTER = 4  # doubled each time that it is in vain
+_FIRST_RETRY_AFTER = 4  # doubled after each retry that fails
 _MAX_IN_FLIGHT = 16
 _HALF_LIFE = 64  # steps
 _FADING = 0.5 ** (1 / _HALF_LIFE)
 
 
 class StepTimer:
-    """Times steps that begin and end in one order, with several of them in flight.
+    """The timer of steps that begin and end in one order, with several of them in flight.
 
     step 1   |=========|
-    step 2        |....=========|      it waits (.) for step 1, and that is not its own time
+    step 2        |....=========|      the wait (.) for step 1 does not count as time of step 2
     """
 
     def __init__(self) -> None:
@@ -58,23 +55,23 @@ class StepTimer:
 
 
 class Price:
-    """What moving a byte costs one way."""
+    """The learnt seconds per byte of one kind of transfer."""
 
     def __init__(self) -> None:
         self.seconds_per_byte: float | None = None
         self._refusals, self._retry_after = 0, _RETRY_AFTER
-        self._has_lost = False  # the last transfer that said anything was given up
+        self._has_lost = False  # whether the last transfer that was noted had been given up
 
     def note(self, num_bytes: int, seconds: float) -> None:
         """Learn from a transfer that arrived."""
         if num_bytes > 0 and seconds > 0:
-            # A bound that was just disproved counts for nothing.
+            # A transfer that arrives disproves the bound of a lost one.
             known = None if self._has_lost else self.seconds_per_byte
             self.seconds_per_byte = _blend(known, seconds / num_bytes)
             self._has_lost, self._retry_after = False, _RETRY_AFTER
 
     def note_lost(self, num_bytes: int, seconds: float) -> None:
-        """Learn from a transfer that was given up after so long: it would have taken longer."""
+        """Learn from a transfer that was given up after `seconds`: it would have taken longer."""
         if num_bytes > 0 and seconds > 0:
             self.seconds_per_byte = max(self.seconds_per_byte or 0.0, seconds / num_bytes)
             self._retry_after = min(
@@ -83,22 +80,22 @@ class Price:
             self._has_lost, self._refusals = True, 0
 
     def recall(self, seconds_per_byte: float | None) -> None:
-        """Begin with what was learnt in another process, unless something is known."""
+        """Begin with a price learnt by another process, unless one is known."""
         if self.seconds_per_byte is None and seconds_per_byte is not None and 0.0 < seconds_per_byte < 1.0:
             self.seconds_per_byte = seconds_per_byte
 
     def seconds(self, num_bytes: int) -> float | None:
-        """Estimate how long bytes take; `None`: not known yet."""
+        """Estimate the seconds of a transfer; `None`: not known yet."""
         return None if self.seconds_per_byte is None else num_bytes * self.seconds_per_byte
 
     def is_due(self) -> bool:
-        """Count a refusal, and say whether it is time to try all the same."""
+        """Count a refusal, and say whether it is time to try anyway."""
         self._refusals += 1
         return self._refusals % self._retry_after == 0
 
 
 class CostModel:
-    """Estimates the time of loads, of promotions by tier, and of recomputation."""
+    """The estimates of the time of loads, of promotions by tier, and of recomputation."""
 
     def __init__(self) -> None:
         self._bus = Price()
@@ -106,14 +103,14 @@ class CostModel:
         self._inquiries: dict[str, Price] = {}
         self._seconds_per_token: float | None = None
         self.slowest_step = 0.0
-        """Seconds of the slowest step of late: half of it is forgotten in `_HALF_LIFE` steps."""
+        """Seconds of the slowest recent step; this maximum falls by half in `_HALF_LIFE` steps."""
 
     def note_load(self, num_bytes: int, seconds: float) -> None:
         """Learn from a load that arrived."""
         self._bus.note(num_bytes, seconds)
 
     def note_lost_load(self, num_bytes: int, seconds: float) -> None:
-        """Learn from a load that was given up after so long: it would have taken longer."""
+        """Learn from a load that was given up after `seconds`: it would have taken longer."""
         self._bus.note_lost(num_bytes, seconds)
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
@@ -123,11 +120,11 @@ class CostModel:
             self._seconds_per_token = _blend(self._seconds_per_token, seconds / num_tokens)
 
     def price_of(self, tier: str) -> Price:
-        """Return the price of a tier's promotions, to be read and to learn."""
+        """Return the price of a tier's promotions, which the caller may read and teach."""
         return self._tiers.setdefault(tier, Price())
 
     def inquiry_price_of(self, tier: str) -> Price:
-        """Return the price of asking a tier what it has, per inquiry, to be read and to learn."""
+        """Return the price of an inquiry to a tier, which the caller may read and teach."""
         return self._inquiries.setdefault(tier, Price())
 
     def load_seconds(self, num_bytes: int) -> float | None:
@@ -137,7 +134,7 @@ class CostModel:
     def promotion_seconds(self, costs: Iterable[TierCost]) -> float | None:
         """Estimate how long promotions take, behind those that are queued; `None`: not known yet.
 
-        Tiers work at once.
+        Tiers work in parallel.
         """
         longest = 0.0
         for cost in costs:
@@ -148,7 +145,7 @@ class CostModel:
         return longest
 
     def inquiry_seconds(self, tiers: Iterable[str]) -> float | None:
-        """Estimate how long tiers take to answer, all at once; `None`: not known yet."""
+        """Estimate how long tiers take to answer in parallel; `None`: not known yet."""
         seconds = [self.inquiry_price_of(tier).seconds(1) for tier in tiers]
         known = [second for second in seconds if second is not None]
         return max(known, default=0.0) if len(known) == len(seconds) else None
@@ -158,21 +155,19 @@ class CostModel:
         return None if self._seconds_per_token is None else num_tokens * self._seconds_per_token
 
     def worth_loading(self, num_bytes: int, num_tokens: int, wait: float = 0.0) -> bool:
-        """Say whether loading bytes after a wait of so many seconds is expected to beat computing so many
-        tokens.
-        """
+        """Say whether waiting and then loading should be faster than computing the tokens."""
         load, compute = self.load_seconds(num_bytes), self.compute_seconds(num_tokens)
         return load is None or compute is None or wait + load <= compute or self._bus.is_due()
 
     def worth_promoting(self, tiers: Sequence[str], expected: float, compute: float) -> bool:
-        """Say whether bringing chunks from tiers, and loading them, is expected to beat computing."""
+        """Say whether promoting chunks and loading them should be faster than computing."""
         if expected <= compute:
             return True
         due = [self.price_of(tier).is_due() for tier in tiers]
         return any(due)
 
     def worth_asking(self, tiers: Sequence[str], expected: float, compute: float) -> bool:
-        """Say whether asking tiers, and bringing all that they may have, is expected to beat computing."""
+        """Say whether asking tiers and promoting all their chunks should be faster than computing."""
         if expected <= compute:
             return True
         due = [self.inquiry_price_of(tier).is_due() for tier in tiers]
@@ -184,17 +179,20 @@ def _blend(average: float | None, sample: float) -> float:
 
 
 class PrefillQueue:
-    """Prompt tokens that requests have still to compute, in the order in which the engine asked about them.
+    """The prompt tokens that requests have yet to compute, in the order in which the engine asked.
 
-    Computing a prompt instead of loading it takes its turn behind these. An entry begins with the answer to
-    a question and ends when the engine has scheduled its last prompt token, or with its request.
+    A prompt that is computed instead of loaded has to wait behind these. An entry begins when the engine
+    asks about a request. It ends when the engine has scheduled the last prompt token, or with its request.
     """
 
     def __init__(self) -> None:
         self._left: dict[ReqId, int] = {}
 
     def put(self, req_id: ReqId, tokens: int) -> None:
-        """Note what a request has to compute. One that is asked about again keeps its place."""
+        """Note the tokens that a request has to compute.
+
+        A request that is asked about again keeps its place.
+        """
         self._left[req_id] = tokens
 
     def discard(self, req_id: ReqId) -> None:
@@ -202,7 +200,7 @@ class PrefillQueue:
         self._left.pop(req_id, None)
 
     def take_step(self, num_scheduled_tokens: Mapping[ReqId, int]) -> None:
-        """Note what a step computes. Most steps compute no prompt."""
+        """Subtract the tokens that a step computes. Most steps compute no prompt."""
         for req_id in self._left.keys() & num_scheduled_tokens.keys() if self._left else ():
             self._left[req_id] -= num_scheduled_tokens[req_id]
             if self._left[req_id] <= 0:
@@ -218,6 +216,6 @@ class PrefillQueue:
         return total
 
     def check(self) -> None:
-        """Raise `IntegrityError` if a request is kept that has nothing left."""
+        """Raise `IntegrityError` if a request is kept that has no tokens left."""
         if done := [req_id for req_id, tokens in self._left.items() if tokens <= 0]:
             raise IntegrityError(f"expected requests with tokens to compute, got {done[:5]} with none")

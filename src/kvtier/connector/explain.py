@@ -1,7 +1,7 @@
 """`Explainer`: where the tokens of each request's prompt came from, and why not all came from a cache.
 
-An explanation is fixed when a request first runs; those of finished requests are kept until `_REMEMBERED`
-newer ones came. Scheduler thread only.
+An explanation is fixed when a request first runs, and kept until `_REMEMBERED` newer ones have come.
+Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _POOL = "cpu"
 class Explanation:
     """The sources of one prompt, in tokens.
 
-    `first_miss` is the reason of the first chunk that had to be computed although its tokens fill a chunk,
-    and `first_missing_token` where that chunk begins; both are `None` if only the unfinished tail of the
-    prompt was computed. `misses` has the reasons of all tiers that have known that chunk; the last is the
-    one that decided.
+    `first_miss` is the reason why the first whole chunk that was not loaded had to be computed, and
+    `first_missing_token` is the first token of that chunk. Both are `None` if only the unfinished tail of
+    the prompt was computed. `misses` has the reasons of all tiers that have known that chunk; the last one
+    decided.
     """
 
     from_gpu: int = 0
@@ -39,20 +39,20 @@ class Explanation:
     first_missing_token: int | None = None
     misses: dict[str, MissReason] = field(default_factory=dict)
     load_seconds: float | None = None
-    """From the order of its load until every rank had reported; `None` without a load."""
+    """The time from the order of the load until every rank had reported; `None` without a load."""
 
 
 class Explainer:
-    """Collects the explanations of requests."""
+    """The collection of the explanations of requests."""
 
     def __init__(self, manager: OffloadingManager) -> None:
         self._manager = manager
         self._explained: OrderedDict[ReqId, Explanation] = OrderedDict()
 
     def note_match(self, state: RequestState, match: PrefixMatch, end: int, *, limited: bool) -> None:
-        """Remember why the first chunk beyond `end` could not be had, in case the request runs like this.
+        """Remember why the first chunk beyond `end` is not loaded, in case the request now runs.
 
-        `limited`: there is a chunk beyond the match which the request may not load.
+        `limited`: there is a chunk beyond the match that the request may not load.
         """
         state.miss = {}, None
         if end < match.end:
@@ -65,21 +65,21 @@ class Explainer:
     def note_load(
         self, state: RequestState, job: LoadJob, recompute: Recompute, seconds: float
     ) -> Explanation | None:
-        """Explain a request whose load is over after so many seconds, unless that was done before."""
+        """Explain a request whose load ended after `seconds`, unless it is explained already."""
         if job.failed:
             state.miss = {_POOL: _why(job, seconds)}, job.first_failed_token()
         return self._explain(state, job.tokens_saved(recompute), job.promoted_tokens, seconds)
 
     def note_run(self, state: RequestState) -> Explanation | None:
-        """Explain a request that runs, unless that was done before: it has not loaded anything."""
+        """Explain a request that runs without a load, unless it is explained already."""
         return self._explain(state, 0, {})
 
     def get(self, req_id: ReqId) -> Explanation | None:
-        """Return the explanation of a request; `None` if it has not run or is long forgotten."""
+        """Return the explanation of a request; `None` if it has not run or its explanation was dropped."""
         return self._explained.get(req_id)
 
     def forget(self, req_id: ReqId) -> None:
-        """Drop the explanation of an id, which is given to another request."""
+        """Drop the explanation of an id that is given to another request."""
         self._explained.pop(req_id, None)
 
     def _explain(
@@ -103,7 +103,7 @@ class Explainer:
 
 
 def _why(job: LoadJob, seconds: float) -> MissReason:
-    """Say why a load has not delivered everything, `seconds` after its order."""
+    """Return why a load has not delivered everything, `seconds` after its order."""
     if job.corrupt:
         return MissReason.FAILED
     if job.void and job.keys:
@@ -113,7 +113,7 @@ def _why(job: LoadJob, seconds: float) -> MissReason:
 
 
 def _split(loaded: int, promoted: dict[str, int]) -> dict[str, int]:
-    """Divide loaded tokens among the tiers that they came from; the pool had the rest."""
+    """Divide loaded tokens among the tiers that they came from; the rest came from the pool."""
     counts: dict[str, int] = {}
     left = loaded
     for tier, tokens in promoted.items():

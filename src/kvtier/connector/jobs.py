@@ -1,12 +1,12 @@
 """Jobs: one transfer each, planned here from a request's state, and followed until every rank has reported.
 
-A job knows its chunks (`keys`, in the order of the slots) and can tell for each block of its GPU end which
-chunk it belongs to, so that a report of failed blocks becomes a set of failed chunks. What only a failure
-asks for is worked out when one comes, and planning costs a few slices.
+A job knows its chunks (`keys`, in the order of the slots), and the chunk of each block of its GPU end. So a
+report of failed blocks becomes a set of failed chunks. Data that only a failure needs is computed when one
+comes, so that planning costs a few slices.
 
-`RunningJobs` has a job from its start until every rank has reported. One whose reports do not come expires:
-from then on it does not run, it is only waited for, so that its slots are not used again while a rank may
-still touch them. Scheduler thread only.
+`RunningJobs` holds a job from its start until every rank has reported. A job whose reports do not come
+expires: it no longer counts as running, but its slots are not used again while a rank may still touch them.
+Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -33,12 +33,16 @@ __all__ = [
     "reordered",
 ]
 
-_FAILURES_TO_BLAME = 2  # loads of one chunk that fail in a row: the chunk itself is blamed
+_FAILURES_TO_BLAME = 2  # after this many failed loads of a chunk in a row, the chunk itself is blamed
 _MAX_COUNTED = 4096
 _MARGIN = 1.5
-"""Times its deadline: a worker's clock starts when the job reaches it, its report travels with a step."""
+"""A job is late after this many deadlines: a worker's clock starts when the job reaches it, and its report
+comes only with a step.
+"""
 _GRACE_OUTPUTS = 2
-"""A step may last longer than any deadline, so a job is late only if workers have answered since."""
+"""A job is late only after more worker outputs than this since its deadline: a step may take longer than any
+deadline.
+"""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,24 +54,24 @@ class PlannedJob:
     gpu_end: GPULoadStoreSpec
     blocks_per_chunk: int
     num_bytes: int
-    """Over all ranks that move them."""
+    """The sum over all ranks that move bytes."""
     missing_ranks: set[int]
-    """Those that have not reported."""
+    """The ranks that have not reported."""
     deadline: float
-    """Seconds after which a worker gives it up."""
+    """Seconds after which a worker gives the job up."""
     pool_end: LoadStoreSpec | None = None
-    """Where the chunks are in the pool, in the order of `keys`. Known once the manager was asked."""
+    """The chunks' places in the pool, in the order of `keys`; `None` until the manager has given them."""
     job_id: int = 0
     started: float = 0.0
     epoch: int = 0
-    """The resets of the tiers before it started."""
+    """The number of resets of the tiers before the job started."""
     expired: bool = False
-    """Its reports did not come, and nobody waits for them any more."""
+    """The job's reports did not come in time, and the job counts as failed."""
     outputs_since_deadline: int = 0
     failed: set[int] = field(default_factory=set)
     """Indices into `keys` of chunks that did not arrive whole on some rank."""
     corrupt: set[int] = field(default_factory=set)
-    """Those of them whose bytes are at fault."""
+    """The indices in `failed` of chunks whose bytes are wrong."""
     failed_blocks: set[int] = field(default_factory=set)
     """Positions in the GPU end of blocks that did not arrive on some rank."""
     block_ids: frozenset[int] = field(init=False)
@@ -77,25 +81,25 @@ class PlannedJob:
 
     @property
     def req_id(self) -> ReqId:
-        """The request on whose behalf it runs."""
+        """The id of the request that this job belongs to."""
         return self.request.view.request_id
 
     def take_report(self, report: TransferReport) -> None:
-        """Note what one rank reports.
+        """Note the report of one rank.
 
-        What is said of an expired job changes nothing but that the rank is done with it.
+        A report of an expired job changes only one thing: the rank is done with the job.
         """
         self.missing_ranks.discard(report.rank)
         if not report.result.success and not self.expired:
             self._fail(report.result.failed_blocks, report.result.corrupt)
 
     def expire(self) -> None:
-        """Give up waiting for reports: nothing of it has arrived, as far as anybody knows."""
+        """Give up waiting for reports, and count everything as not arrived."""
         self.fail()
         self.expired = True
 
     def fail(self) -> None:
-        """Note that nothing of it may be used."""
+        """Note that nothing of this job may be used."""
         self._fail(None, is_corrupt=False)
 
     def _fail(self, failed_blocks: tuple[int, ...] | None, is_corrupt: bool) -> None:
@@ -108,13 +112,11 @@ class PlannedJob:
             self.corrupt |= failed
 
     def end_order(self) -> EndOrder:
-        """Order those ranks to end it that have not reported it."""
+        """Return the order to end this job, for the ranks that have not reported it."""
         return EndOrder(self.req_id, frozenset(self.missing_ranks), (), void=self.expired)
 
     def pool_part(self, indices: Iterable[int]) -> LoadStoreSpec | None:
-        """Return the pool's end of some of the chunks, by index into `keys`; `None` where places have no
-        numbers.
-        """
+        """Return the pool end of some chunks, by index into `keys`; `None` where slots have no numbers."""
         spec = self.pool_end
         return type(spec)(spec.block_ids[list(indices)]) if isinstance(spec, BlockIDsLoadStoreSpec) else None
 
@@ -131,7 +133,7 @@ class PlannedJob:
         )
 
     def _keys_of_blocks(self) -> list[int]:
-        """For each block of the GPU end, return the index of its chunk in `keys`.
+        """Return, for each block of the GPU end, the index of its chunk in `keys`.
 
         Every group begins a new chunk.
         """
@@ -146,21 +148,21 @@ class PlannedJob:
 
 @dataclass(slots=True, kw_only=True)
 class LoadJob(PlannedJob):
-    """Towards the GPU: tokens `[local, end)` of its request."""
+    """A transfer to the GPU: tokens `[local, end)` of its request."""
 
     local: int
     end: int
     block_sizes: tuple[int, ...]
-    """Tokens of a block, by group."""
+    """The number of tokens in a block, by group."""
     patience: float
     """Seconds after which computing is the better choice."""
     promoted_tokens: dict[str, int] = field(default_factory=dict)
     """Tokens that were in the pool only because they had been promoted, by tier."""
     void: bool = False
-    """A reset came after it was planned: nothing of it may be used."""
+    """A reset came after the load was planned: nothing of it may be used."""
 
     def end_order(self) -> EndOrder:
-        """Order those ranks to end it that have not reported it, and to name what it should have filled."""
+        """Return the order to end this load, with its blocks, for the ranks that have not reported it."""
         blocks = tuple(self.gpu_end.block_ids.tolist())
         return EndOrder(self.req_id, frozenset(self.missing_ranks), blocks, void=self.void or self.expired)
 
@@ -173,7 +175,7 @@ class LoadJob(PlannedJob):
         return min(start for start, _ in self._lost())
 
     def tokens_saved(self, recompute: Recompute) -> int:
-        """Count the tokens that an engine which recovers like this need not compute."""
+        """Count the tokens that an engine with this way to `recompute` need not compute."""
         if not self.failed:
             return self.end - self.local
         if recompute is Recompute.MISSING:
@@ -191,7 +193,7 @@ class LoadJob(PlannedJob):
 
 
 class StoreJob(PlannedJob):
-    """Away from the GPU: whole chunks."""
+    """A transfer from the GPU, of whole chunks."""
 
 
 class _GPUEnd:
@@ -203,7 +205,7 @@ class _GPUEnd:
         self._indices = [0] * num_groups
 
     def add(self, group: int, position: int, block_ids: list[int]) -> None:
-        """Append the blocks of a group, the first of which is the request's `position`-th."""
+        """Append the blocks of a group; the first of them has this `position` in the request."""
         self._indices[group] = position
         self._sizes[group] = len(block_ids)
         self._block_ids += block_ids
@@ -242,8 +244,9 @@ def plan_load(config: OffloadingConfig, state: RequestState, end: int, patience:
 
 
 def _blocks_to_load(group: GroupState, local: int, end: int) -> tuple[int, int]:
-    """Return the range of block positions to load; leading positions without a block are not needed by the
-    engine.
+    """Return the range of block positions to load, without leading positions that have no block.
+
+    The engine does not need those.
     """
     size = group.geometry.block_size
     if local % size:
@@ -276,9 +279,7 @@ def plan_store(
 
 
 def reordered(spec: LoadStoreSpec, keys: list[OffloadKey], order: list[OffloadKey]) -> LoadStoreSpec:
-    """Return the other end of a store, whose places are those of `keys`, with its places in another order of
-    the keys.
-    """
+    """Return the pool end of a store, which is in the order of `keys`, in another order of the same keys."""
     if keys == order:
         return spec
     if not isinstance(spec, BlockIDsLoadStoreSpec):
@@ -290,7 +291,7 @@ def reordered(spec: LoadStoreSpec, keys: list[OffloadKey], order: list[OffloadKe
 
 
 class RunningJobs:
-    """Jobs by their ids, which are given here."""
+    """The jobs that run, and the expired jobs that some rank has not reported. It assigns the job ids."""
 
     def __init__(self) -> None:
         self._jobs: dict[int, LoadJob | StoreJob] = {}
@@ -319,10 +320,10 @@ class RunningJobs:
         return self._loading if isinstance(job, LoadJob) else self._storing
 
     def take_report(self, report: TransferReport) -> LoadJob | StoreJob | None:
-        """Note what a rank reports of a job, and return the job; one that all have reported is no longer
-        here.
+        """Note a rank's report of a job, and return the job.
 
-        `None`: the rank has reported it before, or all have.
+        A job leaves when all ranks have reported it. `None`: this rank, or all ranks, had reported it
+        before.
         """
         job_id = report.result.job_id
         job = self._jobs.get(job_id) or self._expired.get(job_id)
@@ -335,9 +336,9 @@ class RunningJobs:
         return job
 
     def expire(self, now: float) -> list[LoadJob | StoreJob]:
-        """Return the jobs whose reports should have come long ago.
+        """Expire and return the jobs whose reports should have come long ago.
 
-        They run no more. Comes once for every output.
+        Call it once for every output.
         """
         if not self._jobs:
             return []
@@ -364,26 +365,24 @@ class RunningJobs:
                 del newest[key]
 
     def void_loads(self) -> None:
-        """Note that what the running loads bring may not be used."""
+        """Note that nothing of the running loads may be used."""
         for job in self.loads():
             job.void = True
 
     def end_orders(self, now: float) -> dict[int, EndOrder]:
-        """Return what the workers are to end: expired jobs, and loads that are void or take longer than they
-        are worth.
-        """
-        if not self._jobs and not self._expired:  # as in most steps
+        """Return the orders to end jobs: expired jobs, and loads that are void or exceed their patience."""
+        if not self._jobs and not self._expired:  # most steps
             return {}
         loads = [job for job in self.loads() if job.void or now > job.started + job.patience]
         return {job.job_id: job.end_order() for job in (*loads, *self._expired.values())}
 
     def load_of(self, key: OffloadKey) -> LoadJob | None:
-        """Return the load that brings a chunk, if one does."""
+        """Return the running load of a chunk, if there is one."""
         job = self._jobs.get(self._loading.get(key, -1))
         return job if isinstance(job, LoadJob) else None
 
     def is_storing(self, key: OffloadKey) -> bool:
-        """Say whether a store of a chunk runs."""
+        """Say whether a running store stores this chunk."""
         return key in self._storing
 
     def loads(self) -> Iterator[LoadJob]:
@@ -395,15 +394,13 @@ class RunningJobs:
         return (job for job in self._jobs.values() if isinstance(job, StoreJob))
 
     def stores_reading(self, blocks: Set[int]) -> set[int]:
-        """Return the stores that read any of these blocks."""
+        """Return the ids of running stores that read any of these blocks."""
         if not blocks:
             return set()
         return {job.job_id for job in self.stores() if not job.block_ids.isdisjoint(blocks)}
 
     def check(self) -> None:
-        """Raise `IntegrityError` where a chunk is noted as being loaded by nobody, or a job is here for no
-        reason.
-        """
+        """Raise `IntegrityError` if a chunk belongs to no running job, or a job waits for no rank."""
         if not set(self._loading.values()) <= {job.job_id for job in self.loads()}:
             raise IntegrityError("a chunk is noted as being loaded by a load that does not exist")
         if not set(self._storing.values()) <= {job.job_id for job in self.stores()}:
@@ -413,17 +410,17 @@ class RunningJobs:
 
 
 class LoadFailures:
-    """Which chunks are to blame for loads that failed: those whose bytes are wrong, or that fail again and
-    again.
+    """The failed loads of each chunk, to find the chunks that should not be loaded again.
 
-    Bounded: it forgets all rather than grow.
+    A chunk is to blame if its bytes are wrong or its loads fail in a row. The number of chunks is bounded:
+    beyond it all are forgotten.
     """
 
     def __init__(self) -> None:
         self._counts: Counter[OffloadKey] = Counter()
 
     def blame(self, job: LoadJob) -> list[OffloadKey]:
-        """Take in how a load ended, and return the chunks that should be loaded no more."""
+        """Note the end of a load, and return the chunks that should not be loaded again."""
         if self._counts:
             for index in job.arrived():
                 self._counts.pop(job.keys[index], None)

@@ -1,17 +1,19 @@
-"""Load, wait or compute: what is best for a request, and how long it waits for what comes.
+"""Load, wait or compute: the choice for each request, and how long a request waits.
 
-`LoadDecision` is about the pool: a request waits only for what is on its way, and for no longer than
-computing it would take.
+`LoadDecision` is about the pool: a request waits only for chunks that are on their way, and for no longer
+than computing them would take.
 
-`PromotionDecision` is about the tiers below, and is asked before the pool's own match. A request wishes once
-per admission: it is then answered in O(1) until its rows have come or its patience is over, and computes
-what has not come. A promotion is compared with computing what it brings *plus the prefill that is queued
-ahead*, and counts the bytes that the tier has to move first. Patience bounds the whole wait; `load_deadline`
-bounds a batch of I/O beyond the time that it is known to take, so that a tier that hangs costs one deadline.
-Without prices patience is that deadline. Tiers that do not know what they hold are asked first, once per
-admission, if they may have what the pool and the others have not. Nobody waits for answers for longer than
-computing all that could come would take, nor than `load_deadline`, and nobody asks if answers and bytes are
-known to take longer.
+`PromotionDecision` is about the tiers below. A request wishes for chunks once per admission. It is then
+answered in O(1) until its rows have come or its patience is over; it computes the rows that have not come. A
+promotion is compared with computing its tokens *plus the prefill that is queued ahead*, and its time
+includes the bytes that the tier has to move first. Patience bounds the whole wait. `load_deadline` bounds a
+batch of I/O beyond the time that it is known to take, so that a tier that hangs costs one deadline. Without
+prices, patience is that deadline.
+
+Some tiers do not know what they hold. Such a tier is asked first, once per admission, if it may have chunks
+that neither the pool nor another tier is known to have. A request waits for the answers no longer than
+computing all of these chunks would take, and no longer than `load_deadline`. It does not ask at all if
+answers and bytes are known to take longer than computing.
 
 Scheduler thread only.
 """
@@ -32,15 +34,18 @@ from kvtier.offload.tiered import TieredOffloadingManager
 
 __all__ = ["LoadDecision", "PromotionDecision"]
 
-_UNKNOWN_PATIENCE = 0.05  # how long to wait for a chunk while the price of computing it is not known
-_LEAST_PATIENCE = 0.05  # what has come is seen when a step ends, and no step is much shorter
-_STEPS = 3  # a load begins after the step that runs and that of its order, and is seen after a third
-_PATIENCE = 4  # times what computing takes: a load that was expected to be faster and is not, has gone wrong
-_LEARN_EVERY = 64  # promotions between two notes of their price in the tiers
+_UNKNOWN_PATIENCE = 0.05  # seconds to wait for a chunk while the price of computing it is not known
+_LEAST_PATIENCE = 0.05  # seconds; an arrival is seen only when a step ends, and no step is much shorter
+_STEPS = 3  # the running step, the step that orders the load, and the step after which its end is seen
+_PATIENCE = 4  # in times of computing: a load expected to be faster that takes this long has gone wrong
+_LEARN_EVERY = 64  # promotions between two writes of the learnt price to the tiers
 
 
 class LoadDecision:
-    """Decides by what loads and steps have cost so far, and by what is under way."""
+    """The choice between loading from the pool, waiting and computing.
+
+    It rests on the past cost of loads and steps, and on the loads that run.
+    """
 
     def __init__(
         self,
@@ -55,7 +60,7 @@ class LoadDecision:
         self._cost, self._running, self._prefill, self._clock = cost, running, prefill, clock
 
     def should_wait(self, state: RequestState, match: PrefixMatch) -> bool:
-        """Say whether the request should be asked about later: a chunk is on its way and worth the wait."""
+        """Say whether the request should wait, because a chunk is on its way and worth the wait."""
         tokens, known_to_take = 0, 0.0
         if match.pending:
             tokens = state.view.num_tokens - match.end
@@ -72,7 +77,7 @@ class LoadDecision:
         return known_to_take <= patience and now - state.waiting_since < patience
 
     def _shared_load(self, state: RequestState, end: int) -> LoadJob | None:
-        """Return the running load of another request that brings the first chunk which this one needs."""
+        """Return another request's running load that brings the first chunk this request needs."""
         if end <= state.local:
             return None
         for group in state.groups:
@@ -86,7 +91,7 @@ class LoadDecision:
         return 0.0 if expected is None else max(0.0, expected - (self._clock() - job.started))
 
     def patience(self, state: RequestState, end: int) -> float:
-        """Say how long a load of tokens up to `end` may take before computing them is the better choice."""
+        """Return the seconds that a load up to `end` may take before computing is the better choice."""
         deadline, compute = self._settings.load_deadline, self._cost.compute_seconds(end - state.local)
         if compute is None or not self._settings.load_if_faster:
             return deadline
@@ -94,7 +99,7 @@ class LoadDecision:
         return min(deadline, max(_LEAST_PATIENCE, waits + _PATIENCE * compute))
 
     def is_worth_loading(self, state: RequestState, match: PrefixMatch) -> bool:
-        """Say whether a load behind those that run should beat computing behind the prompts ahead."""
+        """Say whether a load, behind the running loads, should beat computing, behind the prompts ahead."""
         if not self._settings.load_if_faster or match.end == state.local:
             return True
         num_bytes = self._geometry.load_bytes(state.local, match.end)
@@ -102,9 +107,9 @@ class LoadDecision:
         return self._cost.worth_loading(num_bytes, tokens, self._bus_wait())
 
     def _bus_wait(self) -> float:
-        """Estimate how long loads keep the bus busy.
+        """Estimate how long the running loads keep the bus busy.
 
-        One that should be in by now is only not reported yet.
+        A load that should have arrived by now has probably only not been reported yet.
         """
         free_at = 0.0
         for job in self._running.loads():
@@ -113,7 +118,7 @@ class LoadDecision:
 
 
 class PromotionDecision:
-    """Decides for requests that could have more from tiers than from the pool alone."""
+    """The choice between promoting from a tier below the pool and computing."""
 
     def __init__(
         self,
@@ -129,18 +134,21 @@ class PromotionDecision:
         self._learnt: set[str] = set()
         self._times = 0
         self.waits = 0
-        """How many requests were told to wait for answers, or for a promotion."""
+        """The number of times that a request began to wait for answers, or for a promotion."""
 
     # -- asking ------------------------------------------------------------------------------------
 
     def is_waiting(self, state: RequestState) -> bool:
-        """Say whether a request should be asked about later: its chunks come from a tier."""
+        """Say whether a request still waits for answers or chunks of a tier."""
         if not state.may_ask and self._inquiries.is_waiting(state.context):
             return True
         return not state.may_promote and self._promotions.is_waiting(state.context)
 
     def begins_to_wait(self, state: RequestState, here: PrefixMatch, limit: int) -> bool:
-        """Say whether a request should wait for more than is `here`, and note its wish if so."""
+        """Say whether a request should wait for chunks beyond those of the pool's match `here`.
+
+        If so, note its inquiry or its wish.
+        """
         if not state.may_promote:
             return False
         there = match_prefix(self._geometry, self._manager.anywhere, state, limit)
@@ -156,7 +164,7 @@ class PromotionDecision:
         return waits
 
     def _begins_to_ask(self, state: RequestState, there: PrefixMatch, limit: int) -> bool:
-        """Say whether a request should wait for tiers to find out what they have beyond `there`."""
+        """Say whether a request should wait for tiers to find out which chunks beyond `there` they have."""
         end = limit // self._geometry.alignment * self._geometry.alignment
         inquiries = self._inquiries.unknown(self._chunks(state, there.end, end))
         if not inquiries:
@@ -175,9 +183,10 @@ class PromotionDecision:
         return True
 
     def _chunks(self, state: RequestState, start: int, end: int) -> list[OffloadKey]:
-        """Return the chunks by which a match could reach from `start` to `end`, from head to tail.
+        """Return the chunks that could extend a match from `start` to `end`, from head to tail.
 
-        Of a windowed group that is any chunk that the GPU does not have: where the match ends is not known.
+        Of a windowed group these are all chunks that the GPU does not have, because the end of the match is
+        not known.
         """
         spans = []
         for group in state.groups:
@@ -187,13 +196,16 @@ class PromotionDecision:
         return state.head_to_tail(spans)
 
     def without_arrivals(self, match: PrefixMatch) -> PrefixMatch:
-        """Return a match that is not waited for because of a row from a tier: that has been decided here."""
+        """Return a match that is not pending because of a row from a tier.
+
+        Whether to wait for such a row has been decided here.
+        """
         if match.pending and match.missing is not None and self._promotions.is_arriving(match.missing):
             return match._replace(pending=False)
         return match
 
     def _choose(self, state: RequestState, here: PrefixMatch, there: PrefixMatch) -> Wish | None:
-        """Say what to wish for; `None`: computing is expected to be faster."""
+        """Return the wish of a request; `None`: computing is expected to be faster."""
         needed = self._needed(state, there)
         costs = self._promotions.costs(needed)
         expected = self._cost.promotion_seconds(costs)
@@ -208,7 +220,7 @@ class PromotionDecision:
         return Wish(needed, patience, deadline, whole=bool(self._geometry.windowed))
 
     def _needed(self, state: RequestState, match: PrefixMatch) -> list[OffloadKey]:
-        """Return the chunks of a match, in the order of their use: windows first."""
+        """Return the chunks of a match, those of windowed groups first."""
         spans = []
         for group in state.groups:
             size = group.geometry.chunk_size
@@ -223,7 +235,7 @@ class PromotionDecision:
     # -- loading -----------------------------------------------------------------------------------
 
     def tokens_by_tier(self, state: RequestState, end: int) -> dict[str, int]:
-        """Say how many of the tokens up to `end`, which are to be loaded, came from which tier."""
+        """Count by tier the promoted tokens among those to be loaded up to `end`."""
         sources = self._promotions.sources(state.context)
         if not sources:
             return {}
@@ -236,7 +248,7 @@ class PromotionDecision:
     # -- prices ------------------------------------------------------------------------------------
 
     def learn(self) -> None:
-        """Learn from what promotions and inquiries have cost since the last call."""
+        """Learn the cost of the promotions and inquiries that ended since the last call."""
         for time in self._promotions.take_times():
             price = self._cost.price_of(time.tier)
             (price.note_lost if time.lost else price.note)(time.num_bytes, time.seconds)
@@ -249,7 +261,7 @@ class PromotionDecision:
         self._recall_prices()
 
     def _recall_prices(self) -> None:
-        """Begin with what an earlier process has learnt, unless this one knows better."""
+        """Begin with the prices that an earlier process has learnt, unless this one knows better."""
         if len(self._learnt) == len(self._manager.tiers):
             return
         for tier in self._manager.tiers:
@@ -258,7 +270,7 @@ class PromotionDecision:
                 self._cost.price_of(tier.name).recall(prices.get("seconds_per_byte"))
 
     def keep_prices(self) -> None:
-        """Have the tiers keep what was learnt, for a later process."""
+        """Have the tiers keep the learnt prices for a later process."""
         for tier in self._manager.tiers:
             seconds = self._cost.price_of(tier.name).seconds_per_byte
             if seconds is not None:

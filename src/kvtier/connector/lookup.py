@@ -1,8 +1,8 @@
-"""`match_prefix`: how far a request's prefix can be loaded, the longest end that every group can serve.
+"""`match_prefix`: how far a request's prefix can be loaded, up to the last end that every group can serve.
 
-A full-attention group serves an end if all chunks up to it are ready; a windowed group if those in the
-window before it are. Of a chunk that the end lies in, all tokens must be the request's. Looking up pins
-nothing and changes nothing. Scheduler thread only.
+A full-attention group serves an end if all chunks up to it are ready. A windowed group serves it if the
+chunks in the window before it are ready. If the end lies inside a chunk, all tokens of that chunk must be
+the request's. A lookup pins nothing and changes nothing. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ __all__ = ["PrefixMatch", "match_prefix"]
 
 
 class PrefixMatch(NamedTuple):
-    """What can be loaded now."""
+    """The part of a request's prefix that can be loaded now."""
 
     end: int
-    """The prefix can be had up to this token; equal to the local hit if nothing can be loaded."""
+    """The prefix can be loaded up to this token; equal to the local hit if nothing can be loaded."""
     pending: bool
-    """A chunk that is not known yet stands in the way of a longer match."""
+    """Whether a chunk that is still on its way could make the match longer."""
     missing: OffloadKey | None
-    """The key of the first chunk that stands in the way, if tokens are left that fill one."""
+    """The key of the first chunk that stops the match, if the tokens left fill a chunk."""
     reach: int
-    """What was found reaches up to this token: beyond `end` if a lookahead must be covered."""
+    """The found chunks reach up to this token: beyond `end` if a lookahead must be covered."""
 
 
 def match_prefix(
     geometry: ChunkGeometry, places: ChunkLookup, state: RequestState, num_tokens: int
 ) -> PrefixMatch:
-    """Find how far a request can be loaded with what `places` have.
+    """Find how far a request can be loaded from the chunks in `places`.
 
-    Where KV depends on tokens that follow it (`OffloadingConfig.lookahead`), the last tokens of a chunk may
-    have been computed before other tokens than this request has. The load then ends so early that what is
-    found beyond it covers the lookahead: the last chunk found is computed anew.
+    Where KV depends on the tokens after it (`OffloadingConfig.lookahead`), other tokens may have followed a
+    stored chunk than follow it in this request. So the load ends early enough that the found chunks beyond
+    its end cover the lookahead: the last chunk found is computed anew.
     """
     found = _match_chunks(geometry, places, state, num_tokens)
     if not geometry.lookahead or found.reach == state.local:
@@ -49,7 +49,7 @@ def match_prefix(
 def _match_chunks(
     geometry: ChunkGeometry, places: ChunkLookup, state: RequestState, num_tokens: int
 ) -> PrefixMatch:
-    """Find the longest end beyond `state.local` that all groups can serve with what `places` have."""
+    """Find the last end beyond `state.local` that all groups can serve from the chunks in `places`."""
     keyed = min(num_tokens, *(group.num_keyed for group in state.groups))
     end = keyed // geometry.alignment * geometry.alignment
     pending, missing = False, None
@@ -74,9 +74,7 @@ def _match_chunks(
 def _reach(
     places: ChunkLookup, state: RequestState, group: GroupState, end: int
 ) -> tuple[int, bool, OffloadKey | None]:
-    """Return how far a full-attention group reaches, whether it may reach further soon, and the key that
-    stopped it.
-    """
+    """Return how far a full-attention group reaches, whether that may grow, and the key that stops it."""
     size = group.geometry.chunk_size
     start = state.local // size
     keys = group.keys[start : -(-end // size)]
@@ -88,9 +86,7 @@ def _reach(
 
 
 class _Window:
-    """The chunks of a windowed group between the local hit and `end`, and the runs of ready ones
-    among them.
-    """
+    """The chunks of a windowed group between the local hit and `end`, with the runs of ready chunks."""
 
     def __init__(self, places: ChunkLookup, state: RequestState, group: GroupGeometry, end: int) -> None:
         self._group = group
@@ -102,9 +98,7 @@ class _Window:
         self._possible = _run_lengths([hit is not False for hit in found])
 
     def serves(self, end: int, optimistic: bool) -> bool:
-        """Say whether the chunks that computing at `end` needs are there, or with `optimistic`
-        may soon be.
-        """
+        """Say whether all chunks needed to compute at `end` are ready; `optimistic`: or may be soon."""
         size = self._group.chunk_size
         stop = -(-end // size)
         runs = self._possible if optimistic else self._ready

@@ -1,9 +1,10 @@
-"""The messages between an engine and the connector, and between its two sides; small views of requests and
-steps.
+"""The messages between an engine and the connector and between the connector's two sides, and small views of
+requests and steps.
 
-The connector sees no engine's classes. An engine offers objects that fit `RequestView`, fills one `StepView`
-a step, carries `OffloadingConnectorMetadata` from the scheduler's side to every worker and one
-`KVConnectorOutput` back. Everything that crosses a process boundary is plain and picklable.
+The connector never sees an engine's classes. In each step, an engine offers requests as objects that fit
+`RequestView`, and fills one `StepView`. It carries `OffloadingConnectorMetadata` from the scheduler's side
+to every worker, and one `KVConnectorOutput` back. Everything that crosses a process boundary is plain and
+picklable.
 """
 
 from __future__ import annotations
@@ -38,23 +39,23 @@ BlockIds = tuple[list[int], ...]
 
 
 class ConnectorRole(Enum):
-    """Which half of a connector this process needs."""
+    """The half of a connector that a process needs."""
 
     SCHEDULER = "scheduler"
     WORKER = "worker"
 
 
 class RequestView(Protocol):
-    """What the scheduler's side reads of a request.
+    """A request as the scheduler's side reads it.
 
-    It keeps the object from the first call to `request_finished`.
+    The scheduler's side keeps the object from the first call until `request_finished`.
     """
 
     @property
     def request_id(self) -> ReqId: ...
     @property
     def num_tokens(self) -> int:
-        """Prompt and generated tokens so far."""
+        """The number of prompt tokens and generated tokens so far."""
         ...
 
     @property
@@ -74,7 +75,7 @@ class NewRequest(NamedTuple):
     req_id: ReqId
     block_ids: BlockIds
     num_computed_tokens: int
-    """Tokens whose KV is in those blocks before this step: prefix hits and finished loads."""
+    """The number of tokens whose KV is in the blocks before this step: prefix hits and finished loads."""
 
 
 class CachedRequest(NamedTuple):
@@ -100,18 +101,19 @@ class StepView:
     finished_req_ids: set[ReqId] = field(default_factory=set)
     """Requests for which `request_finished` was called since the last step."""
     ended: list[CachedRequest] = field(default_factory=list)
-    """Requests that have ended and are still to be stored from, with no new blocks: theirs may be given to
-    others.
+    """Requests that have ended and have chunks left to store. They get no new blocks, and their blocks may
+    be given to others.
     """
     speculative_blocks: set[int] = field(default_factory=set)
-    """Blocks that were allocated since the last step for requests which may never run with them."""
+    """Blocks allocated since the last step for requests that may never run with them."""
     speculated: bool = False
-    """It has been computed before it was scheduled, so that the time it takes says nothing."""
+    """The step was computed before it was scheduled, so its measured time means nothing."""
 
 
 def yield_req_data(step: StepView) -> Iterator[tuple[ReqId, BlockIds, bool]]:
-    """Yield `(req_id, new_block_id_groups, preempted)` for each request of a step: `preempted` ones start
-    over.
+    """Yield `(req_id, new_block_id_groups, preempted)` for each request of a step.
+
+    A `preempted` request starts over.
     """
     for new in step.new:
         yield new.req_id, new.block_ids, False
@@ -120,11 +122,11 @@ def yield_req_data(step: StepView) -> Iterator[tuple[ReqId, BlockIds, bool]]:
 
 
 class EndOrder(NamedTuple):
-    """An order to end a job and to report it, for those ranks whose report has not come.
+    """An order to end a job and to report it, for the ranks whose report has not come.
 
-    A rank that does not know the job (any more) reports it as failed: either it was never started there, or
-    its report was lost. `block_ids` are those that a load was to fill. Nothing of a `void` load may be used,
-    even if it has arrived.
+    A rank that does not know the job (any more) reports it as failed: either the job was never started
+    there, or its report was lost. `block_ids` are the blocks that a load was to fill. Nothing of a `void`
+    load may be used, even if it has arrived.
     """
 
     req_id: ReqId
@@ -138,8 +140,8 @@ class OffloadingConnectorMetadata:
     """One step's orders to every worker.
 
     A request has at most one load and one store in a step; `load_jobs` and `store_jobs` give their job ids.
-    Jobs of `jobs_to_flush` read blocks that someone else will write in this step: they must be over before
-    it runs. Jobs of `jobs_to_end` have taken too long, or nobody wants them any more; an order stands in
+    Jobs of `jobs_to_flush` read blocks that another request writes in this step: they must be over before
+    the step runs. Jobs of `jobs_to_end` have taken too long or are no longer wanted; an order is repeated in
     every step until it is obeyed. Requests of `reqs_to_hold` have finished and keep their blocks until
     `get_finished` names them.
     """
@@ -162,11 +164,11 @@ class TransferReport(NamedTuple):
 
 @dataclass(slots=True)
 class KVConnectorOutput:
-    """What workers tell the scheduler's side after a step.
+    """The workers' message to the scheduler's side after a step.
 
     `finished_sending`: finished requests whose stores are over, so that their blocks may be freed.
-    `finished_recving`: requests whose load is over, well or not. `invalid_block_ids`: blocks of those whose
-    bytes did not arrive.
+    `finished_recving`: requests whose load is over, successful or not. `invalid_block_ids`: blocks of these
+    requests whose bytes did not arrive.
     """
 
     finished_sending: set[ReqId] = field(default_factory=set)
@@ -176,14 +178,12 @@ class KVConnectorOutput:
 
 
 class OutputAggregator:
-    """Merges the outputs of all ranks of a step: a request is finished when every rank has said so, however
-    often.
+    """The merger of all ranks' outputs of a step: a request is finished once every rank has named it.
 
-    A block is invalid if any rank says so. That is passed on together with the request that it belongs to,
-    however many steps after the rank has said it: an engine takes the other blocks of a named request as
-    good. A rank's output may be lost: of requests that not all ranks have named, the oldest are forgotten
-    when there are more than `most_waiting`. `update_connector_output` names them by what became of their
-    jobs.
+    A block is invalid if any rank says so. Invalid blocks are passed on together with their request, even if
+    that is many steps later, because an engine takes the other blocks of a named request as good. A rank's
+    output may be lost. So when more than `most_waiting` requests wait for a rank to name them, the oldest
+    are forgotten; `update_connector_output` names them from the results of their jobs.
     """
 
     def __init__(self, world_size: int, most_waiting: int = 16_384) -> None:
@@ -192,10 +192,10 @@ class OutputAggregator:
         self._recving: dict[ReqId, set[int]] = {}
         """The ranks that have named a request, the oldest request first."""
         self._invalid: dict[ReqId, set[int]] = {}
-        """Blocks that did not arrive, by the requests of `_recving` that were named beside them."""
+        """Blocks that did not arrive, by the requests of `_recving` that were named in the same output."""
 
     def aggregate(self, outputs: Iterable[KVConnectorOutput]) -> KVConnectorOutput:
-        """Fold one step's outputs, one per rank and in the order of the ranks, into one."""
+        """Merge one step's outputs, one per rank and in the order of the ranks."""
         merged = KVConnectorOutput()
         for rank, output in enumerate(outputs):
             if output.invalid_block_ids:
@@ -213,7 +213,7 @@ class OutputAggregator:
         return merged
 
     def _note(self, named: dict[ReqId, set[int]], rank: int, req_ids: set[ReqId]) -> set[ReqId]:
-        """Note that a rank has named requests, and return those that all ranks have named now."""
+        """Note that a rank has named requests, and return the requests that all ranks have named now."""
         for req_id in req_ids:
             named.setdefault(req_id, set()).add(rank)
         complete = {req_id for req_id in req_ids if len(named[req_id]) == self._world_size}

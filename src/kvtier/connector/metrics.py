@@ -1,6 +1,6 @@
 """The counts and times of the scheduler's side, and how they are shown: as metrics, and in words.
 
-Scheduler thread only; whoever reads a total of `ConnectorStats` elsewhere may read an old one.
+Scheduler thread only; another thread that reads `ConnectorStats` may see old totals.
 """
 
 from __future__ import annotations
@@ -120,9 +120,9 @@ class ConnectorStats:
     expired: int = 0
     """Transfers that were given up because not every rank reported them."""
     asked_tokens: int = 0
-    """Prompt tokens that the engine did not have, of requests that have run."""
+    """Prompt tokens of requests that have run which the engine's own cache did not have."""
     loaded_tokens: int = 0
-    """Those of them that need not be computed."""
+    """The part of `asked_tokens` that was loaded and need not be computed."""
 
     def count_load(self, job: LoadJob) -> None:
         """Count a load that is over."""
@@ -137,7 +137,7 @@ class ConnectorStats:
         self.store_bytes += 0 if job.failed else job.num_bytes
 
     def count_tokens(self, explanation: Explanation | None) -> None:
-        """Count where a prompt came from, once that is known."""
+        """Count the tokens of a prompt by their source, once that is known."""
         if explanation is not None:
             loaded = sum(explanation.from_tiers.values())
             self.asked_tokens += loaded + explanation.recomputed
@@ -147,7 +147,7 @@ class ConnectorStats:
 def make_registry(
     stats: ConnectorStats, times: TransferTimes, manager: OffloadingManager, row_bytes: int
 ) -> Registry:
-    """Return the metrics of a connector, named `kvtier_...`. Reading those of the pool counts its slots."""
+    """Return the metrics of a connector, named `kvtier_...`. Reading the pool's metrics counts its slots."""
     registry = Registry("kvtier_")
 
     def read_connector() -> dict[str, list[Sample]]:
@@ -198,7 +198,7 @@ def _add_tiers(registry: Registry, manager: TieredOffloadingManager) -> None:
 
 
 def describe_tiers(manager: TieredOffloadingManager) -> list[str]:
-    """Say in a line for each tier what it holds and did; the first also tells what no tier has written."""
+    """Describe each tier in one line; the first line also counts the rows that no tier has written."""
     lines = [describe_tier(tier) for tier in manager.tier_stats()]
     if lines and manager.unwritten:
         lines[0] += f"; {manager.unwritten:,} rows left the pool, or had to, before they were written"
@@ -210,7 +210,7 @@ def _moved(rows: int, how: str, num_bytes: int, seconds: float) -> str:
 
 
 def describe_tier(tier: TierStats) -> str:
-    """Say in one line what a tier holds, what it moved, and what went wrong, if anything did."""
+    """Describe in one line what a tier holds, what it moved, and what went wrong, if anything did."""
     parts = [
         f"{tier.used:,} rows ({format_size(tier.used_bytes)} of {format_size(tier.capacity_bytes)})",
         _moved(tier.promoted, "promoted", tier.promoted_bytes, tier.promote_seconds),
@@ -227,7 +227,7 @@ def describe_tier(tier: TierStats) -> str:
 
 
 class TransferTimes:
-    """Seconds of loads and of stores that arrived, from their order until every rank had reported."""
+    """The seconds of loads and stores that succeeded, from the order until every rank had reported."""
 
     def __init__(self) -> None:
         self.loads, self.stores = Histogram(), Histogram()

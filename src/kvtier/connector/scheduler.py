@@ -1,21 +1,21 @@
-"""The scheduler's side: decides what is loaded and stored, and keeps account of it.
+"""The scheduler's side: decides which chunks are loaded and stored, and keeps account of them.
 
 It follows a chunk through its life (docs/architecture.md): look up, pin and plan a load, plan a store as
 soon as a chunk's last token is computed, complete jobs when every rank has reported. It guarantees that
 
-- asking (`get_num_new_matched_tokens`) pins nothing and may be repeated; `None` is answered for a bounded
+- asking (`get_num_new_matched_tokens`) pins nothing and may be repeated; it answers `None` for a bounded
   time only;
-- a request whose load failed is not offered another before it has run: what failed is computed;
-- a block that a running store still reads is fenced: whoever gets it, the store is ended first
+- a request whose load failed is not offered another load before it has run: the engine computes instead;
+- a block that a running store still reads is fenced: before another request writes it, the store is ended
   (`jobs_to_flush`);
 - nothing that was computed or stored before a reset is stored or loaded after it;
-- a report that does not come is waited for only so long. The job then counts as failed, and its slots stay
-  out of use until every rank has said that it is done with them (`jobs_to_end`);
-- every place in the pool is freed or ready once its job is over, whatever became of the request.
+- the wait for a report is bounded. After it the job counts as failed, and its slots stay out of use until
+  every rank has reported that it is done with them (`jobs_to_end`);
+- every slot in the pool is free or ready once its job is over, whatever became of the request.
 
-A job knows its request, not the request's id, which may be somebody else's by the time the job is over.
-Everything runs on the scheduler thread and there are no locks. Nothing waits but `wait_for_tiers`, and, for
-half a second at most, a reset or a row with wrong bytes where a disk has to take note of it.
+A job refers to its request, not to the request's id, which may belong to another request by the time the job
+is over. Everything runs on the scheduler thread and there are no locks. Only `wait_for_tiers` waits; and,
+for half a second at most, a reset or a row with wrong bytes, if a disk has to record it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _STORE_RETRY_STEPS = 16
 
 
 class OffloadingConnectorScheduler:
-    """The one place that knows which job moves which chunk for whom."""
+    """The scheduler's half of the connector. It knows which job moves which chunk for which request."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class OffloadingConnectorScheduler:
     ) -> None:
         """Plan for `spec`.
 
-        `describe` reads requests for the event stream; without it events carry hashes alone.
+        `describe` reads requests for the event stream; without it events carry only hashes.
         """
         self.spec = spec
         self.manager = spec.get_manager()
@@ -104,7 +104,7 @@ class OffloadingConnectorScheduler:
         self._planned = OffloadingConnectorMetadata()
         self._allocated: set[int] = set()
         self._allocated_at: dict[int, int] = {}  # with windows: the step in which a block was last allocated
-        self._over = KVConnectorOutput()  # the requests whose transfers are over since the last output
+        self._over = KVConnectorOutput()  # the requests whose transfers ended since the last output
         self._explainer = Explainer(self.manager)
         described = spec.config.enable_kv_cache_events and self._settings.self_describing_kv_events
         self._tracker = OffloadingEventsTracker(describe if described else None)
@@ -129,16 +129,16 @@ class OffloadingConnectorScheduler:
     # -- asking ------------------------------------------------------------------------------------
 
     def on_new_request(self, request: RequestView) -> None:
-        """Take note that a request was queued. What is known of a former one of its id is not of it."""
+        """Note that a request was queued, and forget the explanation of an earlier request of its id."""
         self._explainer.forget(request.request_id)
 
     def get_num_new_matched_tokens(
         self, request: RequestView, num_computed_tokens: int, max_num_new_tokens: int | None = None
     ) -> tuple[int | None, bool]:
-        """Return how many tokens beyond the computed ones can be loaded, and that loads are asynchronous.
+        """Return how many tokens beyond the computed ones can be loaded; if any, `True` (asynchronously).
 
-        `(None, False)`: ask again later. It pins nothing and may be called many times. `max_num_new_tokens`
-        is for an engine that could not use more.
+        `(None, False)`: ask again later. The call pins nothing and may be repeated. `max_num_new_tokens` is
+        for an engine that could not use more.
         """
         state = self._track(request)
         state.extend_keys()
@@ -180,10 +180,9 @@ class OffloadingConnectorScheduler:
     def update_state_after_alloc(
         self, request: RequestView, blocks: BlockIds, num_external_tokens: int
     ) -> None:
-        """Take note of all blocks the request holds; with external tokens, pin their chunks and plan one
-        load.
+        """Note all blocks that the request holds; with external tokens, pin their chunks and plan one load.
 
-        Blocks that are new to it are fenced at once: another connector may load into them before it runs.
+        The request's new blocks are fenced at once: another connector may load into them before it runs.
         """
         state = self._track(request)
         for group in state.groups:
@@ -199,14 +198,14 @@ class OffloadingConnectorScheduler:
             job.promoted_tokens = self._promotion.tokens_by_tier(state, end)
         try:
             job.pool_end = self.manager.prepare_load(job.keys, state.context)
-        except InputError as error:  # something came between the ask and this: a reset, or another length
+        except InputError as error:  # a reset has come since the ask, or the length differs
             logger.warning("request %s: its load has failed before it began: %s", job.req_id, error)
             job.keys, job.void = [], True
         self._start(job)
         state.load_job = job.job_id
         for group in state.groups:
             group.next_store = max(group.next_store, end // group.geometry.chunk_size)
-        if job.pool_end is not None:  # else the workers are ordered to report what they do not know
+        if job.pool_end is not None:  # else an end order makes the workers report the unknown job as failed
             self._planned.reqs_to_load[job.req_id] = (job.pool_end, job.gpu_end)
             self._planned.load_jobs[job.req_id] = job.job_id
 
@@ -217,7 +216,7 @@ class OffloadingConnectorScheduler:
     # -- one step ----------------------------------------------------------------------------------
 
     def build_connector_meta(self, step: StepView) -> OffloadingConnectorMetadata:
-        """Give the workers this step's loads and stores, and what must be over before it runs."""
+        """Return this step's loads and stores for the workers, and the jobs that must end before it runs."""
         self._step += 1
         now = self._clock()
         self._prefill.take_step(step.num_scheduled_tokens)
@@ -236,7 +235,7 @@ class OffloadingConnectorScheduler:
         return meta
 
     def _update_blocks(self, step: StepView) -> None:
-        """Follow which blocks each request holds."""
+        """Update the blocks that each request holds."""
         for req_id in step.preempted_req_ids:
             if (state := self._requests.get(req_id)) is not None:
                 self._on_preempted(state)
@@ -248,7 +247,7 @@ class OffloadingConnectorScheduler:
             hit = starting.get(req_id, 0)
             for geometry, ids in zip(self._geometry.groups, block_ids, strict=False):
                 self._allocated.update(ids[hit // geometry.block_size :])
-            state = self._requests.get(req_id)  # `None`: it was never asked about
+            state = self._requests.get(req_id)  # `None`: the engine never asked about it
             for group, ids in zip(state.groups if state else (), block_ids, strict=False):
                 if req_id in starting:
                     group.take_all()
@@ -259,11 +258,11 @@ class OffloadingConnectorScheduler:
             self._allocated_at.update(dict.fromkeys(self._allocated, self._step))
 
     def _on_preempted(self, state: RequestState) -> None:
-        """Let go of the blocks: from here on fences protect what running stores still read."""
+        """Forget the blocks of a request: from now on fences protect those that stores still read."""
         state.store_jobs.clear()
         state.next_offer = 0
         state.may_ask = state.may_promote = True
-        state.may_load = True  # it has run since a load failed, so it cannot go round in circles
+        state.may_load = True  # the request has run since its load failed, so this cannot repeat for ever
         for group in state.groups:
             group.take_all()
 
@@ -284,7 +283,7 @@ class OffloadingConnectorScheduler:
             state.extend_keys()
             self.stats.count_tokens(self._explainer.note_run(state))
             if state.epoch != self._epoch:
-                continue  # its blocks, or what they were computed from, are older than the last reset
+                continue  # its blocks, or the KV they were computed from, are older than the last reset
             available = self._geometry.num_final(min(available, state.view.num_tokens))
             state.next_offer = self._geometry.next_chunk_end(available)
             wanted = self._chunks_to_store(state, available)
@@ -292,16 +291,14 @@ class OffloadingConnectorScheduler:
                 yield planned
 
     def _still_has_blocks(self, req_id: ReqId) -> bool:
-        """Say whether none of the blocks of a request was given to another in this step."""
+        """Say whether no block of a request was given to another request in this step."""
         state = self._requests.get(req_id)
         return state is not None and all(
             self._allocated.isdisjoint(group.block_ids) for group in state.groups
         )
 
     def _chunks_to_store(self, state: RequestState, limit: int) -> list[dict[OffloadKey, int]]:
-        """Return for each group the chunks complete within `limit` tokens that were not offered before: key
-        and position.
-        """
+        """Return for each group the complete chunks that were not offered before: keys and positions."""
         if self._settings.prompt_only:
             limit = min(limit, state.view.num_prompt_tokens)
         if state.store_limit is not None:
@@ -341,7 +338,7 @@ class OffloadingConnectorScheduler:
         return job, (job.gpu_end, target)
 
     def _describe_chunks(self, state: RequestState, chunks: list[dict[OffloadKey, int]]) -> None:
-        """Have the chunks of a store described for the event stream, while the request is there."""
+        """Record the chunks of a store for the event stream, while the request still exists."""
         if self._tracker.enabled:
             for group, places in zip(state.groups, chunks, strict=True):
                 for key, position in places.items():
@@ -350,12 +347,11 @@ class OffloadingConnectorScheduler:
     # -- completing --------------------------------------------------------------------------------
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take in what the workers report; complete the jobs that every rank has reported, and give up those
-        that are late.
+        """Take in the workers' reports; complete jobs that every rank has reported, and give up late jobs.
 
-        Comes once for every step, in the order of the steps. The next step may have been scheduled by then.
-        What the output says of requests and blocks is replaced by what the jobs say: a worker's word may be
-        late, repeated or lost, and whoever reads the output after this call need not mind.
+        Call it once for every step, in the order of the steps. The next step may have been scheduled by
+        then. The requests and blocks in the output are replaced by those of the jobs: a worker's output may
+        be late, repeated or lost, but the output after this call is right.
         """
         now = self._clock()
         if (timed := self._timer.end(now)) is not None:
@@ -372,7 +368,7 @@ class OffloadingConnectorScheduler:
         connector_output.finished_sending = over.finished_sending
         connector_output.invalid_block_ids = over.invalid_block_ids
         if not self.spec.config.enable_kv_cache_events:
-            self.manager.take_events()  # nobody will, and they must not pile up
+            self.manager.take_events()  # nothing else takes them, and they must not pile up
 
     def _take_report(self, report: TransferReport) -> None:
         job = self._jobs.take_report(report)
@@ -387,7 +383,7 @@ class OffloadingConnectorScheduler:
                 self._complete(job)
 
     def _learn(self, job: LoadJob, result: TransferResult) -> None:
-        """Take in what a load has cost or, where it did not deliver, has cost at least."""
+        """Learn the cost of a load or, if it failed, a lower bound of it."""
         seconds, world_size = result.transfer_time, self.spec.config.world_size
         if result.success:
             if result.transfer_size and seconds:
@@ -409,7 +405,7 @@ class OffloadingConnectorScheduler:
             self._end_store(job)
 
     def _give_up(self, job: LoadJob | StoreJob) -> None:
-        """Take a job as failed whose reports do not come.
+        """Count a job as failed whose reports do not come.
 
         Its slots stay as they are until every rank is done with them.
         """
@@ -423,7 +419,7 @@ class OffloadingConnectorScheduler:
             self.cost.note_lost_load(job.num_bytes, self._clock() - job.started)
             self._end_load(job)
             return
-        # The others are stored anew already.
+        # Another running store already stores the other chunks again.
         own = [key for key in job.keys if not self._jobs.is_storing(key)]
         if job.epoch == self._epoch:
             self.manager.discard(own, MissReason.IO_FAILED)
@@ -431,14 +427,14 @@ class OffloadingConnectorScheduler:
         self._end_store(job)
 
     def _free_slots(self, job: LoadJob | StoreJob) -> None:
-        """Let go of the slots of a job that was given up: every rank is done with them."""
+        """Free the slots of a job that was given up, once every rank is done with them."""
         if isinstance(job, LoadJob):
             self.manager.complete_load(job.keys, job.pool_end)
         else:
             self.manager.complete_store(job.keys, success=False, spec=job.pool_end)
 
     def _end_load(self, job: LoadJob) -> None:
-        """Tell of a load that is over, and let its request go on."""
+        """Record the end of a load, and let its request go on."""
         self.stats.count_load(job)
         now = self._clock()
         self.times.note(job, now)
@@ -447,7 +443,7 @@ class OffloadingConnectorScheduler:
         was_ended = job.void or job.started + job.patience < min(now, job.started + job.deadline)
         if not was_ended and (
             guilty := self._load_failures.blame(job)
-        ):  # else the bus was slow, or nobody wanted it
+        ):  # a load that was ended early is no fault of its chunks
             self.manager.discard(guilty, MissReason.FAILED if job.corrupt else MissReason.IO_FAILED)
         state = job.request
         state.load_job = None
@@ -468,13 +464,13 @@ class OffloadingConnectorScheduler:
         self.manager.complete_store(keys, spec=job.pool_part(arrived) if failed else job.pool_end)
         if self._tracker.enabled and job.epoch == self._epoch:
             self._translate_events()
-            # What was not announced by now failed, or was made absent meanwhile; it may be on its way again.
+            # A chunk not announced by now has failed or was removed; another store may already store it.
             self._tracker.drop(key for key in job.keys if not self._jobs.is_storing(key))
 
     def _end_store(self, job: StoreJob) -> None:
-        """Tell of a store that is over.
+        """Record the end of a store.
 
-        A request that has finished needs its blocks only as long as one of its stores runs.
+        A finished request needs its blocks only as long as one of its stores runs.
         """
         self.stats.count_store(job)
         self.times.note(job, self._clock())
@@ -485,7 +481,7 @@ class OffloadingConnectorScheduler:
                 self._over.finished_sending.add(job.req_id)
 
     def _is_used_again(self, req_id: ReqId) -> bool:
-        """Say whether another request has the id of one that has finished."""
+        """Say whether another request uses the id of a finished request."""
         return req_id in self._requests or any(load.req_id == req_id for load in self._jobs.loads())
 
     # -- ending ------------------------------------------------------------------------------------
@@ -495,9 +491,8 @@ class OffloadingConnectorScheduler:
     ) -> tuple[bool, dict[str, Any] | None]:
         """End a request, in whatever state it is.
 
-        `True`: its blocks must stay until an output names it.
-
-        One that is being loaded is named as received, any other as sent.
+        `True`: its blocks must stay until an output names it: in `finished_recving` if a load runs, else in
+        `finished_sending`.
         """
         state = self._requests.pop(request.request_id, None)
         if state is None:
@@ -536,10 +531,10 @@ class OffloadingConnectorScheduler:
         return told
 
     def retell_events(self) -> Iterable[KVCacheEvent]:
-        """Take, instead of the changes since the last call, events that announce afresh what the tiers hold.
+        """Take events that announce the whole content of the tiers again, instead of the changes.
 
-        For an engine whose own clear of everything was not meant for the tiers. It takes
-        `self_describing_kv_events`.
+        This is for an engine that announced a clear of everything which did not include the tiers. It needs
+        `self_describing_kv_events`; without it, the changes are returned.
         """
         changes = self.take_events()
         return self._tracker.retell() if self._tracker.enabled else changes
@@ -548,7 +543,7 @@ class OffloadingConnectorScheduler:
         self._told += self._tracker.take_events(self.manager.take_events())
 
     def explain(self, req_id: ReqId) -> Explanation | None:
-        """Say where a request's prompt came from; `None` if it has not run or is long forgotten."""
+        """Say where a request's prompt came from; `None` if it has not run or that was forgotten."""
         return self._explainer.get(req_id)
 
     def has_pending_push_work(self) -> bool:
@@ -556,11 +551,11 @@ class OffloadingConnectorScheduler:
         return bool(self._jobs or self._planned.reqs_to_hold) or self.manager.has_pending_work()
 
     def is_idle(self) -> bool:
-        """Say whether there is neither a request nor work that goes on without one."""
+        """Say whether there are no requests and no work that continues without them."""
         return not self._requests and not self.has_pending_push_work()
 
     def describe_tiers(self) -> list[str]:
-        """Say in a line for each tier below the pool what it has done since the start."""
+        """Describe in one line for each tier below the pool what it holds and has done since the start."""
         return describe_tiers(self._tiered) if self._tiered is not None else []
 
     def check(self) -> None:
@@ -583,7 +578,7 @@ class OffloadingConnectorScheduler:
     def wait_for_tiers(self, timeout: float) -> bool:
         """Block until a promotion may have come, for an engine with nothing else to do.
 
-        `False`: none comes.
+        `False`: no promotion is on its way.
         """
         return self._tiered is not None and self._tiered.wait_any(timeout)
 
@@ -607,7 +602,7 @@ class OffloadingConnectorScheduler:
         return state
 
     def _is_of_an_adapter(self, request: RequestView) -> bool:
-        """Say whether a request's KV may depend on an adapter, of which its keys say the name alone."""
+        """Say whether a request's KV may depend on an adapter. Its keys hold only the adapter's name."""
         if self._describe is None:
             return True
         told = self._describe(request, 0, 0, self._geometry.groups[0].block_size)

@@ -5,10 +5,10 @@ Chunk arithmetic lives here too. All ranges are half-open; for one group, in tok
     0 ............ local ............... end .......... num_tokens
       on the GPU         to be loaded         to be computed
 
-A windowed group needs only `[max(local, end - window), end)` of the middle part: the token computed
-next, at `end` or, if everything was loaded, at `end - 1`, looks no further back. Where groups have blocks of
-different sizes, an end may lie inside a chunk of some: that one is needed whole, and its tokens beyond the
-end are computed again in its place. Scheduler thread only.
+A windowed group needs only `[max(local, end - window), end)` of the middle part. The token computed next
+looks no further back; it is at `end`, or at `end - 1` if everything was loaded. Where groups have blocks of
+different sizes, an end may lie inside a chunk of some group. That whole chunk is needed, and its tokens
+beyond the end are computed again in its place. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class GroupGeometry:
-    """How the tokens of one group fall into blocks and chunks."""
+    """The sizes by which the tokens of one group are divided into blocks and chunks."""
 
     index: int
     block_size: int
@@ -77,35 +77,37 @@ class ChunkGeometry:
         self.full = tuple(group for group in self.groups if group.window is None)
         self.windowed = tuple(group for group in self.groups if group.window is not None)
         self.main_group = (self.full or self.windowed)[0].index
-        """The group by which tokens are counted that came from one tier or another."""
+        """The group whose chunks decide how many tokens count for each tier."""
         self.alignment = self._find_alignment()
         """Loads end at multiples of this many tokens."""
         self._block_bytes = tuple(map(config.bytes_of_all_ranks, range(len(config.groups))))
 
     def _find_alignment(self) -> int:
-        """Return what divides every end of a full-attention chunk: a prefix of those may end at any of them.
+        """Return the number of tokens between two possible ends of a load.
 
-        Windowed chunks that fill the space between two ends lower it no further, so that those out of sight
-        of both need not be stored. Others are all in sight of some end anyway.
+        It divides the size of every full-attention chunk, since a prefix may end at any of those. A windowed
+        chunk size that divides this number does not lower it, so that windowed chunks beyond the window of
+        every end need not be stored. Any other windowed chunk is in the window of some end anyway.
         """
         windowed = [group.chunk_size for group in self.windowed]
         coarse = gcd(*(group.chunk_size for group in self.full)) or max(windowed)
         return gcd(coarse, *(size for size in windowed if coarse % size))
 
     def next_chunk_end(self, num_tokens: int) -> int:
-        """Return the least number of tokens, above this one, that completes a chunk."""
+        """Return the smallest number above `num_tokens` that completes a chunk of some group."""
         return min((num_tokens // group.chunk_size + 1) * group.chunk_size for group in self.groups)
 
     def num_final(self, num_tokens: int) -> int:
-        """Return of how many tokens no later step changes the KV, after one that has computed `num_tokens`.
+        """Return the number of tokens whose KV is final after a step that has computed `num_tokens`.
 
-        The token after them is known when the step is over. With a longer lookahead more are needed.
+        The first token of the lookahead is known when the step is over. A longer lookahead delays the rest.
         """
         return max(0, num_tokens - max(0, self.lookahead - 1))
 
     def may_need(self, group: GroupGeometry, chunk: int) -> bool:
-        """Say whether a load may ever need a chunk: with a window only one in sight of the first end beyond
-        its beginning.
+        """Say whether a load may ever need a chunk.
+
+        A windowed group needs it only if it is in the window of the first end beyond its start.
         """
         start, stop = chunk * group.chunk_size, (chunk + 1) * group.chunk_size
         return group.first_needed(0, (start // self.alignment + 1) * self.alignment) < stop
@@ -124,20 +126,19 @@ class GroupState:
 
     geometry: GroupGeometry
     keys: list[OffloadKey] = field(default_factory=list)
-    """One for every complete chunk whose tokens are known; only ever grows."""
+    """The keys of all complete chunks whose tokens are known; the list only grows."""
     block_ids: list[int] = field(default_factory=list)
-    """The blocks that it was given, by position; `NULL_BLOCK` where there is none."""
+    """The blocks that the request was given, by position; `NULL_BLOCK` where there is none."""
     given_at: list[int] = field(default_factory=list)
-    """Of a windowed group, the step in which each block was given: the window may have left it to another
-    owner since.
+    """Of a windowed group, the step in which each block was given.
+
+    A block that the window has passed may belong to another request since.
     """
     next_store: int = 0
     """The first chunk that has not been offered for storing."""
 
     def extend_keys(self, hashes: Sequence[bytes]) -> None:
-        """Add the keys of chunks that the hashes have completed: a chunk is named by the hash of its last
-        block.
-        """
+        """Add the keys of newly complete chunks: a chunk is named by the hash of its last block."""
         step = self.geometry.hashes_per_chunk
         last = (len(self.keys) + 1) * step - 1
         if last < len(hashes):
@@ -145,7 +146,7 @@ class GroupState:
 
     @property
     def num_keyed(self) -> int:
-        """Tokens of the chunks that have a key."""
+        """The number of tokens in chunks that have a key."""
         return len(self.keys) * self.geometry.chunk_size
 
     def give(self, block_ids: list[int], step: int) -> None:
@@ -159,14 +160,12 @@ class GroupState:
         self.block_ids, self.given_at = [], []
 
     def num_complete(self, num_tokens: int) -> int:
-        """Count the leading chunks whose tokens are among the first `num_tokens`, and which have a key and
-        blocks.
-        """
+        """Count the leading chunks within the first `num_tokens` tokens that have a key and blocks."""
         blocks = len(self.block_ids) // self.geometry.blocks_per_chunk
         return min(num_tokens // self.geometry.chunk_size, len(self.keys), blocks)
 
     def chunk_blocks(self, chunk: int) -> list[int]:
-        """Return the block ids of a chunk; fewer than a chunk's if they have not all been given yet."""
+        """Return the block ids of a chunk; fewer if not all its blocks have been given yet."""
         start = chunk * self.geometry.blocks_per_chunk
         return self.block_ids[start : start + self.geometry.blocks_per_chunk]
 
@@ -177,8 +176,9 @@ class GroupState:
         return [block_id for chunk in chunks for block_id in self.chunk_blocks(chunk)]
 
     def still_has(self, chunk: int, allocated_at: Mapping[int, int]) -> bool:
-        """Say whether no block of a windowed group's chunk is null or was allocated anew after
-        it was given.
+        """Say whether the request still has all blocks of a windowed group's chunk.
+
+        It has lost a block that is null, or that was allocated again after the request got it.
         """
         start = chunk * self.geometry.blocks_per_chunk
         stop = start + self.geometry.blocks_per_chunk
@@ -194,35 +194,35 @@ class RequestState:
     context: ReqContext
     groups: tuple[GroupState, ...]
     epoch: int = 0
-    """The resets of the tiers before the engine last asked: what its blocks hold is no older than the last
-    of them.
+    """The number of resets of the tiers before the engine last asked. The request's blocks were computed
+    after the last of these.
     """
     local: int = 0
-    """Tokens on the GPU when the engine last asked."""
+    """The number of tokens on the GPU when the engine last asked."""
     load_job: int | None = None
     store_jobs: set[int] = field(default_factory=set)
     """Running stores that read blocks which the request holds."""
     may_load: bool = True
-    """False once a load has failed: what failed is computed, and nothing is asked for again."""
+    """False once a load has failed, until the request is preempted: it computes instead."""
     may_promote: bool = True
-    """False once chunks were wished from tiers, or were not worth it, until the request is preempted."""
+    """False once the request wished for chunks or they were not worth it, until it is preempted."""
     may_ask: bool = True
-    """False once tiers were asked what they have, or were not worth asking, until it is preempted."""
+    """False once tiers were asked for chunks or were not worth asking, until the request is preempted."""
     waiting_since: float | None = None
     next_offer: int = 0
-    """All chunks that are complete with fewer computed tokens than this have been offered for storing."""
+    """The number of computed tokens from which a next chunk is complete and can be offered for storing."""
     retry_store_at: int = 0
     store_limit: int | None = None
-    """Tokens from its beginning that may be stored, if the request sets a limit."""
+    """The number of leading tokens that may be stored, if the request sets a limit."""
     load_limit: int | None = None
-    """Tokens that a load may bring, if the request sets a limit."""
+    """The number of tokens that a load may bring, if the request sets a limit."""
     finished: bool = False
     explained: bool = False
     miss: tuple[dict[str, MissReason], int | None] = field(default_factory=lambda: ({}, None))
-    """Why the first chunk that could not be had could not, by tier, and its first token."""
+    """The reasons, by tier, why the first chunk that is not loaded is missing; and its first token."""
 
     def start_over(self, local: int, epoch: int) -> None:
-        """Begin with `local` tokens on the GPU: the engine asks for a request that holds no blocks."""
+        """Begin with `local` tokens on the GPU: the engine asks about a request that holds no blocks."""
         self.local = local
         if epoch != self.epoch:
             self.epoch, self.next_offer = epoch, 0
@@ -230,7 +230,7 @@ class RequestState:
                 group.next_store = 0
 
     def extend_keys(self) -> None:
-        """Take in the hashes that the request has gained."""
+        """Add the keys of chunks that the request's new hashes complete."""
         hashes = self.view.block_hashes
         for group in self.groups:
             group.extend_keys(hashes)
@@ -244,8 +244,9 @@ class RequestState:
         )
 
     def head_to_tail(self, chunks: list[dict[OffloadKey, int]]) -> list[OffloadKey]:
-        """Return the keys of chunks, given by group with their positions, from the head of the prefix to its
-        tail.
+        """Return the keys of `chunks` from the head of the prefix to its tail.
+
+        `chunks` gives for each group the position of each key.
         """
         if len(chunks) == 1:
             return list(chunks[0])
@@ -258,15 +259,15 @@ class RequestState:
 
 
 def read_params(params: object) -> dict[str, Any] | None:
-    """Return the parameters that a request brings; `None` for what is no dict.
+    """Return the parameters of a request; `None` if they are not a dict.
 
-    They are a client's words, of any type.
+    They come from a client and may be of any type.
     """
     return params if isinstance(params, dict) else None
 
 
 def read_token_limit(params: Mapping[str, Any] | None, name: str) -> int | None:
-    """Return a number of tokens that a request names; `None` without one, or if it is no such number."""
+    """Return a number of tokens from a request's parameters; `None` if it is absent or not valid."""
     limit = None if params is None else params.get(name)
     if limit is None or (type(limit) is int and limit >= 0):
         return limit

@@ -1,12 +1,12 @@
 """The worker's side: gives transfers to handlers and reports their results.
 
-It decides nothing. Each step it first ends the jobs that read blocks which this step overwrites, then those
-that nobody wants any more, then starts the step's loads, and after the forward pass the step's stores, which
-read what the pass has written. Every job that the scheduler's side planned is reported once, also one that
-no handler would take and one of a step that was never finished; again only when the scheduler's side asks
-for it. Of ranks that hold the same bytes one stores; the others start no store and report none. Called by
-the worker's thread only; nothing waits except `handle_preemptions`, which is bounded, and
-`wait_for_transfers`.
+It decides nothing. In each step it first ends the jobs that read blocks which this step overwrites, then the
+jobs that are no longer wanted. It then starts the step's loads, and after the forward pass the step's
+stores, which read the blocks that the pass has written. Every job that the scheduler's side planned is
+reported once, even if no handler took it or its step was never finished. A job is reported again only if the
+scheduler's side asks for it. Of ranks that hold the same bytes, one stores; the others start no store and
+report none. Only the worker's thread calls this. Only `handle_preemptions`, which is bounded, and
+`wait_for_transfers` wait.
 """
 
 from __future__ import annotations
@@ -33,10 +33,8 @@ __all__ = ["OffloadingConnectorWorker"]
 
 logger = logging.getLogger(__name__)
 
-_MAX_NAMED = 4096  # more loads than are under way anywhere
-_FLUSH_SECONDS = (
-    0.1  # a store that has not read its blocks by then is given up: a later miss, not a stalled step
-)
+_MAX_NAMED = 4096  # more loads than any engine has under way
+_FLUSH_SECONDS = 0.1  # a store that has not read its blocks by then is given up: better a miss than a stall
 
 
 class _Running(NamedTuple):
@@ -46,7 +44,7 @@ class _Running(NamedTuple):
 
 
 class OffloadingConnectorWorker:
-    """Moves the bytes of one rank."""
+    """The worker's half of the connector. It moves the bytes of one rank."""
 
     def __init__(self, spec: OffloadingSpec) -> None:
         self.spec = spec
@@ -56,15 +54,18 @@ class OffloadingConnectorWorker:
         self._stores: dict[int, _Running] = {}
         self._refused: list[TransferResult] = []
         self._started: set[int] = set()
-        """The jobs of the step that is bound which were given to a handler, or refused."""
+        """The jobs of the bound step that were given to a handler, or refused."""
         self._cancelled: set[int] = set()
         """Jobs that were ordered to end and have no result yet."""
         self._void: set[int] = set()
-        """Jobs of which nothing may be used, whatever their handler says."""
+        """Jobs whose bytes may not be used, whatever their handler reports."""
         self._named: dict[int, None] = {}
-        """The newest of the loads whose requests were named. An engine may count how often that is done."""
+        """The newest loads whose request `get_finished` has named.
+
+        Each is named once, because engines count.
+        """
         self._unstarted: set[ReqId] = set()
-        """Requests to name whose load never came here."""
+        """Requests to name whose load never came to this rank."""
         self._pending: set[ReqId] = set()
         self._reports: list[TransferReport] = []
         self._invalid_block_ids: set[int] = set()
@@ -73,9 +74,9 @@ class OffloadingConnectorWorker:
     def register_kv_caches(
         self, kv_caches: Mapping[str, torch.Tensor], *, blocks_first: bool = False
     ) -> None:
-        """Learn where the engine keeps its KV, by layer name, and make the handlers.
+        """Take the engine's KV tensors, by layer name, and make the handlers.
 
-        `blocks_first`: all tensors count blocks in their first dimension, also where that has two.
+        `blocks_first`: all tensors count blocks in their first dimension, also where its size is two.
         """
         from kvtier.transfer.layout import KVLayout, canonicalize
 
@@ -85,7 +86,7 @@ class OffloadingConnectorWorker:
             self._handlers[src.medium(), dst.medium()] = handler
 
     def handle_preemptions(self, metadata: OffloadingConnectorMetadata) -> None:
-        """Make sure that no running store reads a block which this step hands to someone else."""
+        """Make sure that no running store reads a block that this step gives to another request."""
         if not metadata.jobs_to_flush:
             return
         for handler in set(self._handlers.values()):
@@ -98,14 +99,17 @@ class OffloadingConnectorWorker:
                 handler.cancel(jobs)
 
     def start_load_kv(self, metadata: OffloadingConnectorMetadata, *, by_layer: bool = False) -> None:
-        """End what is to end and start this step's loads, `by_layer` if somebody will `await_layer`."""
+        """End the jobs that are to end, and start this step's loads.
+
+        `by_layer`: the engine will call `await_layer`.
+        """
         self._started.clear()
         self._end_jobs(metadata)
         for req_id, spec in metadata.reqs_to_load.items():
             self._start(self._loads, metadata.load_jobs[req_id], req_id, spec, by_layer=by_layer)
 
     def _end_jobs(self, metadata: OffloadingConnectorMetadata) -> None:
-        """Obey the orders that are for this rank."""
+        """Obey the end orders for this rank."""
         orders = {
             i: order for i, order in metadata.jobs_to_end.items() if self.spec.config.rank in order.ranks
         }
@@ -122,7 +126,7 @@ class OffloadingConnectorWorker:
     def _end(self, job_id: int, handler: OffloadingHandler) -> None:
         """End a job.
 
-        If its handler was told so before and has nothing more to do with it, its result was lost.
+        If its handler was told to end it before and no longer has it, its result was lost: report a failure.
         """
         if job_id in self._cancelled and handler.wait({job_id}, 0.0):
             self._refused.append(TransferResult(job_id, success=False))
@@ -130,7 +134,10 @@ class OffloadingConnectorWorker:
         handler.cancel({job_id})
 
     def _report_unknown(self, job_id: int, order: EndOrder) -> None:
-        """Report a job once more, or one that never came here: the request of such a load is named too."""
+        """Report a job as failed that does not run here: its report was lost, or it never came here.
+
+        The request of a load that never came here is named too.
+        """
         self._reports.append(TransferReport(self.spec.config.rank, TransferResult(job_id, success=False)))
         if order.block_ids and job_id not in self._named:
             self._note_named(job_id)
@@ -144,7 +151,7 @@ class OffloadingConnectorWorker:
             del self._named[next(iter(self._named))]
 
     def refuse_unstarted(self, metadata: OffloadingConnectorMetadata) -> None:
-        """Have the jobs reported as failed that were not started of a step which was never finished."""
+        """Report as failed the unstarted jobs of a step that was never finished."""
         for req_id, job_id in metadata.load_jobs.items():
             if job_id not in self._started and job_id not in self._loads:
                 self._refuse(self._loads, job_id, req_id, metadata.reqs_to_load[req_id])
@@ -154,11 +161,10 @@ class OffloadingConnectorWorker:
         self._pending |= metadata.reqs_to_hold
 
     def await_layer(self, req_id: ReqId, layer: str, timeout: float) -> bool:
-        """Let what the caller does next find a layer of a request's load in place; say whether that could be
-        done.
+        """Wait until one layer of a request's load is in place; say whether that succeeded.
 
-        It is good for what is used only if the load succeeds. On a device the caller's stream waits, not the
-        caller.
+        The layer may be relied on only if the whole load succeeds. On a device the caller's stream waits,
+        not the caller.
         """
         for job_id, load in self._loads.items():
             if load.req_id == req_id:
@@ -173,17 +179,16 @@ class OffloadingConnectorWorker:
         )
 
     def start_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
-        """Start this step's stores. The forward pass has been given to the device by now."""
+        """Start this step's stores, after the forward pass was given to the device."""
         if self._may_store:
             for req_id, spec in metadata.reqs_to_store.items():
                 self._start(self._stores, metadata.store_jobs[req_id], req_id, spec)
         self._pending |= metadata.reqs_to_hold
 
     def get_finished(self, finished_req_ids: set[ReqId]) -> tuple[set[ReqId], set[ReqId]]:
-        """Return requests whose stores are over after they finished, and requests whose load is over.
+        """Return the finished requests whose stores are over, and the requests whose load is over.
 
-        Which finished requests hold their blocks is told by the metadata, so `finished_req_ids` adds nothing
-        here.
+        `finished_req_ids` is not used: the metadata tells which finished requests hold their blocks.
         """
         recving, self._unstarted = self._unstarted, set()
         self._failed_loads &= recving  # not every engine takes them
@@ -203,13 +208,13 @@ class OffloadingConnectorWorker:
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Take the blocks whose bytes did not arrive.
 
-        Their requests are named by `get_finished` just before.
+        The `get_finished` just before has named their requests.
         """
         taken, self._invalid_block_ids = self._invalid_block_ids, set()
         return taken
 
     def take_failed_loads(self) -> set[ReqId]:
-        """Take the requests whose load failed, of those that `get_finished` has just named."""
+        """Take the requests whose load failed, among those that `get_finished` has just named."""
         taken, self._failed_loads = self._failed_loads, set()
         return taken
 
@@ -219,10 +224,9 @@ class OffloadingConnectorWorker:
         return taken
 
     def wait_for_transfers(self, timeout: float) -> bool:
-        """Block until the oldest load, or with none the oldest store, is over, or `timeout` seconds have
-        passed.
+        """Wait up to `timeout` seconds for the end of the oldest load, or else of the oldest store.
 
-        `False`: there is none.
+        `False`: there is neither.
         """
         jobs = self._loads or self._stores
         if jobs and not self._refused:
@@ -248,7 +252,7 @@ class OffloadingConnectorWorker:
     ) -> None:
         self._started.add(job_id)
         if job_id in jobs:
-            return  # the step is run again, and the job of its first run is still under way
+            return  # the step runs again, and the job of its first run is still under way
         handler = self._handler_of(spec)
         if job_id not in self._void and self._is_taken(handler, job_id, spec, by_layer):
             jobs[job_id] = _Running(req_id, spec, handler)
@@ -256,19 +260,19 @@ class OffloadingConnectorWorker:
             self._refuse(jobs, job_id, req_id, spec)
 
     def _is_taken(self, handler: OffloadingHandler, job_id: int, spec: TransferSpec, by_layer: bool) -> bool:
-        """Give a job to a handler and say whether it took it."""
+        """Give a job to a handler, and say whether the handler took it."""
         try:
             return (handler.transfer_by_layer if by_layer else handler.transfer_async)(job_id, spec)
-        except Exception as error:  # a handler may be anybody's, and a step must not end by a transfer
+        except Exception as error:  # a handler may be foreign code, and a transfer must not end a step
             is_known = isinstance(error, KVTierError)
             logger.error(
                 "job %d could not be started: %s", job_id, error, exc_info=None if is_known else error
             )
-            handler.cancel({job_id})  # who knows how far it came
+            handler.cancel({job_id})  # the handler may have begun the job
         return False
 
     def _refuse(self, jobs: dict[int, _Running], job_id: int, req_id: ReqId, spec: TransferSpec) -> None:
-        """Have a job reported as failed that no handler works on."""
+        """Note a failed result for a job that no handler works on."""
         jobs[job_id] = _Running(req_id, spec, self._handler_of(spec))
         self._refused.append(TransferResult(job_id, success=False))
 
@@ -283,15 +287,15 @@ class OffloadingConnectorWorker:
     def _take_results(self) -> Iterator[TransferResult]:
         """Take one result for each job that is over.
 
-        One that was begun by mistake, and refused here, has no other.
+        A job that was refused here, even if its handler has begun it, gives only this one result.
         """
         if not self._loads and not self._stores:
-            return  # as in most steps: every job is noted here until its result is taken
+            return  # most steps: a job stays in one of these until its result is taken
         results, self._refused = self._refused, []
         for handler in set(self._handlers.values()):
             try:
                 results += handler.get_finished()
-            except Exception:  # as above; what it had to say is missed, and asked for again (`jobs_to_end`)
+            except Exception:  # as above; the lost results are asked for again (`jobs_to_end`)
                 logger.exception("a handler could not say which jobs are over")
         for result in results:
             self._cancelled.discard(result.job_id)
@@ -313,7 +317,7 @@ class OffloadingConnectorWorker:
 
 
 def _checked(result: TransferResult, num_blocks: int) -> TransferResult:
-    """Return a result of which everything failed if it names blocks that the job does not have."""
+    """Return a result; as a complete failure if it names blocks that the job does not have."""
     blocks = result.failed_blocks
     is_right = blocks is None or all(0 <= position < num_blocks for position in blocks)
     return result if is_right else result._replace(success=False, failed_blocks=None)

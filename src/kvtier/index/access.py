@@ -68,7 +68,7 @@ class Access:
             raise HttpError(415, f"Content-Type: expected application/json, got {kind[:200]!r}")
 
     def _knows(self, host: str) -> bool:
-        """Tell whether a request with that `Host` was meant for us: others can point only names at us."""
+        """Say whether a request with that `Host` was meant for us: others can point only names at us."""
         try:
             name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
         except ValueError:

@@ -64,7 +64,7 @@ class Intake:
             self._form.names.tidy()
 
     def _is_plain(self, worker: KnownWorker, batch: Any, edits: Edits) -> bool:
-        """Tell whether scanned events, all of the first group, need no look at each of them."""
+        """Say whether scanned events, all of the first group, need no look at each of them."""
         if worker.groups.first_counts is None and (edits[:, 0] == Op.STORED).any():
             worker.groups.counted.add(0)
             self._form.table.require(worker.number, self.areas.needed((0,)))
@@ -173,7 +173,7 @@ class Intake:
         return area
 
     def _admit(self, worker: KnownWorker, event: BlockStored) -> bool:
-        """Tell whether a store's group counts; a new group that does is needed from now on."""
+        """Say whether a store's group counts; a new group that does is needed from now on."""
         counted = set(worker.groups.counted)
         counts = worker.groups.admit(event)
         if worker.groups.counted != counted:

@@ -96,7 +96,7 @@ class Groups:
         return 0 in self.counted or (False if self.counted or 0 in self._others else None)
 
     def admit(self, event: BlockStored) -> bool:
-        """Tell whether an event's group counts, and learn from the event what the group is."""
+        """Say whether an event's group counts, and learn from the event what the group is."""
         group, kind = event.group_idx or 0, event.kv_cache_spec_kind
         if kind is None and group not in self._others and (group == 0 or group in self.counted):
             kind = FULL_ATTENTION[0]

@@ -190,7 +190,7 @@ class PlainTable:
             self._drops[worker] += 1
 
     def _has_room(self, for_block: bool, for_set: bool) -> bool:
-        """Tell whether a block or a set more fits into the budget; sweep first if that helps."""
+        """Say whether a block or a set more fits into the budget; sweep first if that helps."""
         most = self._budget - for_block * _BLOCK_BYTES - for_set * _SET_BYTES
         if self._bytes() <= most:
             return True

@@ -214,7 +214,7 @@ class Translator:
         return known + hashes, [parent.key] * len(known) + keys
 
     def _is_taken(self, hashes: list[int], keys: list[int], edits: _Edits) -> bool:
-        """Tell whether a hash is that of two blocks, or of one held under another key: a hash has one name,
+        """Say whether a hash is that of two blocks, or of one held under another key: a hash has one name,
         and no removal would find the other.
         """
         if len(set(hashes)) < len(hashes):

@@ -1,12 +1,11 @@
-"""Counters, gauges and histograms: what they are called, where their values are, and their text for
-Prometheus.
+"""Counters, gauges and histograms: their names, how to read their values, and their text for Prometheus.
 
-Parts keep their totals in plain attributes, which cost nothing to count; a registry knows how to read them
-when somebody asks. So nothing is counted twice, and the same metrics go to a text (`Registry.text`) and to
-an engine that shows metrics of its own (`Registry.collect`). The names of counters end in `_total` in the
-text alone.
+Each part of kvtier keeps its totals in plain attributes, which cost nothing to count; a registry reads them
+on request. So nothing is counted twice, and the same metrics go into a text (`Registry.text`) and to an
+engine that shows its own metrics (`Registry.collect`). The names of counters end in `_total` in the text
+only.
 
-A registry and its histograms belong to the thread of the part that they are of.
+A registry and its histograms belong to the thread of the part that they measure.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _MOST_RECENT = 1024
 
 
 class MetricKind(Enum):
-    """What can be done with a metric's values."""
+    """The type of a metric, as Prometheus knows it."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -38,7 +37,7 @@ class MetricKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """What is counted, without its values. `buckets` are the upper bounds of a histogram's."""
+    """A metric without its values. `buckets` are the upper bounds of a histogram's buckets."""
 
     name: str
     kind: MetricKind
@@ -47,15 +46,15 @@ class Metric:
 
 
 class Histogram:
-    """How many observations were up to which size, and their sum.
+    """The number of observations by size, and their sum.
 
-    The newest are kept for whoever counts them again: engines have histograms that take single values only.
+    The newest observations are also kept as they came, for engines whose histograms take single values only.
     """
 
     def __init__(self, buckets: Sequence[float] = SECONDS) -> None:
         self.buckets = tuple(buckets)
         self.counts = [0] * (len(self.buckets) + 1)
-        """By bucket, not summed up; the last is of what is larger than all bounds."""
+        """The count of each bucket, not cumulative; the last counts values above all bounds."""
         self.sum = 0.0
         self._recent: deque[float] = deque(maxlen=_MOST_RECENT)
 
@@ -66,7 +65,7 @@ class Histogram:
         self._recent.append(value)
 
     def take_recent(self) -> list[float]:
-        """Take the values since the last call; of very many, the newest."""
+        """Take the values since the last call, or only the newest if there were very many."""
         taken = list(self._recent)
         self._recent.clear()
         return taken
@@ -88,7 +87,7 @@ class Registry:
         self._groups: list[tuple[tuple[Metric, ...], Read]] = []
 
     def add(self, metrics: Iterable[Metric], read: Read) -> None:
-        """Show metrics, whose values `read` returns at once; of one that it leaves out there are none."""
+        """Add metrics. `read` returns their current values; a metric that it leaves out has no samples."""
         known = {metric.name for group, _ in self._groups for metric in group}
         group = tuple(metrics)
         for metric in group:
@@ -136,7 +135,7 @@ def _line(name: str, labels: Mapping[str, str], value: float) -> str:
 
 
 def _number(value: float) -> str:
-    """Return a number as Prometheus reads it. A publisher's clock can say anything, infinity included."""
+    """Return a number as Prometheus reads it. A publisher's clock can give any value, even infinity."""
     if math.isnan(value):
         return "NaN"
     if math.isinf(value):

@@ -250,7 +250,7 @@ class Cells(NamedTuple):
             yield part[part[:, 2] != 0]
 
     def fills(self, width: int) -> bool:
-        """Tell whether the counts are those of the cells."""
+        """Say whether the counts are those of the cells."""
         used = self.cells[2::width][: int(self.meta[SEGMENTS]) * CELLS].reshape(-1, CELLS)
         fills = np.count_nonzero(used, axis=1)
         return bool(fills.sum() == self.meta[USED] and (fills == self.segments[: len(fills), FILL]).all())

@@ -149,7 +149,7 @@ def match(
 def holds_one(
     meta: Any, directory: Any, cells: Any, rows: Any, alias: Any, words: Any, worker: Any, key: Any
 ) -> Any:
-    """Tell whether a worker holds a block in any area."""
+    """Say whether a worker holds a block in any area."""
     holders = _holders_of(meta, directory, cells, alias, key)
     bits = _ZERO
     for at in range(worker >> 6, rows.shape[1], words):

@@ -262,7 +262,7 @@ def _scan(data: Any, hashes: Any, edits: Any, tokens: Any, totals: Any) -> Any:
 
 @jit
 def _all_of_size(edits: Any, block_size: Any) -> Any:
-    """Tell whether all stores are of blocks of that size, or do not say."""
+    """Say whether all stores are of blocks of that size, or do not say."""
     for edit in range(edits.shape[0]):
         size = edits[edit, SCANNED_BLOCK_SIZE]
         if edits[edit, _OP] == _STORED and size != block_size and size != 0:
@@ -314,7 +314,7 @@ class Scanned:
 
     @staticmethod
     def have_size(edits: Edits, block_size: int) -> bool:
-        """Tell whether all stores are of blocks of that size, or do not say."""
+        """Say whether all stores are of blocks of that size, or do not say."""
         return bool(_all_of_size(edits, block_size))
 
     def events(self) -> Iterator[Event]:

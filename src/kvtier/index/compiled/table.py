@@ -117,7 +117,7 @@ class CompiledTable:
         return room * _SET_BYTES + (room + 1) * areas * words * 8 + workers
 
     def _fits(self, room: int, areas: int, words: int) -> bool:
-        """Tell whether sets of that shape can be made while the present ones are still there."""
+        """Say whether sets of that shape can be made while the present ones are still there."""
         return self._bytes() + self._sets_bytes(room, areas, words) <= self._budget
 
     def _make_sets(self, room: int, rows: npt.NDArray[np.uint64]) -> None:
