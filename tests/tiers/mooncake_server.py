@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.tiers.object_server import wait_for_port
-from tests.tiers.servers import free_port
+from tests.tiers.servers import free_ports
 
 from kvtier.tier_config import MooncakeConfig
 
@@ -53,7 +53,7 @@ class MooncakeServer:
         self, log: Path, *, segment: str = "64MiB", client_ttl: int = 10, gives: bool = True
     ) -> None:
         self.log, self.segment, self.client_ttl = log, segment, client_ttl
-        self.ports = [free_port() for _ in range(3)]
+        self.ports = free_ports(3)
         self.master: subprocess.Popen[bytes] | None = None
         self.giver: subprocess.Popen[bytes] | None = None
         self.start_master()

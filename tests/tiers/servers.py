@@ -25,7 +25,15 @@ from kvtier.testing.shared_tier_suite import SharedTierSuite
 from kvtier.testing.tier_suite import TierDriver
 from kvtier.tiers.base import Backend
 
-__all__ = ["Certificates", "RealServerSuite", "Relay", "ValkeyServer", "find_valkey", "free_port"]
+__all__ = [
+    "Certificates",
+    "RealServerSuite",
+    "Relay",
+    "ValkeyServer",
+    "find_valkey",
+    "free_port",
+    "free_ports",
+]
 
 
 class RealServerSuite(SharedTierSuite):
@@ -55,6 +63,14 @@ def free_port() -> int:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
+
+
+def free_ports(count: int) -> list[int]:
+    """Return so many of them, none twice."""
+    ports: dict[int, None] = {}
+    while len(ports) < count:
+        ports[free_port()] = None
+    return list(ports)
 
 
 def find_valkey() -> str:

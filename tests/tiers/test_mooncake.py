@@ -445,28 +445,22 @@ def test_no_client_is_set_up_for_a_master_that_accepts_and_does_not_answer(
     Setting up a client would hold the GIL for ten minutes: it is not begun.
     """
 
-    def answer() -> None:
-        with metadata.accept()[0] as connection:
-            connection.recv(4096)
-            connection.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
-
     def hang_up() -> None:
         master.accept()[0].close()
 
     monkeypatch.setattr("kvtier.tiers.mooncake._import_mooncake", lambda: (pytest.fail, pytest.fail))
-    with (
-        socket.create_server(("127.0.0.1", 0)) as master,
-        socket.create_server(("127.0.0.1", 0)) as metadata,
-    ):
-        threading.Thread(target=answer, daemon=True).start()
+    told = ToldServer(http_answer("404 Not Found"))
+    with socket.create_server(("127.0.0.1", 0)) as master:
+        thread = threading.Thread(target=hang_up, daemon=True)
         if closes:
-            threading.Thread(target=hang_up, daemon=True).start()
-        config = MooncakeConfig(
-            master=f"127.0.0.1:{master.getsockname()[1]}",
-            metadata=f"http://127.0.0.1:{metadata.getsockname()[1]}/metadata",
-        )
+            thread.start()
+        address = f"127.0.0.1:{master.getsockname()[1]}"
+        config = MooncakeConfig(master=address, metadata=f"{told.endpoint}/metadata")
         with pytest.raises(OSError, match=r"its master at .* accepts and does not answer"):
-            MooncakeBackend(config, ROW_BYTES, timeout=0.5)
+            MooncakeBackend(config, ROW_BYTES, timeout=PATIENCE if closes else 0.5)
+        if closes:
+            thread.join()
+    told.close()
 
 
 @pytest.fixture
