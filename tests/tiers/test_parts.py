@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -422,6 +423,23 @@ def test_rows_that_are_late_are_not_begun() -> None:
         outcomes |= {report.job_id: report.outcome for report in threads.poll()}
     assert outcomes == {1: Outcome.DONE, 2: Outcome.LATE, 3: Outcome.DONE}
     assert gate.batches == [[0], [2]]
+    threads.check()
+    assert threads.close(30)
+
+
+def test_jobs_that_are_late_on_hold_do_not_pile_up() -> None:
+    """As with a disk that does not take the epoch of a reset."""
+    now = [0.0]
+    threads = IOThreads(Gate(), threads=1, clock=lambda: now[0])
+    threads.hold(Direction.DEMOTE)
+    for number in range(20):
+        threads.submit(Direction.DEMOTE, number, lent(number, size=8), SealScope("n"), now[0] + 1.0)
+        now[0] += 2.0
+        assert [report.outcome for report in threads.poll()] == [Outcome.LATE]
+    until = time.monotonic() + 5.0
+    while len(threads._queues[Direction.DEMOTE]) > 1 and time.monotonic() < until:
+        time.sleep(0.001)
+    assert len(threads._queues[Direction.DEMOTE]) <= 1
     threads.check()
     assert threads.close(30)
 

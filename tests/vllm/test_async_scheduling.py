@@ -5,6 +5,7 @@ vLLM turns it off on a CPU, where it wins nothing; its scheduler and runner do i
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -46,3 +47,27 @@ def test_the_last_block_is_kept_and_tokens_are_the_same(model: Path, reference: 
         assert engine.stats.loads > 24
     assert again.cached == 2 * BLOCK
     assert rounds == [expected, expected]
+
+
+@pytest.mark.usefixtures("async_scheduling")
+def test_a_session_with_the_id_of_a_request_that_has_just_ended(
+    llama: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not asked about, and its blocks were stored as the last block of the other."""
+    monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
+    prompt = make_prompt(0, 20)
+    num_tokens = 2 * BLOCK + 1 - len(prompt)
+    (first,) = reference(llama, [prompt], num_tokens)
+    again = [*prompt, *first, 7]
+    expected = reference(llama, [again])
+    with vllm_engine(llama, {}, async_scheduling=True) as engine:
+        engine.add("x", prompt, num_tokens)
+        assert engine.run() == {"x": first}
+        engine.add("x", make_prompt(1, 100))
+        session = engine.core.scheduler.requests["x"]
+        session.resumable, session.streaming_queue = True, deque()
+        for _ in range(4):
+            engine.step()
+        engine.llm.llm_engine.abort_request(["x"])
+        engine.forget()
+        assert tokens_of(engine.generate([again])) == expected

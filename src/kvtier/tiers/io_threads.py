@@ -489,11 +489,13 @@ class IOThreads:
     def _next_batch(self, direction: Direction) -> _Batch | None:
         """Take the next rows of the first job that has any, if there is room for them. Needs the lock."""
         queue, running = self._queues[direction], sum(self._running_bytes) - self._stuck_bytes
-        while queue and direction not in self._on_hold:
+        while queue:
             job = queue[0][2]
             if not job.queued or job.deadline <= self._clock():  # `poll` will report them as late
-                heapq.heappop(queue)
+                heapq.heappop(queue)  # on hold too, or jobs that are over would pile up
                 continue
+            if direction in self._on_hold:
+                return None
             size = max(1, job.rows.row_bytes)
             if running and running + size > self._max_in_flight:
                 return None

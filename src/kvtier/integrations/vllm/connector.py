@@ -170,8 +170,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def on_new_request(self, request: Request) -> None:
         """Take in a request whose parameters are a client's words.
 
-        An OpenAI client's `vllm_xargs` bring them unread.
+        An OpenAI client's `vllm_xargs` bring them unread. Its id may be that of one which has just ended.
         """
+        self._end(self._ended.take(request.request_id))
         request.kv_transfer_params = read_params(request.kv_transfer_params)
         self._connector.on_new_request(request)
 
@@ -181,7 +182,6 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Return how many more tokens can be loaded, and that loads are asynchronous."""
         if _takes_tokens_back(request) or self._may_hit_old_entries(request):
             return 0, False
-        self._end(self._ended.take(request.request_id))  # one of the same id, if there was one
         self._shown.add(request.request_id)
         limit = self._most_to_load(request)
         tokens, _ = self._connector.get_num_new_matched_tokens(request, num_computed_tokens, limit)
