@@ -132,8 +132,7 @@ def test_a_job_that_no_handler_takes_is_reported_as_failed(config: OffloadingCon
     output = rank.step(metadata)
     assert output.finished_recving == {"a"}
     assert output.invalid_block_ids == {5}
-    assert rank.worker.take_failed_loads() == {"a"}
-    assert rank.worker.take_failed_loads() == set()
+    assert output.failed_recving == {"a"}
     assert [(report.result.job_id, report.result.success) for report in output.reports] == [(7, False)]
     rank.close()
 
@@ -334,7 +333,7 @@ def test_a_step_that_is_run_again_starts_no_job_twice(config: OffloadingConfig, 
         rank.worker.start_load_kv()
         rank.worker.wait_for_save()
     assert rank.worker.get_finished(set()) == (set(), set())
-    assert rank.worker.take_reports() == []
+    assert rank.worker.take_output(set()) == KVConnectorOutput()
     released.set()
     rank.worker.clear_connector_metadata()
     output = rank.step(OffloadingConnectorMetadata())
@@ -377,14 +376,38 @@ def test_failed_blocks_that_a_job_does_not_have_are_all_of_its_blocks(config: Of
     rank.close()
 
 
-def test_failed_loads_that_nobody_takes_do_not_pile_up(config: OffloadingConfig) -> None:
+@pytest.mark.parametrize(
+    "result", [TransferResult(7, False, failed_blocks=()), TransferResult(7, True, failed_blocks=(0,))]
+)
+def test_a_result_that_contradicts_itself_is_a_failure_of_all_blocks(
+    config: OffloadingConfig, result: TransferResult
+) -> None:
+    """A failed load that names no block was taken for one of which everything had arrived."""
     rank = Rank(replace(config, world_size=1), NUM_BLOCKS)
-    for job_id in range(1, 9):
-        spec = (CPULoadStoreSpec([10**6]), GPULoadStoreSpec([5]))
-        rank.step(
-            OffloadingConnectorMetadata(reqs_to_load={f"r{job_id}": spec}, load_jobs={f"r{job_id}": job_id})
-        )
-    assert rank.worker.take_failed_loads() == {"r8"}
+    assert rank.worker.connector_worker is not None
+    handler = rank.worker.connector_worker._handlers["CPU", "GPU"]
+    spec = (CPULoadStoreSpec([0, 1]), GPULoadStoreSpec([5, 6]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handler, "transfer_async", lambda job_id, spec: True)
+        patch.setattr(handler, "get_finished", lambda: [result])
+        output = rank.step(OffloadingConnectorMetadata(reqs_to_load={"a": spec}, load_jobs={"a": 7}))
+    assert (output.failed_recving, output.invalid_block_ids) == ({"a"}, {5, 6})
+    assert output.reports[0].result == result._replace(success=False, failed_blocks=None)
+    rank.close()
+
+
+def test_a_request_that_was_named_is_not_in_the_rest_of_the_output(config: OffloadingConfig) -> None:
+    rank = Rank(replace(config, world_size=1), NUM_BLOCKS)
+    spec = (CPULoadStoreSpec([10**6]), GPULoadStoreSpec([5]))
+    rank.worker.bind_connector_metadata(
+        OffloadingConnectorMetadata(reqs_to_load={"a": spec}, load_jobs={"a": 7})
+    )
+    rank.worker.start_load_kv()
+    assert rank.worker.get_finished(set()) == (set(), {"a"})
+    rest = rank.worker.take_output(set())
+    assert (rest.finished_recving, rest.failed_recving, rest.invalid_block_ids) == (set(), {"a"}, {5})
+    assert [report.result.job_id for report in rest.reports] == [7]
+    rank.worker.clear_connector_metadata()
     rank.close()
 
 
@@ -399,6 +422,6 @@ def test_what_a_rank_has_not_named_is_not_waited_for_without_a_bound() -> None:
     assert sizes == [8, 8, 8]
     late = {"r98", "r99"}
     merged = aggregator.aggregate([KVConnectorOutput(), KVConnectorOutput(late, late)])
-    assert merged == KVConnectorOutput(late, late, {98, 99}), "the newest are known"
+    assert merged == KVConnectorOutput(late, late, {98, 99}, [], late), "the newest are known"
     sizes = [len(kept) for kept in (aggregator._sending, aggregator._recving, aggregator._invalid)]
     assert sizes == [6, 6, 6]

@@ -21,7 +21,6 @@ from kvtier.connector.metadata import (
     ReqId,
     RequestView,
     StepView,
-    TransferReport,
 )
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.connector.worker import OffloadingConnectorWorker
@@ -202,32 +201,15 @@ class OffloadingConnector:
         self._worker.start_store_kv(self._bound())
 
     def take_output(self, finished_req_ids: set[ReqId]) -> KVConnectorOutput:
-        """Take this worker's whole output of a step.
-
-        `get_finished`, `get_block_ids_with_load_errors` and `take_reports` give the same in parts.
-        """
-        sending, recving = self._worker.get_finished(finished_req_ids)
-        invalid = self._worker.get_block_ids_with_load_errors()
-        return KVConnectorOutput(sending, recving, invalid, self._worker.take_reports())
+        """Take everything that this worker tells after a step."""
+        return self._worker.take_output()
 
     def get_finished(self, finished_req_ids: set[ReqId]) -> tuple[set[ReqId], set[ReqId]]:
-        """Return the finished requests whose stores are over, and the requests whose load is over."""
-        return self._worker.get_finished(finished_req_ids)
+        """Return the requests whose stores, and those whose load, are over.
 
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """Take the blocks whose load failed; the last `get_finished` named their requests."""
-        return self._worker.get_block_ids_with_load_errors()
-
-    def take_failed_loads(self) -> set[ReqId]:
-        """Take the requests whose load failed, for engines that cannot use block ids.
-
-        Call it after `get_finished`.
+        The rest of the output waits for `take_output`.
         """
-        return self._worker.take_failed_loads()
-
-    def take_reports(self) -> list[TransferReport]:
-        """Take the results of jobs for the scheduler's side."""
-        return self._worker.take_reports()
+        return self._worker.get_finished(finished_req_ids)
 
     def wait_for_transfers(self, timeout: float) -> bool:
         """Block until a transfer is over or `timeout` seconds have passed.

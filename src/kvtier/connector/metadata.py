@@ -168,13 +168,14 @@ class KVConnectorOutput:
 
     `finished_sending`: finished requests whose stores are over, so that their blocks may be freed.
     `finished_recving`: requests whose load is over, successful or not. `invalid_block_ids`: blocks of these
-    requests whose bytes did not arrive.
+    requests whose bytes did not arrive. `failed_recving`: the requests that these blocks belong to.
     """
 
     finished_sending: set[ReqId] = field(default_factory=set)
     finished_recving: set[ReqId] = field(default_factory=set)
     invalid_block_ids: set[int] = field(default_factory=set)
     reports: list[TransferReport] = field(default_factory=list)
+    failed_recving: set[ReqId] = field(default_factory=set)
 
 
 class OutputAggregator:
@@ -204,7 +205,8 @@ class OutputAggregator:
             merged.finished_sending |= self._note(self._sending, rank, output.finished_sending)
             merged.finished_recving |= self._note(self._recving, rank, output.finished_recving)
             merged.reports += output.reports
-        merged.invalid_block_ids = self._take_invalid(merged.finished_recving)
+        merged.failed_recving = merged.finished_recving & self._invalid.keys()
+        merged.invalid_block_ids = self._take_invalid(merged.failed_recving)
         for named in (self._sending, self._recving):
             for req_id in list(islice(named, max(0, len(named) - self._most_waiting))):
                 del named[req_id]
@@ -221,6 +223,6 @@ class OutputAggregator:
             del named[req_id]
         return complete
 
-    def _take_invalid(self, complete: set[ReqId]) -> set[int]:
+    def _take_invalid(self, failed: set[ReqId]) -> set[int]:
         """Return the blocks that may belong to these requests."""
-        return set().union(*(self._invalid.pop(req_id, ()) for req_id in complete))
+        return set().union(*(self._invalid.pop(req_id) for req_id in failed))

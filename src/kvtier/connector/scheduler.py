@@ -366,6 +366,7 @@ class OffloadingConnectorScheduler:
         over, self._over = self._over, KVConnectorOutput()
         connector_output.finished_recving = over.finished_recving
         connector_output.finished_sending = over.finished_sending
+        connector_output.failed_recving = over.failed_recving
         connector_output.invalid_block_ids = over.invalid_block_ids
         if not self.spec.config.enable_kv_cache_events:
             self.manager.take_events()  # nothing else takes them, and they must not pile up
@@ -439,7 +440,9 @@ class OffloadingConnectorScheduler:
         now = self._clock()
         self.times.note(job, now)
         self._over.finished_recving.add(job.req_id)
-        self._over.invalid_block_ids |= job.invalid_block_ids()
+        if invalid := job.invalid_block_ids():
+            self._over.failed_recving.add(job.req_id)
+            self._over.invalid_block_ids |= invalid
         was_ended = job.void or job.started + job.patience < min(now, job.started + job.deadline)
         if not was_ended and (
             guilty := self._load_failures.blame(job)

@@ -12,10 +12,16 @@ report none. Only the worker's thread calls this. Only `handle_preemptions`, whi
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvtier.connector.metadata import EndOrder, OffloadingConnectorMetadata, ReqId, TransferReport
+from kvtier.connector.metadata import (
+    EndOrder,
+    KVConnectorOutput,
+    OffloadingConnectorMetadata,
+    ReqId,
+    TransferReport,
+)
 from kvtier.errors import InputError, KVTierError
 from kvtier.offload.base import OffloadingSpec
 from kvtier.transfer.base import (
@@ -64,12 +70,10 @@ class OffloadingConnectorWorker:
 
         Each is named once, because engines count.
         """
-        self._unstarted: set[ReqId] = set()
-        """Requests to name whose load never came to this rank."""
         self._pending: set[ReqId] = set()
-        self._reports: list[TransferReport] = []
-        self._invalid_block_ids: set[int] = set()
-        self._failed_loads: set[ReqId] = set()
+        """Finished requests that keep their blocks until their stores are over."""
+        self._output = KVConnectorOutput()
+        """The part of the next output that is known before results are taken."""
 
     def register_kv_caches(
         self, kv_caches: Mapping[str, torch.Tensor], *, blocks_first: bool = False
@@ -138,12 +142,12 @@ class OffloadingConnectorWorker:
 
         The request of a load that never came here is named too.
         """
-        self._reports.append(TransferReport(self.spec.config.rank, TransferResult(job_id, success=False)))
+        self._output.reports.append(
+            TransferReport(self.spec.config.rank, TransferResult(job_id, success=False))
+        )
         if order.block_ids and job_id not in self._named:
             self._note_named(job_id)
-            self._unstarted.add(order.req_id)
-            self._failed_loads.add(order.req_id)
-            self._invalid_block_ids.update(order.block_ids)
+            _name_load(self._output, order.req_id, order.block_ids)
 
     def _note_named(self, job_id: int) -> None:
         self._named[job_id] = None
@@ -185,43 +189,30 @@ class OffloadingConnectorWorker:
                 self._start(self._stores, metadata.store_jobs[req_id], req_id, spec)
         self._pending |= metadata.reqs_to_hold
 
+    def take_output(self) -> KVConnectorOutput:
+        """Take everything that this rank tells after a step: results, and the requests that they concern."""
+        output, self._output = self._output, KVConnectorOutput()
+        for result in self._take_results():
+            output.reports.append(TransferReport(self.spec.config.rank, result))
+            self._stores.pop(result.job_id, None)
+            if (load := self._loads.pop(result.job_id, None)) is not None:
+                self._note_named(result.job_id)
+                _name_load(output, load.req_id, _missing_blocks(load, result))
+        busy = {store.req_id for store in self._stores.values()}
+        output.finished_sending |= self._pending - busy
+        self._pending &= busy
+        return output
+
     def get_finished(self, finished_req_ids: set[ReqId]) -> tuple[set[ReqId], set[ReqId]]:
         """Return the finished requests whose stores are over, and the requests whose load is over.
 
-        `finished_req_ids` is not used: the metadata tells which finished requests hold their blocks.
+        The rest of the output waits for `take_output`. `finished_req_ids` is not used: the metadata tells
+        which finished requests hold their blocks.
         """
-        recving, self._unstarted = self._unstarted, set()
-        self._failed_loads &= recving  # not every engine takes them
-        for result in self._take_results():
-            self._reports.append(TransferReport(self.spec.config.rank, result))
-            load = self._loads.pop(result.job_id, None)
-            self._stores.pop(result.job_id, None)
-            if load is not None:
-                self._note_named(result.job_id)
-                recving.add(load.req_id)
-                self._note_missing_blocks(load, result)
-        busy = {store.req_id for store in self._stores.values()}
-        sending = self._pending - busy
-        self._pending &= busy
+        self._output = output = self.take_output()
+        sending, output.finished_sending = output.finished_sending, set()
+        recving, output.finished_recving = output.finished_recving, set()
         return sending, recving
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """Take the blocks whose bytes did not arrive.
-
-        The `get_finished` just before has named their requests.
-        """
-        taken, self._invalid_block_ids = self._invalid_block_ids, set()
-        return taken
-
-    def take_failed_loads(self) -> set[ReqId]:
-        """Take the requests whose load failed, among those that `get_finished` has just named."""
-        taken, self._failed_loads = self._failed_loads, set()
-        return taken
-
-    def take_reports(self) -> list[TransferReport]:
-        """Take the results for the scheduler's side."""
-        taken, self._reports = self._reports, []
-        return taken
 
     def wait_for_transfers(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds for the end of the oldest load, or else of the oldest store.
@@ -305,21 +296,30 @@ class OffloadingConnectorWorker:
             elif (running := self._loads.get(result.job_id) or self._stores.get(result.job_id)) is not None:
                 yield _checked(result, len(_gpu_end(running.spec).block_ids))
 
-    def _note_missing_blocks(self, load: _Running, result: TransferResult) -> None:
-        if result.success:
-            return
-        self._failed_loads.add(load.req_id)
-        ids = _gpu_end(load.spec).block_ids.tolist()
-        missing = (
-            ids if result.failed_blocks is None else [ids[position] for position in result.failed_blocks]
-        )
-        self._invalid_block_ids.update(missing)
+
+def _name_load(output: KVConnectorOutput, req_id: ReqId, missing: Sequence[int]) -> None:
+    """Tell that a request's load is over, and which of its blocks did not arrive."""
+    output.finished_recving.add(req_id)
+    if missing:
+        output.failed_recving.add(req_id)
+        output.invalid_block_ids.update(missing)
+
+
+def _missing_blocks(load: _Running, result: TransferResult) -> list[int]:
+    """Return the blocks of a load that did not arrive."""
+    if result.success:
+        return []
+    ids: list[int] = _gpu_end(load.spec).block_ids.tolist()
+    return ids if result.failed_blocks is None else [ids[position] for position in result.failed_blocks]
 
 
 def _checked(result: TransferResult, num_blocks: int) -> TransferResult:
-    """Return a result; as a complete failure if it names blocks that the job does not have."""
+    """Return a result, as a failure of all blocks if it contradicts itself or names blocks that it lacks."""
     blocks = result.failed_blocks
-    is_right = blocks is None or all(0 <= position < num_blocks for position in blocks)
+    if result.success:
+        is_right = not blocks
+    else:
+        is_right = blocks is None or (len(blocks) > 0 and all(0 <= at < num_blocks for at in blocks))
     return result if is_right else result._replace(success=False, failed_blocks=None)
 
 

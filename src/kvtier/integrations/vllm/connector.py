@@ -107,6 +107,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._old_entries: Any = None  # of vLLM's own cache at a reset, if that left them there
         self._shown: set[str] = set()  # requests that the core was told of
         self._updated = False  # whether this step's output was taken in
+        self._output = KVConnectorOutput()  # of this worker's last step; vLLM takes it in three parts
         self._in_company = _schedulers_config(vllm_config) is not vllm_config.kv_transfer_config
         self._ended = EndedRequests(vllm_config.scheduler_config.async_scheduling)
         # Of requests that the core was not told of, since the last step.
@@ -369,10 +370,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """
         if self._connector_metadata is not None and self._connector_metadata.idle:
             self._connector.wait_for_transfers(_IDLE_SECONDS)
-        _, recving = self._connector.get_finished(finished_req_ids)
-        failed = self._connector.take_failed_loads()
+        self._output = self._connector.take_output(finished_req_ids)
         return KVConnectorTransferResults(
-            finished_recving=recving, failed_recving=failed if len(self._groups) > 1 else set()
+            finished_recving=self._output.finished_recving,
+            failed_recving=self._output.failed_recving if len(self._groups) > 1 else set(),
         )
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
@@ -381,12 +382,12 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Take the blocks whose load failed, of a model with one group."""
-        failed = self._connector.get_block_ids_with_load_errors()
+        failed, self._output.invalid_block_ids = self._output.invalid_block_ids, set()
         return failed if len(self._groups) == 1 else set()
 
     def build_connector_worker_meta(self) -> KVTierWorkerMetadata | None:
         """Take the results of jobs for the scheduler's side."""
-        reports = self._connector.take_reports() if self.role is KVConnectorRole.WORKER else []
+        reports, self._output.reports = self._output.reports, []
         return KVTierWorkerMetadata(reports) if reports else None
 
     # Both sides.
