@@ -52,7 +52,7 @@ INDEX = [
     "source_bad_frames_total",
     "source_pending_overflows_total",
     "requests_total",
-    "request_seconds_total",
+    "request_seconds",
     "ignored_batches_total",
 ]
 CONNECTOR = [

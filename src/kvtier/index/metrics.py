@@ -1,109 +1,127 @@
-"""What an indexer says of itself to Prometheus.
+"""The metrics of an indexer, for Prometheus.
 
-Names begin with `kvtier_index_`. Per model: size, budget and refusals of its index. Per worker: blocks on
-each tier. Per publisher: the state that answers have, its lag, what was not applied, the counters of its
-stream. Per path: requests and the time spent on them. Belongs to the event loop's thread.
+Names begin with `kvtier_index_`. Each model has the size, budget and refusals of its index; each worker its
+blocks on each tier; each publisher its state, its lag, and the counters of its stream; each path its
+requests and a histogram of their times. Everything belongs to the event loop's thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import fields
 
-from kvtier.events.updates import State
+from kvtier.events.updates import Counters, State
 from kvtier.index.service import Followed, Service, Worker, worst
-from kvtier.metrics import Metric, MetricKind, Sample, format_family
+from kvtier.metrics import Histogram, Metric, MetricKind, Registry, Sample
 
-__all__ = ["metrics_of"]
+__all__ = ["Traffic", "make_registry"]
 
-Labels = dict[str, str]
+Samples = Mapping[str, list[Sample]]
+
+_REQUEST_SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0)
+_COUNTER, _GAUGE = MetricKind.COUNTER, MetricKind.GAUGE
+_INDEX = (
+    Metric("blocks", _GAUGE, "Blocks that some worker holds."),
+    Metric("workers", _GAUGE, "Workers that were heard of."),
+    Metric("bytes", _GAUGE, "Bytes that the table takes."),
+    Metric("budget", _GAUGE, "Bytes that the table may take."),
+    Metric("dropped", _COUNTER, "Blocks refused because the budget was spent."),
+    Metric("unknown", _COUNTER, "Removals of blocks that were not held."),
+    Metric("ignored", _COUNTER, "Blocks of groups that no prefix match can be made of."),
+    Metric("refused", _COUNTER, "Blocks of another size, with wrong tokens, or in a place too many."),
+    Metric("orphans_dropped", _COUNTER, "Blocks that found no room to wait for their parents."),
+    Metric("compiled", _GAUGE, "Whether compiled loops answer, or plain Python until they are ready."),
+    Metric("worker_blocks", _GAUGE, "Blocks that a worker holds on a tier."),
+)
+_STREAM = {
+    counter.name: Metric(
+        f"source_{counter.name}",
+        _COUNTER,
+        f"Of a publisher's stream: {counter.name.replace('_', ' ')}.",
+    )
+    for counter in fields(Counters)
+}
+_SOURCES = (
+    Metric("source_state", _GAUGE, "1 for the state that answers about a publisher have."),
+    Metric("source_ignored_batches", _COUNTER, "Batches that could not be applied."),
+    Metric("source_lag_seconds", _GAUGE, "Age of a newest batch when it was applied."),
+    Metric("source_connected", _GAUGE, "Whether a publisher is connected."),
+    *_STREAM.values(),
+)
+_TRAFFIC = (
+    Metric("requests", _COUNTER, "HTTP requests answered."),
+    Metric("request_seconds", MetricKind.HISTOGRAM, "Times of HTTP requests.", _REQUEST_SECONDS),
+    Metric("ignored_batches", _COUNTER, "Batches that could not be applied."),
+)
 
 
-def metrics_of(
-    service: Service, requests: Mapping[tuple[str, int], int], seconds: Mapping[str, float]
-) -> Iterator[str]:
-    """Yield all metrics in Prometheus' text format, one after the other."""
-    yield from _of_indexes(service)
-    yield from _of_sources(service)
-    answered = list(requests.items())
-    calls = [({"path": path, "status": str(status)}, float(count)) for (path, status), count in answered]
-    yield _family("requests", MetricKind.COUNTER, "HTTP requests answered.", calls)
-    spent = [({"path": path}, value) for path, value in seconds.items()]
-    yield _family("request_seconds", MetricKind.COUNTER, "Time spent on HTTP requests.", spent)
-    ignored: list[Sample] = [({}, float(service.ignored))]
-    yield _family("ignored_batches", MetricKind.COUNTER, "Batches that could not be applied.", ignored)
+class Traffic:
+    """The HTTP requests that were answered, by path and status, and their times by path."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[tuple[str, int]] = Counter()
+        self.seconds: defaultdict[str, Histogram] = defaultdict(lambda: Histogram(_REQUEST_SECONDS))
+
+    def note(self, path: str, status: int, seconds: float) -> None:
+        """Count an answer."""
+        self.requests[path, status] += 1
+        self.seconds[path].observe(seconds)
 
 
-def _of_indexes(service: Service) -> Iterator[str]:
-    groups = [
-        ({"model": key.model, "routing_group": key.routing_group}, group.index)
-        for key, group in service.groups().items()
-    ]
-    counts = [(labels, index.stats()._asdict()) for labels, index in groups]
-    for field, kind, text in (
-        ("blocks", MetricKind.GAUGE, "Blocks that somebody holds."),
-        ("workers", MetricKind.GAUGE, "Workers that were heard of."),
-        ("bytes", MetricKind.GAUGE, "Bytes that the table takes."),
-        ("budget", MetricKind.GAUGE, "Bytes that the table may take."),
-        ("dropped", MetricKind.COUNTER, "Blocks refused because the budget was spent."),
-        ("unknown", MetricKind.COUNTER, "Removals of blocks that were not held."),
-        ("ignored", MetricKind.COUNTER, "Blocks of groups that no prefix match can be made of."),
-        (
-            "refused",
-            MetricKind.COUNTER,
-            "Blocks of another size, with wrong tokens, or in a place too many.",
-        ),
-        ("orphans_dropped", MetricKind.COUNTER, "Blocks that found no room to wait for their parents."),
-    ):
-        yield _family(field, kind, text, [(labels, float(count[field])) for labels, count in counts])
-    compiled = [(labels, float(count["form"] == "numba")) for labels, count in counts]
-    text = "Whether compiled loops answer, or plain Python until they are ready."
-    yield _family("compiled", MetricKind.GAUGE, text, compiled)
-    held = []
-    for labels, index in groups:
-        for name in index.workers:
+def make_registry(service: Service, traffic: Traffic) -> Registry:
+    """Return the metrics of a service and of its HTTP traffic."""
+    registry = Registry("kvtier_index_")
+    registry.add(_INDEX, lambda: _read_indexes(service))
+    registry.add(_SOURCES, lambda: _read_sources(service))
+    registry.add(_TRAFFIC, lambda: _read_traffic(service, traffic))
+    return registry
+
+
+def _read_indexes(service: Service) -> Samples:
+    samples: dict[str, list[Sample]] = {metric.name: [] for metric in _INDEX}
+    for key, group in service.groups().items():
+        labels = {"model": key.model, "routing_group": key.routing_group}
+        stats = group.index.stats()._asdict()
+        stats["compiled"] = stats["form"] == "numba"
+        for name in samples.keys() & stats.keys():
+            samples[name].append((labels, float(stats[name])))
+        for name in group.index.workers:
             worker = Worker.of(name)
             who = labels | {"instance": worker.instance, "rank": str(worker.rank)}
-            for tier, count in index.worker_stats(name).blocks.items():
-                held.append((who | {"tier": tier.name.lower()}, float(count)))
-    yield _family("worker_blocks", MetricKind.GAUGE, "Blocks that a worker holds on a tier.", held)
+            for tier, count in group.index.worker_stats(name).blocks.items():
+                samples["worker_blocks"].append((who | {"tier": tier.name.lower()}, float(count)))
+    return samples
 
 
-def _of_sources(service: Service) -> Iterator[str]:
-    states: list[Sample] = []
-    ignored: list[Sample] = []
-    lags: list[Sample] = []
-    connected: list[Sample] = []
-    counted: dict[str, list[Sample]] = {}
+def _read_sources(service: Service) -> Samples:
+    samples: dict[str, list[Sample]] = {metric.name: [] for metric in _SOURCES}
     for followed, trusts in service.followed():
         labels, state, status = _labels(followed), worst(trusts).state, service.status(followed)
-        states += [(labels | {"state": name}, float(state is name)) for name in State]
-        ignored.append((labels, float(followed.ignored)))
+        samples["source_state"] += [(labels | {"state": name}, float(state is name)) for name in State]
+        samples["source_ignored_batches"].append((labels, float(followed.ignored)))
         if status is None:
             continue
-        connected.append((labels, float(status.connected)))
+        samples["source_connected"].append((labels, float(status.connected)))
         if status.lag is not None:
-            lags.append((labels, status.lag))
+            samples["source_lag_seconds"].append((labels, status.lag))
         for name, value in status.counters.as_dict().items():
-            counted.setdefault(name, []).append((labels, float(value)))
-    yield _family(
-        "source_state", MetricKind.GAUGE, "1 for the state that answers about a publisher have.", states
-    )
-    yield _family(
-        "source_ignored_batches", MetricKind.COUNTER, "Batches that could not be applied.", ignored
-    )
-    yield _family("source_lag_seconds", MetricKind.GAUGE, "Age of a newest batch when it was applied.", lags)
-    yield _family("source_connected", MetricKind.GAUGE, "Whether a publisher is connected.", connected)
-    for name, samples in counted.items():
-        text = f"Of a publisher's stream: {name.replace('_', ' ')}."
-        yield _family(f"source_{name}", MetricKind.COUNTER, text, samples)
+            samples[_STREAM[name].name].append((labels, float(value)))
+    return samples
 
 
-def _labels(followed: Followed) -> Labels:
+def _read_traffic(service: Service, traffic: Traffic) -> Samples:
+    return {
+        "requests": [
+            ({"path": path, "status": str(status)}, float(count))
+            for (path, status), count in traffic.requests.items()
+        ],
+        "request_seconds": [({"path": path}, seconds) for path, seconds in traffic.seconds.items()],
+        "ignored_batches": [({}, float(service.ignored))],
+    }
+
+
+def _labels(followed: Followed) -> dict[str, str]:
     source = followed.registration
     labels = {"model": source.group.model, "routing_group": source.group.routing_group}
     return labels | {"instance": str(source.instance_id), "rank": str(source.rank or 0)}
-
-
-def _family(name: str, kind: MetricKind, text: str, samples: Iterable[Sample]) -> str:
-    """Return a metric with all its samples."""
-    return format_family("kvtier_index_", Metric(name, kind, text), samples)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -30,7 +30,7 @@ from kvtier.events.updates import State
 from kvtier.index.access import Access
 from kvtier.index.base import Hashes, Match, StorageTier
 from kvtier.index.http import HttpError, HttpRequest, Response
-from kvtier.index.metrics import metrics_of
+from kvtier.index.metrics import Traffic, make_registry
 from kvtier.index.service import (
     Conflict,
     Followed,
@@ -131,8 +131,8 @@ class Api:
     def __init__(self, service: Service, access: Access | None = None) -> None:
         self.service, self.access = service, access or Access()
         self._dumps = 0
-        self.requests: Counter[tuple[str, int]] = Counter()  # (path, status)
-        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._traffic = Traffic()
+        self._registry = make_registry(service, self._traffic)
         self._routes: dict[str, tuple[str, Callable[[HttpRequest], Any]]] = {
             "/register": ("POST", self._register),
             "/unregister": ("POST", self._unregister),
@@ -154,8 +154,7 @@ class Api:
         except HttpError as error:
             response = error.response()
         finally:
-            self.requests[path, response.status] += 1
-            self.seconds[path] += time.perf_counter() - start
+            self._traffic.note(path, response.status, time.perf_counter() - start)
         return response
 
     async def _answer(self, request: HttpRequest) -> Response:
@@ -330,7 +329,7 @@ class Api:
         return Response(200, self._metrics_pieces(), "text/plain; version=0.0.4")
 
     async def _metrics_pieces(self) -> AsyncGenerator[bytes, None]:
-        for text in metrics_of(self.service, self.requests, self.seconds):
+        for text in self._registry.texts():
             yield text.encode()
             await asyncio.sleep(_PAUSE)
 

@@ -103,9 +103,14 @@ class Registry:
             for metric in group:
                 yield metric, list(values.get(metric.name, ()))
 
+    def texts(self) -> Iterator[str]:
+        """Yield the metrics in Prometheus' text format, one after the other."""
+        for metric, samples in self.collect():
+            yield format_family(self.prefix, metric, samples)
+
     def text(self) -> str:
         """Return all metrics in Prometheus' text format."""
-        return "".join(format_family(self.prefix, metric, samples) for metric, samples in self.collect())
+        return "".join(self.texts())
 
 
 def format_family(prefix: str, metric: Metric, samples: Iterable[Sample]) -> str:
