@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 from kvtier.errors import ConfigError
 from kvtier.keys import OffloadKey
@@ -148,6 +148,8 @@ def _make(config: SharedTierConfig, row_bytes: int, timeout: float, slot_bytes: 
         from kvtier.tiers.object import ObjectBackend
 
         return ObjectBackend(config, row_bytes, timeout=timeout)
-    from kvtier.tiers.mooncake import MooncakeBackend
+    if isinstance(config, MooncakeConfig):
+        from kvtier.tiers.mooncake import MooncakeBackend
 
-    return MooncakeBackend(config, row_bytes, timeout=timeout, slot_bytes=slot_bytes)
+        return MooncakeBackend(config, row_bytes, timeout=timeout, slot_bytes=slot_bytes)
+    assert_never(config)
