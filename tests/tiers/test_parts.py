@@ -380,17 +380,16 @@ def test_the_order_of_jobs() -> None:
     threads = IOThreads(gate, threads=1)
     threads.submit(Direction.DEMOTE, 1, lent(0), SealScope("n"), float("inf"))
     assert gate.begun.acquire(timeout=30)
-    for job, direction, priority in (
-        (2, Direction.DEMOTE, 0),
-        (3, Direction.PROMOTE, 5),
-        (4, Direction.PROMOTE, 1),
-        (5, Direction.PROMOTE, 1),
-        (6, Direction.DEMOTE, -1),
+    for job, direction in (
+        (2, Direction.DEMOTE),
+        (3, Direction.PROMOTE),
+        (4, Direction.PROMOTE),
+        (5, Direction.DEMOTE),
     ):
-        threads.submit(direction, job, lent(job), SealScope("n"), float("inf"), priority)
+        threads.submit(direction, job, lent(job), SealScope("n"), float("inf"))
     gate.open.release(100)
     assert threads.close(30)
-    assert gate.batches == [[0], [4], [5], [3], [6], [2]]
+    assert gate.batches == [[0], [3], [4], [2], [5]]
 
 
 def test_bytes_in_flight_are_bounded() -> None:

@@ -124,14 +124,6 @@ class PlannedJob:
         """Return the indices into `keys` of chunks that arrived whole on every rank that has reported."""
         return [index for index in range(len(self.keys)) if index not in self.failed]
 
-    def arrived_keys(self) -> list[OffloadKey]:
-        """Return the chunks that arrived whole on every rank that has reported."""
-        return (
-            [key for index, key in enumerate(self.keys) if index not in self.failed]
-            if self.failed
-            else self.keys
-        )
-
     def _keys_of_blocks(self) -> list[int]:
         """Return, for each block of the GPU end, the index of its chunk in `keys`.
 

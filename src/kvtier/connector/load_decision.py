@@ -133,8 +133,6 @@ class PromotionDecision:
         self._promotions, self._inquiries = manager.promotions, manager.inquiries
         self._learnt: set[str] = set()
         self._times = 0
-        self.waits = 0
-        """The number of times that a request began to wait for answers, or for a promotion."""
 
     # -- asking ------------------------------------------------------------------------------------
 
@@ -153,15 +151,12 @@ class PromotionDecision:
             return False
         there = match_prefix(self._geometry, self._manager.anywhere, state, limit)
         if there.pending and state.may_ask and self._begins_to_ask(state, there, limit):
-            self.waits += 1
             return True
         if there.end <= here.end:
             return False
         state.may_promote = False
         wish = self._choose(state, here, there)
-        waits = wish is not None and self._promotions.wish(wish, state.context)
-        self.waits += waits
-        return waits
+        return wish is not None and self._promotions.wish(wish, state.context)
 
     def _begins_to_ask(self, state: RequestState, there: PrefixMatch, limit: int) -> bool:
         """Say whether a request should wait for tiers to find out which chunks beyond `there` they have."""

@@ -82,18 +82,14 @@ class TierDriver:
         self.open_rows[job.job_id] = len(taken)
         return job.job_id, taken
 
-    def promote(self, *numbers: int, deadline: float = 1e9, priority: int = 0) -> int:
+    def promote(self, *numbers: int, deadline: float = 1e9) -> int:
         """Ask for rows; return the job."""
-        job = self._job(
-            {key(number): bytearray(ROW_BYTES) for number in numbers}, deadline, priority=priority
-        )
+        job = self._job({key(number): bytearray(ROW_BYTES) for number in numbers}, deadline)
         self.open_rows[job.job_id] = len(job.rows)
         self.tier.promote(job)
         return job.job_id
 
-    def _job(
-        self, memory: dict[OffloadKey, bytearray], deadline: float, cuts: int = 1, priority: int = 0
-    ) -> TierJob:
+    def _job(self, memory: dict[OffloadKey, bytearray], deadline: float, cuts: int = 1) -> TierJob:
         self._job_id += 1
         self.memory[self._job_id] = memory
         size = ROW_BYTES // cuts
@@ -105,7 +101,7 @@ class TierDriver:
             )
             for name, row in memory.items()
         )
-        return TierJob(self._job_id, rows, deadline, priority)
+        return TierJob(self._job_id, rows, deadline)
 
     def poll(self) -> list[TierResult]:
         """Poll once, and count."""
@@ -231,14 +227,14 @@ class MovingSuite:
 
     # Order and bounds
 
-    def test_promotions_go_first_and_by_priority(self, drivers: list[TierDriver]) -> None:
+    def test_promotions_go_first(self, drivers: list[TierDriver]) -> None:
         driver = self.drive(drivers)
         driver.store(1, 2, 3)
         driver.faulty.hang()
         busy = [driver.promote(3) for _ in range(2)]  # both threads
         driver.wait(lambda: driver.faulty.hanging.is_set() and driver.tier.stats().queued_bytes == 0)
         late, _ = driver.demote(4)
-        second, first = driver.promote(1, priority=2), driver.promote(2, priority=1)
+        first, second = driver.promote(2), driver.promote(1)
         driver.faulty.release()
         driver.finish(*busy, late, first, second)
         moved = [name for name in driver.faulty.moved[3:] if name != key(3)]

@@ -102,13 +102,12 @@ class TierJob:
 
     The caller chooses `job_id`, unique among its jobs in this tier. Rows that have not arrived at
     `deadline` (of the tier's clock, by default `time.monotonic`) are late. Of two jobs of one direction the
-    one with the lower `priority` goes first, then the older; promotions always go before demotions.
+    older goes first; promotions always go before demotions.
     """
 
     job_id: int
     rows: Sequence[LentRow]
     deadline: float
-    priority: int = 0
 
     @property
     def keys(self) -> list[OffloadKey]:

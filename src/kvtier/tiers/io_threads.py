@@ -1,8 +1,8 @@
 """The only threads that touch a backend, and the queue in front of them.
 
-The threads order work by direction and priority: small calls of the tier itself first, then promotions,
-then demotions; within one direction the lower priority goes first, then the older job. A thread takes the
-next few rows of the first job, so one request gets all threads, and its first rows come first. At most
+The threads order work by direction: small calls of the tier itself first, then promotions, then demotions;
+within one direction the older job goes first. A thread takes the next few rows of the first job, so one
+request gets all threads, and its first rows come first. At most
 `max_in_flight` bytes are with the backend at a time: more depth only adds latency, and rows in the queue
 can still be reordered or dropped. If there are several threads, demotions never occupy all of them, so that
 writes which do not return hold up no question and no read.
@@ -16,7 +16,6 @@ The scheduler thread calls all methods; it never waits, except for a lock that i
 
 from __future__ import annotations
 
-import heapq
 import threading
 import time
 from collections import deque
@@ -152,7 +151,7 @@ class IOThreads:
         self._lock = threading.Condition(threading.Lock())
         # # Guarded by the lock: the work that threads take.
         self._calls: deque[_Call] = deque()
-        self._queues: tuple[list[tuple[int, int, _IOJob]], ...] = ([], [])  # heaps, by direction
+        self._queues: tuple[deque[_IOJob], ...] = (deque(), deque())  # by direction, the oldest first
         self._queued_bytes = [0, 0]
         self._running_bytes = [0, 0]
         self._running: dict[_Batch, float] = {}  # with the start time
@@ -171,7 +170,6 @@ class IOThreads:
         self._starved = False  # rows were given up before a thread began them
         self._stuck_reads: list[JobRows] = []
         self._next_deadline = float("inf")
-        self._count = 0
         self.open_calls = 0
         """Functions given to `call` whose result `tell` has not received yet."""
         self._reports: list[IOReport] = []
@@ -191,17 +189,15 @@ class IOThreads:
         rows: JobRows,
         scope: SealScope,
         deadline: float,
-        priority: int = 0,
     ) -> None:
         """Queue the rows of a job. Their memory is in use until a report says otherwise."""
         if job_id in self._jobs:
             raise InputError(f"job_id: expected one that no open job of this tier has, got {job_id}")
         job = self._jobs[job_id] = _IOJob(job_id, direction, rows, scope, deadline)
         self._next_deadline = min(self._next_deadline, deadline)
-        self._count += 1
         with self._lock:
             self._queued_bytes[direction] += rows.nbytes
-            heapq.heappush(self._queues[direction], (priority, self._count, job))
+            self._queues[direction].append(job)
             self._lock.notify()  # one is enough: a thread that leaves rows in the queue wakes the next
 
     def call(self, function: Callable[[], Any], tell: Callable[[Any, BaseException | None], None]) -> None:
@@ -490,9 +486,9 @@ class IOThreads:
         """Take the next rows of the first job that has any, if there is room for them. Needs the lock."""
         queue, running = self._queues[direction], sum(self._running_bytes) - self._stuck_bytes
         while queue:
-            job = queue[0][2]
+            job = queue[0]
             if not job.queued or job.deadline <= self._clock():  # `poll` will report them as late
-                heapq.heappop(queue)  # on hold too, or jobs that are over would pile up
+                queue.popleft()  # on hold too, or jobs that are over would pile up
                 continue
             if direction in self._on_hold:
                 return None

@@ -223,7 +223,7 @@ class IOTier(Tier):
 
     def _submit(self, direction: Direction, job: TierJob, rows: JobRows) -> None:
         if len(rows):
-            self._io.submit(direction, job.job_id, rows, self._scope, job.deadline, job.priority)
+            self._io.submit(direction, job.job_id, rows, self._scope, job.deadline)
 
     def _refuse(self, job_id: int, keys: list[OffloadKey], outcome: Outcome) -> None:
         if keys:
