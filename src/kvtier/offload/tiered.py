@@ -158,15 +158,15 @@ class TieredOffloadingManager(OffloadingManager):
     ) -> PrepareStoreOutput | None:
         """Take what can be stored of an offer. Demotions that have not begun give way to it."""
         offered = list(keys)
-        self._make_room(offered)
+        self._withdraw_demotions(offered)
         return self.pool.prepare_store(offered, req_context)
 
     def _reserve(self, keys: list[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Take slots for a promotion."""
-        self._make_room(keys)
+        self._withdraw_demotions(keys)
         return self.pool.prepare_store(keys, req_context, unasked=True)
 
-    def _make_room(self, keys: list[OffloadKey]) -> None:
+    def _withdraw_demotions(self, keys: list[OffloadKey]) -> None:
         if self._demotions.has_jobs() and len(keys) > self.pool.num_free:
             self._demotions.make_room(self.pool.shortfall(keys))
 

@@ -306,7 +306,7 @@ class Follower(Generic[B]):
         """Say whether the stream continues without missing batches, because no publisher answers, now or
         ever.
         """
-        return not self._can_ask or (self.replica.state is State.DEGRADED and self._backoff.is_pausing)
+        return not self._can_ask or (self.replica.state is State.DEGRADED and self._backoff.is_waiting)
 
     def _miss(self, seq: int) -> None:
         """Note that batches up to `seq` exist and were not received."""
@@ -566,7 +566,7 @@ class Follower(Generic[B]):
             return
         if replica.state is not State.DEGRADED:
             replica.tell(State.REPAIRING, replica.problem)
-        if self.request is not None or self._backoff.is_pausing or not self.is_connected:
+        if self.request is not None or self._backoff.is_waiting or not self.is_connected:
             return
         request = self._next_request() if self._can_ask else None
         if request is not None:
@@ -617,7 +617,7 @@ class Follower(Generic[B]):
         if (
             not self.is_connected
             or self.request is not None
-            or self._backoff.is_pausing
+            or self._backoff.is_waiting
             or replica.seq is None
         ):
             return

@@ -72,7 +72,7 @@ class Backoff:
         self._reset_at = now - limits.backoff
 
     @property
-    def is_pausing(self) -> bool:
+    def is_waiting(self) -> bool:
         """Whether no request may be sent now."""
         return self.until is not None
 
