@@ -1,7 +1,7 @@
-"""The loops that are compiled, and the one switch between their two forms.
+"""The compiled loops, and the one switch between their two forms.
 
 Every loop is written twice: in C in this folder, and in Python in the module that calls it. The Python form
-is the specification; a test runs the two beside each other.
+is the specification; a test compares the two.
 
     loop    in C       in Python                                              compared in tests/unit by
     chain   _chain.c   kvtier.keys: _chain_python                             test_keys.py
@@ -9,7 +9,7 @@ is the specification; a test runs the two beside each other.
     pages   _pages.c   kvtier.transfer.pages: store_python, load_python       test_pages.py
     cuda    _cuda.c    kvtier.transfer.cuda.commands: PythonSubmitter         test_cuda_commands.py
 
-C is used where it was compiled, unless the environment says `KVTIER_NATIVE=python`. The choice is made once,
+C is used where it was compiled, unless the environment has `KVTIER_NATIVE=python`. The choice is made once,
 when the module that calls a loop is imported; results are the same either way. Any thread may call this.
 """
 
@@ -29,7 +29,7 @@ VARIABLE = "KVTIER_NATIVE"
 
 
 def is_asked_for() -> bool:
-    """Say whether the environment lets compiled loops be used."""
+    """Say whether the environment allows the use of compiled loops."""
     value = os.environ.get(VARIABLE) or "c"
     if value not in ("c", "python"):
         raise ConfigError(VARIABLE, f"expected c or python, got {value!r}")
@@ -38,7 +38,7 @@ def is_asked_for() -> bool:
 
 @cache
 def is_compiled(loop: str) -> bool:
-    """Say whether a loop was compiled, for this Python and this machine."""
+    """Say whether a loop was compiled for this Python and this machine."""
     try:
         import_module(f"kvtier.native._{loop}")
     except ImportError:
@@ -47,10 +47,10 @@ def is_compiled(loop: str) -> bool:
 
 
 def uses_c(loop: str) -> bool:
-    """Say whether the C form of a loop is to be used."""
+    """Say whether the C form of a loop is used."""
     return is_asked_for() and is_compiled(loop)
 
 
 def form_of(loop: str) -> str:
-    """Name the form of a loop that is to be used: `c` or `python`."""
+    """Return the form of a loop that is used: `c` or `python`."""
     return "c" if uses_c(loop) else "python"

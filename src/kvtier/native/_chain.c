@@ -1,9 +1,8 @@
-/* The chain of plain block hashes: what `kvtier.keys._chain_python` does, without a Python call for each
- * block.
+/* The chain of plain block hashes: `kvtier.keys._chain_python` without a Python call for each block.
  *
- * BLAKE2b as in RFC 7693, unkeyed, 32 bytes of digest, personalised "kvtier block". Optional: where this was
- * not compiled the Python version gives the same hashes in twice the time. tests/unit/test_keys.py holds the
- * two against each other.
+ * The hash is BLAKE2b as in RFC 7693, unkeyed, with a digest of 32 bytes, personalised "kvtier block". This
+ * module is optional: where it was not compiled, the Python form gives the same hashes in twice the time.
+ * tests/unit/test_keys.py compares the two.
  */
 #define Py_LIMITED_API 0x030B0000 /* one binary for every Python from 3.11 on */
 #define PY_SSIZE_T_CLEAN
@@ -47,7 +46,7 @@ static inline uint64_t rotr(uint64_t x, int n) { return x >> n | x << (64 - n); 
     v[c] += v[d];                \
     v[b] = rotr(v[b] ^ v[c], 63);
 
-/* A macro and no loop: with constant indices into SIGMA the whole state stays in registers. */
+/* This is a macro and not a loop: with constant indices into SIGMA the whole state stays in registers. */
 #define ROUND(r)                                       \
     MIX(0, 4, 8, 12, SIGMA[r][0], SIGMA[r][1])         \
     MIX(1, 5, 9, 13, SIGMA[r][2], SIGMA[r][3])         \
@@ -58,7 +57,7 @@ static inline uint64_t rotr(uint64_t x, int n) { return x >> n | x << (64 - n); 
     MIX(2, 7, 8, 13, SIGMA[r][12], SIGMA[r][13])       \
     MIX(3, 4, 9, 14, SIGMA[r][14], SIGMA[r][15])
 
-/* Absorb one piece (what RFC 7693 calls a block); `count` message bytes were absorbed with it. */
+/* Absorb one piece (RFC 7693 calls it a block); `count` message bytes are absorbed then. */
 static void compress(uint64_t h[8], const uint8_t *piece, uint64_t count, int last) {
     uint64_t m[16], v[16];
     memcpy(m, piece, sizeof m);
@@ -89,7 +88,7 @@ static void hash_message(const uint8_t *message, size_t length, uint8_t digest[H
 
 static int read_token(PyObject *item, uint32_t *out);
 
-/* Read a token id that is no int but has an __index__, such as one of numpy's. */
+/* Read a token id that is not an int but has an __index__, such as a numpy integer. */
 static int read_index(PyObject *item, uint32_t *out) {
     PyErr_Clear();
     PyObject *index = PyNumber_Index(item);
@@ -99,7 +98,7 @@ static int read_index(PyObject *item, uint32_t *out) {
     return status;
 }
 
-/* Read a token id; -1 with an exception set if it is none. */
+/* Read a token id; -1 with an exception set if the object is not one. */
 static int read_token(PyObject *item, uint32_t *out) {
     if (item == NULL) return -1;
     unsigned long id = PyLong_AsUnsignedLong(item);

@@ -1,12 +1,12 @@
-/* What CUDA streams are told for a piece, command by command in one call: what `PythonSubmitter` of
- * `kvtier.transfer.cuda.commands` does, with next to no time between the calls of the driver. Optional:
- * where this was not compiled, that class does the same; what each method promises is written there.
- * tests/unit/test_cuda_commands.py holds the two against each other, call by call.
+/* The commands to CUDA streams for a piece, submitted in one call: `PythonSubmitter` of
+ * `kvtier.transfer.cuda.commands`, with next to no time between the calls of the driver. This module is
+ * optional: where it was not compiled, that class does the same. Its docstrings say what each method
+ * promises. tests/unit/test_cuda_commands.py compares the two, call by call.
  *
- * Needs no header and no library of CUDA: it is given the addresses of the driver's functions. Streams,
- * events and device memory are numbers, and 0 stands for no event. Calls that only enqueue keep the GIL:
- * they are short, and getting it back from a busy thread may take longer than the bus has work for. What
- * fails is reported by the function that `Submitter` was made with.
+ * This needs no header and no library of CUDA: it is given the addresses of the driver's functions. Streams,
+ * events and device memory are numbers; 0 stands for no event. Calls that only enqueue keep the GIL: they
+ * are short, and retaking it from a busy thread may take longer than the bus has work for. A failed call is
+ * reported by the function `fail` that `Submitter` was made with.
  */
 #define Py_LIMITED_API 0x030B0000 /* one binary for every Python from 3.11 on */
 #define PY_SSIZE_T_CLEAN
@@ -18,13 +18,13 @@ enum { NOT_READY = 600, NULL_BLOCK = 0 };
 
 typedef uint64_t Handle; /* a stream, an event, or an address */
 
-/* `CUmemcpyAttributes`: one rule for all ranges of a batch, in stream order; no hints where memory is. */
+/* `CUmemcpyAttributes`: one rule for all ranges of a batch, in stream order, without location hints. */
 typedef struct {
     int src_access_order, src_location[2], dst_location[2];
     unsigned flags;
 } BatchAttributes;
 
-/* The driver's functions, in the order of `driver.SUBMIT_FUNCTIONS`. Older drivers have no `copy_batch`. */
+/* The driver's functions, in the order of `driver.SUBMIT_FUNCTIONS`. Older drivers lack `copy_batch`. */
 typedef struct {
     int (*launch)(Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Handle,
                   void **, void **);
@@ -86,7 +86,7 @@ static int read_tuple(PyObject *tuple, int count, int64_t *integers) {
     return 0;
 }
 
-/* Read which blocks of a job are meant, `[span[0], span[1])`. */
+/* Read a range of a job's blocks, `[span[0], span[1])`. */
 static int read_span(PyObject *const *objects, int64_t *span) {
     if (read_integers(objects, 2, span) < 0) return -1;
     return 0 <= span[0] && span[0] <= span[1] ? 0 : (refuse("a first block, and a last one behind it"), -1);
@@ -94,14 +94,14 @@ static int read_span(PyObject *const *objects, int64_t *span) {
 
 typedef struct {
     Py_buffer view;
-    Py_ssize_t count; /* 0 if it is None */
+    Py_ssize_t count; /* 0 if the object is None */
 } Array;
 
 static int64_t get(const Array *array, Py_ssize_t i) {
     return *(int64_t *)((char *)array->view.buf + i * array->view.strides[0]);
 }
 
-/* Borrow an array of int64 with at least `least` items, or, if it is `optional`, None. */
+/* Borrow an array of int64 with at least `least` items. If it is `optional`, it may be None. */
 static int borrow(PyObject *object, Py_ssize_t least, int optional, Array *array) {
     array->view.obj = NULL;
     array->count = 0;
@@ -116,7 +116,7 @@ static int borrow(PyObject *object, Py_ssize_t least, int optional, Array *array
 
 static void give_back(Array *array) { PyBuffer_Release(&array->view); }
 
-/* `pieces.Rows`: where the blocks of a job are. */
+/* `pieces.Rows`: the addresses of a job's blocks. */
 typedef struct {
     Array ids;
     int64_t base, stride;
@@ -183,8 +183,7 @@ static int start_kernel(const Driver *driver, const Launch *launch, Handle told,
     int64_t tiles = num_blocks * launch->num_tiles;
     int64_t programs = launch->tiles > 0 ? (tiles + launch->tiles - 1) / launch->tiles : 0;
     uint64_t null = 0, values[] = {launch->table, told, num_blocks, launch->num_tiles};
-    /* The driver reads as many arguments as the kernel has. Triton's compiler adds some of its own, which
-     * are null. */
+    /* The driver reads as many arguments as the kernel has. Triton's compiler adds some, which are null. */
     void *arguments[] = {&values[0], &values[1], &values[2], &values[3], &null, &null, &null, &null};
     if (programs > launch->programs) programs = launch->programs;
     return driver->launch(launch->function, programs < 1 ? 1 : programs, 1, 1, launch->threads, 1, 1,
@@ -218,7 +217,7 @@ static int are_within(const Array *ids, int64_t first, int64_t limit) {
     return 1;
 }
 
-/* Return 0, NOT_READY if a job is not plain or the engine not idle, or an error of the driver. */
+/* Return 0 if a job is plain and the engine's stream idle, else NOT_READY or an error of the driver. */
 static int expect_plain(const Submitter *self, const Plain *plain, const Array *blocks, const Array *slots,
                         Handle engine) {
     int is_plain = blocks->count && blocks->count == slots->count &&
@@ -255,8 +254,8 @@ typedef struct {
     int64_t count;
 } Ranges;
 
-/* Append a page, to the range before it if it goes on from there at both ends, and not across a seam of
- * the pool. */
+/* Append a page to the ranges. It extends the last range if it follows that at both ends and does not cross
+ * a seam of the pool. */
 static void append(const Submitter *self, Ranges *ranges, Handle device, Handle host, size_t size) {
     int64_t last = ranges->count - 1;
     if (last >= 0 && ranges->device[last] + ranges->size[last] == device &&
@@ -282,7 +281,7 @@ static void find_ranges(const Submitter *self, const Array *pages, const Array *
     }
 }
 
-/* Copy some ranges, in batches of at first `some` on two streams in turn: on one if they are the same. */
+/* Copy ranges in batches, the first of `some` ranges, on two streams in turn, which may be the same. */
 static int copy_ranges(const Submitter *self, const Ranges *ranges, const Handle *streams, int64_t some) {
     Handle *dst = self->to_pool ? ranges->host : ranges->device;
     Handle *src = self->to_pool ? ranges->device : ranges->host;
@@ -362,13 +361,12 @@ release:
 
 typedef PyObject *(*Command)(Submitter *, PyObject *const *, Py_ssize_t);
 enum { NUM_COMMANDS = 3, MOST_ARGUMENTS = 12 };
-/* By `CommandKind`, which ends a command. */
+/* The function of each `CommandKind`, which is the last field of a command. */
 static const Command COMMANDS[NUM_COMMANDS] = {submitter_tell, submitter_launch, submitter_copy};
 
-/* Return an argument of a command: a string is a `Placeholder` of what the piece has its own, the
- * arguments of `play`. */
+/* Return an argument of a command. A string is a `Placeholder`, replaced by an argument of `play`. */
 static PyObject *find_argument(PyObject *named, PyObject *const *own) {
-    /* No two begin alike. */
+    /* No two names begin with the same letter. */
     static const char *const NAMES[] = {"blocks", "first", "last", "count", "rows", "start", "wait"};
     if (!PyUnicode_Check(named) || PyUnicode_GetLength(named) == 0) return named;
     Py_UCS4 initial = PyUnicode_ReadChar(named, 0);
@@ -439,8 +437,8 @@ static PyObject *submitter_seconds_between(Submitter *self, PyObject *const *arg
 
 /* -- the type ------------------------------------------------------------------------------------------- */
 
-/* Submitter(functions, fail, to_pool, address, seam, small_range, first_ranges, batch_ranges):
- * `functions` are addresses. */
+/* Submitter(functions, fail, to_pool, address, seam, small_range, first_ranges, batch_ranges): `functions`
+ * holds the addresses of `Driver`. */
 static PyObject *submitter_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     PyObject *functions, *fail;
     long long of[6];

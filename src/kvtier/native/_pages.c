@@ -1,10 +1,10 @@
-/* Copies of scattered pages: what `kvtier.transfer.pages.store_python` and `load_python` do, in one call
- * without the GIL.
+/* Copies of scattered pages: `kvtier.transfer.pages.store_python` and `load_python` in one call without the
+ * GIL.
  *
- * Pages are written past the caches where the processor can do that. What is stored is not read again soon,
- * what is loaded is more than caches hold, and a write that need not fetch the line first costs a third less
- * memory traffic: scattered pages go as fast as one large memcpy. Optional: where this was not compiled the
- * Python version does the same, slower. tests/unit/test_pages.py holds the two against each other.
+ * Where the processor can, pages are written past its caches. Stored pages are not read again soon, and
+ * loaded pages are more than the caches hold. A write that need not fetch the cache line first costs a third
+ * less memory traffic, so scattered pages are copied as fast as one large memcpy. This module is optional:
+ * where it was not compiled, the Python form does the same, slower. tests/unit/test_pages.py compares them.
  */
 #define Py_LIMITED_API 0x030B0000 /* one binary for every Python from 3.11 on */
 #define PY_SSIZE_T_CLEAN
@@ -30,7 +30,7 @@ static char *block(const End *end, Py_ssize_t i) {
            (end->second ? end->second[i] * end->second_stride : 0);
 }
 
-/* Copy a page and look ahead, into the next one too: processors do not foresee where scattered pages are. */
+/* Copy a page and prefetch ahead, into the next page too: processors do not predict scattered pages. */
 static void copy_page(char *to, const char *from, Py_ssize_t size, const char *next) {
     Py_ssize_t done = 0;
 #ifdef __SSE2__
@@ -66,7 +66,7 @@ static void copy_blocks(const End *to, const End *from, Py_ssize_t count, Py_ssi
         }
     }
 #ifdef __SSE2__
-    _mm_sfence(); /* streamed writes are in place before anybody is told */
+    _mm_sfence(); /* all streamed writes are visible before the caller reports them */
 #endif
 }
 

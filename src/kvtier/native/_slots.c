@@ -1,12 +1,12 @@
-/* What `kvtier.policies.slots` is built on, without a Python call for each chunk: which chunk is in which
- * slot (SlotBook), keys that were evicted (GhostLists), slots in order of use (RecencyList). Optional: where
- * this was not compiled, the classes named Python… there do the same; what each method promises is written
- * there. tests/unit/test_slots.py holds the two against each other.
+/* The classes of `kvtier.policies.slots` without a Python call for each chunk: which chunk is in which slot
+ * (SlotBook), keys that were evicted (GhostLists), slots in order of use (RecencyList). This module is
+ * optional: where it was not compiled, the classes Python… of that module do the same. Their docstrings say
+ * what each method promises. tests/unit/test_slots.py compares the two.
  *
- * The keys of a prompt are a thousand lookups in memory that is cold. They are taken a few at a time, and
- * what they will need is fetched ahead, so that they wait for memory together and not one after the other. A
- * decoded block is one key, and what counts is the number of calls. Numbers go in and out as numpy arrays,
- * which are seen as plain buffers.
+ * The keys of a prompt are a thousand lookups in cold memory. They are looked up a few at a time, and the
+ * memory that they need is prefetched, so that they wait for it together and not one after the other. A
+ * decoded block is a single key, so the number of calls is what costs. Numbers go in and out as numpy
+ * arrays, which are accessed as plain buffers.
  */
 #define Py_LIMITED_API 0x030B0000 /* one binary for every Python from 3.11 on */
 #define PY_SSIZE_T_CLEAN
@@ -24,7 +24,7 @@ typedef struct {
     Py_ssize_t count, stride;
 } Array;
 
-/* Borrow a one-dimensional array with items of `size` bytes; -1 with an exception set if it is none. */
+/* Borrow a one-dimensional array with items of `size` bytes; -1 with an exception set if it is not one. */
 static int borrow(PyObject *object, Py_ssize_t size, int writable, Array *array) {
     if (PyObject_GetBuffer(object, &array->view, writable ? PyBUF_STRIDED : PyBUF_STRIDED_RO) < 0) return -1;
     if (array->view.ndim != 1 || array->view.itemsize != size) {
@@ -48,7 +48,7 @@ static inline void set(const Array *array, Py_ssize_t i, int64_t value) {
 }
 static inline char *flag(const Array *array, Py_ssize_t i) { return array->data + i * array->stride; }
 
-/* Borrow an array of slots from `first` to below `limit`. */
+/* Borrow an array of slots, all of them in `[first, limit)`. */
 static int borrow_slots(PyObject *object, Py_ssize_t first, Py_ssize_t limit, Array *slots) {
     if (borrow(object, 8, 0, slots) < 0) return -1;
     for (Py_ssize_t i = 0; i < slots->count; i++) {
@@ -61,7 +61,7 @@ static int borrow_slots(PyObject *object, Py_ssize_t first, Py_ssize_t limit, Ar
     return 0;
 }
 
-static PyObject *numpy_empty, *int64_type; /* found when the module is loaded */
+static PyObject *numpy_empty, *int64_type; /* set when the module is loaded */
 
 /* Make an array for `count` slots and borrow it. */
 static PyObject *new_slots(Py_ssize_t count, Array *array) {
@@ -72,8 +72,8 @@ static PyObject *new_slots(Py_ssize_t count, Array *array) {
     return object;
 }
 
-/* Give an array back and return its first `count` items, or NULL if that is negative: then an exception
- * is set. */
+/* Give an array back and return its first `count` items. A negative `count` means that an exception is set:
+ * return NULL. */
 static PyObject *leading_part(PyObject *object, Array *array, Py_ssize_t count) {
     int whole = count == array->count;
     give_back(array);
@@ -91,7 +91,8 @@ typedef struct {
     Py_ssize_t size;
 } Key;
 
-/* Read a key, which may be NULL with an exception set; -1 with an exception set if it is none. */
+/* Read a key from an object, which may be NULL with an exception set; -1 with an exception set if it is no
+ * key. */
 static int read_key(PyObject *object, Key *key) {
     key->object = object;
     return object == NULL ? -1 : PyBytes_AsStringAndSize(object, (char **)&key->bytes, &key->size);
@@ -115,7 +116,7 @@ static inline uint64_t mix(uint64_t a, uint64_t b) {
     return (uint64_t)product ^ (uint64_t)(product >> 64);
 }
 
-/* Hash a key, 16 bytes at a time, with secrets: whoever can choose keys cannot tell which of them
+/* Hash a key, 16 bytes at a time, with secrets, so that a client that can choose keys cannot make them
  * collide. */
 static uint64_t hash_key(const Key *key) {
     char padded[16] = {0};
@@ -134,12 +135,12 @@ static uint64_t hash_key(const Key *key) {
 /* -- a table from hashes to slots ----------------------------------------------------------------------- */
 
 typedef struct {
-    uint32_t tag; /* of a hash, the upper half */
+    uint32_t tag; /* the upper half of a hash */
     int32_t slot; /* NONE: empty */
 } Entry;
 
-/* Open addressing with linear probing, at most half full. An entry's home is its tag, so that entries can
- * move on deletion. */
+/* A table with open addressing and linear probing, at most half full. The tag gives an entry's home, so that
+ * entries can move on deletion. */
 typedef struct {
     uint32_t mask;
     Entry *entries;
@@ -164,7 +165,7 @@ static void put(Table *table, uint32_t tag, int32_t slot) {
     table->entries[i] = (Entry){tag, slot};
 }
 
-/* Delete a slot that is in the table under this tag. */
+/* Delete a slot from the table, where it has this tag. */
 static void cut(Table *table, uint32_t tag, int32_t slot) {
     uint32_t mask = table->mask, hole = tag & mask;
     while (table->entries[hole].slot != slot) hole = (hole + 1) & mask;
@@ -178,7 +179,7 @@ static void cut(Table *table, uint32_t tag, int32_t slot) {
     table->entries[hole].slot = NONE;
 }
 
-/* Count the keys of a list; -1 with an exception set if it is none. */
+/* Count the keys of a list; -1 with an exception set if the object is not a list. */
 static Py_ssize_t count_keys(PyObject *list) {
     if (PyList_Check(list)) return PyList_Size(list);
     PyErr_SetString(PyExc_TypeError, "expected a list of keys");
@@ -203,12 +204,12 @@ static Py_ssize_t hash_some(const Table *table, PyObject *list, Py_ssize_t start
 
 typedef struct {
     Table table;
-    Key *keys;      /* by slot, kept alive by whose map it is; without an object: none */
+    Key *keys;      /* by slot, kept alive by the map's owner; a slot without a key has no object */
     uint32_t *tags; /* by slot */
     Py_ssize_t count;
 } Map;
 
-/* Keys that are being looked up, and what was found. */
+/* Keys that are being looked up, and their slots. */
 typedef struct {
     Key keys[AHEAD];
     uint64_t hashes[AHEAD];
@@ -243,7 +244,7 @@ static Py_ssize_t find_some(const Map *map, PyObject *list, Py_ssize_t start, So
     Py_ssize_t count = hash_some(&map->table, list, start, some->keys, some->hashes);
     for (Py_ssize_t i = 0; i < count; i++) {
         Entry entry = *home(&map->table, tag_of(some->hashes[i]));
-        /* A guess, most often right. */
+        /* This guess is right most of the time. */
         some->slots[i] = entry.tag == tag_of(some->hashes[i]) ? entry.slot : NONE;
         if (some->slots[i] != NONE) __builtin_prefetch(map->keys + entry.slot);
     }
@@ -261,7 +262,7 @@ static void insert_one(Map *map, const Key *key, uint64_t hash, int32_t slot) {
     map->count++;
 }
 
-/* Delete a slot that has a key, and return that. */
+/* Delete a slot that has a key, and return the key. */
 static PyObject *delete_one(Map *map, int32_t slot) {
     PyObject *key = map->keys[slot].object;
     cut(&map->table, map->tags[slot], slot);
@@ -270,7 +271,7 @@ static PyObject *delete_one(Map *map, int32_t slot) {
     return key;
 }
 
-/* Fetch what deleting up to AHEAD slots will need. */
+/* Prefetch the memory that deleting up to AHEAD slots will need. */
 static void fetch_ahead(const Map *map, const Array *slots, Py_ssize_t start) {
     for (Py_ssize_t i = start; i < slots->count && i < start + AHEAD; i++) {
         int64_t slot = get(slots, i);
@@ -280,14 +281,14 @@ static void fetch_ahead(const Map *map, const Array *slots, Py_ssize_t start) {
     }
 }
 
-/* -- what the three classes share ----------------------------------------------------------------------- */
+/* -- shared by the three classes ------------------------------------------------------------------------ */
 
-/* Append to a list; if that fails or failed before, there is no list, and an exception is set. */
+/* Append to a list. If that fails, the list becomes NULL, with an exception set. A NULL list stays NULL. */
 static inline void append(PyObject **list, PyObject *key) {
     if (*list != NULL && PyList_Append(*list, key) < 0) Py_CLEAR(*list);
 }
 
-/* Call a function with an array of slots from `first` to below `limit`, borrowed. */
+/* Call a function with a borrowed array of slots, all of them in `[first, limit)`. */
 typedef PyObject *OnSlots(void *self, const Array *slots);
 static PyObject *with_slots(OnSlots *call, void *self, PyObject *array, Py_ssize_t first, Py_ssize_t limit) {
     Array slots;
@@ -307,7 +308,7 @@ static void free_object(PyObject *object) {
     Py_DECREF(type);
 }
 
-/* Read the first of two arguments, a number; -1 with an exception set if it is none. */
+/* Read the first of two arguments, a number; -1 with an exception set if it is not one. */
 static int read_pair(PyObject *const *args, Py_ssize_t num_args, Py_ssize_t *number) {
     if (num_args != 2) {
         PyErr_Format(PyExc_TypeError, "expected 2 arguments, got %zd", num_args);
@@ -332,8 +333,8 @@ typedef struct {
     Map map;
     int32_t *free;                       /* a stack */
     char *is_free;                       /* by slot */
-    Array readers, evictable, stored_by; /* by slot; numpy's */
-    uint32_t *marks, mark;               /* by slot, to meet each but once */
+    Array readers, evictable, stored_by; /* by slot, in numpy's memory */
+    uint32_t *marks, mark;               /* by slot, to find slots that are named twice */
 } Book;
 
 static PyObject *book_get(PyObject *self, PyObject *key) {
@@ -358,14 +359,14 @@ static PyObject *book_leading(PyObject *object, PyObject *keys) {
     return tried < 0 ? NULL : PyLong_FromSsize_t(ready);
 }
 
-/* Choose a mark that no slot has. */
+/* Choose a new mark, which no slot has. */
 static void new_mark(Book *self) {
     if (++self->mark != 0) return;
     memset(self->marks, 0, (size_t)self->num_slots * sizeof *self->marks);
     self->mark = 1;
 }
 
-/* Say whether a slot is one, and is met for the first time under this mark. */
+/* Say whether a slot is not NONE and is seen for the first time under this mark. */
 static int is_new(Book *self, int32_t slot) {
     if (slot == NONE || self->marks[slot] == self->mark) return 0;
     self->marks[slot] = self->mark;
@@ -391,7 +392,7 @@ static PyObject *book_find(PyObject *self, PyObject *keys) { return find_all((Bo
 static PyObject *book_held(PyObject *self, PyObject *keys) { return find_all((Book *)self, keys, 1); }
 
 static PyObject *book_missing(PyObject *self, PyObject *keys) {
-    Map missing; /* its slots are places in the answer */
+    Map missing; /* its slots are indices into the answer */
     Some some;
     Py_ssize_t start = 0, tried = 0, count = count_keys(keys);
     if (count < 0) return NULL;
@@ -416,7 +417,7 @@ static void push_free(Book *self, int32_t slot) {
     self->free[self->num_free++] = slot;
 }
 
-/* Take the slots of the first `count` keys of a call back that failed, so that it has changed nothing. */
+/* Take back the slots of the first `count` keys of a failed call, so that the call has changed nothing. */
 static void take_back(Book *self, const Array *slots, Py_ssize_t count) {
     while (count-- > 0) {
         int32_t slot = (int32_t)get(slots, count);
@@ -425,13 +426,13 @@ static void take_back(Book *self, const Array *slots, Py_ssize_t count) {
     }
 }
 
-/* Give free slots to keys; return how many got one, or -1 with an exception set and nothing changed. */
+/* Give free slots to keys; return the number of keys, or -1 with an exception set and nothing changed. */
 static Py_ssize_t reserve_all(Book *self, PyObject *keys, Py_ssize_t user, const Array *out) {
     Some some;
     Py_ssize_t done = 0, tried;
     while ((tried = find_some(&self->map, keys, done, &some)) > 0) {
         for (Py_ssize_t i = 0; i < tried; i++) {
-            /* Again: it may be an earlier key of this call. */
+            /* Look again: the key may be equal to an earlier key of this call. */
             if (find_one(&self->map, some.keys + i, some.hashes[i]) != NONE) {
                 PyErr_SetString(PyExc_ValueError, "expected keys without a slot");
                 take_back(self, out, done);
@@ -482,8 +483,8 @@ static PyObject *book_complete(PyObject *object, PyObject *keys) {
     return list;
 }
 
-/* Add a reader to slots that are ready, or (`by` -1) take one from slots that are read, up to the first
- * that is not. */
+/* Add a reader to ready slots, or (`by` -1) take a reader from slots that have one. Stop at the first slot
+ * where that is not possible, and return its index. */
 static Py_ssize_t add_readers(Book *self, const Array *slots, Py_ssize_t count, int by) {
     for (Py_ssize_t i = 0; i < count; i++) {
         int64_t slot = get(slots, i), readers = slot == NONE ? WRITING : get(&self->readers, slot);
@@ -514,7 +515,7 @@ static PyObject *keys_of_all(void *object, const Array *slots) {
     return list;
 }
 
-/* List the keys of slots, each once. */
+/* Return the keys of slots, each once. */
 static PyObject *list_keys(Book *self, const Array *slots) {
     PyObject *list = PyList_New(0);
     new_mark(self);
@@ -527,8 +528,8 @@ static PyObject *list_keys(Book *self, const Array *slots) {
     return list;
 }
 
-/* Empty slots and return the keys that they had. These are listed first, which alone can fail: then
- * nothing has changed. */
+/* Empty slots and return their keys. Only listing the keys can fail; it comes first, so that a failed call
+ * has changed nothing. */
 static PyObject *remove_all(void *object, const Array *slots) {
     Book *self = object;
     PyObject *list = list_keys(self, slots);
@@ -568,8 +569,8 @@ static PyObject *book_remove(PyObject *self, PyObject *slots) {
 }
 static PyObject *book_free(PyObject *self, PyObject *slots) { return on_slots(self, slots, 0, free_all); }
 
-/* Say whether all slots are held and evictable, each named once. The array of flags is not ours alone, so
- * keys are asked too. */
+/* Say whether all slots are held and evictable, each named once. Others can write the array of flags, so the
+ * keys are checked too. */
 static int are_evictable(Book *self, const Array *slots) {
     new_mark(self);
     for (Py_ssize_t i = 0; i < slots->count; i++) {
@@ -619,7 +620,7 @@ static void book_dealloc(PyObject *object) {
     free_object(object);
 }
 
-/* Make the book of as many empty slots as the arrays, which are borrowed already, have items. */
+/* Make the book of the borrowed arrays, with as many free slots as they have items. */
 static int make_book(Book *self) {
     Py_ssize_t num_slots = self->readers.count;
     if (check_capacity(num_slots) < 0) return -1;
@@ -682,13 +683,13 @@ static PyType_Spec book_spec = {"kvtier.native._slots.SlotBook", sizeof(Book), 0
 
 /* -- GhostLists: keys that were evicted from two lists -------------------------------------------------- */
 
-/* A ring of hashes for each list; a slot is a place in one of them. Keys are told apart by 64 bits of a
- * secret hash: a mistake in 2^64 costs a policy one bad guess, and no key has to be kept alive. */
+/* A ring of hashes for each list; a slot is a place in one of the rings. Keys are told apart by 64 bits of a
+ * secret hash. No key has to be kept alive, and a collision, one in 2^64, costs a policy one bad guess. */
 typedef struct {
     PyObject_HEAD
     Py_ssize_t capacity, next[2], sizes[2];
     Table table;
-    uint64_t *hashes; /* by slot; 0: nobody */
+    uint64_t *hashes; /* by slot; 0: no key */
 } Ghosts;
 
 static int32_t find_ghost(const Ghosts *self, uint64_t hash) {
@@ -716,7 +717,7 @@ static void add_ghost(Ghosts *self, Py_ssize_t which, uint64_t hash) {
     if (++self->next[which] == self->capacity) self->next[which] = 0;
 }
 
-/* Fetch what forgetting those will need whom `count` new ghosts overwrite. */
+/* Prefetch the memory needed to forget the ghosts that `count` new ones overwrite. */
 static void fetch_oldest(const Ghosts *self, Py_ssize_t which, Py_ssize_t count) {
     const uint64_t *ring = self->hashes + which * self->capacity;
     for (Py_ssize_t i = self->next[which]; i < self->capacity && count-- > 0; i++) {
@@ -738,7 +739,7 @@ static PyObject *ghosts_remember(PyObject *object, PyObject *const *args, Py_ssi
     return count < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* Make the answer of `recall` for as long as no key is known. */
+/* Make the answer of `recall` in which no key is known yet. */
 static PyObject *new_answer(Py_ssize_t count, Array *out) {
     PyObject *lists = new_slots(count, out);
     for (Py_ssize_t i = 0; lists != NULL && i < count; i++) set(out, i, NONE);
@@ -747,7 +748,7 @@ static PyObject *new_answer(Py_ssize_t count, Array *out) {
 
 static PyObject *ghosts_recall(PyObject *object, PyObject *keys) {
     Ghosts *self = (Ghosts *)object;
-    PyObject *lists = NULL; /* made when a key is known: most often none is */
+    PyObject *lists = NULL; /* made at the first known key; most often there is none */
     Array out;
     Some some;
     Py_ssize_t start = 0, count;
@@ -805,8 +806,8 @@ static PyType_Spec ghosts_spec = {"kvtier.native._slots.GhostLists", sizeof(Ghos
 
 /* -- RecencyList: slots in order of use ----------------------------------------------------------------- */
 
-/* A ring of links; the one after the last slot stands between the newest and the oldest. newer[slot] ==
- * NONE: not in the ring. */
+/* A ring of links. The link with index `capacity` stands between the newest and the oldest slot. newer[slot]
+ * == NONE: the slot is not in the ring. */
 typedef struct {
     PyObject_HEAD
     Py_ssize_t capacity, length;
@@ -874,7 +875,7 @@ static PyObject *recency_use(PyObject *self, PyObject *slots) { return on_ranked
 static PyObject *recency_renew(PyObject *self, PyObject *slots) { return on_ranked(self, slots, renew_all); }
 static PyObject *recency_drop(PyObject *self, PyObject *slots) { return on_ranked(self, slots, drop_all); }
 
-/* Write down the least recent slots that are allowed, and unlink them if they are taken. */
+/* Write the least recent allowed slots to `out`, and unlink them if they are `taken`. */
 static Py_ssize_t list_allowed(Recency *self, Py_ssize_t count, const Array *allowed, const Array *out,
                                int taken) {
     Py_ssize_t done = 0;
@@ -975,7 +976,7 @@ static int add_type(PyObject *module, PyType_Spec *spec) {
     return status;
 }
 
-/* Draw the secrets from Python's own, which are random unless PYTHONHASHSEED says otherwise. */
+/* Derive the secrets from Python's hash seed, which is random unless PYTHONHASHSEED sets it. */
 static int draw_secrets(void) {
     const char *names[2] = {"kvtier slots, one", "kvtier slots, two"};
     for (int i = 0; i < 2; i++) {

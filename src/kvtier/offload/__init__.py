@@ -1,6 +1,6 @@
 """Offloading: the contracts, the manager of host memory, and the specs that tie managers to transfers.
 
-Everything here imports without torch. What each name promises is written where it is defined.
+Everything here imports without torch. The docstring of each name says what it promises.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The contracts of offloading: a manager that knows what is stored where, and a spec that makes managers and
-handlers.
+"""The contracts of offloading: a manager that knows which chunk is stored where, and a spec that makes
+managers and handlers.
 
 `OffloadingManager` runs on the scheduler thread and moves no bytes: it decides, and the worker's handlers
 (see `kvtier.transfer`) obey. Nothing here blocks. The state of a chunk in a tier:
@@ -37,26 +37,21 @@ __all__ = [
 
 @dataclass(slots=True)
 class ReqContext:
-    """What a manager may know of the request on whose behalf it is called.
-
-    One object for the life of a request.
-    """
+    """The data of a request that a manager may use. One object serves for the life of the request."""
 
     kv_transfer_params: dict[str, Any] | None = None
     req_id: str = ""
     stays_in_pool: bool = False
-    """Its chunks must not leave the process: their keys do not say all that their bytes depend on."""
+    """The request's chunks must not leave the process: their bytes depend on more than their keys say."""
 
 
 NO_REQUEST = ReqContext()
-"""For calls that no request stands behind."""
+"""The context of calls that belong to no request."""
 
 
 @dataclass(slots=True)
 class PrepareStoreOutput:
-    """What `prepare_store` took: the keys to store, in the order offered, where to, and who had to leave for
-    them.
-    """
+    """The result of `prepare_store`: the keys to store, in the order offered; their places; evicted keys."""
 
     keys_to_store: list[OffloadKey]
     store_spec: LoadStoreSpec
@@ -65,17 +60,17 @@ class PrepareStoreOutput:
 
 @dataclass(slots=True)
 class OffloadingEvent:
-    """Chunks that became loadable in a tier, or (`removed`) ceased to be."""
+    """Chunks that became loadable in a tier, or (`removed`) that are no longer loadable."""
 
     keys: list[OffloadKey]
     medium: str
     removed: bool
     descriptions: tuple[bytes, ...] | None = None
-    """What a tier has kept of each chunk for the event stream, if nobody else knows: after a restart."""
+    """The tier's own description of each chunk, if there is no other: after a restart."""
 
 
 class MissReason(Enum):
-    """Why a chunk cannot be loaded."""
+    """The reason why a chunk cannot be loaded."""
 
     NEVER_STORED = "never stored"
     EVICTED = "evicted"
@@ -95,10 +90,10 @@ class MissReason(Enum):
 
 
 class ChunkLookup(Protocol):
-    """Answers whether chunks can be had, be it from one place or from several. Changes nothing."""
+    """A lookup of chunks in one place or in several. It changes nothing."""
 
     def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        """Say of each key whether it can be had; `None`: not known yet."""
+        """Say for each key whether it can be had; `None`: not known yet."""
         ...
 
     def lookup_prefix(
@@ -109,13 +104,13 @@ class ChunkLookup(Protocol):
 
 
 class OffloadingManager(ABC):
-    """Knows which chunks a tier holds. All methods are called on the scheduler thread and none blocks."""
+    """The record of the chunks that a tier holds. Scheduler thread only; no method blocks."""
 
     @abstractmethod
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         """Say whether a chunk is ready to be read; `None`: not known yet, ask again later.
 
-        Changes nothing.
+        This changes nothing.
         """
 
     def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
@@ -147,18 +142,17 @@ class OffloadingManager(ABC):
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         """Note that a request used these chunks, ordered from the head of its prefix.
 
-        Absent keys are ignored.
-
-        Recency is applied so that the tail of a prefix leaves before its head.
+        Absent keys are ignored. The tail of a prefix counts as used less recently, so that it leaves before
+        its head.
         """
         return
 
     def complete_load(self, keys: Iterable[OffloadKey], spec: LoadStoreSpec | None = None) -> None:
         """Unpin chunks pinned by `prepare_load`.
 
-        `spec` is what `prepare_load` returned for these keys. It tells uses of one key apart: a chunk that
-        was made absent while a job read it may have been stored elsewhere since. Without it the oldest use
-        of a key is meant.
+        `spec` is the result of `prepare_load` for these keys. It tells uses of one key apart: a chunk that
+        was made absent while a job read it may have been stored elsewhere since. Without a spec the oldest
+        use of a key ends.
         """
         return
 
@@ -166,12 +160,12 @@ class OffloadingManager(ABC):
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        """Take what can be stored of an offer, evicting if need be.
+        """Take the chunks of an offer that can be stored, evicting others if need be.
 
-        Keys that are present (ready or writing) are left out; duplicates count once. What does not fit is
-        left out from the end, so a partial fit stores the leading part. No key of the offer is evicted for
-        it. `None`: there was something to store and no place for any of it. The chunks taken are writing
-        until `complete_store`.
+        Keys that are present (ready or writing) are left out; duplicates count once. If not all keys fit,
+        the last ones are left out, so that the leading part is stored. No key of the offer is evicted for
+        it. `None`: there were keys to store and no place for any of them. The chunks taken are writing until
+        `complete_store`.
         """
 
     def complete_store(
@@ -179,37 +173,35 @@ class OffloadingManager(ABC):
     ) -> None:
         """End the writing of chunks: they become ready, or on failure absent with their place freed.
 
-        Keys that are not being written are left alone. `spec` says where `prepare_store` put these keys, as
-        for `complete_load`. A chunk that was made absent meanwhile stays absent, and its place is freed.
+        Keys that are not being written are left alone. `spec` gives the places that `prepare_store` chose,
+        as for `complete_load`. A chunk that was made absent meanwhile stays absent, and its place is freed.
         """
         return
 
     def discard(self, keys: Iterable[OffloadKey], reason: MissReason = MissReason.FAILED) -> None:
         """Make chunks absent from now on, e.g. because their bytes are wrong.
 
-        They may be stored again at once.
-
-        A place that a job still uses is freed when that job completes.
+        They may be stored again at once. A place that a job still uses is freed when that job completes.
         """
         return
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Forget what is kept for a request. Completions of its jobs may still follow."""
+        """Forget the data kept for a request. Completions of its jobs may still follow."""
         return
 
     def explain(self, key: OffloadKey) -> MissReason | None:
-        """Say why a chunk cannot be read, as far as is remembered; `None`: it can."""
+        """Say why a chunk cannot be read, as far as is remembered; `None`: it can be read."""
         return MissReason.NEVER_STORED
 
     def explain_tiers(self, key: OffloadKey, req_context: ReqContext) -> dict[str, MissReason]:
-        """Say for each tier that cannot give a chunk why, as far as is remembered, for one request."""
+        """Say for each tier why it cannot give a chunk to a request, as far as is remembered."""
         reason = self.explain(key)
         return {} if reason is None else {"cpu": reason}
 
     def reset_cache(self) -> None:
-        """Make everything absent and announce it.
+        """Make all chunks absent and announce it.
 
-        Places in use by running jobs are freed when those complete.
+        Places that running jobs use are freed when those jobs complete.
         """
         return
 
@@ -226,13 +218,13 @@ class OffloadingManager(ABC):
         return
 
     def shutdown(self) -> None:
-        """Release what the manager holds. Idempotent."""
+        """Release the manager's resources. Idempotent."""
         return
 
 
 class OffloadingSpec(ABC):
-    """Makes the two halves of offloading from one config: a manager for the scheduler, handlers for each
-    worker.
+    """A maker of the two halves of offloading from one config: a manager for the scheduler, handlers for
+    each worker.
     """
 
     def __init__(self, config: OffloadingConfig) -> None:
@@ -240,14 +232,17 @@ class OffloadingSpec(ABC):
 
     @abstractmethod
     def get_manager(self) -> OffloadingManager:
-        """Return the manager. Called in the scheduler's process; the same object every time."""
+        """Return the manager, the same object every time. Only the scheduler's process calls this."""
 
     @abstractmethod
     def get_handlers(
         self, kv_caches: CanonicalKVCaches
     ) -> Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]]:
-        """Yield `(src_type, dst_type, handler)` for each direction. Called once in each worker's process."""
+        """Yield `(src_type, dst_type, handler)` for each direction.
+
+        Each worker's process calls this once.
+        """
 
     def shutdown(self) -> None:
-        """Release what the spec itself holds, e.g. its mapping of the pool. Idempotent."""
+        """Release the spec's own resources, e.g. its mapping of the pool. Idempotent."""
         return

@@ -1,11 +1,10 @@
 """`CPUOffloadingSpec`: chunks in a pool of host memory, and in the tiers below it.
 
-The scheduler gets a manager that knows the slots, each worker gets the handlers that fill and read them.
-Parties to the pool are processes: those of the workers and, with tiers, the scheduler's, which then moves
-rows too. Where scheduler and worker share a process they share its one mapping, also if each has a spec of
-its own, and a single process needs no shared memory. With a capacity of 0 there is no pool: the manager
-takes nothing and workers get no handlers, since none is ever needed. Called while an engine starts and
-ends.
+The scheduler gets a manager that knows the slots; each worker gets the handlers that fill and read them. The
+parties to the pool are processes: those of the workers and, with tiers, the scheduler's process, which then
+moves rows too. If scheduler and worker share a process, they share its one mapping, even if each has its own
+spec. A single process needs no shared memory. With a capacity of 0 there is no pool: the manager takes
+nothing, and workers get no handlers. An engine calls this only while it starts and ends.
 """
 
 from __future__ import annotations
@@ -44,27 +43,30 @@ __all__ = ["CPUOffloadingSpec"]
 logger = logging.getLogger(__name__)
 
 _OPEN_SECONDS = 2.0
-"""How long a start waits for a server, so that its first request finds it."""
+"""Seconds that a start waits for a server, so that the first request can use it."""
 
 
 class _OpenPool(NamedTuple):
-    """A mapping of the pool in this process, and which sides of the engine use it."""
+    """A mapping of the pool in this process, and the sides of the engine that use it."""
 
     pool: Pool
     sides: set[str]
 
 
 _open_pools: dict[tuple[int, str, str, int], _OpenPool] = {}
-"""By process, engine, launch and party. A side that is there already is another engine's, by mistake."""
+"""The open pools by process, engine, launch and party.
+
+If the side that opens a pool is already among its users, two engines have one id by mistake.
+"""
 _lock = Lock()
 
 MakeTier = Callable[[TierConfig, "OffloadingConfig"], Tier]
 
 
 class CPUOffloadingSpec(OffloadingSpec):
-    """Offloads to host memory and what is below.
+    """The spec of offloading to host memory and the tiers below it.
 
-    `clock` times the deadlines of transfers, `make_tier` makes tiers.
+    `clock` times the deadlines of transfers; `make_tier` makes tiers.
     """
 
     def __init__(
@@ -82,16 +84,19 @@ class CPUOffloadingSpec(OffloadingSpec):
 
     @property
     def parties(self) -> int:
-        """The processes that map the pool."""
+        """The number of processes that map the pool."""
         return self.config.world_size + bool(self.config.settings.tiers and self.config.scheduler_apart)
 
     @property
     def party(self) -> int:
-        """A worker's number among the parties. Ranks come first; a scheduler of its own comes last."""
+        """A worker's number among the parties.
+
+        Ranks come first; a scheduler in its own process comes last.
+        """
         return self.config.rank
 
     def get_manager(self) -> CPUOffloadingManager | TieredOffloadingManager:
-        """Return the manager, the same every time."""
+        """Return the manager, the same object every time."""
         if self._manager is None:
             pool = self._make_pool_manager()
             self._manager = self._make_tiered_manager(pool) if self.config.settings.tiers else pool
@@ -101,7 +106,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         settings = self.config.settings
         if self.config.num_slots == 0:
             logger.info("cpu.capacity is 0: nothing is stored and nothing is loaded")
-        # Before books are made for it. Workers may have taken it by now, so what is free says nothing.
+        # Check before the books are made. Workers may have taken their memory by now, so check the total.
         expect_total_memory(self.config.num_slots * self.config.slot_bytes)
         return CPUOffloadingManager(
             self.config.num_slots, settings.cpu.policy, store_threshold=settings.store_threshold
@@ -123,7 +128,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         )
         try:
             for tier in manager.tiers:
-                if isinstance(tier, SharedTier):  # an idle engine would not notice that it is open
+                if isinstance(tier, SharedTier):  # an idle engine would not notice that the tier is open
                     tier.wait_open(REQUIRED_SECONDS if tier.required else _OPEN_SECONDS)
         except BaseException:
             manager.shutdown()
@@ -131,7 +136,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         return manager
 
     def open_pool(self, side: str = "worker", party: int | None = None) -> Pool:
-        """Return this process's mapping of the pool, opening it the first time. `side`: who asks."""
+        """Return this process's mapping of the pool; open it the first time. `side` is the caller's."""
         if self._pool is None:
             config, party = self.config, self.party if party is None else party
             key = os.getpid(), config.engine_id, config.launch_id, party
@@ -171,7 +176,7 @@ class CPUOffloadingSpec(OffloadingSpec):
     def _make_handlers(
         self, kv_caches: CanonicalKVCaches
     ) -> tuple[Callable[..., OffloadingHandler], Callable[..., OffloadingHandler]]:
-        """Return what makes the two handlers, over one view of the memories."""
+        """Return the makers of the store and the load handler, which share one view of the memory."""
         pool, geometry = self.open_pool(), self.config.by_image()
         if kv_caches.tensors[0].tensor.is_cuda and find_spec("triton") is not None:
             from kvtier.transfer.cuda import CudaLoadHandler, CudaMemory, CudaStoreHandler
@@ -190,5 +195,5 @@ class CPUOffloadingSpec(OffloadingSpec):
         if pool is not None:
             with _lock:
                 if (shared := _open_pools.get(self._pool_key)) is not None and shared.pool is pool:
-                    del _open_pools[self._pool_key]  # who comes from now on is another start of the engine
+                    del _open_pools[self._pool_key]  # a later `open_pool` is another start of the engine
             pool.close()

@@ -1,12 +1,12 @@
 """Demotions: rows of the pool on their way into tiers below.
 
-A demotion is one more reader of a row. Nothing waits for it: an offer is noted and submitted when there is
-room, a row that has left the pool by then is lost to the tier, and rows that no thread has begun to write
-are given back when their slots are needed (`make_room`). Both are counted. What must not leave the pool is
-no tier's, whoever has offered it.
+A demotion is one more reader of a row. Nothing waits for it: an offer is noted, and submitted when there is
+room. A row that has left the pool by then is not written. Rows that no thread has begun to write are given
+back when their slots are needed (`make_room`). Both cases are counted. A row that must not leave the pool is
+never written to a tier, even if it was offered.
 
-What demotions take of the pool is bounded, and so is what is in a tier's queue on our behalf. A hung tier
-keeps no more than that pinned. Scheduler thread only; nothing blocks.
+The slots that demotions pin are bounded, and so are the rows that they put into a tier's queue: a tier that
+hangs cannot keep more than that pinned. Scheduler thread only; nothing blocks.
 """
 
 from __future__ import annotations
@@ -26,41 +26,46 @@ from kvtier.transfer.base import CPULoadStoreSpec
 __all__ = ["Demotions", "DescribeChunks"]
 
 DescribeChunks = Callable[[Sequence[OffloadKey]], Callable[[int], bytes]]
-"""Returns what says of each of some chunks, by its number, what the event stream tells of it now. That may
-be called later, by any thread.
+"""Takes chunks and returns a function that gives, for a chunk's number among them, its description in the
+event stream as of now. Any thread may call that function later.
 """
 
 _SHARE = 4
-"""One slot in so many may be pinned by demotions."""
+"""Demotions may pin one slot in this many."""
 _BYTES = 128 << 20
-"""With a tier at a time: enough for a disk during a long step, less than a tier's queue takes."""
+"""The most bytes submitted to a tier at a time: enough for a disk in a long step, less than its queue holds.
+"""
 
 
 @dataclass(slots=True, eq=False)
 class _DemotionJob:
-    """Rows that a tier is to write, and the slots of those that are still pinned for it."""
+    """A job of one tier: the rows that it is to write, and the slots that are still pinned for it."""
 
     job_id: int
     queue: _TierQueue
     slots: dict[OffloadKey, int]
     spec: CPULoadStoreSpec
-    """The slots of all its rows."""
+    """The slots of all rows of the job."""
     was_suspended: bool = False
-    """Its tier was when a call had rows of it: whether they were written is not known."""
+    """The tier was suspended while a call had rows of this job: it is not known whether they were written.
+    """
 
 
 @dataclass(slots=True, eq=False)
 class _TierQueue:
-    """What goes to one tier: rows offered and not submitted yet, and how many are submitted."""
+    """The queue of one tier: rows offered and not submitted yet, and the number of rows submitted."""
 
     tier: Tier
     offers: OrderedDict[OffloadKey, None] = field(default_factory=OrderedDict)
-    """The oldest first: of a dict, the first is dear to find when many before it have gone."""
+    """The oldest offer first. A plain dict is slow to find its first key once many before it are deleted."""
     num_submitted: int = 0
 
 
 class Demotions:
-    """Offers rows of the pool to tiers. Job ids are negative, so that promotions may have the others."""
+    """The demotions of rows to tiers.
+
+    Their job ids are negative, because promotions use the positive ones.
+    """
 
     def __init__(
         self,
@@ -71,7 +76,7 @@ class Demotions:
         seconds: float,
         clock: Callable[[], float],
     ) -> None:
-        """`seconds`: how long a tier may take over a job."""
+        """Set up an empty queue for each tier. A tier may take `seconds` for a job."""
         self._pool, self._piece_of = pool, piece_of
         self._seconds, self._clock = seconds, clock
         self.max_rows = max(1, pool.num_slots // _SHARE)
@@ -81,11 +86,11 @@ class Demotions:
         self._newest = 0
         self.describe: DescribeChunks = lambda keys: lambda at: b""
         self.unwritten = 0
-        """Rows that were offered and left the pool, or were needed, before they were written."""
+        """The rows offered that left the pool, or whose slots were needed, before they were written."""
         self._progress = float("-inf")
 
     def __len__(self) -> int:
-        """Return how many rows are pinned, once for each tier."""
+        """Return the number of pinned rows; a row counts once for each tier."""
         return sum(len(job.slots) for job in self._jobs.values())
 
     # -- offering ----------------------------------------------------------------------------------
@@ -93,8 +98,8 @@ class Demotions:
     def offer(self, tier: Tier, keys: Iterable[OffloadKey]) -> None:
         """Note that ready rows may be written to a tier.
 
-        Where there are more than the pool has slots, the oldest are looked at: those go whose rows have left
-        it. So there are twice as many at most.
+        If there are more offers than the pool has slots, the oldest are looked at, and those whose rows have
+        left the pool are dropped. So there are at most twice as many offers as slots.
         """
         offers = self._queues[tier.name].offers
         before = len(offers)
@@ -114,7 +119,7 @@ class Demotions:
     def submit(self) -> None:
         """Give each tier as many of its offers as it may have at a time.
 
-        Offers wait for one that is not open yet or is suspended, as long as their rows are in the pool.
+        Offers to a tier that is not open yet or is suspended wait, as long as their rows are in the pool.
         """
         for queue in self._queues.values():
             room = self._most_submitted - queue.num_submitted
@@ -152,17 +157,20 @@ class Demotions:
         return job_id in self._jobs
 
     def take_result(self, result: TierResult) -> None:
-        """Take in what has become of rows of a job. Those that a suspension has kept from it wait again."""
+        """Take in a result for some rows of a job.
+
+        Rows that a suspension kept from the tier are offered again.
+        """
         self._progress = self._clock()
         job = self._jobs[result.job_id]
         job.was_suspended |= result.outcome is Outcome.SUSPENDED
         if not result.in_use:
             self._unpin(job, list(result.keys))
-            if job.was_suspended:  # a tier takes no row that it has
+            if job.was_suspended:  # the tier refuses a row that it already has
                 self.offer(job.queue.tier, result.keys)
 
     def make_room(self, count: int) -> None:
-        """Give back up to `count` slots whose rows no thread has begun to write, the last first."""
+        """Unpin up to `count` slots whose rows no thread has begun to write, the newest first."""
         for job in reversed(list(self._jobs.values())):
             if count <= 0:
                 return
@@ -172,8 +180,8 @@ class Demotions:
             self._unpin(job, withdrawn)
 
     def _unpin(self, job: _DemotionJob, keys: list[OffloadKey]) -> None:
-        """Let go of rows that a tier is done with."""
-        if len(keys) == len(job.spec.block_ids):  # all of them, be it in another order
+        """Unpin rows that a tier is done with."""
+        if len(keys) == len(job.spec.block_ids):  # all of them, perhaps in another order
             self._pool.complete_load(list(job.slots), job.spec)
             job.slots.clear()
         elif keys:
@@ -183,17 +191,17 @@ class Demotions:
             self._jobs.pop(job.job_id, None)
 
     def reset(self) -> None:
-        """Forget what was offered. Rows that are being written are unpinned when their results come."""
+        """Forget all offers. Rows that are being written are unpinned when their results come."""
         for queue in self._queues.values():
             queue.offers.clear()
 
     def has_offers(self) -> bool:
-        """Say whether offers wait, and something was offered or written a moment ago."""
+        """Say whether offers wait, and a row was offered or written within the last second."""
         waiting = any(queue.offers for queue in self._queues.values())
         return waiting and self._clock() - self._progress < 1.0
 
     def check(self) -> None:
-        """Raise `IntegrityError` if the books do not agree."""
+        """Raise `IntegrityError` if the records do not agree."""
         for queue in self._queues.values():
             submitted = sum(len(job.slots) for job in self._jobs.values() if job.queue is queue)
             if submitted != queue.num_submitted or submitted > self._most_submitted:

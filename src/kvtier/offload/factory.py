@@ -1,7 +1,7 @@
 """`OffloadingSpecFactory`: finds specs by name. A spec outside this package is registered once, or named
 with its module.
 
-Modules are imported when their spec is asked for, not before. Called while an engine starts, by one thread.
+A module is imported when its spec is asked for, not before. One thread calls this while an engine starts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["OffloadingSpecFactory"]
 
 
 class OffloadingSpecFactory:
-    """Makes offloading specs by name."""
+    """The registry of offloading specs by name."""
 
     _places: ClassVar[dict[str, tuple[str, str]]] = {}
 

@@ -1,10 +1,10 @@
-"""Inquiries: tiers that do not know what they hold are asked, and requests wait for the answers.
+"""Inquiries: questions to tiers that do not know what they hold, and the requests that wait for the answers.
 
     note --submit--> asked --poll--> answered, or over at the deadline
 
-Noting changes nothing and starts nothing; `submit` has the tiers ask, once in a step. `is_waiting`
-answers in O(1). When a wait is over, whatever the tiers have found out by then is what their lookups
-say, and what they have not counts as absent. Scheduler thread only; nothing blocks.
+Noting an inquiry starts nothing; `submit` has the tiers ask their servers, once in a step. `is_waiting`
+answers in O(1). When a wait is over, the tiers' lookups give the answers found by then; a chunk without an
+answer counts as absent. Scheduler thread only; nothing blocks.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ __all__ = ["Inquiries", "Inquiry", "InquiryTime"]
 
 
 class Inquiry(NamedTuple):
-    """Chunks of a prefix, from its head on, that a tier may have; and what bringing all of them
-    would cost.
-    """
+    """Chunks of a prefix, from its head on, that a tier may have; and the cost of promoting all of them."""
 
     tier: Tier
     keys: list[OffloadKey]
@@ -34,7 +32,7 @@ class Inquiry(NamedTuple):
 
 
 class InquiryTime(NamedTuple):
-    """How long a tier has taken to answer. `lost`: it was waited for so long, and had not answered."""
+    """The time that a tier took to answer. `lost`: it had not answered after `seconds`."""
 
     tier: str
     seconds: float
@@ -51,9 +49,9 @@ class _Asker:
     started: float | None = None
 
     def unanswered(self) -> list[Inquiry]:
-        """Return what is left.
+        """Return the inquiries that are not answered.
 
-        While the first key of an inquiry is not answered, nothing else is looked at.
+        While the first key of an inquiry has no answer, its other keys are not looked at.
         """
         return [inquiry for inquiry in self.inquiries if not _is_answered(inquiry)]
 
@@ -64,7 +62,7 @@ def _is_answered(inquiry: Inquiry) -> bool:
 
 
 class Inquiries:
-    """Has `tiers` asked on behalf of requests."""
+    """The inquiries of requests to `tiers`."""
 
     def __init__(
         self,
@@ -79,9 +77,9 @@ class Inquiries:
         self._times: list[InquiryTime] = []
 
     def unknown(self, keys: Sequence[OffloadKey]) -> list[Inquiry]:
-        """Say which tier would have to be asked for which chunks: it may have them, and nobody is known to.
+        """Return, for each tier, the chunks that it may have and that no other tier is known to have.
 
-        Changes nothing.
+        This changes nothing.
         """
         keys = [key for key in keys if self._pool.lookup(key, NO_REQUEST) is False]
         answers = [(tier, tier.lookup_many(keys)) for tier in self._tiers]
@@ -99,12 +97,12 @@ class Inquiries:
         return inquiries
 
     def note(self, inquiries: list[Inquiry], seconds: float, context: ReqContext) -> None:
-        """Note that a request wants answers, and waits for them for so many seconds at most."""
+        """Note that a request wants answers, and waits for them for `seconds` at most."""
         asker = self._askers[context.req_id] = _Asker(context.req_id, inquiries, self._clock() + seconds)
         self._noted.append(asker)
 
     def submit(self) -> None:
-        """Have what was noted in this step asked."""
+        """Have the tiers asked for everything that was noted in this step."""
         noted, self._noted = self._noted, []
         for asker in noted:
             if self._askers.get(asker.req_id) is asker:
@@ -118,7 +116,7 @@ class Inquiries:
         return asker is not None and self._clock() < asker.deadline
 
     def busy_tiers(self) -> list[Tier]:
-        """Return the tiers whose answers somebody waits for."""
+        """Return the tiers whose answers a request waits for."""
         return [
             tier
             for tier in self._tiers
@@ -126,7 +124,7 @@ class Inquiries:
         ]
 
     def poll(self) -> None:
-        """End the waits that are over: all is answered, or the deadline has passed."""
+        """End the waits that are over: everything is answered, or the deadline has passed."""
         now = self._clock()
         for asker in list(self._askers.values()):
             if asker.started is None:
@@ -141,12 +139,12 @@ class Inquiries:
                 del self._askers[asker.req_id]
 
     def take_times(self) -> list[InquiryTime]:
-        """Take how long answers have taken since the last call."""
+        """Take the times of the answers since the last call."""
         times, self._times = self._times, []
         return times
 
     def release(self, context: ReqContext) -> None:
-        """Forget a request that has ended. Answers to its questions are kept in mind all the same."""
+        """Forget a request that has ended. The tiers still remember the answers to its questions."""
         self._askers.pop(context.req_id, None)
 
     def reset(self) -> None:
@@ -155,7 +153,7 @@ class Inquiries:
         self._noted.clear()
 
     def check(self) -> None:
-        """Raise `IntegrityError` if a request waits that was neither noted nor asked for."""
+        """Raise `IntegrityError` if a request waits whose inquiries were neither noted nor submitted."""
         noted = {asker.req_id for asker in self._noted}
         for req_id, asker in self._askers.items():
             if asker.started is None and req_id not in noted:

@@ -1,16 +1,16 @@
-"""The manager of the pool: which chunk is in which slot, who uses it, who leaves.
+"""The manager of the pool: which chunk is in which slot, which jobs use it, and which chunk leaves.
 
-A chunk that is held, ready or writing, is in the index and ranked by the policy. One that was made absent
-(by `reset_cache` or `discard`) while a job was using its slot leaves that slot *doomed*: nobody can read,
-store into or evict it, and it comes back when the job completes. The doomed slot belongs to the job, not to
-the key: the key may be stored in another slot meanwhile, and `complete_load` and `complete_store` tell the
-two apart by the spec that the job was given. What is known of a chunk is kept by slot, in arrays that
-`SlotBook` keeps up to date: a call costs little besides what its keys cost, be they the thousand of a prompt
-or the one of a decoded block.
+A held chunk (ready or writing) is in the index and ranked by the policy. If a chunk is made absent (by
+`reset_cache` or `discard`) while a job uses its slot, the slot is *doomed*: it cannot be read, stored into
+or evicted, and it becomes free when the job completes. The doomed slot belongs to the job, not to the key.
+The key may be stored in another slot meanwhile; `complete_load` and `complete_store` tell the two slots
+apart by the job's spec. The state of a chunk is kept by slot, in arrays that `SlotBook` keeps up to date. So
+a call costs little besides its keys, whether these are the thousand of a prompt or the one of a decoded
+block.
 
-Events: `prepare_store` announces what it evicted, `complete_store` what became ready, `discard` and
-`reset_cache` what was ready and is no more. Called on the scheduler thread only; nothing blocks. A call that
-raises `InputError` has changed nothing.
+Events: `prepare_store` announces the chunks it evicted, `complete_store` the chunks that became ready,
+`discard` and `reset_cache` the chunks that were ready and are now absent. Scheduler thread only; nothing
+blocks. A call that raises `InputError` has changed nothing.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from kvtier.transfer.base import CPULoadStoreSpec, LoadStoreSpec
 __all__ = ["CPUOffloadingManager", "ManagerStats"]
 
 _MEDIUM = CPULoadStoreSpec.medium()
-_EVICTED = MissReason.EVICTED  # looking it up in the enum takes as long as looking a key up
+_EVICTED = MissReason.EVICTED  # an enum lookup takes as long as the lookup of a key
 _NO_USER = -1  # no string has this hash
 
 
 @dataclass(frozen=True, slots=True)
 class ManagerStats:
-    """How full a tier is, in slots, and what has happened to chunks so far."""
+    """The slots of a pool by state, and totals of its chunks so far."""
 
     slots: int
     free: int
@@ -55,18 +55,17 @@ class ManagerStats:
     writing: int
     doomed: int
     stored: int
-    """Chunks that became ready, in all."""
+    """The total of chunks that became ready."""
     evicted: int
     refused: int
     """Chunks that were offered and not taken: below the threshold, or no place."""
 
 
 class CPUOffloadingManager(OffloadingManager):
-    """Keeps up to `num_slots` chunks; `policy` says who leaves.
+    """The manager of up to `num_slots` chunks in the pool; `policy` decides which chunk leaves.
 
     With a `store_threshold` of 2 or more, a chunk is taken only when it is offered that many times.
-    `max_tracked` bounds what is remembered of absent chunks: how often they were offered, and why they are
-    absent.
+    `max_tracked` bounds the notes on absent chunks: how often they were offered, and why they are absent.
     """
 
     def __init__(
@@ -90,8 +89,8 @@ class CPUOffloadingManager(OffloadingManager):
         self._readers = np.zeros(num_slots, dtype=np.int64)  # WRITING while being written
         self._evictable = np.zeros(num_slots, dtype=np.bool_)  # ready and unread
         self._stored_by = np.zeros(num_slots, dtype=np.int64)  # hash of the request's id
-        self._stays = np.zeros(num_slots, dtype=np.bool_)  # what was last put there must not leave the pool
-        self._some_stay = False  # it was ever so
+        self._stays = np.zeros(num_slots, dtype=np.bool_)  # the chunk last put there must not leave the pool
+        self._some_stay = False  # whether any chunk ever had to stay
         self._book = SlotBook(self._readers, self._evictable, self._stored_by)
         self._doomed: dict[int, OffloadKey] = {}  # the key that a slot had
         self._store_threshold = store_threshold
@@ -157,7 +156,7 @@ class CPUOffloadingManager(OffloadingManager):
     def prepare_store(
         self, keys: Iterable[OffloadKey], req_context: ReqContext, *, unasked: bool = False
     ) -> PrepareStoreOutput | None:
-        """Take what can be stored of an offer; `unasked`: even if it was not offered often enough."""
+        """Take the chunks of an offer that can be stored; `unasked`: even if not offered often enough."""
         offered = _as_list(keys)
         wanted = self._book.missing(offered) if unasked else self._choose(offered)
         if not wanted:
@@ -176,7 +175,7 @@ class CPUOffloadingManager(OffloadingManager):
         slots = self._book.reserve(hash(req_context.req_id), wanted)
         try:
             self.policy.insert(slots, wanted)
-        except BaseException:  # a policy may be anybody's
+        except BaseException:  # a policy may be foreign code
             self._book.complete(wanted)
             self._book.release(slots)
             raise
@@ -207,10 +206,10 @@ class CPUOffloadingManager(OffloadingManager):
         self._drop(self._book.held(_as_list(keys)), reason)
 
     def abandon_store(self, keys: list[OffloadKey], spec: CPULoadStoreSpec) -> None:
-        """Make chunks absent whose store has come to nothing while something may still write their slots.
+        """Make chunks absent whose store has failed, while a call may still write their slots.
 
-        The slots come back with `complete_store`. A key that has another slot by now is left alone, and why
-        these are absent stays what it was.
+        The slots become free with `complete_store`. A key that has another slot by now is left alone. The
+        reasons noted for the absent keys do not change.
         """
         slots = spec.block_ids
         self._drop(slots[self._book.find(keys) == slots], None)
@@ -223,16 +222,16 @@ class CPUOffloadingManager(OffloadingManager):
     # -- for tiers below ---------------------------------------------------------------------------
 
     def shortfall(self, keys: list[OffloadKey]) -> int:
-        """Count the slots that storing these keys lacks: neither free nor to be had by eviction."""
+        """Count the slots that are lacking to store these keys, beyond the free and evictable slots."""
         spared = self._book.held(keys)
         evictable = np.count_nonzero(self._evictable) - np.count_nonzero(self._evictable[spared])
         return max(0, len(self._book.missing(keys)) - self._book.num_free() - int(evictable))
 
     def demotable(self, keys: list[OffloadKey]) -> list[OffloadKey]:
-        """Return those of some chunks that are ready and may leave the pool.
+        """Return the chunks that are ready and may leave the pool.
 
-        Which may not is kept by slot, from one `prepare_store` to the next: a slot belongs to one job, while
-        a key may be given up, stored elsewhere, and only then be told of by its former job.
+        The flag of chunks that must stay is kept by slot, from one `prepare_store` to the next. It is not
+        kept by key, because a key may be given up and stored in another slot before its former job reports.
         """
         if not self._some_stay and self._book.leading(keys) == len(keys):
             return keys
@@ -243,17 +242,17 @@ class CPUOffloadingManager(OffloadingManager):
         return list(compress(keys, may_leave.tolist()))
 
     def coldest(self, count: int) -> list[OffloadKey]:
-        """Return up to `count` chunks that would be evicted next, the first to go first."""
+        """Return up to `count` chunks that would be evicted next, in the order of eviction."""
         return self._book.keys(self.policy.coldest(count, self._evictable))
 
     def hottest(self) -> list[OffloadKey]:
-        """Return all ready chunks that nobody reads, the last to go first."""
+        """Return all ready chunks without readers, in the reverse order of eviction."""
         ranked = self.policy.ranked()[::-1]
         return self._book.keys(ranked[self._evictable[ranked]])
 
     @property
     def num_free(self) -> int:
-        """The slots that hold nothing."""
+        """The number of free slots."""
         return self._book.num_free()
 
     # -- reports -----------------------------------------------------------------------------------
@@ -263,7 +262,7 @@ class CPUOffloadingManager(OffloadingManager):
         return events
 
     def stats(self) -> ManagerStats:
-        """Count slots by state, and what has happened so far."""
+        """Return the slots by state, and the totals so far."""
         readers = self._readers[self._held_slots()]
         return ManagerStats(
             slots=self.num_slots,
@@ -288,9 +287,7 @@ class CPUOffloadingManager(OffloadingManager):
         return held_slots(self._book, self.num_slots, self._doomed)
 
     def _choose(self, offered: list[OffloadKey]) -> list[OffloadKey]:
-        """Return the keys of an offer, each once, that could be stored and have been offered
-        often enough.
-        """
+        """Return the absent keys of an offer, each once, that have been offered often enough."""
         keys = self._book.missing(offered)
         if self._store_threshold < 2:
             return keys
@@ -303,7 +300,7 @@ class CPUOffloadingManager(OffloadingManager):
         self._miss_history.note(keys, MissReason.REFUSED)
 
     def _make_room(self, count: int, spared: Slots | None) -> list[OffloadKey]:
-        """Evict up to `count` chunks, as many as can be and none that is spared, and return who left."""
+        """Evict up to `count` chunks, none of them in a `spared` slot, and return their keys."""
         keys = (
             self._evict(count)
             if spared is None
@@ -315,7 +312,7 @@ class CPUOffloadingManager(OffloadingManager):
         return keys
 
     def _evict(self, count: int) -> list[OffloadKey]:
-        """Have the policy choose, check its choice, and let those go."""
+        """Have the policy choose victims, check its choice, and evict them."""
         victims = self.policy.evict(count, self._evictable, self._book.keys)
         keys = self._book.release(victims) if len(victims) <= count else None
         if keys is None:
@@ -326,7 +323,7 @@ class CPUOffloadingManager(OffloadingManager):
         return keys
 
     def _evict_others(self, count: int, spared: Slots) -> list[OffloadKey]:
-        """Evict, and hide the spared slots meanwhile."""
+        """Evict with the spared slots hidden from the policy."""
         self._evictable[spared] = False
         try:
             return self._evict(count)
@@ -334,7 +331,7 @@ class CPUOffloadingManager(OffloadingManager):
             self._evictable[spared] = True
 
     def _drop(self, slots: Slots, reason: MissReason | None) -> None:
-        """Make held chunks absent, and note why; those in use become doomed."""
+        """Make held chunks absent, and note the reason; slots in use become doomed."""
         ready, busy = self._readers[slots] != WRITING, self._readers[slots] != 0
         self.policy.remove(slots)
         keys = self._book.remove(slots)
@@ -347,8 +344,8 @@ class CPUOffloadingManager(OffloadingManager):
     def _slots_of_job(self, keys: list[OffloadKey], spec: LoadStoreSpec | None, used: Mask) -> Slots:
         """Return the slot that a job has for each key, `ABSENT` where it has none.
 
-        The job's spec says it. Without one it is the oldest doomed slot of the key that is `used` so, else
-        the held one.
+        The job's spec gives the slots. Without a spec, a key's slot is its oldest doomed slot that is in
+        `used`, or else the slot that holds it.
         """
         if isinstance(spec, CPULoadStoreSpec):
             return spec.block_ids
@@ -357,7 +354,7 @@ class CPUOffloadingManager(OffloadingManager):
         return _array([oldest.get(key, slot) for key, slot in zip(keys, held, strict=True)])
 
     def _free_doomed(self, slots: Slots, readers: int) -> None:
-        """Free those doomed slots that have this count of readers: their last job is over."""
+        """Free the doomed slots with this count of readers: their last job is over."""
         over = [
             s for s in dict.fromkeys(slots.tolist()) if s in self._doomed and self._readers[s] == readers
         ]
@@ -370,7 +367,7 @@ class CPUOffloadingManager(OffloadingManager):
             self._events.append(OffloadingEvent(keys, _MEDIUM, removed))
 
     def _misuse(self, call: str, state: str, key: OffloadKey) -> InputError:
-        """Say that a chunk is not in the state that a call needs."""
+        """Return the error for a chunk that is not in the state that a call needs."""
         reason = self.explain(key)
         found = "ready" if reason is None else reason.value
         return InputError(f"{call}: expected chunks that are {state}, got {key.hex()}, which is {found}")

@@ -1,8 +1,8 @@
 """`MissHistory`: a manager's notes on chunks that it does not hold: how often they were offered, and why
 they are absent.
 
-Bounded: of each kind, the newest `limit` keys are remembered, or an eighth more. Called on the scheduler
-thread only.
+The notes are bounded: of each kind, the newest `limit` keys are remembered, or up to an eighth more.
+Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ __all__ = ["MissHistory"]
 
 
 class MissHistory:
-    """Remembers offers and absences of keys."""
+    """The record of offers and absences of keys."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._offers: RecentKeys[int] = RecentKeys(limit)
         self._reasons: RecentKeys[MissReason] = RecentKeys(limit)
-        # Filed when someone asks: chunks leave by the thousand and few are asked about.
+        # Filed on the first question: chunks leave by the thousand and few are asked about.
         self._unfiled: deque[tuple[tuple[OffloadKey, ...], MissReason]] = deque()
         self._num_unfiled = 0
 
@@ -50,7 +50,7 @@ class MissHistory:
     def reason(self, key: OffloadKey) -> MissReason:
         """Say why an absent key is absent, as far as is remembered.
 
-        The last reason counts, the first one's age.
+        The last reason is returned; the age of the first one decides when the key is forgotten.
         """
         for keys, reason in self._unfiled:
             self._reasons.update(dict.fromkeys(keys, reason), renew=False)

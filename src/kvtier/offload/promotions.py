@@ -4,14 +4,14 @@
 
 A wish takes no slot; submitting it takes slots and starts I/O.
 
-Asking is cheap and changes nothing: `is_waiting` answers in O(1). A row is brought once, whoever waits for
-it. It stays pinned for each of them until that request's load, its end, or its deadline, and is then an
-ordinary ready row. A request waits no longer than its deadline; what has not arrived by then is a miss. A
-row that arrives in vain is kept, one that nobody has begun to read is withdrawn. Slots that a late call may
-still write stay out of use until the call has returned.
+Asking is cheap and changes nothing: `is_waiting` answers in O(1). A row is promoted once, however many
+requests wait for it. It stays pinned for each of them until that request's load, its end, or its deadline,
+and is then an ordinary ready row. A request waits no longer than its deadline; a row that has not arrived by
+then is a miss. When no request waits for a row any more, it is withdrawn if its I/O has not begun, and else
+kept when it arrives. Slots that a late call may still write stay out of use until the call has returned.
 
-What promotions take of the pool is bounded: rows on their way, rows pinned, and slots that calls have not
-given back. Scheduler thread only; nothing blocks.
+The slots that promotions take of the pool are bounded: rows on their way, rows pinned, and slots that calls
+have not given back. Scheduler thread only; nothing blocks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvtier.transfer.base import CPULoadStoreSpec
 __all__ = ["PromotionTime", "Promotions", "TierCost", "Wish"]
 
 _SHARE = 2
-"""One slot in so many may be taken by promotions; the rest keeps and takes what is computed."""
+"""Promotions may take one slot in this many; the other slots are for computed chunks."""
 
 _REASONS = {
     Outcome.ABSENT: MissReason.EVICTED,
@@ -44,16 +44,16 @@ _REASONS = {
 
 
 class TierCost(NamedTuple):
-    """What is known of a promotion from one tier before it begins."""
+    """The bytes of a promotion from one tier, known before it begins."""
 
     tier: str
     num_bytes: int
     queued_bytes: int
-    """Of promotions that the tier has to do first."""
+    """The bytes of promotions that the tier has to do first."""
 
 
 class PromotionTime(NamedTuple):
-    """What a promotion has cost. `lost`: it was given up after so long, and would have taken longer."""
+    """The time of a promotion. `lost`: it was given up after `seconds`, and would have taken longer."""
 
     tier: str
     num_bytes: int
@@ -62,10 +62,10 @@ class PromotionTime(NamedTuple):
 
 
 class Wish(NamedTuple):
-    """What a request wants to have in the pool.
+    """The chunks that a request wants in the pool.
 
-    `needed` are all chunks of its load in the order in which they are of use. It waits for `patience`
-    seconds at most, and a tier may take `io_seconds` over its part. `whole`: a part is of no use.
+    `needed` are all chunks of its load, the most useful first. The request waits for `patience` seconds at
+    most, and a tier may take `io_seconds` for its part. `whole`: the request needs all chunks or none.
     """
 
     needed: list[OffloadKey]
@@ -84,7 +84,7 @@ class _Waiter:
     is_submitted: bool = False
     is_expired: bool = False
     missing: dict[OffloadKey, None] = field(default_factory=dict)
-    """On their way, and of use to it, in the order in which they are."""
+    """The rows on their way that the request waits for, the most useful first."""
     pins: list[tuple[list[OffloadKey], CPULoadStoreSpec]] = field(default_factory=list)
     sources: dict[OffloadKey, str] = field(default_factory=dict)
     """The tier that each row has come from."""
@@ -92,12 +92,12 @@ class _Waiter:
     """The rows that will not come, and why."""
 
     def take_off(self, keys: Iterable[OffloadKey]) -> None:
-        """Wait for some rows no more."""
+        """Stop waiting for some rows."""
         for key in keys:
             self.missing.pop(key, None)
 
     def useless(self) -> list[OffloadKey]:
-        """Return the awaited rows that are of no use without those that will not come."""
+        """Return the awaited rows that are useless because an earlier row will not come."""
         needed = self.wish.needed
         if self.wish.whole:
             return list(self.missing)
@@ -107,38 +107,41 @@ class _Waiter:
 
 @dataclass(slots=True, eq=False)
 class _PromotionJob:
-    """Rows that one tier was asked for."""
+    """A job of one tier: the rows that it is to promote."""
 
     job_id: int
     tier: Tier
     slots: dict[OffloadKey, int]
-    """Of rows whose memory is lent."""
+    """The slots of the rows whose memory is lent to the tier."""
     started: float
     ahead_bytes: int
     num_bytes: int
     seconds: float = 0.0
     arrived_bytes: int = 0
     is_late: bool = False
-    """Nothing of it came in time, or not all: how long it would have taken is not known."""
+    """Not all rows came in time, or none: the time of the whole job is not known."""
 
     def spec(self, keys: Iterable[OffloadKey]) -> CPULoadStoreSpec:
-        """Return the slots of some of its rows."""
+        """Return the slots of some of the job's rows."""
         return CPULoadStoreSpec([self.slots[key] for key in keys])
 
 
 class _Arrival(NamedTuple):
-    """A row on its way: the job that brings it, and who waits for it."""
+    """A row on its way: the job that brings it, and the requests that wait for it."""
 
     job: _PromotionJob
     waiters: set[_Waiter]
 
 
 Reserve = Callable[[list[OffloadKey], ReqContext], PrepareStoreOutput | None]
-"""Takes slots of the pool for the keys of an offer that it does not hold."""
+"""Takes pool slots for the keys that the pool does not hold."""
 
 
 class Promotions:
-    """Brings rows from `tiers`, the first of them that has a row, into the slots that `reserve` gives."""
+    """The promotions of rows from `tiers` into slots that `reserve` gives.
+
+    A row comes from the first tier that has it.
+    """
 
     def __init__(
         self,
@@ -185,9 +188,9 @@ class Promotions:
         return found
 
     def costs(self, needed: Sequence[OffloadKey]) -> list[TierCost]:
-        """Say what has to come from which tier for these chunks to be in the pool.
+        """Return the bytes to promote from each tier so that these chunks are in the pool.
 
-        Those on their way cost nothing more.
+        Chunks on their way cost nothing more.
         """
         absent = [key for key in needed if self._pool.lookup(key, NO_REQUEST) is False]
         counts = Counter(tier.name for tier in self.find(absent) if tier is not None)
@@ -199,14 +202,14 @@ class Promotions:
         ]
 
     def sources(self, context: ReqContext) -> Mapping[OffloadKey, str]:
-        """Say from which tier each row has come that is pinned for a request."""
+        """Return the tier of each row that was promoted and pinned for a request."""
         waiter = self._waiters.get(context.req_id)
         return {} if waiter is None else waiter.sources
 
     def failure(self, key: OffloadKey, context: ReqContext) -> tuple[str, MissReason] | None:
         """Say which tier did not bring a row for a request, and why.
 
-        A row that is still on its way to a request which waits no more is too slow.
+        A row that is still on its way when the request stops waiting is too slow.
         """
         waiter = self._waiters.get(context.req_id)
         if waiter is None:
@@ -220,7 +223,7 @@ class Promotions:
     def wish(self, wish: Wish, context: ReqContext) -> bool:
         """Note that a request wants rows.
 
-        `False`: there is no room for any of them, and it need not wait.
+        `False`: there is no room for them, and the request need not wait.
         """
         absent = [key for key in wish.needed if self._pool.lookup(key, context) is False]
         room = self._room()
@@ -234,7 +237,7 @@ class Promotions:
         return True
 
     def submit(self) -> None:
-        """Take slots for what was wished, as far as there is room, and have the tiers fill them."""
+        """Take slots for the wished rows, as far as there is room, and have the tiers fill them."""
         wishes, self._wishes = self._wishes, []
         for waiter in wishes:
             if self._waiters.get(waiter.context.req_id) is waiter:
@@ -246,7 +249,7 @@ class Promotions:
     def _submit(self, waiter: _Waiter) -> None:
         waiter.is_submitted = True
         needed = waiter.wish.needed
-        self._pool.touch(needed, waiter.context)  # what is there should be there when the others have come
+        self._pool.touch(needed, waiter.context)  # so that they stay until the others have come
         absent = [key for key in needed if self._pool.lookup(key, waiter.context) is False]
         holders = {
             key: tier for key, tier in zip(absent, self.find(absent), strict=True) if tier is not None
@@ -268,7 +271,7 @@ class Promotions:
     def _take_slots(
         self, waiter: _Waiter, wanted: list[OffloadKey], absent: set[OffloadKey]
     ) -> dict[OffloadKey, int]:
-        """Take slots for rows, evicting others, but none that the request needs."""
+        """Take slots for rows; evict other rows, but none that the request needs."""
         chosen = set(wanted)
         offer = [key for key in waiter.wish.needed if key in chosen or key not in absent]
         output = self._reserve(offer, waiter.context) if wanted else None
@@ -298,7 +301,7 @@ class Promotions:
         self._free(list(taken), CPULoadStoreSpec(list(taken.values())))
 
     def _free(self, keys: list[OffloadKey], spec: CPULoadStoreSpec) -> None:
-        """Give back slots that nobody writes, and make their chunks absent."""
+        """Give back slots that no call writes, and make their chunks absent."""
         self._pool.abandon_store(keys, spec)
         self._pool.complete_store(keys, success=False, spec=spec)
 
@@ -309,7 +312,7 @@ class Promotions:
         return job_id in self._jobs
 
     def take_result(self, result: TierResult) -> None:
-        """Take in what has become of rows of a job."""
+        """Take in a result for some rows of a job."""
         job, keys = self._jobs[result.job_id], list(result.keys)
         spec = job.spec(keys)
         job.seconds += result.seconds
@@ -331,9 +334,9 @@ class Promotions:
             self._forget(job, keys)
 
     def _deliver(self, job: _PromotionJob, keys: list[OffloadKey]) -> None:
-        """Pin rows that have come for each request that waits for them."""
+        """Pin arrived rows for each request that waits for them."""
         for waiter, theirs in self._take_arrivals(job, keys).items():
-            ready = [key for key in theirs if self._pool.lookup(key, waiter.context)]  # or a reset came
+            ready = [key for key in theirs if self._pool.lookup(key, waiter.context)]  # not after a reset
             waiter.take_off(theirs)
             if ready:
                 waiter.pins.append((ready, self._pool.prepare_load(ready, waiter.context)))
@@ -341,24 +344,24 @@ class Promotions:
                 self._pinned.update(ready)
 
     def _miss(self, job: _PromotionJob, keys: list[OffloadKey], reason: MissReason) -> None:
-        """Tell those who wait for rows that they will not come. Rows behind them are of no use any more."""
+        """Note that rows will not come. Requests stop waiting for them, and for useless rows behind them."""
         for waiter, theirs in self._take_arrivals(job, keys).items():
             self._note_missed(waiter, theirs, reason, job.tier.name)
             self._wait_no_more(waiter, waiter.useless())
 
     def drop(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
-        """Wait no more for rows on their way, because they are wrong, and return them.
+        """Stop waiting for rows on their way whose bytes are wrong, and return their keys.
 
-        Their slots come back later.
+        Their slots become free later.
         """
         dropped = [key for key in keys if key in self._arrivals]
         for key in dropped:
-            if key in self._arrivals:  # else it was withdrawn with one before it
+            if key in self._arrivals:  # else it was withdrawn with an earlier row
                 self._miss(self._arrivals[key].job, [key], MissReason.FAILED)
         return dropped
 
     def _take_arrivals(self, job: _PromotionJob, keys: list[OffloadKey]) -> dict[_Waiter, list[OffloadKey]]:
-        """Take rows off the list of what is on its way, and return who waited for which."""
+        """Remove rows from the arrivals, and return for each waiting request its rows."""
         by_waiter: dict[_Waiter, list[OffloadKey]] = {}
         for key in keys:
             arrival = self._arrivals.get(key)
@@ -377,7 +380,7 @@ class Promotions:
         waiter.take_off(missed)
 
     def _forget(self, job: _PromotionJob, keys: list[OffloadKey]) -> None:
-        """Take rows out of a job whose memory is ours again; learn from one that is over."""
+        """Remove rows from a job once their memory is ours again; note the time of a job that is over."""
         for key in keys:
             del job.slots[key]
         self._lent -= len(keys)
@@ -390,20 +393,20 @@ class Promotions:
                 PromotionTime(job.tier.name, job.num_bytes + job.ahead_bytes, waited, lost=True)
             )
         elif job.arrived_bytes:
-            # The calls' own time counts each thread, the whole time the queue and steps: the truth is below.
+            # The calls' sum counts parallel threads; the whole wait includes queue and steps. Use the less.
             share = job.arrived_bytes / (job.arrived_bytes + job.ahead_bytes)
             seconds = min(job.seconds, waited * share) or waited * share
             self._times.append(PromotionTime(job.tier.name, job.arrived_bytes, seconds, lost=False))
 
     def take_times(self) -> list[PromotionTime]:
-        """Take what promotions have cost since the last call."""
+        """Take the times of the promotions that ended since the last call."""
         times, self._times = self._times, []
         return times
 
     # -- ending ------------------------------------------------------------------------------------
 
     def expire(self) -> None:
-        """End the waits that have lasted long enough."""
+        """End the waits whose deadline has passed."""
         now = self._clock()
         late_ones = [w for w in self._waiters.values() if not w.is_expired and now >= w.deadline]
         for waiter in late_ones:
@@ -418,7 +421,7 @@ class Promotions:
     def release(self, context: ReqContext) -> None:
         """Forget a request: its load has begun, or it has ended.
 
-        Rows that have come for it are ordinary ones.
+        The rows that have come for it become ordinary ready rows.
         """
         waiter = self._waiters.pop(context.req_id, None)
         if waiter is not None:
@@ -426,7 +429,7 @@ class Promotions:
             self._unpin(waiter)
 
     def reset(self) -> None:
-        """Forget all requests, and what is on its way: it comes into slots that hold nothing any more."""
+        """Forget all requests and all rows on their way. Those rows arrive in slots that hold no chunk."""
         for waiter in list(self._waiters.values()):
             self.release(waiter.context)
         self._wishes.clear()
@@ -439,7 +442,7 @@ class Promotions:
             self._pinned -= Counter(keys)
 
     def _wait_no_more(self, waiter: _Waiter, keys: list[OffloadKey]) -> None:
-        """Take a request from those who wait for rows; withdraw what nobody waits for."""
+        """End a request's wait for rows; withdraw the rows that no request waits for."""
         waiter.take_off(keys)
         unwanted: dict[_PromotionJob, list[OffloadKey]] = {}
         for key in keys:
@@ -456,7 +459,7 @@ class Promotions:
                 self._forget(job, withdrawn)
 
     def check(self) -> None:
-        """Raise `IntegrityError` if the books do not agree."""
+        """Raise `IntegrityError` if the records do not agree."""
         pinned = Counter(key for waiter in self._waiters.values() for keys, _ in waiter.pins for key in keys)
         lent = sum(len(job.slots) for job in self._jobs.values())
         arrivals = self._arrivals.items()

@@ -1,21 +1,21 @@
-"""`TieredOffloadingManager`: the pool and the tiers below it, behind the face of one manager.
+"""`TieredOffloadingManager`: the pool and the tiers below it, as one manager.
 
-To the connector it is the pool's manager: what can be loaded is in the pool, and `lookup` speaks of the
-pool alone. Beyond that a connector may ask what can be had `anywhere`, and have it brought into the pool:
+To the connector it is the pool's manager: only chunks in the pool can be loaded, and `lookup` is about the
+pool alone. Beyond that a connector may look for chunks `anywhere`, and have them promoted into the pool:
 
     ask       anywhere.lookup_prefix, inquiries.unknown, promotions.costs     change nothing, start nothing
               inquiries.note   -> tiers that do not know what they hold are asked; is_waiting answers in O(1)
               promotions.wish  -> a wish; is_waiting answers in O(1) from then on
     step      begin_step            takes slots and starts I/O       (when a step's orders are built)
               end_step              takes in results, writes rows    (when a step's output comes in)
-    load      prepare_load          pins the rows for the load and lets go of the promotion
+    load      prepare_load          pins the rows for the load and ends the promotion
 
 Nothing is evicted or completed between an ask and its allocation, since only the two calls of a step do
-that. Rows that become ready are offered to the tiers below (`write: through`), or the coldest are ahead
-of their eviction (`write: evict`). What a tier announces comes before what the pool announces, so that a
-row that leaves the pool is known to be below. A reset makes all of it void, in this process and in later
-ones. Scheduler thread only; nothing blocks but `wait_any` and `shutdown`, and `discard` and `reset_cache`
-for half a second at most where a disk has to take note.
+that. Rows are offered to the tiers below when they become ready (`write: through`), or, the coldest rows
+only, ahead of their eviction (`write: evict`). A tier's events come before the pool's, so that a row that
+leaves the pool is known to be below. A reset voids all rows, in this process and in later ones. Scheduler
+thread only. Only `wait_any` and `shutdown` block; and, for half a second at most, `discard` and
+`reset_cache`, if a disk has to record them.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ __all__ = ["ConfiguredTier", "TieredOffloadingManager"]
 logger = logging.getLogger(__name__)
 
 _LOOKED_UP_FIRST = 32
-"""How much of a prefix is looked up at first; twice as much each time that all of it was found."""
+"""The number of chunks of a prefix that are looked up at first. It doubles each time that all are found."""
 _SHUTDOWN_SECONDS = 5.0
 _AHEAD_SHARE = 16
-"""With `write: evict`, one slot in so many holds a row that may go at once: it is written already."""
+"""With `write: evict`, one slot in this many is kept free, or holds a row that is written ahead."""
 _AHEAD_MOST = 1024
-"""No more than so many, whatever the size of the pool: more than some steps need, and a bound on looking."""
+"""The most rows to write ahead in a pool of any size: enough for some steps, and a bound on the search."""
 _AHEAD_POLLS = 8
-"""The coldest rows are looked for once in so many steps."""
+"""The number of steps between two searches for the coldest rows."""
 
 _REASONS = {
     TierMiss.NEVER_STORED: MissReason.NEVER_STORED,
@@ -77,17 +77,17 @@ _REASONS = {
 
 
 class ConfiguredTier(NamedTuple):
-    """A tier, and when rows are written to it: `through`, when they are ready, or before they leave."""
+    """A tier, and when rows are written to it: when they are ready (`through`), or before they leave."""
 
     tier: Tier
     write: str = "through"
 
 
 class TieredOffloadingManager(OffloadingManager):
-    """Keeps chunks in the pool and in tiers.
+    """The manager of the chunks in the pool and in the tiers.
 
     `rows` are the pool's bytes, `(num_slots, slot_bytes)`. A row is the first `row_bytes` of its slot, by
-    default all of it.
+    default the whole slot.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class TieredOffloadingManager(OffloadingManager):
         self.inquiries = Inquiries(pool, self.tiers, row_bytes, clock)
         self._demotions = Demotions(pool, piece_of, row_bytes, self.tiers, store_deadline, clock)
         self._offered_ahead: set[OffloadKey] = set()
-        """The coldest chunks when last looked: a tier that did not want them is not asked again."""
+        """The coldest chunks of the last search: a tier that did not take them is not asked again."""
         self.tier_times = {
             direction: {tier.name: Histogram() for tier in self.tiers} for direction in ("promote", "demote")
         }
@@ -121,12 +121,12 @@ class TieredOffloadingManager(OffloadingManager):
         self._polls = 0
         self._is_closed = False
         self.anywhere = _Anywhere(self)
-        """What can be had, be it from the pool or from a tier."""
+        """The lookup over the pool and all tiers."""
         for tier in self.tiers:
             tier.lend(self._memory)
 
     def describe_with(self, describe: DescribeChunks) -> None:
-        """Have tiers keep what the event stream tells of a chunk."""
+        """Have tiers keep the event stream's description of each chunk."""
         self._demotions.describe = describe
 
     # -- the pool's manager ------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class TieredOffloadingManager(OffloadingManager):
         return self.pool.lookup_prefix(keys, req_context, wait=wait)
 
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        """Pin ready chunks. What was brought for the request is from here on held by its load alone."""
+        """Pin ready chunks for a load. The pins of the request's promotion end."""
         spec = self.pool.prepare_load(keys, req_context)
         self.promotions.release(req_context)
         return spec
@@ -156,7 +156,7 @@ class TieredOffloadingManager(OffloadingManager):
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        """Take what can be stored of an offer. Demotions that have not begun give way to it."""
+        """Take the chunks of an offer that can be stored. Demotions that have not begun give way to them."""
         offered = list(keys)
         self._withdraw_demotions(offered)
         return self.pool.prepare_store(offered, req_context)
@@ -173,7 +173,7 @@ class TieredOffloadingManager(OffloadingManager):
     def complete_store(
         self, keys: Iterable[OffloadKey], success: bool = True, spec: LoadStoreSpec | None = None
     ) -> None:
-        """End the writing of chunks. Those that are ready now may be written to tiers."""
+        """End the writing of chunks. Chunks that are ready now are offered to tiers."""
         keys = list(keys)
         self.pool.complete_store(keys, success, spec)
         if success and self._through:
@@ -184,9 +184,9 @@ class TieredOffloadingManager(OffloadingManager):
     def discard(self, keys: Iterable[OffloadKey], reason: MissReason = MissReason.FAILED) -> None:
         """Make chunks absent whose bytes are wrong.
 
-        What was ready may have been written to tiers, so it goes there too.
-
-        So does what is on its way from there. A chunk that is being stored says nothing of one below.
+        A chunk that was ready may have been written to tiers, so the tiers discard it too. They also discard
+        a chunk that is on its way from them. A chunk that is being stored has not come from a tier, so the
+        tiers keep theirs.
         """
         keys = list(keys)
         wrong = [key for key in keys if self.pool.lookup(key, NO_REQUEST)] + self.promotions.drop(keys)
@@ -200,8 +200,8 @@ class TieredOffloadingManager(OffloadingManager):
         self.promotions.release(req_context)
 
     def reset_cache(self) -> None:
-        """Make everything absent, everywhere and for good: nothing comes back, not after a restart."""
-        for tier in self.tiers:  # first: whatever happens, their rows are void
+        """Make all chunks absent in the pool and all tiers; none comes back, not even after a restart."""
+        for tier in self.tiers:  # first, so that their rows are void whatever happens next
             tier.reset(secrets.token_hex(8))
         self.inquiries.reset()
         self.promotions.reset()
@@ -212,12 +212,12 @@ class TieredOffloadingManager(OffloadingManager):
     # -- one step ----------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Take slots for what was wished in this step, and start its I/O. Have tiers asked, too."""
+        """Submit the inquiries and wishes of this step: ask tiers, take slots and start I/O."""
         self.inquiries.submit()
         self.promotions.submit()
 
     def end_step(self) -> None:
-        """Take in what has become of rows under way, end waits that are over, and have rows written."""
+        """Take in the tiers' results, end waits that are over, and submit demotions."""
         for tier in self.tiers:
             for result in tier.poll():
                 self._note_time(tier, result)
@@ -237,7 +237,7 @@ class TieredOffloadingManager(OffloadingManager):
             self.tier_times[direction][tier.name].observe(result.seconds)
 
     def _write_ahead(self) -> None:
-        """Offer the rows that will be evicted next to tiers that are written to then."""
+        """Offer the rows that will be evicted next to the tiers with `write: evict`."""
         self._polls += 1
         if not self._ahead or self._polls % _AHEAD_POLLS:
             return
@@ -251,7 +251,7 @@ class TieredOffloadingManager(OffloadingManager):
             self._offer_absent(tier, new)
 
     def _offer_absent(self, tier: Tier, keys: list[OffloadKey]) -> None:
-        """Offer chunks to a tier that does not have them."""
+        """Offer a tier those of the chunks that it does not have."""
         held = tier.lookup_many(keys)
         absent = [key for key, is_held in zip(keys, held, strict=True) if not is_held]
         if absent:
@@ -260,11 +260,11 @@ class TieredOffloadingManager(OffloadingManager):
     # -- reports -----------------------------------------------------------------------------------
 
     def explain(self, key: OffloadKey) -> MissReason | None:
-        """Say why a chunk cannot be loaded as things are: why the pool does not have it."""
+        """Say why a chunk cannot be loaded now, that is, why the pool does not have it."""
         return self.pool.explain(key)
 
     def explain_tiers(self, key: OffloadKey, req_context: ReqContext) -> dict[str, MissReason]:
-        """Say why no tier gave a chunk to a request, of those tiers that have ever had it, if any."""
+        """Say, for each tier that has ever had a chunk, why it did not give it to a request."""
         in_pool = self.pool.explain(key)
         if in_pool is None:
             return {}
@@ -287,7 +287,7 @@ class TieredOffloadingManager(OffloadingManager):
         return _REASONS[miss]
 
     def take_events(self) -> list[OffloadingEvent]:
-        """Drain the changes of all tiers and the pool; those below first."""
+        """Drain the changes of all tiers and the pool, the lowest tier first."""
         below = [
             OffloadingEvent(list(change.keys), change.medium, change.removed, change.descriptions)
             for tier in reversed(self.tiers)
@@ -296,26 +296,26 @@ class TieredOffloadingManager(OffloadingManager):
         return below + self.pool.take_events()
 
     def stats(self) -> ManagerStats:
-        """Count the pool's slots by state, and what has happened so far."""
+        """Return the pool's slots by state, and its totals so far."""
         return self.pool.stats()
 
     def tier_stats(self) -> list[TierStats]:
-        """Count what each tier holds, and what has happened there."""
+        """Return what each tier holds, and its totals so far."""
         return [tier.stats() for tier in self.tiers]
 
     @property
     def unwritten(self) -> int:
-        """Rows that were offered to a tier and left the pool, or were needed, before they were written."""
+        """The offered rows that left the pool, or whose slots were needed, before they were written."""
         return self._demotions.unwritten
 
     def has_pending_work(self) -> bool:
-        """Say whether an idle engine should step: rows are written, and something has moved of late."""
+        """Say whether an idle engine should step: rows are being written, and one has moved recently."""
         return any(tier.has_pending_work() for tier in self.tiers) or self._demotions.has_offers()
 
     def wait_any(self, timeout: float) -> bool:
-        """Block until a tier may have something to tell, for an engine that has nothing to do.
+        """Block until a tier may have a result, for an engine that has nothing to do.
 
-        `False`: none will.
+        `False`: no tier is busy.
         """
         busy = [tier for tier in self.tiers if tier.promotion_bytes] or self.inquiries.busy_tiers()
         for tier in busy[:1]:
@@ -333,7 +333,7 @@ class TieredOffloadingManager(OffloadingManager):
     # -- ending ------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Write what no tier has, the hottest first, for a few seconds at most, and close the tiers."""
+        """Write rows that tiers do not have, the hottest first, for a few seconds; then close the tiers."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -349,7 +349,7 @@ class TieredOffloadingManager(OffloadingManager):
             self.end_step()
         ended = [tier.close(max(0.0, until - self._clock())) for tier in self.tiers]
         if all(ended):
-            # Else a call still uses the memory, which goes with the process.
+            # Else a call still uses the memory, which is freed with the process.
             self._rows, self._memory = self._rows[:0], memoryview(b"")
 
     def _piece(self, slot: int) -> memoryview:
@@ -358,9 +358,9 @@ class TieredOffloadingManager(OffloadingManager):
 
 
 class _Anywhere:
-    """Looks chunks up in the pool and in all tiers: what can be loaded, after a promotion if need be.
+    """The lookup over the pool and all tiers of chunks that can be loaded, if need be after a promotion.
 
-    `None`: it is being stored in the pool, or a tier that could be asked may have it.
+    `None`: the chunk is being stored in the pool, or a tier that could be asked may have it.
     """
 
     def __init__(self, manager: TieredOffloadingManager) -> None:
@@ -385,7 +385,7 @@ class _Anywhere:
     def lookup_prefix(
         self, keys: Sequence[OffloadKey], req_context: ReqContext, *, wait: bool = True
     ) -> int | None:
-        """Count the leading keys that can be had. What is behind the first gap costs little."""
+        """Count the leading keys that can be had. Keys far behind the first gap are not looked up."""
         hits, size = self._manager.pool.lookup_prefix(keys, req_context, wait=False) or 0, _LOOKED_UP_FIRST
         while hits < len(keys):
             found = self.lookup_many(list(islice(keys, hits, hits + size)), req_context)

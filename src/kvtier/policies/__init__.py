@@ -1,8 +1,8 @@
-"""Policies: who leaves a full tier, by name.
+"""Eviction policies by name.
 
 `lru` and `arc` are ours. Any other `CachePolicy` is named by its import path, `"package.module:Class"`, or
-by a name that its package gave to `register_policy`; it is made guarded: where it fails, LRU goes on.
-`kvtier.testing.PolicySuite` says whether a policy keeps the contract.
+by a name that its package gave to `register_policy`. Such a policy is wrapped in a `GuardedPolicy`: if it
+fails, LRU takes its place. `kvtier.testing.PolicySuite` tests whether a policy keeps the contract.
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ _policies: dict[str, type[CachePolicy] | str] = {"lru": LRUPolicy, "arc": ARCPol
 
 
 def register_policy(name: str, policy: type[CachePolicy] | str) -> None:
-    """Give a name to a policy class, or to the import path of one, which is then imported when it is first
-    made.
-    """
+    """Give a name to a policy class, or to its import path. A path is imported when the policy is made."""
     if ":" in name:
         raise InputError(f"policy name: expected no colon, which stands in import paths, got {name!r}")
     if _policies.setdefault(name, policy) != policy:
@@ -88,7 +86,7 @@ def _import(path: str) -> type[CachePolicy]:
 
 @contextmanager
 def _blamed(expected: str) -> Iterator[None]:
-    """Take whatever foreign code raises, also where it wants to end the process, for a wrong setting."""
+    """Turn any exception of foreign code, even `SystemExit`, into a `ConfigError`."""
     try:
         yield
     except (KVTierError, MemoryError):

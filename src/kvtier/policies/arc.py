@@ -1,17 +1,18 @@
 """ARC (Megiddo and Modha, 2003): a cache that learns how much to trust recency and how much frequency.
 
 Chunks used by one request are in T1, chunks used by several in T2, each in order of use. B1 and B2 remember
-the keys that were evicted from them. A chunk that comes back too late was wanted: found in B1 it says that
-T1 was too small, found in B2 that T2 was, and `target`, the size that T1 should have, moves accordingly.
+the keys that were evicted from them. A chunk that comes back after its eviction was evicted too early. If
+its key is in B1, T1 was too small; if it is in B2, T2 was. `target`, the size that T1 should have, moves
+accordingly.
 
-Batches are decided at once: `evict` takes what T1 has beyond its target, then from T2, then from T1 again;
-the keys of one `insert` move the target together, by the sizes that B1 and B2 have before it. B1 and B2 hold
-up to `capacity` keys each.
+Batches are decided at once: `evict` takes the slots that T1 has beyond its target, then slots of T2, then of
+T1 again. The keys of one `insert` move the target together, by the sizes that B1 and B2 have before it. B1
+and B2 hold up to `capacity` keys each.
 
 A key that comes back enters T2, as in the paper; vLLM's ARC puts it into T1. On Mooncake's conversation
-trace (512 tokens a chunk) the paper's choice finds 22.4 % of all chunks in 10,000 slots and 10.1 % in 3,000,
-the other 20.7 % and 6.1 %, and LRU 21.1 % and 6.5 %; with 30,000 slots and more LRU is ahead of both. Called
-on the scheduler thread only.
+trace (512 tokens a chunk) the paper's choice finds 22.4 % of all chunks in 10,000 slots and 10.1 % in 3,000.
+vLLM's choice finds 20.7 % and 6.1 %, and LRU 21.1 % and 6.5 %; with 30,000 slots and more LRU is ahead of
+both. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _T1, _T2 = 0, 1
 
 
 class ARCPolicy(CachePolicy):
-    """Ranks slots by use, those used by one request apart from those used by several."""
+    """A ranking of slots by use, with slots used by one request apart from slots used by several."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -88,12 +89,12 @@ class ARCPolicy(CachePolicy):
         return slots
 
     def _learn(self, returned1: int, returned2: int) -> None:
-        """Move the target, by how many keys came back from B1 and B2 and how large those were."""
+        """Move the target by the numbers of keys that came back from B1 and B2, and the sizes of both."""
         size1, size2 = self._ghosts.sizes()
         size1, size2 = max(1, size1 + returned1), max(1, size2 + returned2)
         more, less = returned1 * max(1.0, size2 / size1), returned2 * max(1.0, size1 / size2)
         self.target = min(max(self.target + more - less, 0.0), float(self.capacity))
 
     def _surplus(self) -> int:
-        """Count the slots that T1 gives before T2 has to; none if negative."""
+        """Return the number of slots that T1 gives before T2 gives any; a negative number means none."""
         return len(self._t1) - int(self.target) + 1

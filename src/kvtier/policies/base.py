@@ -1,12 +1,12 @@
-"""The contract of an eviction policy: who leaves a full tier.
+"""The contract of an eviction policy, which decides which chunks leave a full tier.
 
-A policy ranks the *slots* of one tier. It never sees bytes, requests or readers: the manager tells it what
-came, what was used and what went, and asks it for victims among the slots that may leave. Slots travel as
-int64 numpy arrays so that a batch costs one call; a policy that prefers plain Python loops over
+A policy ranks the *slots* of one tier. It never sees bytes, requests or readers. The manager tells it which
+slots were filled, used and emptied, and asks it for victims among the slots that may leave. Slots are passed
+as int64 numpy arrays, so that a batch costs one call; a policy in plain Python can loop over
 `slots.tolist()`.
 
 Implement the abstract methods in any package, register the class with `kvtier.policies.register_policy`, and
-run `kvtier.testing.policy_suite` against it. Called on the scheduler thread only.
+run `kvtier.testing.PolicySuite` against it. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ["CachePolicy", "KeysOf", "Slots"]
 
 Slots = npt.NDArray[np.int64]
 KeysOf = Callable[[Slots], list[OffloadKey]]
-"""Names the chunks that slots hold."""
+"""Returns the keys of the chunks in slots."""
 
 
 class CachePolicy(ABC):
-    """Ranks up to `capacity` slots, numbered from 0."""
+    """A ranking of up to `capacity` slots, numbered from 0."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -44,23 +44,23 @@ class CachePolicy(ABC):
     def touch(self, slots: Slots, reused: npt.NDArray[np.bool_]) -> None:
         """Note a use of distinct ranked slots, ordered head to tail: the tail must leave before the head.
 
-        `reused[i]` is False where the request that uses the chunk is the one that stored it: renewing its
-        recency is right, counting it as a second use is not.
+        `reused[i]` is False if the request that uses the chunk has stored it: this renews the chunk's
+        recency, but is not a second use.
         """
 
     @abstractmethod
     def evict(self, count: int, evictable: npt.NDArray[np.bool_], keys_of: KeysOf) -> Slots:
         """Unrank and return up to `count` slots, worst first, all of them with `evictable[slot]`.
 
-        Returns fewer only if fewer ranked slots are evictable. A policy that remembers whom it evicted asks
-        `keys_of`.
+        Return fewer only if fewer ranked slots are evictable. A policy that remembers evicted chunks gets
+        their keys from `keys_of`.
         """
 
     @abstractmethod
     def remove(self, slots: Slots) -> None:
-        """Unrank slots that went for another reason than eviction.
+        """Unrank slots that are emptied for another reason than eviction.
 
-        They are ranked; nothing is remembered of them.
+        All of them are ranked. The policy remembers nothing of them.
         """
 
     @abstractmethod
@@ -69,15 +69,12 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def ranked(self) -> Slots:
-        """Return the ranked slots from worst to best, as `evict` would take them if all were evictable.
-
-        For tests and reports.
-        """
+        """Return the ranked slots from worst to best, as `evict` would take them if all were evictable."""
 
     def coldest(self, count: int, evictable: npt.NDArray[np.bool_]) -> Slots:
         """Return up to `count` evictable slots, worst first, as `evict` would take them, and change nothing.
 
-        Called every few steps: a policy that ranks many slots should not walk over all of them.
+        This is called every few steps, so a policy that ranks many slots should not walk over all of them.
         """
         ranked = self.ranked()
         return ranked[evictable[ranked]][:count]

@@ -1,9 +1,10 @@
-"""`GuardedPolicy`: a policy of somebody else's, which may choose badly and can do no worse.
+"""`GuardedPolicy`: a wrapper of a foreign policy, which may choose badly but can do no other harm.
 
-Who leaves is decided on the engine's scheduler thread. A policy that raises there, or names slots that may
-not leave, is told of in the log and asked no more: LRU goes on in its place, with the uses that it was told
-of all along. What is no `Exception` is taken for somebody who ends the program, and passes. What a policy is
-given are copies: the slots of a store are also those of its transfer. Called on the scheduler thread only.
+A policy runs on the engine's scheduler thread. If it raises there, or names slots that may not leave, the
+error is logged and the policy is not asked again. LRU takes its place; it has followed all uses from the
+start. An exception that is not an `Exception`, such as `KeyboardInterrupt`, passes: it is meant to end the
+program. A policy gets copies of arrays, because the slots of a store also belong to its transfer. Scheduler
+thread only.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ logger = logging.getLogger(__name__)
 
 
 class GuardedPolicy(CachePolicy):
-    """Asks `policy` as long as it keeps the contract, and LRU from then on."""
+    """A policy that asks `policy` as long as that keeps the contract, and LRU from then on."""
 
     def __init__(self, policy: CachePolicy) -> None:
         super().__init__(policy.capacity)
         self.policy = policy
-        """Who is asked."""
+        """The policy that is asked now."""
         self._lru = LRUPolicy(self.capacity)
         self._is_ranked = np.zeros(self.capacity, dtype=np.bool_)
 
@@ -101,7 +102,7 @@ class GuardedPolicy(CachePolicy):
             return None
         try:
             answer = ask()
-            if type(answer) is not np.ndarray or answer.size > self.capacity:  # others may have no end
+            if type(answer) is not np.ndarray or answer.size > self.capacity:  # an iterator may never end
                 raise InputError(f"expected an array of at most {self.capacity} slots")
             slots = np.array(answer, dtype=np.int64)
             if is_right(slots):
@@ -112,7 +113,7 @@ class GuardedPolicy(CachePolicy):
             return None
 
     def _replace(self, call: str, error: Exception) -> None:
-        policy, self.policy = self.policy, self._lru  # first: what follows asks the error for its text
+        policy, self.policy = self.policy, self._lru  # first, since the text of a foreign error may raise
         is_ours = type(error) is InputError
         logger.error(
             "policy %s: %s failed (%s); going on with lru until the engine starts again",
@@ -129,7 +130,7 @@ def _show(error: Exception) -> str:
 
 
 def _is_choice(slots: Slots, count: int, allowed: Mask) -> bool:
-    """Say whether these are `count` different slots that are allowed, or all of them if those are fewer."""
+    """Say whether these are `count` different allowed slots, or all allowed slots if there are fewer."""
     chosen = np.zeros_like(allowed)
     if slots.ndim != 1 or (slots < 0).any() or (slots >= len(allowed)).any():
         return False

@@ -1,7 +1,7 @@
-"""Least recently used: the chunk that was not used for longest leaves first.
+"""Least recently used: the chunk that was unused for the longest time leaves first.
 
-Being stored and being touched are uses; being read is not, so that the time a transfer takes does not
-matter. Called on the scheduler thread only.
+A store and a touch are uses. A read is not, so that the time of a transfer does not matter. Scheduler thread
+only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["LRUPolicy"]
 
 
 class LRUPolicy(CachePolicy):
-    """Ranks slots by their last use."""
+    """A ranking of slots by their last use."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)

@@ -2,8 +2,8 @@
 use, keys that were evicted.
 
 Each is written twice: in `native/_slots.c`, for speed, and here, for machines without a C compiler and as
-the specification of the other. `SLOTS_BY` says which is in use. All take and return batches; in C, one of a
-single key costs some 100 ns a call. Called on the scheduler thread only.
+the specification of the C form. `SLOTS_BY` says which form is in use. All take and return batches; in C, a
+batch of one key costs some 100 ns a call. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ __all__ = [
 ]
 
 ABSENT = -1
-"""The slot of a key that has none, the list of a key that was not evicted."""
+"""The slot number of a key without a slot, and the list number of a key that was not evicted."""
 WRITING = -1
-"""The readers of a slot that is being written."""
+"""The number of readers of a slot that is being written."""
 Mask = npt.NDArray[np.bool_]
 """A flag for each slot."""
 
 
 class PythonBook:
-    """Which chunk is in which slot of a tier, and in what state.
+    """The map of chunks to the slots of a tier, with the state of each slot.
 
-    A slot is free, or it is held by a key, or it is empty: of no key and not free either. The arrays, by
-    slot, are kept up to date here and may be read and written by who made them: how many read it or
-    `WRITING`; whether it is ready and unread; and a number for who stored it.
+    A slot is free, or held by a key, or empty: without a key and not free. The three arrays, by slot, are
+    kept up to date here, and their maker may read and write them too: the number of readers, or `WRITING`;
+    whether the slot is ready and unread; and a number for the request that stored it.
     """
 
     def __init__(self, readers: Slots, evictable: Mask, stored_by: Slots, /) -> None:
@@ -72,7 +72,7 @@ class PythonBook:
         return _array([self._slots.get(key, ABSENT) for key in keys])
 
     def held(self, keys: list[OffloadKey], /) -> Slots:
-        """Return the slots of those keys that have one, in their order, each once."""
+        """Return the slots of the keys that have one, in the order of the keys, each once."""
         return _array([self._slots[key] for key in dict.fromkeys(keys) if key in self._slots])
 
     def missing(self, keys: list[OffloadKey], /) -> list[OffloadKey]:
@@ -80,7 +80,7 @@ class PythonBook:
         return [key for key in dict.fromkeys(keys) if key not in self._slots]
 
     def reserve(self, user: int, keys: list[OffloadKey], /) -> Slots:
-        """Give a free slot, to be written, to each of some new keys. `ValueError`: nothing has changed."""
+        """Give each new key a free slot, which is then being written. `ValueError`: nothing has changed."""
         if len(keys) > len(self._free):
             raise ValueError(f"expected at most {len(self._free)} keys, one for each free slot")
         if len(self.missing(keys)) < len(keys):
@@ -95,7 +95,7 @@ class PythonBook:
         return _array(slots)
 
     def complete(self, keys: list[OffloadKey], /) -> list[OffloadKey]:
-        """Make ready what is being written of these keys, and return that."""
+        """Make those of the keys ready that are being written, and return them."""
         slots = self.held(keys)
         written = slots[self._readers[slots] == WRITING]
         self._readers[written] = 0
@@ -105,7 +105,7 @@ class PythonBook:
     def pin(self, slots: Slots, /) -> int:
         """Add a reader to each slot.
 
-        Return how many are ready, up to the first that is not: then nothing has changed.
+        Return the number of slots before the first that is not ready. If it is not all, nothing has changed.
         """
         readers = self._readers_of(slots)
         if WRITING in readers:
@@ -117,7 +117,7 @@ class PythonBook:
     def unpin(self, slots: Slots, /) -> int:
         """Take a reader from each slot.
 
-        Return how many are read, up to the first that is not: then nothing has changed.
+        Return the number of slots before the first without a reader. If it is not all, nothing has changed.
         """
         places = slots.tolist()
         left = dict(zip(places, self._readers_of(slots), strict=True))
@@ -130,13 +130,13 @@ class PythonBook:
         return len(slots)
 
     def keys(self, slots: Slots, /) -> list[OffloadKey]:
-        """Return the keys of those slots that have one."""
+        """Return the keys of the slots that have one."""
         return [key for slot in slots.tolist() if (key := self._keys[slot]) is not None]
 
     def release(self, slots: Slots, /) -> list[OffloadKey] | None:
-        """Free slots and return the keys that they had.
+        """Free slots and return their keys.
 
-        `None`: not all are evictable and named once; nothing has changed.
+        `None`: a slot is not evictable or is named twice, and nothing has changed.
         """
         ours = bool(((slots >= 0) & (slots < len(self._keys))).all()) and len(set(slots.tolist())) == len(
             slots
@@ -148,7 +148,7 @@ class PythonBook:
         return keys
 
     def remove(self, slots: Slots, /) -> list[OffloadKey]:
-        """Empty slots and return the keys that they had."""
+        """Empty slots and return their keys."""
         self._evictable[slots] = False
         keys = list(dict.fromkeys(self.keys(slots)))
         for key in keys:
@@ -167,7 +167,7 @@ class PythonBook:
         self._free += places
 
     def _readers_of(self, slots: Slots) -> list[int]:
-        """Return the readers of each slot; `ABSENT` is as one that is being written."""
+        """Return the number of readers of each slot; `ABSENT` counts as a slot that is being written."""
         if len(slots) and slots.min() != ABSENT:
             return list(self._readers[slots].tolist())
         return [WRITING if slot == ABSENT else self._readers.item(slot) for slot in slots.tolist()]
@@ -177,14 +177,12 @@ class PythonBook:
         return len(self._free)
 
     def free_slots(self) -> Slots:
-        """Return the free slots; the last will be used next."""
+        """Return the free slots; the last is used next."""
         return _array(self._free)
 
 
 class PythonGhosts:
-    """The last `capacity` keys that were evicted from each of two lists, 0 and 1, less those
-    that came back.
-    """
+    """The last `capacity` keys evicted from each of two lists, 0 and 1, without those that came back."""
 
     def __init__(self, capacity: int, /) -> None:
         self._capacity = capacity
@@ -205,7 +203,7 @@ class PythonGhosts:
             self._next[which] = (place + 1) % self._capacity
 
     def recall(self, keys: list[OffloadKey], /) -> Slots | None:
-        """Return the list that each key was evicted from, else `ABSENT`, and forget the keys.
+        """Return the list that each key was evicted from, `ABSENT` for unknown keys; forget the keys.
 
         `None`: all are unknown.
         """
@@ -213,7 +211,7 @@ class PythonGhosts:
         return lists if (lists != ABSENT).any() else None
 
     def sizes(self) -> tuple[int, int]:
-        """Count the keys known of each list."""
+        """Return the number of known keys of each list."""
         return self._sizes[0], self._sizes[1]
 
     def _forget(self, key: OffloadKey | None) -> int:
@@ -236,30 +234,33 @@ class PythonRecency:
         return len(self._order)
 
     def use(self, slots: Slots, /) -> None:
-        """Make slots the most recent, the first of them most of all, whether they are in the list or not."""
+        """Make slots the most recent, the first of them most of all. They need not be in the list before."""
         for slot in slots[::-1].tolist():
             self._order[slot] = None
             self._order.move_to_end(slot)
 
     def renew(self, slots: Slots, /) -> Slots:
-        """Use those slots that are in the list, and return the others."""
+        """Use the slots that are in the list, and return the others."""
         held = np.array([slot in self._order for slot in slots.tolist()], dtype=np.bool_)
         self.use(slots[held])
         return slots[~held]
 
     def drop(self, slots: Slots, /) -> None:
-        """Take out what is in the list of these slots."""
+        """Remove those of the slots that are in the list."""
         for slot in slots.tolist():
             self._order.pop(slot, None)
 
     def take(self, count: int, allowed: Mask, /) -> Slots:
-        """Take out and return up to `count` slots with `allowed[slot]`, the least recent first."""
+        """Remove and return up to `count` slots with `allowed[slot]`, the least recent first."""
         taken = self.coldest(count, allowed)
         self.drop(taken)
         return taken
 
     def coldest(self, count: int, allowed: Mask, /) -> Slots:
-        """Return what `take` would, and leave it in the list. Slots behind those are not looked at."""
+        """Return the slots that `take` would, but leave them in the list.
+
+        It looks at no slot behind them.
+        """
         return _array(list(islice((slot for slot in self._order if allowed[slot]), max(0, count))))
 
     def slots(self) -> Slots:

@@ -1,12 +1,10 @@
 """The contract of a transfer: the two ends of a job, the engine's caches in canonical form, and the handler
 that moves bytes.
 
-What an offloading contract needs besides a manager. A *spec* says where bytes are at one end; a job is a
-pair `(src, dst)` of specs with an id and one `TransferResult`. No class here imports torch: tensors only
-pass through.
+A *spec* says where bytes are at one end; a job is a pair `(src, dst)` of specs with an id and one
+`TransferResult`. No class here imports torch: tensors only pass through.
 
-Threads: a handler's methods are called by one thread, the worker's. What a handler does in the background is
-its own.
+Only one thread, the worker's, calls the methods of a handler. A handler may run threads of its own.
 """
 
 from __future__ import annotations
@@ -42,17 +40,17 @@ __all__ = [
 NULL_BLOCK = 0
 """The block id that means *no block here* (a block that a sliding window has left behind).
 
-Engines never hand it out.
+Engines never allocate it.
 """
 
 
 class LoadStoreSpec(ABC):
-    """Where the bytes of one end of a transfer are."""
+    """The place of the bytes at one end of a transfer."""
 
     @staticmethod
     @abstractmethod
     def medium() -> str:
-        """Name the kind of memory, e.g. `GPU` or `CPU`. Handlers are chosen by it."""
+        """Return the kind of memory, e.g. `GPU` or `CPU`. Handlers are chosen by it."""
 
 
 class BlockIDsLoadStoreSpec(LoadStoreSpec, ABC):
@@ -66,7 +64,7 @@ class BlockIDsLoadStoreSpec(LoadStoreSpec, ABC):
 
 
 class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
-    """Blocks of the engine's paged cache, on whatever device the engine runs.
+    """Blocks of the engine's paged cache, on any device.
 
     `block_ids` are ordered by group. `group_sizes[g]` of them belong to group g (`None`: one group). Within
     a group they are consecutive blocks of one request, the first being its `block_indices[g]`-th block: with
@@ -117,8 +115,8 @@ class TransferResult(NamedTuple):
     """The one result of a job on one rank.
 
     `failed_blocks` are positions into the GPU end's `block_ids` whose bytes did not arrive; `None` on a
-    failed job means all of them. `corrupt` says that the bytes themselves are at fault, so that the chunk
-    must not be offered again.
+    failed job means all of them. `corrupt`: the bytes themselves are wrong, so the chunk must not be loaded
+    again.
     """
 
     job_id: int
@@ -140,7 +138,7 @@ class CanonicalKVCacheTensor:
 
 @dataclass(frozen=True, slots=True)
 class CanonicalKVCacheRef:
-    """One layer's pages: which canonical tensor, and how many leading bytes of each page are real."""
+    """One layer's pages: the index of their canonical tensor, and the leading bytes of each page in use."""
 
     tensor_idx: int
     page_size_bytes: int
@@ -151,14 +149,14 @@ class CanonicalKVCaches:
     """The engine's caches as unique tensors, and for each group the refs that make up one block, in layer
     order.
 
-    The bytes of one block of group g are the concatenation of `page_size_bytes` bytes of each of
-    `group_data_refs[g]`.
+    The bytes of one block of group g are the first `page_size_bytes` bytes of each ref in
+    `group_data_refs[g]`, one after the other.
     """
 
     tensors: list[CanonicalKVCacheTensor]
     group_data_refs: list[list[CanonicalKVCacheRef]]
     layer_ends: list[dict[str, int]] = field(default_factory=list)
-    """For each group, if known, how many leading refs hold a layer and all layers before it."""
+    """For each group, if known, the number of leading refs that hold a layer and all layers before it."""
 
     def block_bytes(self, group: int) -> int:
         """Return the bytes of one block of a group, without padding."""
@@ -166,57 +164,52 @@ class CanonicalKVCaches:
 
 
 class OffloadingHandler(ABC):
-    """Moves bytes in one direction, asynchronously.
+    """The mover of bytes in one direction, asynchronously.
 
-    Every job accepted by `transfer_async` yields exactly one result from `get_finished`. Once a result has
-    been yielded the handler never again reads or writes either end of that job: blocks and slots may be
-    handed to someone else.
+    Every job that `transfer_async` accepts yields exactly one result from `get_finished`. After that the
+    handler never again reads or writes either end of the job: its blocks and slots may be used for others.
     """
 
     @abstractmethod
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
-        """Start a job and return at once. `False`: the job was refused, there will be no result."""
+        """Start a job and return at once. `False`: the job was refused and gets no result."""
 
     def transfer_by_layer(self, job_id: int, spec: TransferSpec) -> bool:
-        """Start a load of which the first layers should arrive first, for who begins with them.
+        """Start a load whose first layers should arrive first, for an engine that begins with them.
 
-        May be in any order.
+        A handler may ignore that order.
         """
         return self.transfer_async(job_id, spec)
 
     def await_layer(self, job_id: int, layer: str, timeout: float) -> bool:
-        """Let what the caller does next find a layer of a load in place.
+        """Wait until one layer of a load is in place. On a device the caller's stream waits, not the caller.
 
-        On a device the caller's stream waits, not the caller.
-
-        May block for `timeout` seconds. `False`: it cannot be promised, and the result is to be waited for.
-        Whatever is made of the layer is good only if the job succeeds.
+        This may block for `timeout` seconds. `False`: the layer cannot be promised, and the caller must wait
+        for the job's result. Results computed from the layer are valid only if the job succeeds.
         """
         return False
 
     @abstractmethod
     def get_finished(self) -> list[TransferResult]:
-        """Take the results that are in, without waiting.
+        """Take the results so far, without waiting.
 
-        Jobs past their deadline are ended here and reported failed.
+        Jobs past their deadline are ended here and reported as failed.
         """
 
     @abstractmethod
     def wait(self, job_ids: set[int], timeout: float | None = None) -> bool:
-        """Block until these jobs are over or `timeout` seconds have passed; say whether they are.
+        """Block until these jobs are over or `timeout` seconds have passed; say whether they are over.
 
-        Unknown ids are over.
-
-        Results stay in place for `get_finished`.
+        Unknown ids count as over. `get_finished` still returns the results.
         """
 
     @abstractmethod
     def cancel(self, job_ids: set[int]) -> None:
-        """End these jobs now; those not yet complete are reported as failed.
+        """End these jobs now; jobs that are not complete are reported as failed.
 
-        Afterwards they touch no memory.
+        Afterwards the jobs touch no memory.
         """
 
     @abstractmethod
     def shutdown(self) -> None:
-        """End everything. Idempotent. Nothing is touched afterwards."""
+        """End all jobs. Idempotent. No memory is touched afterwards."""

@@ -1,9 +1,9 @@
-"""Handlers for an engine on the host: stores and loads by a thread of their own, one for each direction.
+"""Handlers for an engine on the host, with one thread for stores and one for loads.
 
-A job is copied piece by piece, leading blocks first. Each piece is copied under the job's lock after a look
-at whether the job is over, and ending a job takes that lock: so once a job has a result, nothing of it is
-touched again, and of a load that ended early it is known which blocks have arrived. Stores and loads do not
-wait for each other.
+A job is copied piece by piece, leading blocks first. Each piece is copied under the job's lock, after a
+check whether the job is ending. Ending a job takes the same lock. So the memory of a job with a result is
+never touched again, and it is known which blocks of a load that ended early have arrived. Stores and loads
+do not wait for each other.
 
 `JobHandler` says what belongs to which thread, and when jobs end.
 """
@@ -27,10 +27,9 @@ __all__ = ["HostHandler", "HostJob", "HostLoadHandler", "HostStoreHandler"]
 class HostJob(Job):
     """A job on its way.
 
-    `over` is set under `lock`; whoever holds the lock while it is not set may touch memory.
-
-    `ending` is set by whoever is about to take the lock for that. Locks are not fair: without it the copy
-    could take the lock again and again before them.
+    `over` is set under `lock`; a thread that holds the lock while it is not set may touch memory. `ending`
+    is set by a thread that is about to take the lock to end the job. Locks are not fair: without `ending`,
+    the copying thread could take the lock again and again before that thread.
     """
 
     fence: Callable[[], object]
@@ -40,7 +39,7 @@ class HostJob(Job):
 
 
 class HostHandler(JobHandler[HostJob]):
-    """What both directions share. A subclass says how one span is copied."""
+    """The common base of both directions. A subclass copies a batch of spans."""
 
     wait_tick = 0.01
 
@@ -70,7 +69,7 @@ class HostHandler(JobHandler[HostJob]):
     def _run(self, job: HostJob) -> None:
         with self._changed:
             if job not in self._queue:
-                return  # it was ended meanwhile
+                return  # the job was ended meanwhile
             self._queue.remove(job)
         job.fence()
         job.started = self._clock()
@@ -101,14 +100,14 @@ class HostHandler(JobHandler[HostJob]):
 
 
 class HostStoreHandler(Stores, HostHandler):
-    """Copies blocks into the pool."""
+    """The handler that copies blocks into the pool."""
 
     def _copy(self, spans: list[Span], blocks: Plan) -> None:
         self.spans.memory.store(spans, blocks)
 
 
 class HostLoadHandler(Loads, HostHandler):
-    """Copies blocks out of the pool."""
+    """The handler that copies blocks out of the pool."""
 
     def _copy(self, spans: list[Span], blocks: Plan) -> None:
         self.spans.memory.load(spans, blocks)

@@ -1,17 +1,17 @@
-"""The books of a handler: which jobs wait, which are under way, which are over, and one result for each.
+"""The records of a handler's jobs: which wait, which are under way, which are over, and one result for each.
 
-Every handler of ours is a `JobHandler` and says only how bytes move. A job is planned and checked, waits in
-a queue, is run by the handler's thread (or by whoever has time), and ends in one of two ways: its last block
-has arrived, or somebody ends it (its deadline, a cancel, a shutdown, a failure). Jobs of one direction begin
-in the order given.
+Every handler of ours is a `JobHandler`; a subclass says only how bytes move. A job is planned and checked,
+and waits in a queue. The handler's thread runs it, or another thread that waits for it. A job ends in one of
+two ways: its last block has arrived, or it is ended early (by its deadline, a cancel, a shutdown or a
+failure). Jobs of one direction begin in the order given.
 
-Deadlines count from `transfer_async` and are looked at by `get_finished` and `wait`. With `max_jobs` jobs
-accepted and not over, `transfer_async` refuses the next one; so does a device that does not answer. All
-public methods belong to the worker's thread.
+Deadlines count from `transfer_async`; `get_finished` and `wait` check them. `transfer_async` refuses a job
+when `max_jobs` jobs are accepted and not over, or when the device does not answer. All public methods belong
+to the worker's thread.
 
-A forked child has the books but not the thread: the first job that it is given starts one. That holds if no
-job was under way when it was forked. Memory that is private, as that of a pool with one party, is from then
-on the child's own copy.
+A forked child has the records but not the thread: its first job starts a new thread. That works if no job
+was under way at the fork. Private memory, such as a pool with one party, is from then on the child's own
+copy.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ _JOIN_SECONDS = 5.0
 class Job:
     """A job on its way.
 
-    Its leading `blocks_begun` blocks are being copied, its leading `blocks_done` have arrived.
+    Its leading `blocks_done` blocks have arrived; the copy of its leading `blocks_begun` blocks has begun.
 
-    What is the same for every new job is its class's until it changes: the device may be done before the
-    books are written.
+    Fields without an argument are class attributes until they change. That makes a new job cheap: the device
+    may be done before it is recorded.
     """
 
     job_id: int
     plan: Plan
     deadline: float
     ending: bool = field(default=False, init=False)
-    """Somebody is about to end it."""
+    """A thread is about to end the job."""
     blocks_begun: int = field(default=0, init=False)
     blocks_done: int = field(default=0, init=False)
     bytes_done: int = field(default=0, init=False)
@@ -72,11 +72,14 @@ J = TypeVar("J", bound=Job)
 
 
 class JobHandler(OffloadingHandler, Generic[J]):
-    """Keeps the books. A subclass makes jobs, runs and stops them, and is one of `Stores` and `Loads`."""
+    """A handler with records of its jobs.
+
+    A subclass makes, runs and stops jobs, and also inherits from `Stores` or `Loads`.
+    """
 
     transfer_type: ClassVar[TransferType]
     wait_tick: ClassVar[float]
-    """How late `wait` may notice a deadline."""
+    """The seconds by which `wait` may notice a deadline too late."""
 
     def __init__(
         self,
@@ -89,11 +92,12 @@ class JobHandler(OffloadingHandler, Generic[J]):
         max_jobs: int = 1024,
     ) -> None:
         self.piece_bytes = piece_bytes
-        """The most that is copied without looking up, or one block where that is more."""
+        """The most bytes copied between two checks whether the job is ending, or one block if that is more.
+        """
         self.probe: Callable[[J], None] | None = None
-        """Called by the thread before each piece, holding no lock.
+        """A function that the thread calls before each piece, holding no lock.
 
-        Tests make it wait, or raise `TransferError`.
+        Tests use it to wait, or to raise `TransferError`.
         """
         self.pool, self._bounds = pool, bounds
         self._deadline, self._clock, self._max_jobs = deadline, clock, max_jobs
@@ -110,50 +114,47 @@ class JobHandler(OffloadingHandler, Generic[J]):
     @staticmethod
     @abstractmethod
     def _ends(spec: TransferSpec) -> Ends | None:
-        """Return the two ends of a job, or `None` if it does not go this way."""
+        """Return the two ends of a job, or `None` if it is of the other direction."""
 
     @abstractmethod
     def _make_job(self, job_id: int, ends: Ends, deadline: float, by_layer: bool) -> J:
         """Return a new job, or raise `InputError`.
 
-        What the engine has been told to do so far comes before it.
+        The job follows all work that the engine has been told to do so far.
         """
 
     @abstractmethod
     def _begin(self, job: J) -> None:
-        """Put a new job at the end of the queue and see to it that it is run.
-
-        Does not wait; `_lock` is held.
-        """
+        """Put a new job at the end of the queue and have it run. It does not wait; `_lock` is held."""
 
     @abstractmethod
     def _run(self, job: J) -> None:
-        """Do something for the first job in the queue. Called by the thread, again and again."""
+        """Work on the first job in the queue. The thread calls this again and again."""
 
     @abstractmethod
     def _end(self, job: J) -> bool:
-        """Stop a job and give it its result; say whether it had none before.
+        """Stop a job and give it its result; say whether it had no result before.
 
-        Afterwards it touches no memory.
+        Afterwards the job touches no memory.
         """
 
     @abstractmethod
     def _wait_a_little(self, job_ids: set[int], seconds: float) -> None:
         """Block until something has changed, for about `seconds` at most.
 
-        These jobs were not over just now.
+        The caller waits for these jobs, which were not over just before.
         """
 
     def _enter_thread(self) -> None:
-        """Prepare the calling thread, which may be here for the first time."""
+        """Prepare the calling thread, if it calls for the first time."""
         return
 
     def _note_progress(self) -> None:
-        """Take note of what has arrived. `_lock` is held."""
+        """Note the blocks that have arrived. `_lock` is held."""
         return
 
     def _abandon(self, job: J) -> None:
-        """End a job of which a call has failed."""
+        """End a job after a failed call."""
         self._end(job)
 
     # -- the worker's calls ------------------------------------------------------------------------
@@ -161,7 +162,7 @@ class JobHandler(OffloadingHandler, Generic[J]):
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
         """Start a job and return at once.
 
-        A spec that makes no sense is an `InputError` and touches nothing.
+        A wrong spec raises `InputError` and touches no memory.
         """
         return self._accept(job_id, spec)
 
@@ -182,14 +183,14 @@ class JobHandler(OffloadingHandler, Generic[J]):
             except TransferError as error:
                 logger.warning("%s job %d was refused: %s", self, job_id, error)
                 return False
-            if self._closed:  # it was found to be broken meanwhile
+            if self._closed:  # the device was found to be broken meanwhile
                 return False
             self._jobs[job_id] = job
             self._begin(job)
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        """Take the results that are in, ending jobs past their deadline first."""
+        """End jobs past their deadline, and take the results so far."""
         if self._jobs:
             self._enter_thread()
             with self._lock:
@@ -204,8 +205,8 @@ class JobHandler(OffloadingHandler, Generic[J]):
         return self.wait({job_id}, timeout) and self._has_succeeded(job_id)
 
     def wait(self, job_ids: set[int], timeout: float | None = None) -> bool:
-        """Block until these jobs are over, by their deadlines at the latest, or `timeout`; say whether they
-        are.
+        """Block until these jobs are over, until their deadlines at most, or until `timeout`; say whether
+        they are over.
         """
         until = None if timeout is None else time.monotonic() + timeout
         self._enter_thread()
@@ -221,15 +222,15 @@ class JobHandler(OffloadingHandler, Generic[J]):
         return True
 
     def wait_ending(self, job: J, timeout: float | None = None) -> bool:
-        """Block until somebody ends a job, or `timeout`; say whether it is ending.
+        """Block until a job is being ended, or `timeout`; say whether it is ending.
 
-        For probes that let a job hang.
+        Probes use this to let a job hang.
         """
         with self._changed:
             return self._changed.wait_for(lambda: job.ending, timeout)
 
     def cancel(self, job_ids: set[int]) -> None:
-        """End these jobs now. Waits for those of their pieces that are being copied."""
+        """End these jobs now. Wait for their pieces that are being copied."""
         self._enter_thread()
         with self._changed:
             jobs = [self._jobs[job_id] for job_id in job_ids if job_id in self._jobs]
@@ -237,7 +238,7 @@ class JobHandler(OffloadingHandler, Generic[J]):
             self._end(job)
 
     def shutdown(self) -> None:
-        """End everything. Idempotent; results remain to be taken."""
+        """End all jobs. Idempotent; results can still be taken."""
         with self._changed:
             self._closed = True
             jobs = set(self._jobs)
@@ -247,7 +248,7 @@ class JobHandler(OffloadingHandler, Generic[J]):
             self._thread.join(_JOIN_SECONDS)
 
     def check(self) -> None:
-        """Raise `IntegrityError` if the books do not agree."""
+        """Raise `IntegrityError` if the records do not agree."""
         with self._changed:
             stale = {job.job_id for job in self._queue} - self._jobs.keys()
             twice = {result.job_id for result in self._results} & self._jobs.keys()
@@ -260,7 +261,7 @@ class JobHandler(OffloadingHandler, Generic[J]):
         return " to ".join(self.transfer_type)
 
     def plan(self, spec: TransferSpec) -> Plan:
-        """Pair the ends of a job, or raise `InputError` if it makes no sense here."""
+        """Pair the ends of a job, or raise `InputError` if they do not fit."""
         return pair_blocks(*self._expect_ends(spec), self._bounds)
 
     def _expect_ends(self, spec: TransferSpec) -> Ends:
@@ -283,7 +284,7 @@ class JobHandler(OffloadingHandler, Generic[J]):
             self._changed.notify_all()
 
     def _finish(self, job: J, seconds: float | None, *, success: bool) -> None:
-        """Give a job its result. It is under way no more. `_lock` is held."""
+        """Give a job its result and remove it from the jobs under way. `_lock` is held."""
         del self._jobs[job.job_id]
         if self._queue and job in self._queue:
             self._queue.remove(job)
@@ -291,7 +292,7 @@ class JobHandler(OffloadingHandler, Generic[J]):
         self._results.append(
             TransferResult(job.job_id, success, job.bytes_done, seconds, self.transfer_type, failed)
         )
-        if self._thread is not None:  # else nobody waits for it
+        if self._thread is not None:  # else no thread waits for it
             self._changed.notify_all()
 
     def _has_succeeded(self, job_id: int) -> bool:
@@ -303,27 +304,27 @@ class JobHandler(OffloadingHandler, Generic[J]):
             return
         with self._lock:
             now = self._clock()
-            # In the order of their deadlines.
+            # Jobs are in the order of their deadlines.
             late = list(takewhile(lambda job: now > job.deadline, self._jobs.values()))
             if late:
                 self._note_progress()
-        for job in reversed(late):  # the last first, so that ending the one that runs does not start another
+        for job in reversed(late):  # the last first, so that ending the running job does not start another
             if self._end(job):
                 logger.warning("%s job %d was not over after %.3g s", self, job.job_id, self._deadline)
 
     # -- the thread --------------------------------------------------------------------------------
 
     def _wake_thread(self) -> None:
-        """Let the thread look at the queue; it lives from the first time on. `_lock` is held."""
+        """Let the thread look at the queue; the first call starts it. `_lock` is held."""
         self._changed.notify_all()
         if (
             self._thread is None or not self._thread.is_alive()
-        ):  # not alive: it is that of the process that forked
+        ):  # not alive: it belonged to the process that forked
             self._thread = threading.Thread(target=self._serve, name=f"kvtier {self}", daemon=True)
             self._thread.start()
 
     def _serve(self) -> None:
-        """Run jobs until the handler is closed. The whole life of the thread."""
+        """Run jobs until the handler is closed. This is the thread's main loop."""
         self._enter_thread()
         while (job := self._next_job()) is not None:
             try:

@@ -1,17 +1,17 @@
 """Engine tensors -> `CanonicalKVCaches`: every layer's KV cache seen as pages of int8, without copying a
 byte.
 
-Understood are strided tensors of shape `(num_blocks, ...)` and `(2, num_blocks, ...)`. The latter hold K and
-V apart and become two refs. What follows the block dimension is one page; its bytes must be dense, in
-whatever order of dimensions. Between pages there may be padding, or the pages of other layers. Layers that
-view the same memory share one canonical tensor, and within one group they count once: a cross-layer tensor
-may be given under one name or under each layer's.
+Strided tensors of shape `(num_blocks, ...)` and `(2, num_blocks, ...)` are understood. The latter hold K and
+V apart and become two refs. The dimensions after the block dimension are one page; its bytes must be dense,
+in any order of dimensions. Between pages there may be padding, or the pages of other layers. Layers that
+view the same memory share one canonical tensor, and count once within a group: a cross-layer tensor may be
+given under one name or under each layer's name.
 
-Which dimension counts blocks is taken from `num_blocks`. Without it, it is what all layers have in common; a
-leading 2 then means K and V wherever that makes sense. `(2, 2, ...)` makes sense both ways: name the
-`KVLayout`, nothing is guessed.
+`num_blocks` tells which dimension counts blocks. Without it, the number of blocks is the size that all
+layers have in common, and a leading 2 means K and V wherever that fits. `(2, 2, ...)` fits both ways, and
+nothing is guessed: name the `KVLayout`.
 
-Anything else is a `LayoutError` that names the layer. Pure functions: any thread may call them.
+Anything else is a `LayoutError` that names the layer. These are pure functions: any thread may call them.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _Place = tuple[int, int, int]
 
 
 class KVLayout(Enum):
-    """Where a layer's tensor counts its blocks; the value is the dimension."""
+    """The dimension in which a layer's tensor counts its blocks."""
 
     BLOCKS_FIRST = 0
     KV_FIRST = 1
 
     def num_blocks(self, tensor: torch.Tensor) -> int | None:
-        """Return how many blocks a tensor has if it is laid out like this, and `None` if it cannot be."""
+        """Return the number of blocks of a tensor in this layout; `None` if it cannot have this layout."""
         if tensor.dim() <= self.value or (self is KVLayout.KV_FIRST and tensor.shape[0] != 2):
             return None
         return tensor.shape[self.value]
@@ -58,7 +58,7 @@ class _Pages:
 
     @property
     def place(self) -> _Place:
-        """What layers that view the same memory have in common."""
+        """The identity of the memory, equal for layers that view the same memory."""
         return self.storage.data_ptr(), self.offset, self.stride
 
 
@@ -175,14 +175,14 @@ def _pages_of_group(index: int, group: GroupConfig, layers: Mapping[str, list[_P
 def _layer_ends(
     group: GroupConfig, distinct: list[_Pages], layers: Mapping[str, list[_Pages]]
 ) -> dict[str, int]:
-    """Say for each layer of a group how many leading pages hold it and all layers before it."""
+    """Return for each layer of a group the number of leading pages that hold it and all layers before it."""
     index = {pages.place: i for i, pages in enumerate(distinct)}
     last = [max(index[pages.place] for pages in layers[name]) + 1 for name in group.layer_names]
     return dict(zip(group.layer_names, accumulate(last, max), strict=True))
 
 
 def _widest(pages: Iterable[_Pages]) -> list[_Pages]:
-    """Keep the largest page of every place, in order of first sight."""
+    """Return the largest pages of every place, in the order in which places first appear."""
     kept: dict[_Place, _Pages] = {}
     for candidate in pages:
         if candidate.place not in kept or candidate.page > kept[candidate.place].page:
@@ -191,7 +191,7 @@ def _widest(pages: Iterable[_Pages]) -> list[_Pages]:
 
 
 def _tensor(pages: _Pages, everyone: list[_Pages], num_blocks: int) -> CanonicalKVCacheTensor:
-    """View pages as int8, with their padding: what lies between a page and the next page of any layer."""
+    """View pages as int8, with the padding between a page and the next page of any layer."""
     starts = [other.offset for other in everyone if other.storage.data_ptr() == pages.storage.data_ptr()]
     to_next = min((start - pages.offset) % pages.stride or pages.stride for start in starts)
     to_end = pages.storage.nbytes() - pages.offset - (num_blocks - 1) * pages.stride

@@ -2,11 +2,11 @@
 
 `engine` is `(num_blocks, refs, page bytes)` and `pool` is `(slots, blocks of a slot, refs, page bytes)`;
 both are strided in all but the last dimension. `slots`, `indices` and `blocks` are parallel arrays of int64.
-`store` and `load` take numpy arrays and, where they were compiled, run without the GIL from the first byte
-to the last: a Python thread beside them is not slowed down, and does not slow them down by holding it. The
-Python versions also take torch tensors, on any device.
+`store` and `load` take numpy arrays. The compiled forms run without the GIL from the first byte to the last,
+so they and other Python threads do not slow each other down. The Python forms also take torch tensors, on
+any device.
 
-Any thread may call these. They touch what they are told to and keep nothing.
+Any thread may call these functions. They keep no state.
 """
 
 from __future__ import annotations
@@ -41,4 +41,4 @@ else:
     load, store = load_python, store_python
 
 COPIED_BY = form_of("pages")
-"""Who copies pages of an engine on the host. Both move the same bytes; C is as fast as one large memcpy."""
+"""Whether C or Python copies pages of an engine on the host. C is as fast as one large memcpy."""

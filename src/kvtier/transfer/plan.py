@@ -1,13 +1,13 @@
-"""`Plan`: the two ends of a job paired block by block: which block goes with which part of which slot.
+"""`Plan`: the two ends of a job, paired block by block: each block with its place in a slot.
 
     blocks_per_chunk = 4, block_indices = (6,):
         blocks of the request   6  7 | 8  9 10 11 | 12
         slot                    first   second      third
         index in the slot       2  3 | 0  1  2  3 | 0
 
-Each group with blocks begins a new slot, so it takes `ceil((size + skipped) / blocks_per_chunk)` of them.
-Null blocks take their place but have no bytes. Everything is checked before any memory is touched. Pure
-functions over numpy arrays, no torch: any thread may call them, and every handler does.
+Each group with blocks begins a new slot, so it takes `ceil((size + skipped) / blocks_per_chunk)` slots. Null
+blocks take a place in a slot but have no bytes. Everything is checked before any memory is touched. These
+are pure functions over numpy arrays, without torch. Every handler uses them; any thread may call them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["JobBounds", "Plan", "pair_blocks", "pair_plain", "stage_bounds"]
 Ints = npt.NDArray[np.int64]
 
 _FEW = 64
-# Shared: making arrays is most of a small plan's time.
+# All small plans share these, because making arrays takes most of a small plan's time.
 _COUNT, _NOTHING = np.arange(4096), np.zeros(4096, np.int64)
 _COUNT.flags.writeable = _NOTHING.flags.writeable = False
 _STAGES = (8 / 32, 16 / 32, 22 / 32, 26 / 32, 29 / 32, 31 / 32, 1)
@@ -35,7 +35,7 @@ _STAGES = (8 / 32, 16 / 32, 22 / 32, 26 / 32, 29 / 32, 31 / 32, 1)
 
 @dataclass(frozen=True, slots=True)
 class JobBounds:
-    """What bounds the numbers in a job."""
+    """The upper bounds of the numbers in a job."""
 
     num_groups: int
     num_blocks: int
@@ -47,7 +47,8 @@ class JobBounds:
 class Plan:
     """The blocks of a job that have bytes, in the order of the job: parallel arrays, never changed.
 
-    `positions` count into the GPU end's `block_ids`. Block i is `indices[i]`-th in `slots[i]`.
+    `positions` are indices into the GPU end's `block_ids`. Block i has index `indices[i]` in slot
+    `slots[i]`.
     """
 
     positions: Ints
@@ -73,10 +74,10 @@ class Plan:
 
 
 def stage_bounds(num_layers: int) -> list[int]:
-    """Return how many layers are there after each stage of a load that comes layer by layer.
+    """Return the number of layers that have arrived after each stage of a load that comes layer by layer.
 
-    Stages get shorter: while one comes in, whoever computes does the one before it, and has only the last
-    left in the end.
+    Stages get shorter. While a stage arrives, the engine computes the stage before it; so at the end only a
+    short stage is left to compute.
     """
     return [round(share * num_layers) for share in _STAGES]
 
@@ -93,7 +94,7 @@ def pair_blocks(gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, bounds: JobBounds)
         raise InputError(f"expected {sum(taken)} slots for {wants}, got {len(cpu.block_ids)}")
     _check_range("block ids", gpu.block_ids, bounds.num_blocks)
     _check_range("slots", cpu.block_ids, bounds.num_slots)
-    # places in all of the job's slots, as if their blocks were numbered through
+    # places count through all of the job's slots, block by block
     per_chunk = bounds.blocks_per_chunk
     firsts = [sum(taken[:group]) * per_chunk + skip for group, skip in enumerate(skipped)]
     sizes = gpu.group_sizes
@@ -108,9 +109,7 @@ def pair_blocks(gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, bounds: JobBounds)
 
 
 def pair_plain(blocks: Ints, slots: Ints) -> Plan:
-    """Pair as many blocks as slots, of one group whose chunks are single blocks, all of which were found to
-    be there.
-    """
+    """Pair blocks with as many slots, for one group whose chunks are single blocks, with no null block."""
     count = len(blocks)
     if count > len(_COUNT):
         return Plan(np.arange(count), np.zeros(count, np.int64), blocks, slots, np.zeros(count, np.int64))
@@ -118,9 +117,7 @@ def pair_plain(blocks: Ints, slots: Ints) -> Plan:
 
 
 def _pair_one_to_one(gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, bounds: JobBounds) -> Plan:
-    """Do the same for one group whose chunks are single blocks: small jobs, of which there are many, are
-    mostly such.
-    """
+    """Pair the ends of a job of one group whose chunks are single blocks, as most small jobs are."""
     blocks, slots = gpu.block_ids, cpu.block_ids
     if len(blocks) != len(slots):
         raise InputError(f"expected {len(blocks)} slots for as many blocks, got {len(slots)}")
@@ -136,9 +133,7 @@ def _pair_one_to_one(gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, bounds: JobBo
 
 
 def _read_groups(gpu: GPULoadStoreSpec, bounds: JobBounds) -> tuple[list[int], list[int]]:
-    """Return for each group how many leading blocks of its first slot are skipped, and how many slots it
-    takes.
-    """
+    """Return for each group its number of skipped blocks in the first slot, and its number of slots."""
     sizes, per_chunk = gpu.group_sizes, bounds.blocks_per_chunk
     indices = gpu.block_indices or (0,) * len(sizes)
     if len(sizes) != bounds.num_groups:
@@ -158,9 +153,9 @@ def _join(arrays: list[Ints]) -> Ints:
 
 
 def _check_range(what: str, ids: Ints, limit: int) -> int | None:
-    """Raise `InputError` if ids are not in `[0, limit)`; return the least.
+    """Raise `InputError` if ids are not in `[0, limit)`; return the smallest.
 
-    For few of them a list is several times faster.
+    For few ids a list is several times as fast as numpy.
     """
     if not len(ids):
         return None

@@ -1,4 +1,4 @@
-"""The engine's pages and the pool's rows as pairs of arrays, such that one call copies many pages.
+"""The engine's pages and the pool's rows as pairs of arrays, so that one call copies many pages.
 
 The engine is layer-major and the pool chunk-major, so one block is as many separate pages as its group has
 refs. Where refs lie at equal distances in one allocation (K and V of a layer; all layers, if the engine
@@ -7,7 +7,7 @@ allocates its cache in one piece) they form one *span*, and are copied together:
     span.engine   (num_blocks, refs, page bytes)
     span.pool     (slots, blocks of a slot, refs, page bytes)
 
-Views only, immutable once made; whoever copies decides about threads.
+Spans are views, immutable once made; the handlers that copy decide about threads.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from kvtier.transfer.plan import JobBounds, Plan
 __all__ = ["BATCH_BYTES", "DeviceMemory", "HostMemory", "Span", "Spans"]
 
 BATCH_BYTES = 1 << 20
-"""What is copied without looking up.
+"""The bytes copied between two checks whether the job is ending.
 
-It takes a tenth of a millisecond, so ending a job is never a noticeable wait.
+They take a tenth of a millisecond, so ending a job is never a noticeable wait.
 """
 
 Array = Any  # numpy where the engine is on the host, torch where it is on a device
@@ -47,28 +47,26 @@ class HostMemory:
     """An engine whose tensors are in host memory: they are written when the engine's calls return."""
 
     def array(self, view: torch.Tensor) -> Array:
-        """Return what to copy to and from."""
+        """Return a view as an array that `store` and `load` take."""
         return view.numpy()
 
     def fence(self) -> Callable[[], object]:
-        """Return what to wait for before touching memory that the engine has been told to write."""
+        """Return a function that waits until the engine has done all writes it was told to do so far."""
         return lambda: None
 
     def store(self, spans: list[Span], blocks: Plan) -> None:
-        """Copy blocks of the engine into the pool. They are there on return."""
+        """Copy blocks of the engine into the pool. All bytes have arrived on return."""
         for span in spans:
             pages.store(span.pool, span.engine, blocks.slots, blocks.indices, blocks.blocks)
 
     def load(self, spans: list[Span], blocks: Plan) -> None:
-        """Copy blocks of the pool into the engine. They are there on return."""
+        """Copy blocks of the pool into the engine. All bytes have arrived on return."""
         for span in spans:
             pages.load(span.pool, span.engine, blocks.slots, blocks.indices, blocks.blocks)
 
 
 class DeviceMemory(HostMemory):
-    """An engine whose tensors are on a CUDA device: plain copies through pageable memory, in order with its
-    stream.
-    """
+    """An engine whose tensors are on a CUDA device: plain copies through pageable memory, on its stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -92,10 +90,10 @@ class DeviceMemory(HostMemory):
 
 
 class Spans:
-    """All that a handler needs to know of the two memories.
+    """The two memories, as a handler needs them.
 
-    `batches[group]` are the spans of a group, in parts whose pages of one block are at most `BATCH_BYTES`,
-    or a single larger page.
+    `batches[group]` are the spans of a group in batches. A batch has at most `BATCH_BYTES` of a block, or a
+    single larger page.
     """
 
     def __init__(self, kv_caches: CanonicalKVCaches, pool: Pool, config: OffloadingConfig) -> None:
@@ -118,7 +116,7 @@ class Spans:
             offset += stack[0].numel()
 
     def _pool_view(self, group: int, offset: int, stack: torch.Tensor) -> torch.Tensor:
-        """View the place of a stack, `offset` bytes into each block, in all rows."""
+        """Return a view of a stack's place in all rows, `offset` bytes into each block."""
         _, refs, page = stack.shape
         shape = (self.pool.num_slots, self.bounds.blocks_per_chunk, refs, page)
         strides = (self.pool.slot_bytes, self.block_bytes[group], page, 1)
@@ -128,7 +126,7 @@ class Spans:
 
 
 def _stack_refs(kv_caches: CanonicalKVCaches, group: int) -> list[torch.Tensor]:
-    """Return the refs of a group in order, as `(num_blocks, refs, page bytes)` views of as many as go
+    """Return the refs of a group in order, as `(num_blocks, refs, page bytes)` views of as many as fit
     together.
     """
     stacks: list[list[torch.Tensor]] = []
@@ -142,9 +140,7 @@ def _stack_refs(kv_caches: CanonicalKVCaches, group: int) -> list[torch.Tensor]:
 
 
 def _continues(stack: list[torch.Tensor], tensor: torch.Tensor) -> bool:
-    """Say whether a tensor lies in the same allocation as a stack, shaped alike and one equal distance
-    further.
-    """
+    """Say whether a tensor continues a stack: in its allocation, shaped alike, and at the same distance."""
     last = stack[-1]
     alike = tensor.shape == last.shape and tensor.stride() == last.stride()
     together = tensor.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()

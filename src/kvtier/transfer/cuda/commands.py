@@ -1,13 +1,14 @@
 """Commands to the streams of a lane: tell a kernel its blocks, launch it, copy over the bus, with the events
 around it.
 
-A command starts a timer, waits for an event, does its work and records another event, each if there is one
-(0: none). A script is the commands of a whole piece, submitted in one call. `PythonSubmitter` says how, call
-by call; compiled (`native/_cuda.c`), a script takes little longer than the driver does, and small jobs wait
-for nothing else. `make_submitter` chooses. `SUBMITTED_BY` says which was compiled.
+A command starts a timer, waits for an event, does its work and records another event; each event may be 0,
+for none. A script holds the commands of a whole piece, submitted in one call. `PythonSubmitter` is the
+specification, call by call. In the compiled form (`native/_cuda.c`) a script takes little longer than the
+driver's own calls, which matters most for small jobs. `make_submitter` chooses a form; `SUBMITTED_BY` says
+which one was compiled.
 
-Streams, events and addresses are numbers. One thread at a time; any may wait. Errors of the driver are
-`TransferError`.
+Streams, events and addresses are numbers. One thread at a time may submit; any thread may wait. Errors of
+the driver are `TransferError`.
 """
 
 from __future__ import annotations
@@ -49,28 +50,29 @@ __all__ = [
 ]
 
 SUBMITTED_BY = form_of("cuda")
-"""Who tells streams what to do. Both tell them the same."""
+"""Whether C or Python submits commands. Both submit the same."""
 
-# What was measured for these: docs/tuning.md.
+# docs/tuning.md has the measurements for these.
 SMALL_RANGE = 1 << 20
-"""Below this size there are gaps between the ranges of a stream, which another can fill."""
+"""Below this size there are gaps between the ranges of a stream, which a second stream can fill."""
 BATCH_RANGES = 32
-"""In one call of the driver, which takes about a microsecond for each: the bus should not wait for all of
-them.
+"""The most ranges in one call of the driver. A range takes it about a microsecond, and the bus should not
+wait for many.
 """
 
 FIRST_RANGES = 4
-"""In the first batch of a copy that a job begins with, while the bus is idle; each batch after it has twice
-as many.
+"""The ranges in the first batch of a job's first copy, while the bus is idle; each next batch has twice as
+many.
 """
 
 
 class Note(NamedTuple):
-    """Where a kernel is told its blocks and rows: in pinned memory, and with `heard` in a copy on the
-    device.
+    """The place where a kernel reads its blocks and rows: `told` in pinned memory or, if given, `heard`, a
+    copy on the device.
 
-    The copy is made on a stream of its own (`notes`) long before the kernel's turn: read over a busy bus, it
-    would take the kernel twice as long. It queues behind all that the bus carries to the device.
+    The copy is made on a stream of its own (`notes`) long before the kernel's turn: if the kernel read the
+    note over a busy bus, it would take twice as long. The copy queues behind everything that the bus carries
+    to the device.
     """
 
     told: int
@@ -81,7 +83,7 @@ class Note(NamedTuple):
 
 
 class Plain(NamedTuple):
-    """What a plain job keeps to. Blocks are chunks: slot i is `i * stride` bytes behind `first`."""
+    """The bounds of plain jobs, whose chunks are single blocks. Slot i is at `first + i * stride`."""
 
     first: int
     stride: int
@@ -90,7 +92,7 @@ class Plain(NamedTuple):
 
 
 class Placeholder(StrEnum):
-    """Stands in a command for what every piece has its own: scripts are written once, and played for many
+    """A name in a command for a value that differs by piece: a script is written once and played for many
     pieces.
     """
 
@@ -104,7 +106,7 @@ class Placeholder(StrEnum):
 
 
 class CommandKind(IntEnum):
-    """What a command does. The last field of each, and the place of its function in C."""
+    """The work of a command. It is the last field of each command, and the index of its function in C."""
 
     TELL = 0
     LAUNCH = 1
@@ -112,7 +114,7 @@ class CommandKind(IntEnum):
 
 
 OpenEvent = int | Literal[Placeholder.START, Placeholder.WAIT]
-"""An event, 0 for none, or the name of one that every piece has its own."""
+"""An event, 0 for none, or the placeholder of an event that differs by piece."""
 
 
 class TellKernel(NamedTuple):
@@ -163,10 +165,10 @@ Script = tuple[Command, ...]
 
 
 class Submitter(Protocol):
-    """What both forms do."""
+    """The interface of the compiled and the Python form."""
 
     def is_plain(self, plain: Plain, blocks: Ints, slots: Ints, engine: int, /) -> bool:
-        """Say whether a job has as many slots as blocks, all there and none null, and the engine's stream is
+        """Say whether a job has as many slots as blocks, all valid and none null, and the engine's stream is
         idle.
         """
 
@@ -184,11 +186,11 @@ class Submitter(Protocol):
     ) -> None:
         """Submit the commands of a script for a piece.
 
-        The other arguments take the place of `Placeholder`s, in that order.
+        The other arguments replace the `Placeholder`s, in the order of that enum.
         """
 
     def tell(self, note: Note, blocks: Ints, first: int, last: int, rows: Rows, offset: int, /) -> None:
-        """Write down blocks `[first, last)` for a kernel, and the places of their rows, plus `offset`."""
+        """Write a kernel's note: blocks `[first, last)`, and the addresses of their rows plus `offset`."""
 
     def launch(
         self,
@@ -201,7 +203,7 @@ class Submitter(Protocol):
         done: int,
         /,
     ) -> None:
-        """Copy the blocks of a note by a kernel."""
+        """Launch a kernel that copies the blocks of a note."""
 
     def copy(
         self, pages: Pages, blocks: Ints | None, first: int, last: int, rows: Rows,
@@ -210,16 +212,17 @@ class Submitter(Protocol):
         """Copy pages of blocks `[first, last)` between the device and their rows in the pool, joined into
         ranges.
 
-        Without `blocks` they are numbered from 0. Small ranges take turns on two streams, where one fills
-        the gaps of the other, unless there is no `side_done` to join them by. What begins with `start`
-        begins with a few of them, and `after` another event: that is not the copy's own time.
+        Without `blocks` the blocks are numbered from 0. Small ranges take turns on two streams, where one
+        fills the gaps of the other, unless there is no `side_done` to join them by. A copy with `start`
+        begins with a small batch. The wait for `after` comes before `start`, because it is not the copy's
+        own time.
         """
 
     def is_over(self, event: int, /) -> bool:
         """Say whether an event has happened."""
 
     def is_idle(self, stream: int, /) -> bool:
-        """Say whether a stream has done all that it has been told."""
+        """Say whether a stream has done all its work."""
 
     def wait_over(self, event: int, /) -> None:
         """Block until an event has happened."""
@@ -229,10 +232,10 @@ class Submitter(Protocol):
 
 
 def make_submitter(pool: PoolMap, *, to_pool: bool, pinned: bool) -> Submitter:
-    """Return what submits the commands of one direction."""
+    """Return the submitter of one direction's commands."""
     if (
         CompiledSubmitter is None or not pinned
-    ):  # copies of pageable memory may wait, and must not hold the GIL
+    ):  # copies of pageable memory may block, and must not hold the GIL meanwhile
         return PythonSubmitter(pool, to_pool=to_pool, pinned=pinned)
     return CompiledSubmitter(
         driver.find_functions(),
@@ -247,13 +250,13 @@ def make_submitter(pool: PoolMap, *, to_pool: bool, pinned: bool) -> Submitter:
 
 
 class PythonSubmitter:
-    """Submits command by command, from Python."""
+    """The Python form, which submits command by command."""
 
     def __init__(self, pool: PoolMap, *, to_pool: bool, pinned: bool = True) -> None:
         self._pool, self._to_pool, self._pinned = pool, to_pool, pinned
 
     def is_plain(self, *job: object) -> bool:
-        """Say no, so that the job takes the usual way: to ask would take as long."""
+        """Return `False`, so that the job takes the usual way: the check would take as long."""
         return False
 
     def play(
@@ -268,7 +271,7 @@ class PythonSubmitter:
         wait: int,
         /,
     ) -> None:
-        """Do one after the other."""
+        """Submit one command after the other."""
         own: dict[Placeholder, Any] = dict(
             zip(Placeholder, (blocks, first, last, count, rows, start, wait), strict=True)
         )
@@ -282,7 +285,7 @@ class PythonSubmitter:
             calls[kind](*(own[item] if isinstance(item, Placeholder) else item for item in arguments))
 
     def tell(self, note: Note, blocks: Ints, first: int, last: int, rows: Rows, offset: int, /) -> None:
-        """Write a note, and bring it to the device."""
+        """Write a note, and copy it to the device if it has a place there."""
         count = last - first
         told = np.ctypeslib.as_array((ctypes.c_int64 * (2 * count)).from_address(note.told))
         told[:count] = blocks[first:last]
@@ -302,7 +305,7 @@ class PythonSubmitter:
         done: int,
         /,
     ) -> None:
-        """Launch a kernel when its note is there."""
+        """Launch a kernel, which waits for its note."""
         if start:
             driver.record(start, stream)
         if note.heard:

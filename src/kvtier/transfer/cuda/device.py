@@ -1,8 +1,8 @@
-"""What a lane has of its device: streams, events, memory and kernels, most of them torch's, kept for as long
+"""`Device`: the streams, events, memory and kernels of a lane, most of them torch's. It keeps them as long
 as it lives.
 
-All are given out as handles and addresses, which is how `commands` and `driver` take them. Any thread may
-ask for the current stream; the rest is for one thread at a time.
+All are given out as handles and addresses, which `commands` and `driver` take. Any thread may ask for the
+current stream; the rest is for one thread at a time.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from kvtier.transfer.cuda.pieces import Part
 __all__ = ["PRIORITY", "Device"]
 
 PRIORITY = 0
-"""Of streams: the lowest that CUDA has. Higher ones moved no more bytes beside matrix products."""
+"""The priority of streams, the lowest of CUDA.
+
+A higher priority moved no more bytes beside matrix products.
+"""
 
 
 class Device:
-    """Makes what a lane needs."""
+    """The maker and keeper of a lane's streams, events, memory and kernels."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._index = device, device.index or 0
@@ -30,7 +33,7 @@ class Device:
         self._any_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def enter_thread(self) -> None:
-        """Make this the device of the calling thread, if it has none."""
+        """Make this the current device of the calling thread, if the thread has none."""
         if not driver.has_context():
             torch.cuda.set_device(self._device)
 
@@ -46,18 +49,18 @@ class Device:
         return stream
 
     def event(self, *, timing: bool = False, blocking: bool = False) -> int:
-        """Return a new event. `blocking`: a thread that waits for it sleeps."""
+        """Return a new event. `blocking`: a waiting thread sleeps."""
         event = torch.cuda.Event(enable_timing=timing, blocking=blocking)  # type: ignore[no-untyped-call]
-        event.record(self._any_stream)  # it has a handle from now on
+        event.record(self._any_stream)  # the event has a handle only after this
         self._kept.append(event)
         return int(event.cuda_event)
 
     def rows(self, count: int, size: int) -> list[int]:
-        """Return rows of the device's memory."""
+        """Return the addresses of new rows in the device's memory."""
         return self._keep_rows(torch.empty((count, size), dtype=torch.int8, device=self._device))
 
     def host_rows(self, count: int, size: int) -> list[int]:
-        """Return rows of pinned memory."""
+        """Return the addresses of new rows in pinned memory."""
         return self._keep_rows(torch.empty((count, size), dtype=torch.int8, pin_memory=True))
 
     def _keep_rows(self, rows: torch.Tensor) -> list[int]:
@@ -65,10 +68,8 @@ class Device:
         return [row.data_ptr() for row in rows]
 
     def kernels(self, part: Part, row_align: int, *, gather: bool) -> tuple[driver.Launch, driver.Launch]:
-        """Return two kernels that copy pages of a part: one between them and a buffer, one between them and
-        the pool.
-        """
-        # Needs Triton, as does only who has a device.
+        """Return two kernels that copy the pages of a part: one for a buffer, one for the pool."""
+        # Imported here, because only a process with a device needs Triton.
         from kvtier.transfer.cuda.kernels import (
             SHORT,
             STAGED,

@@ -1,11 +1,11 @@
 """The calls of the CUDA driver that a transfer is made of: copies, launches, events, and pinning memory.
 
-`libcuda` comes with the driver, so this needs no package. Streams and events are handles, also of torch's: a
-call through ctypes takes half the time of torch's own, and torch has no name for some of them. Calls that
-only enqueue keep the GIL, since letting it go and getting it back takes longer than the call. An error of
-the driver is a `TransferError` with its name.
+`libcuda` comes with the driver, so this needs no package. Streams and events are handles, even if torch made
+them: a call through ctypes takes half the time of a call through torch, and torch lacks some of these calls.
+Calls that only enqueue keep the GIL, since releasing and retaking it takes longer than the call. An error of
+the driver becomes a `TransferError` with its name.
 
-Callers have a current CUDA context, as every thread has that has used torch on the device. Any thread.
+Any thread may call, if it has a current CUDA context, as every thread that has used torch on the device.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ Addresses = npt.NDArray[np.int64]
 
 _LIBRARY = "libcuda.so.1"
 _PORTABLE = 1  # pinned for every context of this process
-_NON_BLOCKING = 1  # a stream that does not wait for the default one, nor is waited for
+_NON_BLOCKING = 1  # a stream that does not wait for the default stream, nor that for it
 _NOT_READY = 600
 
 
 class _BatchAttributes(ctypes.Structure):
     """`CUmemcpyAttributes`: one rule for all ranges of a batch.
 
-    No location hints: the driver knows its addresses.
+    The location hints stay empty, because the driver knows its addresses.
     """
 
     _fields_ = (
@@ -109,19 +109,19 @@ def _load(kind: type[ctypes.CDLL]) -> Any:
 
 @cache
 def _enqueuing() -> Any:
-    """Return the library for calls that return at once."""
+    """Return the library for calls that return at once; they hold the GIL."""
     return _load(ctypes.PyDLL)
 
 
 @cache
 def _waiting() -> Any:
-    """Return the library for calls that take their time, without the GIL."""
+    """Return the library for calls that may take long; they release the GIL."""
     return _load(ctypes.CDLL)
 
 
 @cache
 def has_batches() -> bool:
-    """Say whether the driver copies many ranges in one call: it does since CUDA 12.8."""
+    """Say whether the driver can copy many ranges in one call (since CUDA 12.8)."""
     return hasattr(_enqueuing(), "cuMemcpyBatchAsync")
 
 
@@ -129,15 +129,15 @@ SUBMIT_FUNCTIONS = (
     "cuLaunchKernel", "cuMemcpyAsync", "cuMemcpyBatchAsync", "cuEventRecord", "cuStreamWaitEvent",
     "cuEventQuery", "cuStreamQuery", "cuEventSynchronize", "cuEventElapsedTime",
 )  # fmt: skip
-"""What `kvtier.native._cuda` calls, in the order in which it is given them."""
+"""The functions that `kvtier.native._cuda` calls, in the order in which it takes them."""
 
 
 _NEWER = {"cuEventElapsedTime": "cuEventElapsedTime_v2"}
-"""What is called instead where the driver has it: this takes 0.3 us, and the other 3.5."""
+"""Functions to call instead where the driver has them: this one takes 0.3 us, the older one 3.5 us."""
 
 
 def find_functions() -> bytes:
-    """Return the addresses of `SUBMIT_FUNCTIONS`, 0 for one that the driver does not have."""
+    """Return the addresses of `SUBMIT_FUNCTIONS`, 0 for a function that the driver lacks."""
     library = _enqueuing()
     names = [
         _NEWER.get(name, name) if hasattr(library, _NEWER.get(name, name)) else name
@@ -150,7 +150,7 @@ def find_functions() -> bytes:
 
 
 def fail(status: int, what: str) -> NoReturn:
-    """Raise what the driver says of a call that failed."""
+    """Raise `TransferError` with the driver's name for the error of a failed call."""
     name = ctypes.c_char_p()
     _waiting().cuGetErrorName(status, ctypes.byref(name))
     raise TransferError(
@@ -159,7 +159,7 @@ def fail(status: int, what: str) -> NoReturn:
 
 
 def has_context() -> bool:
-    """Say whether the calling thread has a device to talk to."""
+    """Say whether the calling thread has a CUDA context."""
     context = ctypes.c_void_p()
     return not _enqueuing().cuCtxGetCurrent(ctypes.byref(context)) and context.value is not None
 
@@ -168,9 +168,7 @@ def has_context() -> bool:
 
 
 def new_stream(priority: int) -> int:
-    """Return a stream that is nobody else's: torch has 32 of each priority, and gives them out again and
-    again.
-    """
+    """Return a stream of our own. Torch has only 32 of each priority, and gives each out many times."""
     stream = ctypes.c_void_p()
     if status := _waiting().cuStreamCreateWithPriority(ctypes.addressof(stream), _NON_BLOCKING, priority):
         fail(status, "making a stream")
@@ -178,18 +176,18 @@ def new_stream(priority: int) -> int:
 
 
 def end_stream(stream: int) -> None:
-    """Let a stream go when it has done all that it has been told."""
-    _waiting().cuStreamDestroy_v2(stream)  # fails if the device is gone, and then so is the stream
+    """Free a stream once its work is done."""
+    _waiting().cuStreamDestroy_v2(stream)  # fails if the device is gone, but then the stream is gone too
 
 
 def record(event: int, stream: int) -> None:
-    """Let an event happen when a stream has done all that it has been told so far."""
+    """Have an event happen once a stream has done all work enqueued so far."""
     if status := _enqueuing().cuEventRecord(event, stream):
         fail(status, "recording an event")
 
 
 def wait_for(stream: int, event: int) -> None:
-    """Let what a stream is told from now on wait for an event, on the device."""
+    """Make all work enqueued on a stream from now on wait for an event, on the device."""
     if status := _enqueuing().cuStreamWaitEvent(stream, event, 0):
         fail(status, "letting a stream wait")
 
@@ -204,7 +202,7 @@ def is_over(event: int) -> bool:
 
 
 def is_idle(stream: int) -> bool:
-    """Say whether a stream has done all that it has been told."""
+    """Say whether a stream has done all its work."""
     if status := _enqueuing().cuStreamQuery(stream):
         if status == _NOT_READY:
             return False
@@ -219,7 +217,7 @@ def wait_over(event: int) -> None:
 
 
 def wait_idle(stream: int) -> None:
-    """Block until a stream has done all that it has been told."""
+    """Block until a stream has done all its work."""
     if status := _waiting().cuStreamSynchronize(stream):
         fail(status, "waiting for a stream")
 
@@ -236,27 +234,26 @@ def seconds_between(start: int, end: int) -> float:
 
 
 class Launch(NamedTuple):
-    """A compiled kernel that copies tiles, a table of them on the device, and how much of the device it
-    takes: see `kernels`.
+    """A compiled kernel that copies tiles, the table of tiles on the device, and the kernel's share of the
+    device; see `kernels`.
     """
 
     function: int
     threads: int
     shared_bytes: int
     programs: int
-    """At most."""
+    """The most programs of a launch."""
     tiles: int
-    """That a program copies at once."""
+    """The number of tiles that a program copies at once."""
     table: int
     num_tiles: int
 
     def start(self, told: int, num_blocks: int, stream: int) -> None:
-        """Enqueue a run for some blocks. `told` is the address of what it is told."""
+        """Enqueue a run for some blocks. `told` is the address of the block ids and rows for the kernel."""
         programs = max(1, min(self.programs, -(-num_blocks * self.num_tiles // self.tiles)))
         values = (ctypes.c_uint64 * 5)(self.table, told, num_blocks, self.num_tiles, 0)
         at = ctypes.addressof(values)
-        # The driver reads as many arguments as the kernel has. Triton's compiler adds some of its own, which
-        # are null.
+        # The driver reads as many arguments as the kernel has. Triton's compiler adds some, which are null.
         arguments = (ctypes.c_void_p * 8)(at, at + 8, at + 16, at + 24, *[at + 32] * 4)
         sizes = (programs, 1, 1, self.threads, 1, 1, self.shared_bytes)
         status = _enqueuing().cuLaunchKernel(
@@ -267,7 +264,7 @@ class Launch(NamedTuple):
 
 
 def copy_range(dst: int, src: int, size: int, stream: int, *, pinned: bool = True) -> None:
-    """Enqueue one copy. With the host's end not `pinned` the driver may wait for the stream first."""
+    """Enqueue one copy. If the host's end is not `pinned`, the driver may wait for the stream first."""
     if status := (_enqueuing() if pinned else _waiting()).cuMemcpyAsync(dst, src, size, stream):
         fail(status, f"copying {size} bytes")
 
@@ -293,7 +290,7 @@ def copy_ranges(
 
 
 def pin(address: int, size: int) -> None:
-    """Lock memory so that the device copies from and to it at full speed, behind the host's back."""
+    """Lock memory, so that the device can copy from and to it at full speed without the host."""
     if status := _waiting().cuMemHostRegister_v2(address, size, _PORTABLE):
         fail(status, f"pinning {size} bytes")
 

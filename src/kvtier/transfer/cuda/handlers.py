@@ -1,23 +1,23 @@
-"""Handlers for an engine on a CUDA device: a lane for each direction, kept filled by whoever has time.
+"""Handlers for an engine on a CUDA device: a lane for each direction, which several threads keep filled.
 
-Order of memory, which is all that a caller must know:
+A caller needs to know only the order of memory accesses:
 
-- A job follows everything that was on the caller's current stream when it was given: a store reads what the
-  step has written, and a load is not overwritten by work from before it. Nothing is enqueued for a job until
-  that work is over, so ending a job never waits for the engine's kernels.
-- Once a job has a result, none of its pieces is on the device, or ever will be: both ends may be handed to
-  someone else. What the engine enqueues after a result sees the bytes of the load.
-- `await_layer` puts the caller's stream, not the caller, behind the pieces that bring a layer. These are all
-  on the device by then and depend on nothing else, so the stream waits for the bus alone, at most
-  `lanes.RUN_AHEAD` pieces long.
-- Jobs of one direction begin in the order given. Stores and loads do not wait for each other. Jobs that are
-  under way together share no block or slot that one of them writes: their managers see to that.
+- A job follows all work that was on the caller's current stream when the job was given: a store reads what
+  the step has written, and earlier work does not overwrite a load. No piece of a job is enqueued until that
+  work is over, so ending a job never waits for the engine's kernels.
+- Once a job has a result, none of its pieces is on the device, or ever will be: both ends may be used for
+  others. Work that the engine enqueues after the result of a load sees its bytes.
+- `await_layer` makes the caller's stream, not the caller, wait for the pieces that bring a layer. All of
+  them are on the device by then and depend on nothing else, so the stream waits for the bus alone, for at
+  most `lanes.RUN_AHEAD` pieces.
+- Jobs of one direction begin in the order given. Stores and loads do not wait for each other. Managers make
+  sure that jobs under way together share no block or slot that one of them writes.
 
 If the engine's stream is idle, `transfer_async` enqueues the first pieces itself: most jobs need no other
-thread. The rest is the thread's, or that of a caller who waits, at most `lanes.RUN_AHEAD` pieces ahead of
-the device. Ending a job early waits for those of its pieces that are under way, a few milliseconds, and of a
-load it is known which blocks have arrived. No call waits for the compute stream, and only `await_layer` puts
-anything on it.
+thread. The handler's thread, or a caller that waits, enqueues the rest, at most `lanes.RUN_AHEAD` pieces
+ahead of the device. Ending a job early waits for its pieces under way, a few milliseconds; it is then known
+which blocks of a load have arrived. No call waits for the compute stream, and only `await_layer` puts work
+on it.
 
 `JobHandler` says what belongs to which thread, and when jobs end.
 """
@@ -55,7 +55,7 @@ __all__ = ["CudaHandler", "CudaJob", "CudaLoadHandler", "CudaStoreHandler"]
 
 logger = logging.getLogger(__name__)
 
-_INLINE_PIECES = 4  # a job of 64 MiB has no more
+_INLINE_PIECES = 4  # a job of up to 64 MiB has no more
 _MOST_SIZES = 1024
 
 
@@ -68,13 +68,13 @@ class CudaJob(Job):
     pieces: Sequence[Piece]
     fence: int | None = None
     stage_ends: Sequence[int] = ()
-    """How many pieces there are up to the end of each stage; nothing if it does not come layer by layer."""
+    """The number of pieces up to the end of each stage; empty if the job does not come layer by layer."""
     num_enqueued: int = field(default=0, init=False)
     seconds: float = field(default=0.0, init=False)
 
     @property
     def is_enqueued(self) -> bool:
-        """Whether all of its pieces are."""
+        """Whether all pieces of the job are enqueued."""
         return self.num_enqueued >= len(self.pieces)
 
 
@@ -82,12 +82,12 @@ class _UnderWay(NamedTuple):
     number: int
     job: CudaJob
     place: int
-    """Which of the job's pieces it is."""
+    """The index of the piece in its job."""
     piece: Piece
 
 
 class CudaHandler(JobHandler[CudaJob]):
-    """What both directions share."""
+    """The common base of both directions."""
 
     lane_type: ClassVar[type[Lane]]
     wait_tick = 0.001
@@ -99,7 +99,7 @@ class CudaHandler(JobHandler[CudaJob]):
             memory.pool, memory.bounds, memory.piece_bytes, deadline, clock=clock, max_jobs=max_jobs
         )
         self.memory = memory
-        self._lane = self.lane_type(memory)  # `_lock` guards it too, and what follows
+        self._lane = self.lane_type(memory)  # `_lock` guards this and all attributes below too
         self._under_way: deque[_UnderWay] = deque()
         self._cuts: dict[tuple[int, int], Sequence[Piece]] = {}
         self._thread_state = threading.local()
@@ -107,14 +107,14 @@ class CudaHandler(JobHandler[CudaJob]):
         self._holds_pool = True
 
     def shutdown(self) -> None:
-        """End everything, and give up pinned memory. Idempotent; results remain to be taken."""
+        """End all jobs, and give up pinned memory. Idempotent; results can still be taken."""
         super().shutdown()
         if self._holds_pool:
             self._holds_pool = False
             self.memory.pinning.release()
 
     def check(self) -> None:
-        """Raise `IntegrityError` if the books do not agree."""
+        """Raise `IntegrityError` if the records do not agree."""
         super().check()
         with self._changed:
             numbers = [piece.number for piece in self._under_way]
@@ -129,10 +129,10 @@ class CudaHandler(JobHandler[CudaJob]):
     @staticmethod
     @abstractmethod
     def _cut(sizes: Sequence[int], parts: Sequence[Sequence[Part]], piece_bytes: int) -> Iterator[Piece]:
-        """Return the pieces of a job with so many blocks of each group."""
+        """Return the pieces of a job with `sizes[group]` blocks of each group."""
 
     def _cut_plain(self, num_blocks: int) -> Sequence[Piece]:
-        """Return the pieces of a plain job. There are few sizes, and while they are cut the bus is idle."""
+        """Return the pieces of a plain job from a cache: there are few sizes, and the bus is idle now."""
         size = (num_blocks, self.piece_bytes)
         pieces = self._cuts.get(size)
         if pieces is None:
@@ -142,9 +142,7 @@ class CudaHandler(JobHandler[CudaJob]):
         return pieces
 
     def _cut_plan(self, plan: Plan, by_layer: bool) -> tuple[Sequence[Piece], Sequence[int]]:
-        """Return the pieces of a job, and how many there are up to the end of each stage if it comes layer
-        by layer.
-        """
+        """Return the pieces of a job and, for a load by layer, their number up to the end of each stage."""
         parts = self.memory.parts
         return tuple(self._cut(group_sizes(plan, len(parts)), parts, self.piece_bytes)), ()
 
@@ -165,15 +163,13 @@ class CudaHandler(JobHandler[CudaJob]):
         return CudaJob(job_id, plan, deadline, self._lane.timer(), rows, pieces, fence, stage_ends)
 
     def _begin_at_once(self, job_id: int, blocks: Ints, slots: Ints, deadline: float) -> CudaJob | None:
-        """Let the device begin with a job before its books are written, if it is alone and nothing is
-        unusual.
-        """
+        """Enqueue the first piece of a job before the job is recorded, if it is the only one and plain."""
         if self._under_way or self._queue or self.probe is not None or not self._lane.has_plain_jobs:
             return None
         pieces = self._cut_plain(len(blocks))
         try:
             begun = self._lane.begin(pieces, blocks, slots)
-        except TransferError:  # the usual way fails too, and that is a job's failure
+        except TransferError:  # the usual way will fail too, and reports it as the job's failure
             self._drain()
             return None
         if begun is None:
@@ -186,8 +182,7 @@ class CudaHandler(JobHandler[CudaJob]):
         if job.num_enqueued and job.is_enqueued:
             return
         self._queue.append(job)
-        # Whoever wants the first layers first is about to compute, and may keep the thread from running
-        # meanwhile.
+        # An engine that wants the first layers first will compute now, and may keep the thread from running.
         most, enqueued = RUN_AHEAD if job.stage_ends else _INLINE_PIECES, job.num_enqueued
         while enqueued < most and self._enqueue_nowait():
             enqueued += 1
@@ -195,9 +190,7 @@ class CudaHandler(JobHandler[CudaJob]):
             self._wake_thread()
 
     def _wait_a_little(self, job_ids: set[int], seconds: float) -> None:
-        """Enqueue the next piece, or wait for the oldest one: this may be late by a piece that
-        is under way.
-        """
+        """Enqueue the next piece, or wait for the oldest piece. That may take longer than `seconds`."""
         with self._lock:
             if self._enqueue_nowait():
                 return
@@ -217,7 +210,7 @@ class CudaHandler(JobHandler[CudaJob]):
     def _end(self, job: CudaJob, *, drain: bool = False) -> bool:
         """Stop a job; say whether it had no result before.
 
-        Waits for what is under way of it, or (`drain`) of any job.
+        Wait for its pieces under way, or (`drain`) for those of all jobs.
         """
         self._mark_ending(job)
         with self._changed:
@@ -240,7 +233,7 @@ class CudaHandler(JobHandler[CudaJob]):
         self._end(job, drain=True)
 
     def _break(self, error: TransferError) -> None:
-        """Fail all jobs and take no more: the device does not answer, and so touches nothing either."""
+        """Fail all jobs and take no more: a device that does not answer touches no memory either."""
         logger.error("%s: no more transfers: %s", self, error)
         with self._changed:
             self._closed = True
@@ -251,18 +244,18 @@ class CudaHandler(JobHandler[CudaJob]):
     # -- pieces, with `_lock` held -----------------------------------------------------------------
 
     def _note_progress(self, done: int = -1) -> None:
-        """Take note of what has arrived. It is known of the pieces up to number `done`."""
+        """Note the pieces that have arrived. Those up to number `done` are known to have."""
         under_way, lane = self._under_way, self._lane
         try:
             while under_way and (under_way[0].number <= done or lane.is_done(under_way[0].number)):
                 number, job, place, piece = under_way.popleft()
                 if self._jobs.get(job.job_id) is not job:
-                    continue  # it has been ended, and its timer may be another job's
+                    continue  # the job was ended, and its timer may belong to another job
                 job.blocks_done += piece.completes
                 job.bytes_done += piece.bytes
                 if (
                     place == 0 or place >= len(job.pieces) - 2
-                ):  # on three streams, and any of them may be the last
+                ):  # these pieces are on three streams, and any of them may arrive last
                     job.seconds = max(job.seconds, lane.seconds(job.timer, number))
                 if job.blocks_done == len(job.plan):
                     self._finish(job, job.seconds, success=True)
@@ -270,7 +263,7 @@ class CudaHandler(JobHandler[CudaJob]):
             self._break(error)
 
     def _enqueue_nowait(self) -> bool:
-        """Enqueue the next piece, if that needs no waiting; say whether it was."""
+        """Enqueue the next piece, if that needs no waiting; say whether it was enqueued."""
         ready = self._queue and self.probe is None and self.memory.pinning.pinned
         if not ready or not self._is_past_fence(self._queue[0]):
             return False
@@ -284,7 +277,7 @@ class CudaHandler(JobHandler[CudaJob]):
             return False
 
     def _enqueue(self, job: CudaJob) -> bool:
-        """Enqueue the next piece of the first job in the queue, if there is room; say whether it was."""
+        """Enqueue the next piece of the first job in the queue, if there is room; say whether there was."""
         under_way = self._under_way
         if under_way:
             self._note_progress()
@@ -308,7 +301,7 @@ class CudaHandler(JobHandler[CudaJob]):
         return True
 
     def _note_enqueued(self, job: CudaJob, number: int) -> None:
-        """Take note that the next piece of a job was enqueued."""
+        """Note that the next piece of a job was enqueued."""
         place = job.num_enqueued
         piece = job.pieces[place]
         self._under_way.append(_UnderWay(number, job, place, piece))
@@ -316,7 +309,7 @@ class CudaHandler(JobHandler[CudaJob]):
         job.blocks_begun += piece.completes
 
     def _wait_done(self, number: int) -> bool:
-        """Block until a piece has arrived; if not, the device is broken."""
+        """Block until a piece has arrived. `False`: the device is broken."""
         try:
             self._lane.wait_done(number)
         except TransferError as error:
@@ -338,9 +331,7 @@ class CudaHandler(JobHandler[CudaJob]):
             self._thread_state.has_entered = True
 
     def _run(self, job: CudaJob) -> None:
-        """Enqueue one piece of a job, when the engine's work before it is over, or wait a little
-        for room.
-        """
+        """Wait for the engine's work before a job; then enqueue one piece, or wait a little for room."""
         if not job.num_enqueued and job.fence is not None:
             self._lane.wait_over(job.fence)
         if self.probe is not None:
@@ -351,7 +342,7 @@ class CudaHandler(JobHandler[CudaJob]):
 
 
 class CudaStoreHandler(Stores, CudaHandler):
-    """Copies blocks into the pool."""
+    """The handler that copies blocks into the pool."""
 
     lane_type = StoreLane
 
@@ -359,7 +350,7 @@ class CudaStoreHandler(Stores, CudaHandler):
 
 
 class CudaLoadHandler(Loads, CudaHandler):
-    """Copies blocks out of the pool."""
+    """The handler that copies blocks out of the pool."""
 
     lane_type = LoadLane
 
@@ -371,12 +362,13 @@ class CudaLoadHandler(Loads, CudaHandler):
         return super()._cut_plan(plan, by_layer)
 
     def transfer_by_layer(self, job_id: int, spec: TransferSpec) -> bool:
-        """Start a load that comes stage by stage. If it ends early no block of it has arrived."""
+        """Start a load that comes stage by stage. If it ends early, all its blocks count as missing."""
         return self._accept(job_id, spec, by_layer=True)
 
     def await_layer(self, job_id: int, layer: str, timeout: float) -> bool:
-        """Put the caller's current stream behind a layer of a load, enqueuing what is missing; say whether
-        that was possible.
+        """Make the caller's current stream wait for a layer of a load; say whether that was possible.
+
+        Pieces that are not on the device yet are enqueued first.
         """
         self._enter_thread()
         until = time.monotonic() + timeout
@@ -387,9 +379,9 @@ class CudaLoadHandler(Loads, CudaHandler):
         return found
 
     def _follow(self, job_id: int, stage: int | None) -> bool | None:
-        """Put the caller's stream behind a stage of a job, or all of it.
+        """Make the caller's stream wait for a stage of a job, or all of it; say whether that was possible.
 
-        `None`: not all of that is on the device yet.
+        `None`: not all of these pieces are on the device yet.
         """
         with self._changed:
             self._note_progress()

@@ -4,12 +4,12 @@ either direction.
     rows      tile t of block i:  place[i] + offset[t],            size[t] words
     engine    tile t of block i:  base[t] + block[i] * stride[t],  as many
 
-A *tile* is a page or a part of one. Where the tiles of any block are is a table that stays on the device; a
-launch takes what it is *told*: block ids and, behind them, as many addresses of rows. A program copies some
-tiles at once, so that small pages too keep many loads in flight, and goes on to the next ones until there
-are none.
+A *tile* is a page or a part of one. A table on the device says where the tiles of any block are. A launch
+takes what it is *told*: block ids and, behind them, as many addresses of rows. A program copies some tiles
+at once, so that small pages too keep many loads in flight, and goes on with the next tiles until there are
+none.
 
-Needs Triton, on a CUDA device or in Triton's interpreter. One thread at a time for each object.
+This needs Triton, on a CUDA device or in Triton's interpreter. One thread at a time may use an object.
 """
 
 from __future__ import annotations
@@ -29,22 +29,18 @@ __all__ = ["SHORT", "STAGED", "PageCopy", "Shape"]
 
 
 class Shape(NamedTuple):
-    """How much of the device a copy takes: at most `programs`, each of `program_bytes` in flight
-    by `warps`.
-    """
+    """A copy's share of the device: at most `programs`, each with `warps` and `program_bytes` in flight."""
 
     programs: int
     program_bytes: int
     warps: int
 
 
-# What was measured for these: docs/tuning.md.
+# docs/tuning.md has the measurements for these.
 STAGED = Shape(programs=64, program_bytes=32768, warps=4)
-"""Between HBM and HBM, beside the engine's kernels: with more it costs them more, with fewer the
-bus waits.
-"""
+"""For copies within HBM beside the engine's kernels: more programs slow those down, fewer slow the bus."""
 SHORT = Shape(programs=16, program_bytes=16384, warps=8)
-"""Over the bus itself, for what is too short to be staged: more programs move no more bytes."""
+"""For copies over the bus, of pieces too short to be staged: more programs move no more bytes."""
 TILE_BYTES = 16384
 
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
@@ -78,7 +74,7 @@ def _copy(  # type: ignore[no-untyped-def]
         )
         row = tl.multiple_of((place + offset).to(tl.pointer_type(WORD), bitcast=True), ALIGN)[:, None] + word
         mask = word < tl.multiple_of(size.to(tl.int32), WHOLE)[:, None]
-        # What passes through is not wanted again soon: it leaves the L2 cache to the engine.
+        # These bytes are not needed again soon, so they leave the L2 cache to the engine.
         if GATHER:
             pages = tl.load(engine, mask=mask, eviction_policy="evict_first")
             tl.store(row, pages, mask=mask, eviction_policy="evict_first")
@@ -88,12 +84,15 @@ def _copy(  # type: ignore[no-untyped-def]
 
 
 class PageCopy:
-    """Copies the pages of one part of any blocks, one way. Compiled when it is made."""
+    """The kernel that copies the pages of one part of any blocks, one way.
+
+    It is compiled when it is made.
+    """
 
     def __init__(
         self, part: Part, device: torch.device | str, shape: Shape, *, gather: bool, row_align: int = 16
     ) -> None:
-        """`row_align` divides all addresses of rows that it will be told."""
+        """Compile the kernel. `row_align` divides all addresses of rows that it will be told."""
         rows, word, align = _cut_tiles(part, row_align)
         self._table = torch.from_numpy(np.stack(rows)).to(device)
         self._num_tiles = len(rows[0])
@@ -102,15 +101,15 @@ class PageCopy:
         self._constants = (_WORDS[word], align, words, self._tiles, gather)
         self._shape = shape
         compiled = self._launch_jit(torch.zeros(2, dtype=torch.int64, device=device), 0)
-        # A launch by Triton takes twice as long as the driver's.
+        # A launch by Triton takes twice as long as a launch by the driver.
         self.launch: driver.Launch | None = None
-        """How to call the driver; Triton's interpreter does not."""
+        """The launch by the driver; `None` in Triton's interpreter."""
         if compiled is not None:
             sizes = (32 * shape.warps, compiled.metadata.shared, shape.programs, self._tiles)
             self.launch = driver.Launch(compiled.function, *sizes, self._table.data_ptr(), self._num_tiles)
 
     def __call__(self, told: torch.Tensor, num_blocks: int, stream: int) -> None:
-        """Enqueue a copy. `told`: block ids and addresses of rows, on the device or pinned."""
+        """Enqueue a copy. `told` holds block ids and addresses of rows, on the device or pinned."""
         if self.launch is None:
             self._launch_jit(told, num_blocks)
         else:
@@ -120,9 +119,9 @@ class PageCopy:
         return max(1, min(self._shape.programs, -(-num_blocks * self._num_tiles // self._tiles)))
 
     def _launch_jit(self, told: torch.Tensor, num_blocks: int) -> Any:
-        """Compile if need be and launch on the current stream.
+        """Compile the kernel if need be, and launch it on the current stream.
 
-        Returns the compiled kernel; the interpreter has none.
+        Return the compiled kernel; `None` in the interpreter.
         """
         grid = (self._num_programs(num_blocks), 1, 1)
         counts = (num_blocks, self._num_tiles)
@@ -130,8 +129,8 @@ class PageCopy:
 
 
 def _cut_tiles(part: Part, row_align: int) -> tuple[list[np.ndarray[Any, np.dtype[np.int64]]], int, int]:
-    """Return base, stride, offset and number of words of each tile, the bytes of a word, and what divides
-    all addresses.
+    """Return base, stride, offset and number of words of each tile, the bytes of a word, and the alignment
+    of all addresses.
     """
     pages = part.pages
     align = math.gcd(16, row_align, *pages.base.tolist(), *pages.stride.tolist(), *pages.size.tolist())

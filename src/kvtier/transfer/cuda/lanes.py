@@ -1,27 +1,27 @@
-"""A lane takes the pieces of one direction over the bus, in order, and says when each has arrived.
+"""A lane moves the pieces of one direction over the bus, in order, and says when each has arrived.
 
     store   kernels: gather piece n into buffer n % BUFFERS  --ready-->  copies: buffer to rows   --done
     load    copies: rows to buffer n % BUFFERS  --ready-->  kernels: scatter piece n              --done
 
-A kernel waits for its buffer on the device, never on the host, and the bus goes on while kernels wait for
-the engine's own. The bus carries pieces one after the other, so that the last kernel has little to do; if
-their ranges are small a second copy stream fills the gaps of the first. A piece with nothing before it, and
-if it is a load nothing behind it, has nothing to overlap with, and takes one stream and fewer calls; or no
-buffer: if it is short as well, one kernel copies it between the engine and the pool, and if its pages are
-large, they are copied as they are. A long store begins so, and its next piece is gathered meanwhile. At most
-`RUN_AHEAD` pieces are under way, so that stopping is a matter of milliseconds. Those that end on different
+A kernel waits for its buffer on the device, never on the host, and the bus stays busy while kernels wait for
+the engine's kernels. The bus carries pieces one after the other, so that the last kernel has little to do;
+if their ranges are small, a second copy stream fills the gaps of the first. A piece is alone if no piece is
+before it and, for a load, none behind it. It has nothing to overlap with, so it takes one stream and fewer
+calls. It may take no buffer either: one kernel copies a short piece between the engine and the pool, and
+large pages are copied without a kernel. A long store begins this way, while its next piece is gathered. At
+most `RUN_AHEAD` pieces are under way, so that stopping takes milliseconds. Pieces that end on different
 streams may arrive in another order than they were enqueued in.
 
-The engine copies too: its tokens, to the host. The device's copy engine serves a stream until it has nothing
-to do or must wait, and stores always have something to do; so they go over to another stream after every
-`BURST_BYTES`, which waits for the first.
+The engine copies too: its tokens, to the host. The device's copy engine serves a stream until that stream
+has no work or must wait, and a stream of stores always has work. So stores change to another stream after
+every `BURST_BYTES`; the new stream waits for the old one.
 
-What streams are told for a piece is a script, written once for each part, route and turn (its place in the
-ring of events and buffers), and played by `commands` in one call.
+The commands for a piece are a script. It is written once for each part, route and turn (the piece's place in
+the ring of events and buffers), and `commands` plays it in one call.
 
 A lane knows nothing of jobs and has no lock: its handler calls it from one thread at a time. The engine's
 work that a piece must follow is over when the piece is enqueued. Errors of the device are `TransferError`.
-Streams and events are handles, as `driver` takes them, and 0 is none.
+Streams and events are handles, as `driver` takes them; 0 means none.
 """
 
 from __future__ import annotations
@@ -68,25 +68,26 @@ __all__ = [
     "StoreLane",
 ]
 
-# Sizes and counts below were measured: docs/tuning.md has the sweeps.
+# docs/tuning.md has the measurements for the sizes and counts below.
 RUN_AHEAD = 8
-"""Pieces under way, at most: the length of the ring. A multiple of `BUFFERS`."""
+"""The most pieces under way, and the length of the ring. It is a multiple of `BUFFERS`."""
 
 BURST_BYTES = 32 << 20
-"""Copied to the host before others have their turn, or one piece where that is more: they wait 0.7 ms at
-most.
+"""The bytes copied to the host before other copies have their turn, or one piece if that is more. The others
+wait 0.7 ms at most.
 """
 
 ALONE_BYTES = 128 << 10
-"""From this page size on, a piece that is alone and not short is copied page by page: the bus waits for no
-kernel.
+"""From this page size on, a piece that is alone and not short is copied page by page, so that the bus waits
+for no kernel.
 """
 
 OPENING_PROGRAMS = 4
-"""Of the kernel that a long store begins with: with more, the next gather hardly gets on beside it."""
+"""The programs of the kernel that begins a long store: more would slow down the next gather beside it."""
 
 _CopyStreams = tuple[int, int, int, int]
-"""A stream, one beside it for small ranges, an event to join them by, and another that both begin after."""
+"""A stream, a second stream for small ranges, the event that joins them, and the event that both wait for.
+"""
 _BLOCKS: Final = Placeholder.BLOCKS
 _FIRST: Final = Placeholder.FIRST
 _LAST: Final = Placeholder.LAST
@@ -95,15 +96,15 @@ _ROWS: Final = Placeholder.ROWS
 _START: Final = Placeholder.START
 _WAIT: Final = Placeholder.WAIT
 _Route = Literal["direct", "short", "opening", "alone", "staged"]
-"""How a piece is copied: page by page; by a kernel, over the bus, with others to follow or not; through a
-buffer, on one stream or beside other pieces."""
+"""How a piece is copied. `direct`: page by page. `short` and `opening`: by a kernel over the bus, the last
+piece or the first of several. `alone` and `staged`: through a buffer, on one stream or beside other pieces.
+"""
 
 
 class _Ways(NamedTuple):
-    """What pieces of a part are copied by: kernels to or from a buffer and the pool, and the rows in each
-    buffer.
+    """The means to copy pieces of a part: its kernels, and the views of each buffer.
 
-    The rows of a buffer are what its kernel copies, and pages to the copy over the bus.
+    A kernel sees a buffer as `rows`; the copy over the bus sees it as `pages`.
     """
 
     staged: driver.Launch
@@ -112,11 +113,11 @@ class _Ways(NamedTuple):
     rows: list[Rows]
     pages: list[Pages]
     alone: _Route
-    """How a piece is copied that is alone, and not short."""
+    """The route of a piece that is alone and not short."""
 
 
 class Begun(NamedTuple):
-    """A job whose first piece was enqueued."""
+    """The number, timer and rows of a job whose first piece was enqueued."""
 
     number: int
     timer: int
@@ -124,15 +125,18 @@ class Begun(NamedTuple):
 
 
 class Lane(ABC):
-    """Streams, buffers and events of one direction."""
+    """The streams, buffers and events of one direction."""
 
     gathers: bool
     begins_alone: bool
     """Whether the first of several pieces has nothing to overlap with."""
     short_bytes: int
-    """Up to this size a kernel copies a piece over the bus itself, if it is alone."""
+    """The largest piece that a kernel copies over the bus itself, if the piece is alone."""
     gives_way: bool
-    """Whether others have a turn between its copies: else they wait for as long as its stream goes on."""
+    """Whether the lane changes streams so that other copies have their turn.
+
+    Else they wait for its stream.
+    """
 
     def __init__(self, memory: CudaMemory) -> None:
         self._pinned = memory.pinning.pinned
@@ -143,7 +147,7 @@ class Lane(ABC):
         self._copies, self._side = device.stream(), device.stream()
         self._next_copies = device.stream() if self.gives_way else self._copies
         self._burst = 0
-        """Bytes that the copy stream was told in one go."""
+        """The bytes given to the copy stream since it was last changed."""
         self._joined = [device.event() for _ in range(RUN_AHEAD)]
         self._ready = [device.event() for _ in range(RUN_AHEAD)]
         self._done = [device.event(timing=True) for _ in range(RUN_AHEAD)]
@@ -183,20 +187,20 @@ class Lane(ABC):
         return _Ways(staged, short, opening, rows, pages, "direct" if has_large_pages else "alone")
 
     def _find_plain(self, memory: CudaMemory) -> Plain | None:
-        """Return what plain jobs keep to, where there are any: blocks are chunks, of one part."""
+        """Return the bounds of plain jobs; `None` if chunks have several blocks, or blocks several parts."""
         bounds, pool = memory.bounds, memory.pool_map
         if len(memory.parts) > 1 or len(memory.parts[0]) > 1 or bounds.blocks_per_chunk > 1:
             return None
         return Plain(pool.first, pool.slot_bytes, bounds.num_blocks, bounds.num_slots)
 
     def enter_thread(self) -> None:
-        """Make the device that of the calling thread, if it has none."""
+        """Make the lane's device current for the calling thread, if the thread has none."""
         self._device.enter_thread()
 
     # -- the engine's work before a job ------------------------------------------------------------
 
     def fence(self) -> int | None:
-        """Mark what the caller's current stream has been told so far; `None`: it has done it all."""
+        """Mark the end of the work on the caller's current stream; `None`: all of it is done."""
         stream = self._device.current_stream()
         if self._submitter.is_idle(stream):
             return None
@@ -206,19 +210,19 @@ class Lane(ABC):
         return self._spare_fences.pop()
 
     def is_over(self, fence: int) -> bool:
-        """Say whether what is before a fence has been done."""
+        """Say whether the work before a fence is done."""
         return self._submitter.is_over(fence)
 
     def wait_over(self, fence: int) -> None:
-        """Block until what is before a fence has been done."""
+        """Block until the work before a fence is done."""
         self._submitter.wait_over(fence)
 
     def timer(self) -> int:
-        """Return what `enqueue` starts and `seconds` reads."""
+        """Return a timer, which `enqueue` starts and `seconds` reads."""
         return self._spare_timers.pop() if self._spare_timers else self._device.event(timing=True)
 
     def take_back(self, fence: int | None, timer: int) -> None:
-        """Use a fence and a timer again, for another job: making events takes longer than recording them."""
+        """Keep a fence and a timer for another job: making events takes longer than recording them."""
         if fence is not None:
             self._spare_fences.append(fence)
         self._spare_timers.append(timer)
@@ -226,18 +230,16 @@ class Lane(ABC):
     # -- pieces ------------------------------------------------------------------------------------
 
     def is_plain(self, blocks: Ints, slots: Ints) -> bool:
-        """Say whether a job is paired by `pair_plain` and needs no fence.
+        """Say whether a job can be paired by `pair_plain` and needs no fence.
 
-        If not, it may be so all the same.
+        `False` may also mean that this was not checked.
         """
         return self._plain is not None and self._submitter.is_plain(
             self._plain, blocks, slots, self._device.current_stream()
         )
 
     def begin(self, pieces: Sequence[Piece], blocks: Ints, slots: Ints) -> Begun | None:
-        """Enqueue the first of its pieces, with nothing before it, if a job is plain; `None`: it takes the
-        usual way.
-        """
+        """Enqueue the first piece of a plain job, with no piece before it; `None`: the job is not plain."""
         plain = self._plain
         if plain is None or not self._submitter.is_plain(
             plain, blocks, slots, self._device.current_stream()
@@ -256,8 +258,8 @@ class Lane(ABC):
     ) -> int:
         """Enqueue a piece of a job and return its number.
 
-        `timer` starts with it. All pieces before `oldest` have arrived, or all. `is_last`: nothing is known
-        to come behind it.
+        `timer` starts with the piece. All pieces before number `oldest` have arrived; with `None`, all
+        pieces have. `is_last`: no piece is known to follow.
         """
         part, first, last, _ = piece
         number, route = self._enqueued, self._choose_route(piece, oldest, is_last=is_last)
@@ -283,7 +285,7 @@ class Lane(ABC):
         return self._ways[id(piece.part)].alone
 
     def _change_streams(self, size: int) -> bool:
-        """Go over to the other copy stream if this one has had its burst; say whether that is so."""
+        """Change to the other copy stream if this one has had its burst; say whether it changed."""
         changes = self.gives_way and self._burst > 0 and self._burst + size > BURST_BYTES
         if changes:
             self._copies, self._next_copies = self._next_copies, self._copies
@@ -302,9 +304,9 @@ class Lane(ABC):
         return script
 
     def _write_script(self, part: Part, route: _Route, turn: int, after: int, begins: bool) -> Script:
-        """Write down a piece.
+        """Write the script of a piece.
 
-        Its copy comes `after` that of the piece before it, if they are on two streams.
+        Its copy waits for the event `after`, the end of the piece before it, if they are on two streams.
         """
         match route:
             case "direct":
@@ -331,58 +333,58 @@ class Lane(ABC):
 
     @abstractmethod
     def _write_alone(self, part: Part, turn: int) -> Script:
-        """Write down a piece that takes one stream, and as few calls as possible."""
+        """Write the script of a piece that takes one stream, and as few calls as possible."""
 
     @abstractmethod
     def _write_staged(self, part: Part, turn: int, after: int, begins: bool) -> Script:
-        """Write down a piece that is copied beside others. `begins`: it is the first of its job."""
+        """Write the script of a piece that is copied beside others. `begins`: it is the first of its job."""
 
     def _copy_streams(self, turn: int, after: int) -> _CopyStreams:
         return self._copies, self._side, self._joined[turn], after
 
     def _tell(self, note: Note, part: Part, turn: int) -> TellKernel:
-        """Tell a kernel the blocks of a piece, and that their rows are in its buffer."""
+        """Return the command that tells a kernel the blocks of a piece and their rows in its buffer."""
         return TellKernel(note, _BLOCKS, _FIRST, _LAST, self._ways[id(part)].rows[turn % BUFFERS], 0)
 
     def _launch(
         self, note: Note, part: Part, stream: int, start: OpenEvent, wait: OpenEvent, done: int
     ) -> LaunchKernel:
-        """Let a kernel copy a piece between the engine and its buffer."""
+        """Return the command that launches a kernel to copy a piece between the engine and its buffer."""
         return LaunchKernel(self._ways[id(part)].staged, note, _COUNT, stream, start, wait, done)
 
     def _copy(
         self, part: Part, turn: int, streams: _CopyStreams, start: OpenEvent, wait: OpenEvent, done: int
     ) -> CopyPages:
-        """Copy a piece between its buffer and the pool."""
+        """Return the command that copies a piece between its buffer and the pool."""
         pages = self._ways[id(part)].pages[turn % BUFFERS]
         return CopyPages(pages, None, _FIRST, _LAST, _ROWS, *streams, start, wait, done)
 
     # -- what has arrived --------------------------------------------------------------------------
 
     def is_done(self, number: int) -> bool:
-        """Say whether a piece that was enqueued has arrived. It is one of the last `RUN_AHEAD`."""
+        """Say whether a piece has arrived. It must be one of the last `RUN_AHEAD` that were enqueued."""
         return self._submitter.is_over(self._done[number % RUN_AHEAD])
 
     def wait_done(self, number: int) -> None:
-        """Block until a piece has arrived. May be called beside the thread that enqueues."""
+        """Block until a piece has arrived. Any thread may call this, even while another one enqueues."""
         self._submitter.wait_over(self._done[number % RUN_AHEAD])
 
     def let_follow(self, number: int) -> None:
-        """Let what the caller's current stream is told from now on wait for a piece, on the device."""
+        """Make later work on the caller's current stream wait for a piece, on the device."""
         driver.wait_for(self._device.current_stream(), self._done[number % RUN_AHEAD])
 
     def seconds(self, timer: int, number: int) -> float:
-        """Return the device's time from the start of a timer to the end of a piece that has arrived."""
+        """Return the device's time from the start of a timer to the arrival of a piece."""
         return self._submitter.seconds_between(timer, self._done[number % RUN_AHEAD])
 
     def drain(self) -> None:
-        """Block until the streams are empty, also of a piece that could not be enqueued whole."""
+        """Block until the streams are empty, even of a piece that could only be enqueued in part."""
         for stream in (self._kernels, self._notes, self._copies, self._side, self._next_copies):
             driver.wait_idle(stream)
 
 
 class StoreLane(Lane):
-    """From the device to the pool."""
+    """The lane from the device to the pool."""
 
     gathers = True
     begins_alone = True
@@ -407,7 +409,7 @@ class StoreLane(Lane):
 
 
 class LoadLane(Lane):
-    """From the pool to the device."""
+    """The lane from the pool to the device."""
 
     gathers = False
     begins_alone = False  # the copy of the next piece would wait for its kernel
@@ -433,7 +435,7 @@ class LoadLane(Lane):
         note, ready = self._heard[turn], self._ready[turn]
         tell = self._tell(note, part, turn)
         copy = self._copy(part, turn, self._copy_streams(turn, after), _START, _WAIT, ready)
-        # A note that is behind the copy waits for it, but a job's first bytes should not wait for a note.
+        # A note behind the copy has to wait for it, but a job's first bytes should not wait for a note.
         return (
             *((copy, tell) if begins else (tell, copy)),
             self._launch(note, part, self._kernels, 0, ready, self._done[turn]),

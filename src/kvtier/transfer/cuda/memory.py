@@ -1,6 +1,6 @@
 """The two memories between which handlers move bytes: the engine's pages on a device, and the pool, pinned.
 
-Immutable once made and shared by the handlers of both directions; any thread may read it.
+A `CudaMemory` is immutable once made, and the handlers of both directions share it. Any thread may read it.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from kvtier.transfer.plan import JobBounds
 
 __all__ = ["BUFFERS", "DIRECT_BYTES", "STAGE_BYTES", "CudaMemory"]
 
-# What was measured for these: docs/tuning.md.
+# docs/tuning.md has the measurements for these.
 BUFFERS = 4
-"""How many each direction has: what comes while kernels wait for the engine's waits in them."""
+"""The staging buffers of each direction. They hold pieces while kernels wait for the engine's kernels."""
 DIRECT_BYTES = 2 << 20
-"""From this page size on pages are copied as they are: with no kernel, they move as fast."""
+"""From this page size on, pages are copied without a kernel: that is as fast."""
 STAGE_BYTES = 256 << 10
-"""The least that a block must have in a stage for loads to come layer by layer: its rows are cut into as
-many ranges.
+"""The least bytes of a block in the first stage for loads to come layer by layer: every stage adds a range
+to each row.
 """
-_ALIGNMENT = 16  # of buffers, so that kernels move as much at a time
-_PAGEABLE_BYTES = 1 << 20  # copies of pageable memory wait, and a lock is held meanwhile
+_ALIGNMENT = 16  # of buffers, so that kernels can move 16 bytes at a time
+_PAGEABLE_BYTES = 1 << 20  # a copy of pageable memory blocks with a lock held, so pieces must be short
 
 
 class CudaMemory:
-    """What both handlers of a device share: where pages and rows are, and the pinned pool."""
+    """The memory that both handlers of a device share: addresses of pages and rows, and the pinned pool."""
 
     def __init__(
         self,
@@ -44,14 +44,14 @@ class CudaMemory:
         stage_bytes: int = STAGE_BYTES,
         pinning: Pinning | None = None,
     ) -> None:
-        """Put the two together. `staging_bytes` is what the settings say, unless it is given."""
+        """Pin the pool and find the pages. `staging_bytes` defaults to the settings."""
         groups = range(len(config.groups))
         expected = [group.bytes_per_block for group in config.groups]
         found = [kv_caches.block_bytes(group) for group in range(len(kv_caches.group_data_refs))]
         if found != expected:
             raise LayoutError(f"expected groups with blocks of {expected} bytes, got {found}")
         first = kv_caches.tensors[0].tensor
-        self.kv_caches = kv_caches  # the addresses in `parts` are good while these live
+        self.kv_caches = kv_caches  # kept, because the addresses in `parts` are valid only while these live
         self.device = first.device
         self.pool = pool
         self.pinning = pinning or Pinning(pool, lambda: torch.cuda.set_device(self.device))
@@ -70,9 +70,7 @@ class CudaMemory:
     def _find_stages(
         self, direct_bytes: int, stage_bytes: int
     ) -> tuple[list[list[tuple[Part, ...]]], dict[str, int]]:
-        """Return the parts of each stage by group, and the stage of each layer; nothing where stages do not
-        pay.
-        """
+        """Return the parts of each stage by group, and the stage of each layer; both empty if of no use."""
         if not self.kv_caches.layer_ends or not self.pinning.pinned:
             return [], {}
         found = [find_stages(self.kv_caches, group) for group in range(len(self.parts))]

@@ -1,14 +1,14 @@
-"""What a job is made of on its way over the bus: pieces, and the ranges of bytes that each piece copies.
+"""The pieces that a job is cut into on its way over the bus, and the ranges of bytes that each piece copies.
 
-The pages of a block fall into *parts*: pages small enough to be staged, up to a buffer full of them, or
-large ones that are copied as they are. A *piece* is one part of some consecutive blocks of a job; of its
-blocks those count as arrived whose last part it is. A load may also come layer by layer: in *stages*, each
-with parts of its own.
+The pages of a block are divided into *parts*: small pages that are staged, up to a buffer full of them, or
+large pages that are copied directly. A *piece* is one part of some consecutive blocks of a job. A block has
+arrived with the piece of its last part. A load may also come layer by layer: in *stages*, each with its own
+parts.
 
 The bytes of a piece are dense in the staging buffer, block after block, and so are the blocks of a chunk in
-the pool: ranges that are neighbours at both ends are one.
+the pool. Ranges that are neighbours at both ends are joined into one.
 
-Pure functions over numpy arrays of addresses; any thread.
+These are pure functions over numpy arrays of addresses; any thread may call them.
 """
 
 from __future__ import annotations
@@ -49,30 +49,32 @@ __all__ = [
 
 Ints = npt.NDArray[np.int64]
 
-# What was measured for these: docs/tuning.md.
+# docs/tuning.md has the measurements for these.
 MOST_BLOCKS = 4096
-"""In one piece: what the kernel is told of them is kept in pinned memory."""
+"""The most blocks in one piece: the kernel's note of them is kept in pinned memory."""
 SHORT_STORE, SHORT_LOAD = 4 << 20, 2 << 20
-"""Up to these sizes one kernel copies a piece over the bus, if it is alone, sooner than through a buffer.
+"""Up to these sizes, one kernel copies a piece that is alone over the bus faster than a buffer would.
 
-Jobs up to them are not cut, and a long store begins so.
+Jobs up to these sizes are not cut, and a long store begins with such a piece.
 """
 LAST_LOAD = 1 << 20
-"""Of the last piece of a long load, which is scattered when the bus is done."""
+"""The bytes of the last piece of a long load, which is scattered after the bus is done."""
 STORE_GROWTH, LOAD_GROWTH = 3, 8
-"""Of pieces, so that a kernel is over before the bus has carried the piece before its own."""
+"""The growth from piece to piece, so that a kernel ends before the bus has carried the piece before its own.
+"""
 
 
 class Pages(NamedTuple):
-    """The pages of a block, in the order of its image: page r of block b is `size[r]` bytes at `base[r] + b
-    * stride[r]`.
+    """The pages of a block, in the order of its image.
+
+    Page r of block b is `size[r]` bytes at `base[r] + b * stride[r]`.
     """
 
     base: Ints
     stride: Ints
     size: Ints
     offset: Ints
-    """Where the page is in the image of its block."""
+    """The offset of each page in the image of its block."""
 
     def select(self, first: int, last: int) -> Pages:
         """Return pages `[first, last)`."""
@@ -80,7 +82,7 @@ class Pages(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Consecutive pages of a block that are copied alike."""
+    """Consecutive pages of a block that are copied in the same way."""
 
     pages: Pages
     offset: int
@@ -102,8 +104,9 @@ class Piece(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Where blocks are: block i of a job at `base + ids[i] * stride`, in the pool, or in a buffer one after
-    the other.
+    """The addresses of a job's blocks: block i is at `base + ids[i] * stride` in the pool.
+
+    Without `ids` the blocks lie one after the other in a buffer.
     """
 
     ids: Ints | None
@@ -118,7 +121,7 @@ class Rows(NamedTuple):
 
 
 class Ranges(NamedTuple):
-    """Bytes to copy: addresses of the device's and the host's end, and sizes."""
+    """Ranges of bytes to copy: the addresses on the device and on the host, and the sizes."""
 
     device: Ints
     host: Ints
@@ -128,7 +131,7 @@ class Ranges(NamedTuple):
 def find_pages(kv_caches: CanonicalKVCaches, group: int, first: int = 0, last: int | None = None) -> Pages:
     """Return the pages of a group, or of its refs `[first, last)`.
 
-    Pages that are neighbours in every block are one.
+    Pages that are neighbours in every block are joined into one.
     """
     found: list[list[int]] = []
     refs = kv_caches.group_data_refs[group]
@@ -145,10 +148,10 @@ def find_pages(kv_caches: CanonicalKVCaches, group: int, first: int = 0, last: i
 
 
 def split_pages(pages: Pages, part_bytes: int, direct_bytes: int) -> tuple[Part, ...]:
-    """Split the pages of a block: those of `direct_bytes` or more apart from the rest, in parts of at most
-    `part_bytes`.
+    """Split the pages of a block into parts of at most `part_bytes`.
 
-    A part of large pages may be larger, since it takes no buffer. `part_bytes` is not below `direct_bytes`.
+    Pages of `direct_bytes` or more are in parts of their own, which may be larger, since they take no
+    buffer. `part_bytes` must not be below `direct_bytes`.
     """
     direct = pages.size >= direct_bytes
     starts, total = [0], 0
@@ -165,9 +168,7 @@ def split_pages(pages: Pages, part_bytes: int, direct_bytes: int) -> tuple[Part,
 
 
 def find_stages(kv_caches: CanonicalKVCaches, group: int) -> tuple[list[Pages | None], dict[str, int]]:
-    """Return the pages of each stage of a group, `None` for an empty one, and the stage after which each
-    layer is in.
-    """
+    """Return the pages of each stage of a group (`None`: empty), and the stage that completes each layer."""
     layers = kv_caches.layer_ends[group]
     ends = sorted(set(layers.values()))
     bounds = [ends[count - 1] if count else 0 for count in stage_bounds(len(ends))]
@@ -183,10 +184,10 @@ def _part(pages: Pages, direct: bool) -> Part:
 
 
 def cut_store(sizes: Sequence[int], parts: Sequence[Sequence[Part]], piece_bytes: int) -> Iterator[Piece]:
-    """Return the pieces of a job with so many blocks of each group, in order.
+    """Return the pieces of a store with `sizes[group]` blocks of each group, in order.
 
-    A piece has at most `piece_bytes`, or one part of one block where that is more. They are small at the
-    beginning: the bus waits for the first one to be gathered, and carries it while the next one is.
+    A piece has at most `piece_bytes`, or one part of one block if that is more. The first pieces are small:
+    the bus waits until the first piece is gathered, and carries it while the next one is gathered.
     """
     first, limit = 0, SHORT_STORE
     for some, size in zip(parts, sizes, strict=True):
@@ -196,8 +197,9 @@ def cut_store(sizes: Sequence[int], parts: Sequence[Sequence[Part]], piece_bytes
 
 
 def cut_load(sizes: Sequence[int], parts: Sequence[Sequence[Part]], piece_bytes: int) -> Iterator[Piece]:
-    """Do the same for a load: small at the end, since whoever wants the bytes waits for the last one to be
-    scattered.
+    """Return the pieces of a load.
+
+    The last pieces are small: the engine waits until the last is scattered.
     """
     last, limit, backwards = sum(sizes), LAST_LOAD, []
     for some, size in zip(reversed(parts), reversed(sizes), strict=True):
@@ -211,7 +213,7 @@ def cut_load(sizes: Sequence[int], parts: Sequence[Sequence[Part]], piece_bytes:
 
 
 def group_sizes(plan: Plan, num_groups: int) -> list[int]:
-    """Return how many blocks of each group a job has."""
+    """Return the number of blocks of each group in a job."""
     return [len(plan)] if num_groups == 1 else np.bincount(plan.groups, minlength=num_groups).tolist()
 
 
@@ -236,10 +238,9 @@ def _lay_out(parts: Sequence[Part], first: int, counts: Iterable[int]) -> Iterat
 def cut_by_layer(
     plan: Plan, stages: Sequence[Sequence[Sequence[Part]]], piece_bytes: int
 ) -> tuple[list[Piece], list[int]]:
-    """Return the pieces of a job stage after stage, and how many of them there are up to the end of each
-    stage.
+    """Return the pieces of a job stage after stage, and their number up to the end of each stage.
 
-    A stage has parts for each group. No block has arrived before the last piece.
+    A stage has parts for each group. All blocks count as arrived with the last piece.
     """
     spans = list(pairwise(np.searchsorted(plan.groups, np.arange(len(stages[0]) + 1)).tolist()))
     pieces: list[Piece] = []
@@ -248,7 +249,7 @@ def cut_by_layer(
         for parts, (start, end) in zip(stage, spans, strict=True):
             for part in parts:
                 most = max(1, min(piece_bytes // part.bytes, MOST_BLOCKS))
-                # All about as long.
+                # All pieces are about equally long.
                 length = -(-(end - start) // -(-(end - start) // most)) if end > start else 1
                 pieces += [
                     Piece(part, first, min(first + length, end), 0) for first in range(start, end, length)
@@ -260,7 +261,7 @@ def cut_by_layer(
 
 
 class PoolMap:
-    """Where blocks are in the pool.
+    """The addresses of blocks in the pool.
 
     No range crosses a multiple of `seam` bytes: memory is pinned in pieces of that size.
     """
@@ -268,13 +269,13 @@ class PoolMap:
     def __init__(self, address: int, slot_bytes: int, seam: int, config: OffloadingConfig) -> None:
         self.address, self.seam = address, seam
         self.first = address + config.rank * config.max_image_bytes
-        """Where this rank's image of the first slot is."""
+        """The address of this rank's image in the first slot."""
         self.slot_bytes = slot_bytes
         self._per_chunk = config.settings.blocks_per_chunk
         self._block_bytes = np.array([group.bytes_per_block for group in config.groups], np.int64)
 
     def rows(self, plan: Plan) -> Rows:
-        """Return where the blocks of a job are."""
+        """Return the addresses of a job's blocks."""
         if self._per_chunk == 1:
             return Rows(plan.slots, self.first, self.slot_bytes)
         return Rows(
@@ -282,13 +283,13 @@ class PoolMap:
         )
 
     def alignment(self, part: Part, group: int) -> int:
-        """Return what divides all places of a part of a group's blocks, at most 16."""
+        """Return the alignment of all addresses of a part of a group's blocks, at most 16."""
         return math.gcd(16, self.first, self.slot_bytes, int(self._block_bytes[group]), part.offset)
 
     def ranges(self, pages: Pages, blocks: Ints, places: Ints) -> Ranges:
-        """Return the ranges between pages on the device and blocks in the pool.
+        """Return the ranges to copy between pages on the device and blocks in the pool.
 
-        Neighbours at both ends are one.
+        Ranges that are neighbours at both ends are joined.
         """
         device = (pages.base + blocks[:, None] * pages.stride).ravel()
         host = (places[:, None] + pages.offset).ravel()

@@ -1,13 +1,13 @@
 """The pool's memory, pinned for this process's device.
 
-Memory is pinned in pieces of whole rows: one large request fails where several pass, and several threads do
-it faster. No copy may reach across two of them (`seam`). If any piece cannot be pinned, none stays so:
-transfers then go through the driver's own buffers, slower and as right, and a warning says so once.
+Memory is pinned in pieces of whole rows: one large request may fail where several pass, and several threads
+are faster. No copy may cross the border of two pieces (`seam`). If any piece cannot be pinned, all are
+unpinned: transfers then go through the driver's own buffers, slower but as correct, and one warning says so.
 
-Whoever uses it holds it (`hold`, `release`), and the last one unpins it. Memory is never unmapped while it
-is pinned, also if nobody releases it and all is left to the garbage collector: the driver would go on
-copying to where the addresses once led, for whoever is given them next. `hold` and `release` may be called
-by any thread.
+Each user holds the pinned memory (`hold`, `release`), and the last one to release it unpins it. Memory is
+never unmapped while it is pinned, even if no user releases it and the garbage collector frees everything.
+Otherwise the driver would go on copying to the old addresses, which may belong to something else by then.
+Any thread may call `hold` and `release`.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ __all__ = ["PIECE_BYTES", "Pinning"]
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 1 << 30
-_THREADS = 8  # 2 GiB of large pages take 0.12 s instead of 0.47 s
+_THREADS = 8  # with these, 2 GiB of large pages take 0.12 s instead of 0.47 s
 _PAGE = 4096
 _POPULATE_WRITE = 23
 
 
 class Pinning:
-    """Pins a pool when made, if the device's driver lets it."""
+    """The pinned memory of a pool. It is pinned when this is made, if the driver allows it."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Pinning:
         pin: Callable[[int, int], None] = driver.pin,
         unpin: Callable[[int], None] = driver.unpin,
     ) -> None:
-        """`prepare_thread` gives a new thread its CUDA context."""
+        """Pin the pool. `prepare_thread` gives a new thread its CUDA context."""
         self._users = 0
         self._lock = threading.Lock()
         self.address = pool.rows.ctypes.data
@@ -75,14 +75,14 @@ class Pinning:
             self._users += 1
 
     def release(self) -> None:
-        """Undo one `hold`. Copies that use the memory are over."""
+        """Undo one `hold`. The caller's copies must be over."""
         with self._lock:
             self._users -= 1
             if self._users == 0:
                 self._unpin()
 
     def check(self) -> None:
-        """Raise `IntegrityError` if nobody can account for what is pinned."""
+        """Raise `IntegrityError` if the number of users does not fit the pinned memory."""
         if self._users < 0 or (self._users and self.pinned and not self._unpin.alive):
             raise IntegrityError(
                 f"pinning: {self._users} users of memory that is {'' if self._unpin.alive else 'un'}pinned"
@@ -92,7 +92,7 @@ class Pinning:
 def _pin_all(
     pieces: dict[int, int], prepare_thread: Callable[[], object], pin: Callable[[int, int], None]
 ) -> tuple[list[int], TransferError | None]:
-    """Pin pieces; return the addresses of those that were, and the first error."""
+    """Pin pieces; return the addresses of the pinned ones, and the first error."""
 
     def pin_piece(piece: tuple[int, int]) -> TransferError | None:
         prepare_thread()
@@ -110,15 +110,18 @@ def _pin_all(
 
 
 def _unpin_all(addresses: list[int], unpin: Callable[[int], None], rows: npt.NDArray[np.uint8]) -> None:
-    """Unpin pieces of the memory of `rows`, which is mapped for as long as somebody has the array."""
+    """Unpin pieces of the memory of `rows`.
+
+    The reference to the array keeps the memory mapped until then.
+    """
     for address in addresses:
-        with suppress(TransferError):  # the context is gone, and with it every claim on the memory
+        with suppress(TransferError):  # it fails if the context is gone, and then nothing is pinned any more
             unpin(address)
 
 
 def _populate(address: int, size: int) -> None:
-    """Take memory for a range without changing it.
+    """Take physical memory for a range without changing its bytes.
 
-    Where the system cannot, the driver does it, on one thread.
+    If the system cannot, the driver does it later, on one thread.
     """
     ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _POPULATE_WRITE)
