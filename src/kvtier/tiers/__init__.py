@@ -1,8 +1,9 @@
 """Tiers below the pool: the contracts `Tier` and `Backend`, the threads between them, and the disk.
 
-Another tier is another `Backend`: on a server, beside `valkey`, `object` and `mooncake`, made in `factory`;
-of slots of its own, under `slot_tier`, as `disk` is. Its settings are in `kvtier.tier_config`. Needs neither
-torch nor an engine. `kvtier.testing` has the suites that every tier and backend passes.
+To add a tier, add a `Backend`. A backend for a server stands beside `valkey`, `object` and `mooncake`, and
+`factory` makes it. A backend with slots of its own goes under `slot_tier`, like `disk`. Settings of tiers
+are in `kvtier.tier_config`. Needs neither torch nor an engine. `kvtier.testing` has the suites that every
+tier and backend passes.
 """
 
 from __future__ import annotations

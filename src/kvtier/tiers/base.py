@@ -2,14 +2,15 @@
 
     manager (scheduler thread)  ->  Tier  ->  tiers/io_threads  ->  Backend  ->  disk, server, ...
 
-A `Tier` belongs to the scheduler thread: it knows what it holds, takes promotions and demotions, and tells
-by `poll` what became of them. None of its methods blocks except `wait_any` and `close`, and, for half a
-second at most, `discard` and `reset`. A `Backend` blocks, knows nothing of requests or policies, and is
-called by I/O threads only. Seals are put on and checked between the two.
+A `Tier` belongs to the scheduler thread: it knows what it holds, takes promotions and demotions, and
+reports their results through `poll`. None of its methods blocks except `wait_any` and `close`, and, for
+half a second at most, `discard` and `reset`. A `Backend` blocks, knows nothing of requests or policies, and
+is called by I/O threads only. Seals are put on and checked between the two.
 
-Memory is lent: from the call that takes a job until a result says that a row's memory is free, nobody else
-may write it (promotions) or change it (demotions). Late means failed, not freed: a result may be out while a
-call still uses the memory, and a second result then tells when that is over. Nothing here imports an engine.
+Memory is lent: from the call that takes a job until a result says that a row's memory is free, no other
+code may write that memory (promotions) or change it (demotions). Late means failed, not freed: a result may
+be out while a call still uses the memory, and a second result then says when that call has ended. Nothing
+here imports an engine.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def _total_bytes(pieces: tuple[memoryview, ...]) -> int:
 
 
 class LentRow(NamedTuple):
-    """The memory of one row of a job, lent to the tier; and what events tell of the chunk, opaque here.
+    """The memory of one row of a job, lent to the tier, and the chunk's description for events (opaque).
 
     A piece is bytes without gaps (`array.data` of a numpy row); a row may have several, e.g. K and V apart.
     Pieces that begin and end at multiples of 4,096 bytes are moved as they are; others may be copied.
@@ -64,10 +65,10 @@ class LentRow(NamedTuple):
 
 
 class LentRows(Sequence[LentRow]):
-    """Rows of one memory, each made when it is looked at: by the thread that moves it, not by who lends it.
+    """Rows that share one memory; the thread that moves a row builds it, not the thread that lends it.
 
-    `piece_of` returns the memory of a slot, `describe` what events tell of the n-th row. Any thread may call
-    both.
+    `piece_of` returns the memory of a slot, `describe` the n-th row's description for events. Any thread
+    may call both.
     """
 
     __slots__ = ("_describe", "_piece_of", "_slots", "keys")
@@ -98,9 +99,9 @@ class LentRows(Sequence[LentRow]):
 class TierJob:
     """Rows to promote or to demote, in the order of their prefix: the first are moved first.
 
-    `job_id` is the caller's, unique among its jobs in this tier. At `deadline` (of the tier's clock, by
-    default `time.monotonic`) what has not arrived is late. Of two jobs of one direction the lower
-    `priority` goes first, then the older; promotions always go before demotions.
+    The caller chooses `job_id`, unique among its jobs in this tier. Rows that have not arrived at
+    `deadline` (of the tier's clock, by default `time.monotonic`) are late. Of two jobs of one direction the
+    one with the lower `priority` goes first, then the older; promotions always go before demotions.
     """
 
     job_id: int
@@ -110,12 +111,12 @@ class TierJob:
 
     @property
     def keys(self) -> list[OffloadKey]:
-        """The keys of its rows. To be asked for rather than rows by who needs no more."""
+        """The keys of its rows. Cheaper than `rows` for callers that need only keys."""
         return self.rows.keys if isinstance(self.rows, LentRows) else [row.key for row in self.rows]
 
 
 class Outcome(Enum):
-    """What became of a row of a job."""
+    """The result of one row of a job."""
 
     DONE = "done"
     ABSENT = "not held"
@@ -130,12 +131,12 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TierResult:
-    """What became of some rows of a job, all the same.
+    """One outcome, shared by some rows of a job.
 
-    Every row that was taken is in one result; its memory is free from then on unless `in_use`, in which
-    case it is in a second one, `RETURNED`, when the last call that uses it has ended. `nbytes` and
-    `seconds` are those of the I/O, zero where there was none. `why` says more of a failure, in words for
-    people.
+    Every row that the tier took appears in one result. Its memory is free from then on unless `in_use`;
+    then a second result, `RETURNED`, names the row when the last call that uses its memory has ended.
+    `nbytes` and `seconds` measure the I/O and are zero if there was none. `why` explains a failure in words
+    for people.
     """
 
     job_id: int
@@ -149,10 +150,10 @@ class TierResult:
 
 @dataclass(frozen=True, slots=True)
 class TierChange:
-    """Chunks that can be promoted from now on or, `removed`, no more. In the order in which it happened.
+    """Chunks that can be promoted from now on or, if `removed`, no longer can. Changes come in order.
 
-    `descriptions` has one for each key where only the tier knows them: after a warm restart. An empty one:
-    not known either.
+    `descriptions` has one entry per key if only the tier knows them (after a warm restart). An empty entry
+    means that the tier does not know it either.
     """
 
     keys: tuple[OffloadKey, ...]
@@ -168,7 +169,7 @@ class TierMiss(Enum):
     WRITING = "still being written"
     EVICTED = "evicted"
     REFUSED = "refused"
-    """Not written: no room in the queue, needed elsewhere first, beyond the write limit."""
+    """Not written: the queue was full, the slot was needed first, or the write limit was reached."""
     FAILED = "could not be written"
     FAILED_CHECK = "failed its check"
     CLEARED = "cleared by a reset"
@@ -177,19 +178,19 @@ class TierMiss(Enum):
     NOT_OPEN = "not open yet"
     """The namespace is not known, records are being read, or another process is the owner."""
     NO_ANSWER = "no answer in time"
-    """It was asked whether it has the chunk."""
+    """The tier was asked whether it has the chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """What a tier holds, and what has happened so far, in rows unless said otherwise."""
+    """The state of a tier and its counts so far, in rows unless said otherwise."""
 
     name: str
     medium: str
     state: str
-    """`open`, `suspended`, or what it is waiting for; for people."""
+    """For people: `open`, `suspended`, or the thing that the tier waits for."""
     suspended: str | None
-    """Why it gives or takes nothing now; `None`: it works."""
+    """Why the tier gives or takes nothing now; `None` if it works."""
     used: int
     capacity: int
     used_bytes: int
@@ -202,39 +203,42 @@ class TierStats:
     demoted_bytes: int
     demote_seconds: float
     refused: int
-    """Offered for demotion and not taken: beyond the write limit, or no room in tier or queue."""
+    """Rows offered for demotion and not taken: beyond the write limit, or no room in tier or queue."""
     dropped: int
-    """Taken for demotion and not written: withdrawn, reset, suspended or too late while queued."""
+    """Rows taken for demotion and not written: withdrawn, reset, suspended or too late while queued."""
     evicted: int
     failed_checks: int
     failed: int
     """Calls on a row that ended with an error."""
     late: int
     stuck: int
-    """Rows whose call has not returned although their job was late: what is lost until it does."""
+    """Rows whose call has not returned although their job was late. Their memory is lost until it does."""
     queued_bytes: int
-    """Of promotions and demotions that no thread has begun."""
+    """Bytes of promotions and demotions that no thread has begun."""
     questions: int = 0
-    """Prefixes that a tier was asked about which does not know what it holds."""
+    """Prefixes that were asked about, for a tier that does not know what it holds."""
     round_trips: int = 0
-    """Calls that it took to answer them."""
+    """Calls to the server that answered those questions."""
 
 
 class Tier(ABC):
-    """A place below the pool where rows can live. Scheduler thread only; nothing blocks but what says so."""
+    """A place below the pool where rows can live.
+
+    Scheduler thread only; methods block only if they say so.
+    """
 
     name: str
-    """The word of the config: `disk`. In explanations and metrics."""
+    """The tier's word in the config, e.g. `disk`. Appears in explanations and metrics."""
     medium: str
-    """What events call it."""
+    """The tier's word in events."""
 
     # -- asking ------------------------------------------------------------------------------------
 
     @abstractmethod
     def lookup_many(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
-        """Say of each key whether it can be promoted now; `None`: being asked, ask again. Starts no I/O.
+        """Say for each key whether it can be promoted now; `None`: not known yet, ask again. Starts no I/O.
 
-        A tier that is suspended or not open has nothing.
+        A tier that is suspended or not open answers False for every key.
         """
 
     def lookup(self, key: OffloadKey) -> bool | None:
@@ -242,7 +246,7 @@ class Tier(ABC):
         return self.lookup_many((key,))[0]
 
     def lookup_prefix(self, keys: Sequence[OffloadKey]) -> int | None:
-        """Count the leading keys that can be promoted; `None`: the run ends at one that is being asked."""
+        """Count the leading keys that can be promoted; `None`: the run ends at an unknown key."""
         for hits, found in enumerate(self.lookup_many(keys)):
             if not found:
                 return None if found is None else hits
@@ -250,70 +254,70 @@ class Tier(ABC):
 
     @abstractmethod
     def explain(self, key: OffloadKey) -> TierMiss | None:
-        """Say why a key cannot be promoted, as far as is remembered; `None`: it can."""
+        """Say why a key cannot be promoted, as far as the tier remembers; `None`: it can."""
 
     def is_open(self) -> bool:
-        """Say whether rows can be moved, suspended or not."""
+        """Say whether the tier can move rows at all. A suspended tier is open, too."""
         return True
 
     def takes_rows(self) -> bool:
-        """Say whether demotions are looked at now. Rows that are offered to one that does not wait."""
+        """Say whether the tier takes demotions now. If not, offered rows wait."""
         return self.is_open()
 
     @property
     @abstractmethod
     def promotion_bytes(self) -> int:
-        """The bytes of promotions that are queued or on their way: what a further one waits for."""
+        """Bytes of promotions that are queued or running: a further promotion waits for these."""
 
     def ask(self, keys: Sequence[OffloadKey], deadline: float) -> None:
-        """Have it found out which of these chunks, of a prefix from its head on, can be promoted.
+        """Start to find out which of these chunks, a prefix from its head on, can be promoted.
 
-        Only a tier that answers `None` needs it. From then on until `deadline` each of them is answered
-        `None` or what was found out; at the deadline what is not known is not there. Keys being asked are
-        asked once.
+        Only a tier that answers `None` needs it. Until `deadline`, a lookup of these chunks answers `None`
+        or the result; after the deadline, a chunk without a result counts as absent. A key is asked about
+        only once at a time.
         """
         return
 
     def lend(self, memory: memoryview) -> None:
-        """Take note of the memory in which the rows of all jobs lie, before the first job. Once."""
+        """Note the memory that holds the rows of all jobs. Called once, before the first job."""
         return
 
     # -- moving ------------------------------------------------------------------------------------
 
     @abstractmethod
     def promote(self, job: TierJob) -> None:
-        """Fill the memory of each row with what the tier holds. Always taken; results come by `poll`.
+        """Fill the memory of each row from the tier. Every job is taken; results come by `poll`.
 
-        A row that is not held, or a tier that is suspended, is a result like any other. After any outcome
-        but `DONE` the memory holds no particular bytes.
+        An absent row or a suspended tier gives an ordinary result, not an exception. After any outcome but
+        `DONE` the contents of the memory are undefined.
         """
 
     @abstractmethod
     def demote(self, job: TierJob) -> list[OffloadKey]:
-        """Take copies of rows, and return the keys that were taken; of those, results come by `poll`.
+        """Take copies of rows and return the keys that were taken; `poll` returns their results.
 
-        Not taken, in this order, are: what is held or being written, what the write limit forbids, what
-        finds no slot, and the end of the job if the queue is full. Their memory is not used. Others may be
-        evicted for it.
+        Rows are refused for these reasons, in this order: the row is held or being written, the write limit
+        forbids it, no slot is free, or the queue is full (this cuts off the end of the job). The memory of
+        a refused row is not used. Other rows may be evicted to make room.
         """
 
     @abstractmethod
     def withdraw(self, job_id: int, keys: Sequence[OffloadKey] | None = None) -> list[OffloadKey]:
-        """Take back those rows of a job (all, or these) that no thread has begun, and return their keys.
+        """Take back the rows of a job (all, or these) that no thread has begun, and return their keys.
 
-        Their memory is free at once and no result follows. For demotions whose slot in the pool is needed,
-        and promotions that nobody waits for.
+        Their memory is free at once and no result follows. Used for demotions whose pool slot is needed,
+        and for promotions that no request waits for any longer.
         """
 
     @abstractmethod
     def poll(self) -> list[TierResult]:
-        """Take what has become of jobs since the last call, and let the tier do what falls due. Once a step.
+        """Return the results of jobs since the last call, and do the work that is due. Call it once a step.
 
-        Deadlines, suspension, probes and slices of announcements are noticed here, so call it when idle,
-        too, whenever the engine steps.
+        It handles deadlines, suspension, probes and slices of announcements. So an idle engine must call
+        it, too, whenever it steps.
         """
 
-    # -- what is held ------------------------------------------------------------------------------
+    # -- held rows ---------------------------------------------------------------------------------
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Note a use of these chunks, ordered from the head of a prefix. Absent keys are ignored."""
@@ -321,17 +325,18 @@ class Tier(ABC):
 
     @abstractmethod
     def discard(self, keys: Sequence[OffloadKey]) -> None:
-        """Make chunks absent here, because their bytes are wrong. They may be demoted again at once.
+        """Make chunks absent here because their bytes are wrong. They may be demoted again at once.
 
-        May block, for half a second at most, so that a kill right after this does not bring them back.
+        May block, for half a second at most, so that the rows do not come back if the process is killed
+        right after the call.
         """
 
     @abstractmethod
     def reset(self, suffix: str) -> None:
-        """Make everything absent, for good: no row from before comes back, in this process or a later one.
+        """Make everything absent for good: no earlier row comes back, in this process or a later one.
 
-        Rows from now on belong to the namespace with this suffix, which no other reset has had. Jobs from
-        before end as `RESET`. Removals are announced. May block as `discard` does.
+        Later rows belong to the namespace with this suffix, which no other reset has used. Earlier jobs end
+        as `RESET`. Removals are announced. May block as `discard` does.
         """
 
     def take_events(self) -> list[TierChange]:
@@ -341,30 +346,33 @@ class Tier(ABC):
     # -- prices ------------------------------------------------------------------------------------
 
     def learn(self, prices: Mapping[str, float]) -> None:
-        """Keep what the caller has learnt of this tier, for a later process, in place of what was kept."""
+        """Keep the prices that the caller has learnt, for a later process.
+
+        Replaces the prices kept before.
+        """
         return
 
     def learnt(self) -> dict[str, float]:
-        """Return what this process, or one before it, has learnt; empty if nothing is known (yet)."""
+        """Return the prices that this process, or an earlier one, has learnt; empty if there are none."""
         return {}
 
     # -- reports and ends --------------------------------------------------------------------------
 
     @abstractmethod
     def stats(self) -> TierStats:
-        """Count what is held and what has happened."""
+        """Return the tier's state and counts."""
 
     @abstractmethod
     def has_pending_work(self) -> bool:
         """Say whether an idle engine should step for this tier: demotions or announcements are under way.
 
-        True only while one was taken or has ended within the last second; never for stuck calls and
-        probes, so that a hung disk does not keep an idle engine stepping.
+        True only if one was taken or has ended within the last second. Stuck calls and probes never count,
+        so that a hung disk does not keep an idle engine stepping.
         """
 
     @abstractmethod
     def wait_any(self, timeout: float) -> bool:
-        """Block until `poll` may have something to tell, for `timeout` seconds at most. For facades."""
+        """Block until `poll` may have a result, for `timeout` seconds at most. For synchronous callers."""
 
     @abstractmethod
     def check(self) -> None:
@@ -372,9 +380,9 @@ class Tier(ABC):
 
     @abstractmethod
     def close(self, timeout: float = 5.0) -> bool:
-        """End: write what is queued while there is time, then give up the rest. Blocks; idempotent.
+        """End the tier: write queued rows while there is time, then give up the rest. Blocks; idempotent.
 
-        False: a call still uses memory that was lent, so that memory must outlive the process's threads.
+        False means that a call still uses lent memory, so that memory must outlive the process's threads.
         Results can be polled afterwards.
         """
 
@@ -382,9 +390,9 @@ class Tier(ABC):
 class BackendRow(NamedTuple):
     """A row as a backend gets it.
 
-    `place` is where its tier has put it, for backends whose tier decides that (a slot file); others go by
-    key. `scope` is the number of the namespace and epoch that the row belongs to, to be kept beside it.
-    `seal` is to be stored with it; empty when reading.
+    `place` is the position that the tier chose, for backends whose tier decides it (a slot file); other
+    backends go by key. `scope` is the number of the row's namespace and epoch; the backend keeps it beside
+    the row. `seal` is stored with the row and is empty when reading.
     """
 
     key: OffloadKey
@@ -401,57 +409,59 @@ class BackendRow(NamedTuple):
 
 
 class Backend(ABC):
-    """Moves the bytes of rows, in batches, and blocks while it does. Any I/O thread; several at once.
+    """Moves the bytes of rows, in batches, and blocks meanwhile. I/O threads call it, several at once.
 
-    Rows may be read by several calls at once; a row is never written or deleted beside another call about
-    it or about its place. Calls release the GIL while they wait. A failure of one row is a value in the
-    answer and says nothing of the others; a call may raise `OSError` if all of it failed. After a failed
-    `write` the row is absent, old or new, never a mixture that its seal would not show. A backend makes no
-    promise about the bytes: whoever reads checks the seal.
+    Several calls may read a row at the same time; no row is written or deleted while another call uses it
+    or its place. Calls release the GIL while they wait. The failure of one row is a value in the answer and
+    says nothing about the others; a call may raise `OSError` if all of it failed. After a failed `write`
+    the row is absent, old or new, never a mixture that its seal would not reveal. A backend makes no
+    promise about the bytes: the reader checks the seal.
     """
 
     contains_batch: int = 1024
-    """How many rows one call of `contains` asks about in the time of one. With 1, whoever asks bisects."""
+    """Rows that one call of `contains` handles in the time of one row. With 1, the caller bisects."""
     writes_once: bool = False
-    """`write` leaves a row that is there as it is, and says it is stored: a bad one has to be deleted."""
+    """`write` keeps an existing row and reports it as stored. So a bad row has to be deleted first."""
     call_bytes: int = 2 << 20
-    """How much a call should move: enough that small rows cost few calls, little enough that a
-    job spreads.
+    """The bytes that one call should move.
+
+    Enough that small rows need few calls; few enough that a job spreads over threads.
     """
 
     def lend(self, memory: memoryview) -> None:
-        """Take note of the memory in which most pieces will lie, e.g. to register it.
+        """Note the memory in which most pieces will lie, e.g. to register it.
 
-        Before any other call.
+        Called before any other method.
         """
         return
 
     @abstractmethod
     def write(self, rows: Sequence[BackendRow]) -> list[OSError | None]:
-        """Store rows with their seals, replacing what is there unless `writes_once`.
+        """Store rows with their seals; replace existing rows unless `writes_once`.
 
-        `None` for each stored.
+        `None`: the row is stored.
         """
 
     @abstractmethod
     def read(self, rows: Sequence[BackendRow]) -> list[bytes | OSError | None]:
-        """Fill the pieces of each row. Return the seal it was stored with; `None`: there is no such row.
+        """Fill the pieces of each row and return its stored seal; `None`: there is no such row.
 
-        Of what is there and cannot be this row, as by its length, return an empty seal: it is then deleted.
+        If the stored value cannot be this row (e.g. its length differs), return an empty seal; the caller
+        then deletes the row.
         """
 
     @abstractmethod
     def contains(self, rows: Sequence[BackendRow]) -> list[bool]:
-        """Say of each row whether it is there. `OSError` if that cannot be known."""
+        """Say for each row whether it is stored. `OSError` if that cannot be known."""
 
     @abstractmethod
     def delete(self, rows: Sequence[BackendRow]) -> None:
-        """Make rows absent, so that a later process does not find them. Absent ones are left alone."""
+        """Make rows absent, so that a later process does not find them. Absent rows are ignored."""
 
     def probe(self) -> None:
-        """Raise `OSError` if reading or writing would fail now. For a tier that is suspended."""
+        """Raise `OSError` if reading or writing would fail now. Called while the tier is suspended."""
         return
 
     def close(self) -> None:
-        """Release what is held. Idempotent. No other call is made from then on."""
+        """Release all resources. Idempotent. No other call follows."""
         return

@@ -1,8 +1,8 @@
-"""Makes tiers from their settings: the tier, and for a shared one the backend that its threads open.
+"""Makes tiers from their settings: the tier and, for a shared tier, the backend that its threads open.
 
-What a kind of tier needs beyond kvtier itself is an extra of the package (`pip install '.[object]'`), and is
-imported here, when it is asked for. `make_tier` is called while an engine starts, and waits for a tier that
-is required; `open_backend` asks the server something, and so blocks: I/O threads.
+A kind of tier may need a package beyond kvtier itself. That package is an extra (`pip install '.[object]'`)
+and is imported here, on demand. `make_tier` runs while an engine starts, and waits for a required tier.
+`open_backend` sends a question to the server, so it blocks: I/O threads only.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ __all__ = ["REQUIRED_SECONDS", "expect_package", "make_tier", "open_backend"]
 logger = logging.getLogger(__name__)
 
 REQUIRED_SECONDS = 30.0
-"""How long a start waits for a tier that it may not go without."""
+"""How long an engine's start waits for a required tier."""
 _MOONCAKE_CALLS = 3
-"""Calls at once: one moves a batch, by as many connections as the store likes; another is being sealed, and
-a third is not for writes.
+"""Calls at the same time: one moves a batch over as many connections as the store likes, one seals the next
+batch, and one is kept free of writes.
 """
 _HOW_MANY_ENGINES = (
     "%s: this is data-parallel engine %d, of how many is not known: the first to start takes all of the"
@@ -50,7 +50,7 @@ _NO_ROW = BackendRow(OffloadKey(b"kvtier asks whether you are there" + bytes(4))
 
 
 def make_tier(tier: TierConfig, config: OffloadingConfig) -> Tier:
-    """Make a tier of its settings. `OutsideError` in one line if it is required and cannot be had."""
+    """Make a tier from its settings. `OutsideError` in one line if it is required and cannot be opened."""
     path = f"tiers[{config.settings.tiers.index(tier)}].{tier.kind}"
     made = (
         _make_disk(tier, config, path) if isinstance(tier, DiskConfig) else _make_shared(tier, config, path)
@@ -103,7 +103,7 @@ def _read_seal_key(tier: SharedTierConfig, path: str) -> SealKey | None:
 
 
 def _expect_policy(tier: DiskConfig, path: str) -> None:
-    """Refuse a policy that cannot be made, before a thread of the tier finds out."""
+    """Refuse a policy that cannot be made, before one of the tier's threads fails on it."""
     try:
         make_policy(tier.policy, 1)
     except ConfigError as error:
@@ -111,7 +111,7 @@ def _expect_policy(tier: DiskConfig, path: str) -> None:
 
 
 def expect_package(kind: str, path: str) -> None:
-    """Raise `ConfigError` if a kind of tier needs a package that is not there.
+    """Raise `ConfigError` if a kind of tier needs a package that is not installed.
 
     Any thread; imports nothing.
     """
@@ -128,8 +128,8 @@ def open_backend(
 ) -> Backend:
     """Return a backend whose server has answered.
 
-    Where it can, it ends each call within `timeout` seconds. `slot_bytes` is how far apart rows lie in the
-    memory that it is lent, by default one behind the other.
+    The backend ends each call within `timeout` seconds if it can. `slot_bytes` is the distance between rows
+    in the lent memory; by default rows follow each other without gaps.
     """
     backend = _make(config, row_bytes, timeout, row_bytes if slot_bytes is None else slot_bytes)
     try:

@@ -1,16 +1,16 @@
 """The only threads that touch a backend, and the queue in front of them.
 
-Work goes by direction and priority: small calls of the tier itself first, then promotions, then demotions;
-of one direction the lower priority, then the older job. A thread takes the next few rows of the first job,
-so one request gets all threads, and its first rows come first. At most `max_in_flight` bytes are with the
-backend at a time: more depth only adds latency, and what waits here can still be reordered or dropped. Of
-several threads one is kept from demotions, so that writes which do not return hold up nobody who asks or
-reads.
+The threads order work by direction and priority: small calls of the tier itself first, then promotions,
+then demotions; within one direction the lower priority goes first, then the older job. A thread takes the
+next few rows of the first job, so one request gets all threads, and its first rows come first. At most
+`max_in_flight` bytes are with the backend at a time: more depth only adds latency, and rows in the queue
+can still be reordered or dropped. If there are several threads, demotions never occupy all of them, so that
+writes which do not return hold up no question and no read.
 
-`poll` tells what has become of rows. At a job's deadline rows that were not begun are late and free; rows
-that a call is working on are late and in use, and a second report says when the call has returned.
+`poll` reports the results of rows. At a job's deadline, rows that no thread has begun are late and free;
+rows in a running call are late and in use, and a second report says when the call has returned.
 
-The scheduler thread calls all methods; it never waits, but for a lock that is held for microseconds.
+The scheduler thread calls all methods; it never waits, except for a lock that is held for microseconds.
 `wait_any` and `close` block.
 """
 
@@ -37,7 +37,7 @@ _LAST_WAIT = 0.2
 
 
 class Direction(IntEnum):
-    """Where rows go. The lower one goes first."""
+    """The direction in which rows move. The lower value goes first."""
 
     PROMOTE = 0
     DEMOTE = 1
@@ -48,7 +48,7 @@ _IN_ORDER = tuple(Direction)
 
 @dataclass(slots=True)
 class IOReport:
-    """What became of rows of a job. `returned`: what a call came to whose rows were given up before."""
+    """The outcome of rows of a job. `returned`: the true outcome of rows that were given up earlier."""
 
     job_id: int
     direction: Direction
@@ -62,7 +62,7 @@ class IOReport:
     returned: Outcome | None = None
 
     def tells_the_same(self, other: IOReport) -> bool:
-        """Say whether another report differs only in its rows, of the same job."""
+        """Say whether another report of the same job differs only in its rows."""
         return (self.job_id, self.outcome, self.in_use, self.why, self.returned) == (
             other.job_id,
             other.outcome,
@@ -74,7 +74,7 @@ class IOReport:
 
 @dataclass(eq=False, slots=True)
 class _IOJob:
-    """A job that is not over: some of its rows are queued, or are in a batch that `poll` has not told of."""
+    """A job with rows that are queued, or in a batch that `poll` has not reported yet."""
 
     job_id: int
     direction: Direction
@@ -82,7 +82,7 @@ class _IOJob:
     scope: SealScope
     deadline: float
     queued: list[int] = field(init=False)
-    """Rows that no thread has begun, by index."""
+    """Indices of the rows that no thread has begun."""
     batches: set[_Batch] = field(default_factory=set)
     given_up: bool = False
 
@@ -90,7 +90,7 @@ class _IOJob:
         self.queued = list(range(len(self.rows)))
 
     def begun(self) -> list[int]:
-        """Return the rows of its batches."""
+        """Return the indices of the rows in its batches."""
         return sorted(at for batch in self.batches for at in batch.indices)
 
     def report(self, rows: JobRows, outcome: Outcome, why: str = "", *, in_use: bool = False) -> IOReport:
@@ -99,7 +99,7 @@ class _IOJob:
 
 @dataclass(eq=False, slots=True)
 class _Batch:
-    """What a thread has taken."""
+    """The rows of a job that one thread has taken."""
 
     job: _IOJob
     indices: list[int]
@@ -107,7 +107,7 @@ class _Batch:
 
 
 class _Ended(NamedTuple):
-    """What a call came to, by row."""
+    """The result of a batch, by row."""
 
     batch: _Batch
     outcomes: list[RowEnd]
@@ -115,7 +115,7 @@ class _Ended(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """Something that the tier itself wants done on a thread, and who hears of it on the scheduler's."""
+    """A function that the tier wants run on a thread; `tell` gets its result on the scheduler thread."""
 
     function: Callable[[], Any]
     tell: Callable[[Any, BaseException | None], None] | None
@@ -143,21 +143,21 @@ class IOThreads:
     ) -> None:
         """Start the threads. `backend` may be set later, before rows are submitted.
 
-        With a `seal_key` only rows are taken that were sealed with it, and a first other one is warned of.
-        `check_seals=False` is a negative control for tests: wrong bytes are then not noticed.
+        With a `seal_key` only rows sealed with that key are accepted; the first other row logs a warning.
+        `check_seals=False` is a negative control for tests: wrong bytes then pass unnoticed.
         """
         self.backend = backend
         self._clock, self._mover = clock, RowMover(name, check_seals, seal_key)
         self._num_threads, self._max_in_flight = threads, max_in_flight
         self._lock = threading.Condition(threading.Lock())
-        # Under the lock: what threads take from.
+        # Guarded by the lock: the work that threads take.
         self._calls: deque[_Call] = deque()
         self._queues: tuple[list[tuple[int, int, _IOJob]], ...] = ([], [])  # heaps, by direction
         self._queued_bytes = [0, 0]
         self._running_bytes = [0, 0]
-        self._running: dict[_Batch, float] = {}  # since when
+        self._running: dict[_Batch, float] = {}  # with the start time
         self._on_hold: set[Direction] = set()
-        self._busy: dict[int, float] = {}  # threads, with rows or calls, and since when
+        self._busy: dict[int, float] = {}  # threads that move rows or run calls, with the start time
         self._stuck: set[_Batch] = set()
         self._stuck_bytes = 0
         self._last: _Call | None = None
@@ -165,15 +165,15 @@ class IOThreads:
         # Filled by threads, drained by `poll`.
         self._ended: deque[_Ended | _Answer] = deque()
         self._has_ended = threading.Event()
-        # The scheduler thread's own.
+        # Touched by the scheduler thread only.
         self._jobs: dict[int, _IOJob] = {}
         self._given_up: set[_IOJob] = set()
-        self._starved = False  # rows were given up that no thread had begun
+        self._starved = False  # rows were given up before a thread began them
         self._stuck_reads: list[JobRows] = []
         self._next_deadline = float("inf")
         self._count = 0
         self.open_calls = 0
-        """Functions given to `call` of which `tell` has not heard yet."""
+        """Functions given to `call` whose result `tell` has not received yet."""
         self._reports: list[IOReport] = []
         self._threads = [
             threading.Thread(target=self._run, name=f"kvtier-{name}-{number}", daemon=True)
@@ -193,7 +193,7 @@ class IOThreads:
         deadline: float,
         priority: int = 0,
     ) -> None:
-        """Queue the rows of a job. Memory is in use until a report says that it is not."""
+        """Queue the rows of a job. Their memory is in use until a report says otherwise."""
         if job_id in self._jobs:
             raise InputError(f"job_id: expected one that no open job of this tier has, got {job_id}")
         job = self._jobs[job_id] = _IOJob(job_id, direction, rows, scope, deadline)
@@ -202,7 +202,7 @@ class IOThreads:
         with self._lock:
             self._queued_bytes[direction] += rows.nbytes
             heapq.heappush(self._queues[direction], (priority, self._count, job))
-            self._lock.notify()  # one is enough: whoever takes rows and leaves some wakes the next
+            self._lock.notify()  # one is enough: a thread that leaves rows in the queue wakes the next
 
     def call(self, function: Callable[[], Any], tell: Callable[[Any, BaseException | None], None]) -> None:
         """Run a function on a thread, before all rows; `poll` then calls `tell` with its value or error."""
@@ -212,9 +212,9 @@ class IOThreads:
             self._lock.notify()
 
     def run_soon(self, function: Callable[[], None]) -> None:
-        """Have a free thread run a function, before all rows.
+        """Run a function on a free thread, before all rows.
 
-        Threads may call it; nobody hears of the end.
+        I/O threads may call this; the result is dropped.
         """
         with self._lock:
             if not self._closed:
@@ -222,7 +222,10 @@ class IOThreads:
                 self._lock.notify()
 
     def call_last(self, function: Callable[[], Any]) -> None:
-        """Run a function on a thread when `close` was called and all rows are done. Nobody hears of it."""
+        """Run a function on a thread after `close` was called and all rows are done.
+
+        Its result is dropped.
+        """
         self.open_calls += 1
         with self._lock:
             self._last = _Call(function, lambda _value, _error: None)
@@ -244,9 +247,7 @@ class IOThreads:
         return job.direction, rows
 
     def cancel(self, direction: Direction, keys: Sequence[OffloadKey], outcome: Outcome) -> None:
-        """End the rows of some keys that no thread has begun: report them with this outcome, at the next
-        `poll`.
-        """
+        """End rows of these keys that no thread has begun: the next `poll` reports this outcome."""
         for job in list(self._jobs.values()) if keys else ():
             if job.direction is direction:
                 _, rows = self.withdraw(job.job_id, keys)
@@ -254,13 +255,13 @@ class IOThreads:
                     self._reports.append(job.report(rows, outcome))
 
     def give_up(self, outcome: Outcome, direction: Direction | None = None, why: str = "") -> None:
-        """End all jobs (of a direction) now: report their rows with this outcome, at the next `poll`."""
+        """End all jobs (of one direction) now: the next `poll` reports their rows with this outcome."""
         for job in list(self._jobs.values()):
             if direction is None or job.direction is direction:
                 self._give_up(job, outcome, why)
 
     def hold(self, direction: Direction) -> None:
-        """Begin no rows of a direction until `resume`. They may be submitted, withdrawn, and late."""
+        """Begin no rows of a direction until `resume`. Jobs can still be submitted, withdrawn, or late."""
         with self._lock:
             self._on_hold.add(direction)
 
@@ -271,7 +272,7 @@ class IOThreads:
             self._lock.notify_all()
 
     def poll(self) -> list[IOReport]:
-        """Take what has become of rows since the last call."""
+        """Return the reports since the last call."""
         if self._has_ended.is_set():
             self._has_ended.clear()
         self._settle_all()
@@ -284,22 +285,22 @@ class IOThreads:
         return self._queued_bytes[direction]
 
     def open_bytes(self, direction: Direction) -> int:
-        """Return the bytes that are queued or with the backend."""
+        """Return the bytes that are queued or in a running call."""
         return self._queued_bytes[direction] + self._running_bytes[direction]
 
     def open_jobs(self, direction: Direction) -> int:
-        """Count the jobs that are not over; those that were given up do not count."""
+        """Count the jobs that are not over. Jobs that were given up do not count."""
         return sum(job.direction is direction for job in self._jobs.values())
 
     def stuck_rows(self) -> int:
-        """Count the rows that were given up and whose call has not returned."""
+        """Count the rows that were given up while their call still runs."""
         return sum(len(job.begun()) for job in self._given_up)
 
     def take_stuck(self, seconds: float) -> int:
-        """Count the calls that run for so long, for jobs that were given up, and were not counted before.
+        """Count the newly stuck calls: calls of given-up jobs that have run for at least `seconds`.
 
-        1 if all threads have been busy with the same things for so long, and rows were given up in their
-        queue.
+        Returns 1 if there is no such call, but all threads have been busy for that long and queued rows
+        were given up meanwhile.
         """
         if not self._given_up and not self._starved:
             return 0
@@ -314,26 +315,26 @@ class IOThreads:
             reads = [batch for batch in new if batch.job.direction is Direction.PROMOTE]
             self._stuck_reads += [batch.job.rows.pick(batch.indices) for batch in reads]
             if new:
-                self._lock.notify()  # what is stuck takes no room: others may go on
+                self._lock.notify()  # stuck bytes do not count against the limit, so other rows may start
             all_busy = len(self._busy) == self._num_threads and max(self._busy.values()) <= began
         starved, self._starved = self._starved, False
         return len(new) or int(starved and all_busy)
 
     def take_stuck_reads(self) -> list[JobRows]:
-        """Take the rows of the reads that `take_stuck` has counted since the last call."""
+        """Return the rows of the stuck reads that `take_stuck` has counted since the last call."""
         reads, self._stuck_reads = self._stuck_reads, []
         return reads
 
     def wait_any(self, timeout: float) -> bool:
-        """Block until `poll` may have something to tell."""
+        """Block until `poll` may have a report."""
         return bool(self._reports) or bool(self._ended) or self._has_ended.wait(timeout)
 
     def close(self, timeout: float) -> bool:
-        """End: work off the queue while there is time, give up the rest. False: a call has not returned."""
+        """End: finish the queue while there is time, give up the rest. False: a call has not returned."""
         until = time.monotonic() + timeout
         self._settle_all()
         self._give_up_late()
-        for direction in self._on_hold:  # what they wait for comes after them, if at all
+        for direction in self._on_hold:  # rows on hold would wait for a resume that may never come
             self.give_up(Outcome.LATE, direction, "the tier was closed")
         with self._lock:
             self._closed = True
@@ -345,13 +346,13 @@ class IOThreads:
         with self._lock:
             self._calls.clear()
             self._lock.notify_all()
-        until = time.monotonic() + _LAST_WAIT  # for those that had nothing to do
+        until = time.monotonic() + _LAST_WAIT  # for threads that were idle
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def check(self) -> None:
-        """Raise `IntegrityError` if the books do not agree."""
+        """Raise `IntegrityError` if the counts do not agree."""
         with self._lock:
             jobs = [*self._jobs.values(), *self._given_up]
             for direction in Direction:
@@ -371,7 +372,7 @@ class IOThreads:
     # -- inside, on the scheduler's thread ---------------------------------------------------------
 
     def _take_out(self, job: _IOJob, indices: list[int]) -> JobRows:
-        """Unqueue rows; under the lock."""
+        """Remove rows from the queue. Needs the lock."""
         taken, rows = set(indices), job.rows.pick(indices)
         job.queued = [at for at in job.queued if at not in taken]
         self._queued_bytes[job.direction] -= rows.nbytes
@@ -408,7 +409,7 @@ class IOThreads:
                 self._settle(ended)
 
     def _settle(self, ended: _Ended) -> None:
-        """Report what a call came to, rows of one outcome together."""
+        """Report the results of a call; rows with the same outcome share a report."""
         job, indices = ended.batch.job, ended.batch.indices
         job.batches.discard(ended.batch)
         if ended.outcomes.count(DONE) == len(indices):
@@ -422,7 +423,7 @@ class IOThreads:
         self._forget_if_over(job)
 
     def _add(self, job: _IOJob, indices: list[int], told: RowEnd, seconds: float) -> None:
-        """Add a report of what calls came to; to the last one, if it tells the same of the same job."""
+        """Add a report of rows of one outcome; extend the last report if only the rows differ."""
         outcome, why = told
         report = job.report(job.rows.pick(indices), outcome, why)
         report.nbytes, report.seconds = report.rows.nbytes, seconds
@@ -459,7 +460,7 @@ class IOThreads:
                 self._has_ended.set()
 
     def _claim(self, ended: _Batch | None) -> _Call | _Batch | None:
-        """Give back the room of what has ended, and wait for work; `None`: there will be none."""
+        """Give back the room of an ended batch, and wait for work; `None`: no work will come."""
         with self._lock:
             self._busy.pop(threading.get_ident(), None)
             if ended is not None:
@@ -475,7 +476,7 @@ class IOThreads:
                 if task is None and self._closed and not any(self._queued_bytes):
                     self._lock.notify_all()
                     if self._running:
-                        return None  # whoever is still busy will do what is left
+                        return None  # a busy thread will do the remaining work
                     task, self._last = self._last, None
                     return task
                 if task is not None:
@@ -486,7 +487,7 @@ class IOThreads:
                 self._lock.wait()
 
     def _next_batch(self, direction: Direction) -> _Batch | None:
-        """Take the next rows of the first job that has any, if there is room for them; under the lock."""
+        """Take the next rows of the first job that has any, if there is room for them. Needs the lock."""
         queue, running = self._queues[direction], sum(self._running_bytes) - self._stuck_bytes
         while queue and direction not in self._on_hold:
             job = queue[0][2]
@@ -499,13 +500,13 @@ class IOThreads:
             if direction is Direction.DEMOTE and self._writing_threads() >= max(1, self._num_threads - 1):
                 return None
             most = max(1, (self.backend or Backend).call_bytes // size)
-            # Of a promotion, for which somebody waits, all threads take a share. Of a demotion one takes all
-            # that a call should move: each thread that wakes costs the engine's own.
+            # All threads share a promotion, because a request waits for it. One thread takes as much of a
+            # demotion as a call should move: each thread that wakes costs the engine's own thread time.
             if direction is Direction.PROMOTE:
                 most = max(1, min(most, -(-self._queued_bytes[direction] // (size * self._num_threads))))
             indices = job.queued[:most]
             batch = _Batch(job, indices, len(indices) * job.rows.row_bytes)
-            job.batches.add(batch)  # first: without the lock, a job with neither is seen as over
+            job.batches.add(batch)  # first: a job with neither rows queued nor batches counts as over
             del job.queued[:most]
             self._queued_bytes[direction] -= batch.nbytes
             self._running_bytes[direction] += batch.nbytes
@@ -514,7 +515,7 @@ class IOThreads:
         return None
 
     def _writing_threads(self) -> int:
-        """Count the threads that demotions keep. One is left for whom somebody waits; under the lock."""
+        """Count the threads busy with demotions. One thread stays free of them. Needs the lock."""
         return sum(batch.job.direction is Direction.DEMOTE for batch in self._running)
 
     def _answer(self, call: _Call) -> _Answer:

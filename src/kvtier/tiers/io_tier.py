@@ -1,10 +1,10 @@
-"""`IOTier`: what tiers have in common that move rows by I/O threads, whatever they know of what they hold.
+"""`IOTier`: the common base of tiers that move rows by I/O threads.
 
-It turns jobs into work for `tiers/io_threads`, what becomes of it into results and counts, and calls that
-are stuck or fail into a suspension (`tiers/health`), which a probe ends. What cannot be opened is tried
-again with growing pauses. A tier over it says how it opens, which rows it takes, and what a row that was
-read or written means for its books: `_settle_read`, `_settle_write`. Scheduler thread only; nothing
-blocks but `wait_open`, `wait_any` and `close`.
+It turns jobs into work for `tiers/io_threads`, and reports into results and counts. Stuck or failing calls
+suspend the tier (`tiers/health`); a probe ends the suspension. A tier that cannot be opened is tried again
+with growing pauses. A subclass says how it opens, which rows it takes, and how a row that was read or
+written changes its books: `_settle_read`, `_settle_write`. Scheduler thread only; only `wait_open`,
+`wait_any` and `close` block.
 """
 
 from __future__ import annotations
@@ -38,16 +38,19 @@ __all__ = ["REMEMBERED", "IOTier"]
 logger = logging.getLogger(__name__)
 
 REMEMBERED = 64_000
-"""Keys of which something is kept in mind."""
+"""Keys for which a tier remembers something, e.g. the reason of a miss."""
 _STUCK_AFTER = 1.0
-"""A call of a late job that has run for so many seconds is stuck, and not just the last of a long queue."""
+"""A call of a late job that runs for this many seconds is stuck, not just the last of a long queue."""
 _IDLE_AFTER = 1.0
 _FIRST_BACKOFF, _LONGEST_BACKOFF = 1.0, 10.0
-"""Between two tries to open a tier."""
+"""Seconds between two attempts to open a tier."""
 
 
 class IOTier(Tier):
-    """Rows of `row_bytes` at most, moved by threads. It is open while the threads have a backend."""
+    """A tier of rows of `row_bytes` at most, moved by threads.
+
+    It is open while the threads have a backend.
+    """
 
     medium = MEDIUM_STORAGE
 
@@ -64,9 +67,9 @@ class IOTier(Tier):
         longest_backoff: float = 60.0,
         seal_key: SealKey | None = None,
     ) -> None:
-        """`longest_backoff`: seconds between two probes of a tier that is suspended.
+        """`longest_backoff`: the most seconds between two probes of a suspended tier.
 
-        The key makes the seals.
+        `seal_key` makes the seals.
         """
         self.name, self.row_bytes = name, row_bytes
         self._clock = clock
@@ -85,9 +88,9 @@ class IOTier(Tier):
             Direction.DEMOTE: TierHealth(f"{name} tier: writing", clock, longest_backoff),
         }
         self.required = False
-        """An engine does not start without it."""
+        """An engine does not start without this tier."""
         self.where = f"{name} tier"
-        """What lines in the log begin with."""
+        """How lines in the log begin."""
         self._opening = False
         self._problem: str | None = None
         self._backoff, self._retry_at = _FIRST_BACKOFF, 0.0
@@ -99,33 +102,33 @@ class IOTier(Tier):
         self._counts: Counter[str] = Counter()
         self._seconds = {Direction.PROMOTE: 0.0, Direction.DEMOTE: 0.0}
 
-    # -- what a tier over it says ------------------------------------------------------------------
+    # -- for subclasses ----------------------------------------------------------------------------
 
     @abstractmethod
     def _settle_read(self, report: IOReport) -> None:
-        """Take in what has become of rows that were to be read, once no call uses them."""
+        """Update the books for rows of a read, once no call uses them."""
 
     @abstractmethod
     def _settle_write(self, report: IOReport) -> None:
-        """Take in what has become of rows that were to be written, once no call uses them."""
+        """Update the books for rows of a write, once no call uses them."""
 
     @abstractmethod
     def _withdrawn(self, direction: Direction, rows: JobRows) -> None:
-        """Take in that rows were taken back before a thread had begun them."""
+        """Update the books for rows that were taken back before a thread had begun them."""
 
     def _note_stuck_reads(self, rows: JobRows) -> None:
-        """Take in which rows have calls that do not return."""
+        """Note the rows whose calls do not return."""
         return
 
     def _num_rows(self) -> tuple[int, int]:
-        """Return how many rows are held, and how many there is room for; 0 where nobody knows."""
+        """Return how many rows are held, and how many there is room for; 0 if that is not known."""
         return 0, 0
 
     # -- opening -----------------------------------------------------------------------------------
 
     @property
     def problem(self) -> str | None:
-        """What keeps it from opening, in one line; `None`: nothing that is known."""
+        """Why the tier cannot be opened, in one line; `None` if no reason is known."""
         return self._problem
 
     def is_open(self) -> bool:
@@ -135,17 +138,17 @@ class IOTier(Tier):
         return self.is_open() and not self._closed and not self._is_suspended(Direction.DEMOTE)
 
     def lacks_namespace(self) -> bool:
-        """Say whether nothing but the namespace is missing."""
+        """Say whether only the namespace is missing."""
         return False
 
     def wait_open(self, timeout: float = 30.0) -> bool:
-        """Block until it is open, or nothing but the namespace is missing. For the start of an engine.
+        """Block until the tier is open, or only the namespace is missing. For the start of an engine.
 
-        `OutsideError` if it is `required` and cannot be opened; else False.
+        `OutsideError` if the tier is `required` and cannot be opened; else False.
         """
         until = time.monotonic() + timeout
         while not self.is_open() and (self._opening or self._problem is None):
-            self._results = self.poll()  # kept for who asks next
+            self._results = self.poll()  # kept for the next caller of `poll`
             if self.is_open() or self.lacks_namespace():
                 return True
             left = until - time.monotonic()
@@ -158,16 +161,16 @@ class IOTier(Tier):
         return self.is_open()
 
     def _may_open(self) -> bool:
-        """Say whether it is time to try to open it."""
+        """Say whether it is time to try to open the tier."""
         return not (self._opening or self._closed or self._clock() < self._retry_at)
 
     @property
     def _may_wait(self) -> bool:
-        """Whether it was tried so few times that something may still be about to become better."""
+        """Whether there were so few attempts that the next one may still succeed."""
         return self._backoff < _LONGEST_BACKOFF
 
     def _note_problem(self, error: BaseException | None) -> None:
-        """Keep in mind why it is not open, say it once, and try again later."""
+        """Remember why the tier is not open, log it once, and schedule the next attempt."""
         line = str(error) if isinstance(error, KVTierError) else f"{self.where}: {say_error(error)}"
         if line != self._problem:
             logger.warning("%s; running without it", line)
@@ -200,19 +203,19 @@ class IOTier(Tier):
         return results
 
     def _within_bounds(self, keys: list[OffloadKey]) -> list[OffloadKey]:
-        """Cut off the end for which the queue has no room."""
+        """Cut off the keys at the end that do not fit into the queue."""
         room = self._max_queued - self._io.queued_bytes(Direction.DEMOTE)
         return keys if len(keys) * self.row_bytes <= room else keys[: max(0, room // self.row_bytes)]
 
     def _submit_reads(self, job: TierJob, are_wanted: list[bool], places: list[int]) -> None:
-        """Hand those rows of a promotion to the threads that are wanted, with their places."""
+        """Hand the wanted rows of a promotion to the threads, with their places."""
         keys, lent = job.keys, job.rows
         if not all(are_wanted):
             keys, lent = list(compress(keys, are_wanted)), list(compress(lent, are_wanted))
         self._submit(Direction.PROMOTE, job, JobRows(keys, places, self.row_bytes, lent))
 
     def _submit_writes(self, job: TierJob, keys: list[OffloadKey], places: list[int]) -> None:
-        """Hand the rows of these different keys of a demotion to the threads, with their places."""
+        """Hand the rows of these distinct keys of a demotion to the threads, with their places."""
         lent = job.rows
         if len(keys) < len(lent):
             by_key = {key: at for at, key in enumerate(job.keys)}
@@ -227,10 +230,10 @@ class IOTier(Tier):
         if keys:
             self._results.append(TierResult(job_id, tuple(keys), outcome))
 
-    # -- what becomes of rows ----------------------------------------------------------------------
+    # -- outcomes of rows --------------------------------------------------------------------------
 
     def _settle(self, report: IOReport) -> None:
-        """Enter what has become of rows into the books, and tell."""
+        """Enter a report into the books, and add a result for `poll`."""
         rows, outcome = report.rows, report.outcome
         if not report.in_use:
             (self._settle_read if report.direction is Direction.PROMOTE else self._settle_write)(report)
@@ -273,14 +276,14 @@ class IOTier(Tier):
         for direction, health in suspended:
             if health.problem is not None and self._io.open_jobs(direction):
                 self._io.give_up(Outcome.SUSPENDED, direction, health.problem)
-        # Both are asked, so that both pauses grow.
+        # `take_due` runs for both directions, so that both pauses grow.
         due = [health.take_due() for _, health in suspended]
         if any(due) and not self._probing and self._io.backend is not None and not self._closed:
             self._probing = True
             self._io.call(self._io.backend.probe, self._end_probe)
 
     def _is_stuck(self, since: float | None) -> bool:
-        """Say whether a call that has run since then, if it runs, is not just a slow one."""
+        """Say whether a call that began at `since` (`None`: not begun) runs too long to be merely slow."""
         return since is not None and self._clock() - since >= _STUCK_AFTER
 
     def _suspend(self, why: str) -> None:
@@ -296,7 +299,7 @@ class IOTier(Tier):
     # -- reports and ends --------------------------------------------------------------------------
 
     def state(self) -> str:
-        """Say in a word or two how the tier is."""
+        """Return the tier's state in a word or two."""
         if self._closed:
             return "closed"
         if self._io.backend is None:
@@ -342,7 +345,7 @@ class IOTier(Tier):
         return bool(self._results) or self._io.wait_any(timeout)
 
     def has_open_calls(self) -> bool:
-        """Say whether calls of the tier itself are under way: deletions, questions, probes."""
+        """Say whether the tier's own calls are under way: deletions, questions, probes."""
         return self._io.open_calls > 0
 
     def check(self) -> None:

@@ -1,21 +1,21 @@
-"""Rows in a Mooncake store: memory of many processes, found through one master.
+"""Rows in a Mooncake store: the memory of many processes, which one master finds.
 
     {prefix}/2/{scope, 16 hex digits}/{key, hex}        the row and a header (`value_header`) behind it
 
-Each run of memory is a transfer of its own for the store, so a row and its header are one run: the pool's
-slots have room behind their rows, where `write` puts headers and `read` finds them. Whoever writes a slot or
-demotes it has its room, too. `lend` registers the pool once; rows in it travel without a copy. Rows
-elsewhere, or in slots without room, go one at a time by way of a registered buffer of the calling thread.
-The store writes an object once: one that is there stays as it is, so a bad one has to be deleted. Any thread
-may call, several at once; calls block without the GIL.
+The store transfers each run of memory separately, so a row and its header are one run: the pool's slots
+have room behind their rows, where `write` puts headers and `read` finds them. A job that owns a slot owns
+that room, too. `lend` registers the pool once; rows in it travel without a copy. Rows elsewhere, or in
+slots without room, go one at a time through a registered buffer of the calling thread. The store writes an
+object once: an existing object stays as it is, so a bad one has to be deleted. Any thread may call, several
+at once; calls block without the GIL.
 
-The client has no deadline: with a dead master a call blocks for four seconds and more, so memory stays in
-use until it returns, and the tier above suspends. Worse, joining and leaving hold the GIL and so stop the
-whole process: joining for a tenth of a second as a rule, but for a minute and a half if a server hangs, so
-it is tried only after master and metadata server have both answered as such; leaving for a second or two,
-because the client waits for a thread of its own that sleeps. So nobody leaves while the process lives: a
-backend that is closed leaves its client, with no memory of ours, to the next one with equal settings.
-`health_check` says yes to a dead master: `probe` moves bytes instead.
+The client has no deadline: with a dead master a call blocks for four seconds and more. The memory stays in
+use until the call returns, and the tier above suspends. Worse, joining and leaving the store hold the GIL
+and so stop the whole process. Joining usually takes a tenth of a second, but a minute and a half if a
+server hangs; so it is tried only after master and metadata server have both answered as such. Leaving takes
+a second or two, because the client waits for a thread of its own that sleeps. So no client leaves while the
+process lives: a closed backend leaves its client, without our memory, to the next backend with equal
+settings. `health_check` says yes for a dead master, so `probe` moves bytes instead.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
 __all__ = ["MooncakeBackend"]
 
 _VERSION = 2
-"""Of values, told by their names. Before, the header was in front of the row."""
+"""The version of values; it is part of their names. In version 1 the header was in front of the row."""
 _NO_HEADER = bytes(HEADER_BYTES)
 
-# What the store's calls return.
+# Return codes of the store's calls.
 _NO_SPACE = -200
 _INVALID = -600
 _NOT_READY = -703
@@ -63,7 +63,7 @@ _ERRORS = {
 
 
 class _Joining(NamedTuple):
-    """What a client joins a store with, as `setup` takes it."""
+    """The settings with which a client joins a store, in the order of `setup`."""
 
     host: str
     metadata: str
@@ -75,7 +75,7 @@ class _Joining(NamedTuple):
 
 
 _unused: dict[_Joining, list[MooncakeDistributedStore]] = {}
-"""Clients that have joined and that no backend has now."""
+"""Clients that have joined and that no backend uses now."""
 _lock = threading.Lock()
 
 
@@ -87,7 +87,10 @@ def _take_unused(joining: _Joining) -> MooncakeDistributedStore | None:
 
 @atexit.register
 def _leave() -> None:
-    """Leave when the process ends. The package would, too, but then it cannot reach the metadata server."""
+    """Leave when the process ends.
+
+    The package does so too late: it cannot reach the metadata server then.
+    """
     for client in [client for clients in _unused.values() for client in clients]:
         client.close()
     _unused.clear()
@@ -103,7 +106,7 @@ class _Scratch:
 
 @dataclass(slots=True)
 class _Call:
-    """Some rows of a batch as the client's calls want them: each is one run of memory, its header last."""
+    """Some rows of a batch, as the client's calls want them: each is one run of memory, its header last."""
 
     rows: list[BackendRow] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
@@ -111,7 +114,7 @@ class _Call:
     sizes: list[int] = field(default_factory=list)
     headers: list[memoryview] = field(default_factory=list)
     bounce: memoryview | None = None
-    """Where the payload of the only row is while it travels, if not in its own memory."""
+    """The payload of the only row while it travels, if that is not in the row's own memory."""
 
     def add(self, name: str, row: BackendRow, address: int, header: memoryview) -> None:
         self.rows.append(row)
@@ -126,16 +129,14 @@ class MooncakeBackend(Backend):
 
     writes_once = True
     call_bytes = 8 << 20
-    """A call has the master asked before and after, and burns a core while it waits: few large ones are
-    best.
-    """
+    """A call asks the master twice, and keeps a core busy while it waits: few large calls are best."""
 
     def __init__(
         self, config: MooncakeConfig, row_bytes: int, *, timeout: float, slot_bytes: int = 1
     ) -> None:
         """Join the store. `OSError`: a server does not answer in time. `ConfigError`: no package.
 
-        Rows in the memory that is lent are `slot_bytes` apart, and what is between them is ours.
+        Rows in the lent memory are `slot_bytes` apart, and the space between them is ours.
         """
         store_class, replication_class = _import_mooncake()
         self._master, self._prefix = config.master, config.prefix
@@ -145,7 +146,7 @@ class MooncakeBackend(Backend):
         self._replication.replica_num = config.replicas
         self._lent, self._lent_address = memoryview(b""), 0
         self._scratches = threading.local()
-        self._registered: dict[int, memoryview] = {}  # memory that the client knows, by address
+        self._registered: dict[int, memoryview] = {}  # memory registered with the client, by address
         self._closed = False
         self._joining = _Joining(
             config.host or facing,
@@ -182,14 +183,14 @@ class MooncakeBackend(Backend):
             codes = self._store.batch_put_from(call.names, call.addresses, call.sizes, self._replication)
             answers += [None if code in (0, _EXISTS) else self._error(code) for code in codes]
             if _NO_MASTER in codes:
-                break  # the next call would block as long
+                break  # the next call would block for as long
         return answers + [self._error(_NO_MASTER)] * (len(rows) - len(answers))
 
     def read(self, rows: Sequence[BackendRow]) -> list[bytes | OSError | None]:
         answers: list[bytes | OSError | None] = []
         for call in self._calls(rows):
             for header in call.headers:
-                header[:] = _NO_HEADER  # that of an earlier row must not be taken for this one's
+                header[:] = _NO_HEADER  # an earlier row's header must not be taken for this one's
             codes = self._store.batch_get_into(call.names, call.addresses, call.sizes)
             for at, code in enumerate(codes):
                 answers.append(self._arrived(call, at, code))
@@ -198,7 +199,7 @@ class MooncakeBackend(Backend):
         return answers + [self._error(_NO_MASTER)] * (len(rows) - len(answers))
 
     def _arrived(self, call: _Call, at: int, code: int) -> bytes | OSError | None:
-        """Say what a get came to: the seal, an empty one if the object is no such row, or why it failed."""
+        """Return the result of a get: the seal, an empty one if the object is not this row, or the error."""
         row, nbytes = call.rows[at], call.sizes[at]
         if code == nbytes:
             if call.bounce is not None:
@@ -207,7 +208,8 @@ class MooncakeBackend(Backend):
         if code in (_ABSENT, _NOT_READY):
             return None
         if code >= 0 or code in (_INVALID, _TRANSFER_FAILED):
-            # The same codes for an object of another length and for one that cannot be had.
+            # The store uses these codes both for an object of another length and for an object it cannot
+            # fetch.
             size = self._store.get_size(call.names[at])
             if size >= 0 and size != nbytes:
                 return b""
@@ -225,14 +227,12 @@ class MooncakeBackend(Backend):
     def delete(self, rows: Sequence[BackendRow]) -> None:
         if not rows:
             return
-        for code in self._store.batch_remove([self._name(row) for row in rows], True):  # readers or not
+        for code in self._store.batch_remove([self._name(row) for row in rows], True):  # even if in use
             if code not in (0, _ABSENT):
                 raise self._error(code)
 
     def probe(self) -> None:
-        """Raise `OSError` if the store does not take as many bytes as a row has, or does not
-        give them back.
-        """
+        """Raise `OSError` if the store does not accept an object as large as a row, or loses it."""
         name, scratch = f"{self._prefix}/probe/{os.urandom(8).hex()}", self._scratch()
         address, size = [scratch.address], [scratch.memory.nbytes]
         (code,) = self._store.batch_is_exist([name])  # does not block if the master is gone
@@ -259,7 +259,7 @@ class MooncakeBackend(Backend):
     # -- inside ------------------------------------------------------------------------------------
 
     def _calls(self, rows: Sequence[BackendRow]) -> Iterator[_Call]:
-        """Cut a batch: rows in slots of the lent memory together, any other by itself."""
+        """Cut a batch: rows in slots of the lent memory go together, every other row goes alone."""
         together = _Call()
         for row in rows:
             start = self._slot_of(row)
@@ -276,7 +276,7 @@ class MooncakeBackend(Backend):
             yield together
 
     def _slot_of(self, row: BackendRow) -> int | None:
-        """Return where in the lent memory the slot of a row begins; `None`: it is in none."""
+        """Return the offset of a row's slot in the lent memory; `None`: the row is in no slot."""
         if len(row.pieces) != 1 or row.pieces[0].nbytes != self._row_bytes:
             return None
         start = _address_of(row.pieces[0]) - self._lent_address
@@ -284,7 +284,7 @@ class MooncakeBackend(Backend):
         return start if is_lent and start % self._slot_bytes == 0 else None
 
     def _bounced(self, row: BackendRow) -> _Call:
-        """Have a row travel by way of the scratch, because there is no room for a header behind it."""
+        """Send a row through the scratch buffer, because there is no room for a header behind it."""
         if row.nbytes > self._row_bytes:
             expected = f"at most {self._row_bytes} bytes outside of the memory that was lent"
             raise InputError(f"row: expected {expected}, got {row.nbytes}")
@@ -330,7 +330,7 @@ def _import_mooncake() -> tuple[type[MooncakeDistributedStore], type[ReplicateCo
 
 
 def _address_of(memory: memoryview) -> int:
-    """Return where memory begins. Whoever uses the number keeps the memory."""
+    """Return the address of memory. The caller must keep the memory alive."""
     if memory.readonly or not memory.nbytes:
         address: int = np.frombuffer(memory, np.uint8).ctypes.data
         return address

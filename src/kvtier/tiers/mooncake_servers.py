@@ -1,9 +1,9 @@
-"""`must_answer`: are the servers of a Mooncake store there, and are they what they should be?
+"""`must_answer`: checks that the servers of a Mooncake store answer, and are the right kind of server.
 
-Joining a store holds the GIL, and tries each of its steps twenty times: with a server that hangs, or is of
-another kind, it stops the process for minutes. So both are asked first, as the store's client will ask them:
-the metadata server by way of a proxy, if the environment names one. Any thread may call; it blocks for a few
-timeouts at most.
+Joining a store holds the GIL, and tries each of its steps twenty times: if a server hangs, or is of another
+kind, it stops the process for minutes. So both servers are asked first, in the same way as the store's
+client asks them: the metadata server through a proxy, if the environment names one. Any thread may call; it
+blocks for a few timeouts at most.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ __all__ = ["must_answer"]
 
 _RPC_MAGIC = 21
 _RPC_QUESTION = struct.pack("<4B4I", _RPC_MAGIC, 0, 0, 0, 0, 0, 0, 0)
-"""A call of no function, in the protocol of the master (coro_rpc): it says that there is none."""
+"""A call of no function in the master's protocol (coro_rpc); the answer says that there is none."""
 _PORTS = {"http": 80, "https": 443, "etcd": 2379, "redis": 6379}
-_PROXY_VARIABLES = ("http_proxy", "all_proxy", "ALL_PROXY")  # HTTP_PROXY is none to libcurl
+_PROXY_VARIABLES = ("http_proxy", "all_proxy", "ALL_PROXY")  # libcurl ignores HTTP_PROXY
 _DIRECT_VARIABLES = ("no_proxy", "NO_PROXY")
 _PROXY_PORT = 1080
-"""Of a proxy that is named without one, as libcurl has it."""
+"""libcurl's port of a proxy that is named without one."""
 
 
 def must_answer(config: MooncakeConfig, timeout: float) -> str:
     """Raise `OSError` unless master and metadata server answer as such.
 
-    Return our address that faces the master.
+    Return our address towards the master.
     """
     facing = _ask_master(config.master, timeout)
     _ask_metadata(config.metadata, timeout)
@@ -43,7 +43,7 @@ def must_answer(config: MooncakeConfig, timeout: float) -> str:
 
 
 def _ask_master(master: str, timeout: float) -> str:
-    """Have the master say anything in its protocol. Return our address that faces it."""
+    """Make the master answer anything in its protocol. Return our address towards it."""
     host, _, port = master.rpartition(":")
     problem = f"mooncake store: its master at {master} cannot be reached"
     try:
@@ -54,7 +54,7 @@ def _ask_master(master: str, timeout: float) -> str:
             answer = sock.recv(1)
     except OSError as error:
         raise OSError(error.errno or errno.ETIMEDOUT, problem) from None
-    if not answer:  # a stopped process accepts, and a proxy of a dead one closes
+    if not answer:  # a stopped process accepts, and a proxy of a dead process closes
         raise OSError(errno.ECONNRESET, problem)
     if answer[0] != _RPC_MAGIC:
         problem = f"mooncake store: what answers at {master} is no master; is the port right?"
@@ -63,7 +63,7 @@ def _ask_master(master: str, timeout: float) -> str:
 
 
 def _ask_metadata(address: str, timeout: float) -> None:
-    """Have the metadata server take an entry and remove it, as joining and leaving do."""
+    """Have the metadata server store an entry and remove it, as joining and leaving do."""
     url = urlsplit(address)
     where = url.hostname or "", url.port or _PORTS[url.scheme]
     name = f"{url.path}?key=kvtier/question/{os.urandom(8).hex()}"
@@ -89,7 +89,7 @@ def _ask_metadata(address: str, timeout: float) -> None:
 
 
 def _find_proxy(host: str) -> tuple[str, int] | None:
-    """Return the HTTP proxy that libcurl, in the store's client, asks instead of a host; `None`: none."""
+    """Return the HTTP proxy that libcurl, in the store's client, uses for a host; `None`: no proxy."""
     proxy, direct = (
         next((os.environ[name] for name in names if os.environ.get(name)), "")
         for names in (_PROXY_VARIABLES, _DIRECT_VARIABLES)
@@ -97,7 +97,7 @@ def _find_proxy(host: str) -> tuple[str, int] | None:
     if not proxy or proxy_bypass(host, {"no": direct}):
         return None
     for name in direct.split(","):
-        with suppress(ValueError):  # no network, or the host is no address
+        with suppress(ValueError):  # not a network, or the host is not an address
             if ip_address(host) in ip_network(name.strip(), strict=False):
                 return None
     url = urlsplit(proxy if "://" in proxy else f"http://{proxy}")

@@ -2,13 +2,13 @@
 
     {prefix}/{scope, 16 hex digits}/{key, hex}        a header (`value_header`) and the row
 
-An object is written once: where the server can tell, one that is there stays as it is and counts as stored.
-Rows are sent from the memory they lie in and copied once when they arrive. Of an object that is too long no
-more is read than shows that it is. A request ends within the time-out that the backend was made with, one
-quick retry included; the rest of a batch is not tried once the server did not answer or its time is up.
+An object is written once: if the server can tell that it exists, it stays as it is and counts as stored.
+Rows are sent from their own memory and copied once when they arrive. Of an object that is too long, only
+one byte too many is read. A request, with one quick retry, ends within the time-out of the backend; the
+rest of a batch is not tried if the server did not answer or the time is up.
 
-Errors are `OSError`s of one line. They never repeat what the server or the client library said, which may
-hold addresses with signatures in them. Any thread may call; calls block without the GIL.
+Errors are `OSError`s of one line. They never repeat the text of the server or the client library, which may
+hold addresses with signatures. Any thread may call; calls block without the GIL.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["ObjectBackend"]
 _T = TypeVar("_T")
 
 _REQUEST_SHARE = 0.8
-"""How much of the time-out one request may take: a retry that begins at the last moment ends within it."""
+"""The part of the time-out that one request may take: a retry at the last moment still ends in time."""
 _RETRY_SHARE = 0.1
 _CONNECT_SHARE = 0.4
 _BACKOFF = timedelta(milliseconds=20)
@@ -47,17 +47,17 @@ _SOURCE = re.compile(r"source: ([A-Z]\w+) ?[{,]")
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
 _CREDENTIAL_HOSTS = r"169\.254\.|metadata\.google|sts\.|oauth2\.|login\.microsoft"
 _CREDENTIALS = re.compile(rf"https?://({_CREDENTIAL_HOSTS})|/latest/api/token")
-"""Where the store asks for credentials when it was given none."""
+"""The addresses that the store asks for credentials when it was given none."""
 
 
 class ObjectBackend(Backend):
-    """Objects of one bucket. A row says how long it is; a probe moves `row_bytes`."""
+    """Objects of one bucket. Each row knows its length; a probe moves `row_bytes`."""
 
     contains_batch = 1
     writes_once = True
 
     def __init__(self, config: ObjectConfig, row_bytes: int, *, timeout: float) -> None:
-        """Open a store without asking it anything. `ConfigError`: no package, or a wrong setting."""
+        """Open a store without any request. `ConfigError`: no package, or a wrong setting."""
         try:
             import obstore
         except ImportError:
@@ -98,9 +98,10 @@ class ObjectBackend(Backend):
                 raise answer
 
     def probe(self) -> None:
-        """Raise `OSError` if the store does not take an object as long as a row, or gives none back.
+        """Raise `OSError` if the store does not accept an object as long as a row, or does not return it.
 
-        A small one would go, and come, where no row does. All engines use one name, and leave it there.
+        A small object might pass where no row does. All engines use one name for the probe, and leave the
+        object there.
         """
         name = self._name("probe")
         try:
@@ -111,7 +112,7 @@ class ObjectBackend(Backend):
                 found.bytes()
         except BaseException as error:
             raise self._translate(error) from None
-        if nbytes > self._row_bytes:  # the client would take memory for it, or abort the process
+        if nbytes > self._row_bytes:  # the client would allocate memory for it, or abort the process
             problem = f"the probe came back with {nbytes} bytes instead of {self._row_bytes}"
             raise OSError(errno.EIO, f"object store {self.url}: {problem}")
 
@@ -121,7 +122,7 @@ class ObjectBackend(Backend):
     # -- one row -----------------------------------------------------------------------------------
 
     def _move_all(self, move: Callable[[BackendRow], _T], rows: Sequence[BackendRow]) -> list[_T | OSError]:
-        """Move one row after the other; once the server did not answer or the time is up, no further one."""
+        """Move rows one after the other; stop when the server does not answer or the time is up."""
         answers: list[_T | OSError] = []
         until, down = time.monotonic() + self._timeout, None
         for row in rows:
@@ -149,18 +150,18 @@ class ObjectBackend(Backend):
         except self._exceptions.BaseError as error:
             if not self._create or _status(error) != 501:
                 raise
-            self._create = False  # a server that has no conditional writes
+            self._create = False  # the server has no conditional writes
             self._write(row)
 
     def _read(self, row: BackendRow) -> bytes | None:
         nbytes = HEADER_BYTES + row.nbytes
         try:
-            # One byte more, which only an object has that is too long. Of a part, all comes in one call.
+            # One byte more: only an object that is too long has it. A range read arrives in one call.
             found = self._obstore.get_range(self._store, self._row_name(row), start=0, length=nbytes + 1)
         except FileNotFoundError:
             return None
         except self._exceptions.BaseError as error:
-            if _status(error) == 416:  # of an empty object there is no part
+            if _status(error) == 416:  # an empty object has no range
                 return b""
             raise
         value = memoryview(found)
@@ -174,7 +175,7 @@ class ObjectBackend(Backend):
             self._obstore.head(self._store, self._row_name(row))
         except FileNotFoundError:
             return False
-        return True  # of whatever length: it is deleted when it was read and failed its check
+        return True  # its length does not matter: a read that fails its check deletes it
 
     def _delete(self, row: BackendRow) -> None:
         try:
@@ -191,11 +192,11 @@ class ObjectBackend(Backend):
     # -- errors ------------------------------------------------------------------------------------
 
     def _translate(self, error: BaseException) -> OSError:
-        """Say in one line what went wrong, in our words: theirs may hold addresses with secrets in them.
+        """Describe an error in one line and our own words: the original may hold addresses with secrets.
 
-        What neither the client nor the system has raised is raised again.
+        Errors of other origins than the client and the system are raised again.
         """
-        if type(error).__name__ == "PanicException":  # of compiled code: no Exception, and of no module
+        if type(error).__name__ == "PanicException":  # of compiled code: not an Exception, and in no module
             hint = "is there a line end in a credential or in object.region?"
             return OSError(errno.ECONNABORTED, f"object store {self.url}: the client panicked; {hint}")
         if not isinstance(error, (self._exceptions.BaseError, OSError)):
@@ -226,7 +227,7 @@ class ObjectBackend(Backend):
 
 
 def _status(error: Exception) -> int:
-    """Return the HTTP status that an error of the client library tells of; 0: none."""
+    """Return the HTTP status in an error of the client library; 0: there is none."""
     found = _STATUS.search(str(error))
     return int(found[1]) if found else 0
 
@@ -257,12 +258,12 @@ def _open_store(config: ObjectConfig, timeout: float) -> S3Store | GCSStore | Az
         settings["region"] = config.region
     if (provider := _profile_credentials()) is not None:
         settings["credential_provider"] = provider
-    # The seal vouches for the bytes: without a second digest in the request a put takes half as long.
+    # The seal protects the bytes: without a second digest in the request a put takes half as long.
     return S3Store(url.netloc, unsigned_payload=True, disable_bulk_delete=True, **settings)
 
 
 def _profile_credentials() -> Any:
-    """Return who reads the files of AWS profiles, which the store does not; `None`: there are none."""
+    """Return a provider that reads AWS profile files, which the store does not; `None`: no profiles."""
     names = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI")
     if any(os.environ.get(name) for name in (*names, "AWS_CONTAINER_CREDENTIALS_FULL_URI")):
         return None

@@ -1,11 +1,11 @@
 """`search_prefix`: finds in few round trips which chunks of a prefix a server has. Any thread; it blocks.
 
-A prefix is stored from its head on, so what is there is a run from the head, as a rule. Where one call
-can ask about all chunks it does, and gaps are seen. Where it cannot, the first chunk is asked about
-first, since most prompts are new; then the end of the run is searched for: each round asks about chunks
-at even distances and leaves one interval between two of them. A gap that others' eviction has made
-before that end is not noticed: whoever reads the chunk learns of it. `CallsAtOnce` asks about the chunks
-of a round in several calls, on the threads that are free.
+A prefix is stored from its head on, so the stored chunks are usually a run from the head. If one call can
+ask about all chunks, it does, and sees gaps. Otherwise the search asks about the first chunk first, since
+most prompts are new, and then searches for the end of the run: each round asks about chunks at even
+distances and leaves one interval between two of them. It does not notice a gap before that end (other
+engines' rows may have evicted a chunk): the read of that chunk fails then. `CallsAtOnce` asks about the
+chunks of a round in several calls, on the threads that are free.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Contains = Callable[[Sequence[BackendRow]], list[bool]]
 
 
 class FoundPrefix(NamedTuple):
-    """Of each chunk, whether it is there; and the calls, one after the other, that it took to know."""
+    """Whether each chunk is stored, and the number of sequential calls that it took to find out."""
 
     there: list[bool]
     round_trips: int
@@ -35,8 +35,8 @@ def search_prefix(
 ) -> FoundPrefix:
     """Say which rows of a prefix are there, with calls of `width` rows at most.
 
-    Rows of several groups are searched group by group if one call does not take all. No further call is made
-    once the answer is not wanted: what is not known then is not there.
+    Rows of several groups are searched group by group if one call cannot take all. Once the answer is no
+    longer wanted, no further call is made, and chunks not known by then count as absent.
     """
     if not rows:
         return FoundPrefix([], 0)
@@ -78,10 +78,10 @@ def _search_run(
 
 
 class CallsAtOnce:
-    """One call of `contains` about many rows as several at once, of `batch` rows each.
+    """Splits one call of `contains` about many rows into several parallel calls of `batch` rows each.
 
-    `spawn` has a function run by a thread that is free, now or later. Whoever calls works too, and waits
-    only for calls that have begun, so that it does not matter if no other thread is ever free.
+    `spawn` runs a function on a free thread, now or later. The calling thread works too, and waits only for
+    calls that have begun, so it does not matter if no other thread is ever free.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class CallsAtOnce:
         """The rows of one call of `contains`, at most."""
 
     def contains(self, rows: Sequence[BackendRow]) -> list[bool]:
-        """Say of each row whether it is there. `OSError` if a call fails."""
+        """Say for each row whether it is stored. `OSError` if a call fails."""
         parts = [rows[at : at + self._batch] for at in range(0, len(rows), self._batch)]
         answers: list[Future[list[bool]]] = [Future() for _ in parts]
         left = deque(zip(parts, answers, strict=True))
@@ -105,7 +105,7 @@ class CallsAtOnce:
                     return
                 try:
                     answer.set_result(self._contains(part))
-                except Exception as error:  # the top of what another thread does for us
+                except Exception as error:  # the top of the work that another thread does for us
                     answer.set_exception(error)
 
         for _ in range(min(len(parts), self._most) - 1):

@@ -1,9 +1,9 @@
-"""`Questions` and `KnownRows`: what a shared tier has asked its server, and what it has heard of rows.
+"""`Questions` and `KnownRows`: the open questions of a shared tier to its server, and the last answers.
 
-A chunk is asked about by one question at a time. At its deadline a question is late: its chunks are asked
-about no more, and it holds others up until its call has returned. What was heard of a row is kept in mind
-for a while, a yes for longer than a no; when a row turns out to be lost, every yes from before is in doubt.
-Scheduler thread only, but for what an I/O thread writes into a question.
+At most one question at a time asks about a chunk. At its deadline a question is late: it no longer covers
+its chunks, and it blocks new questions until its call has returned. Answers are remembered for a while, a
+yes for longer than a no; when a row turns out to be lost, every earlier yes is in doubt. Scheduler thread
+only, except for the fields that an I/O thread writes into a question.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from kvtier.tiers.recent_keys import RecentKeys
 __all__ = ["KnownRows", "Question", "Questions"]
 
 _YES_SECONDS = 30.0
-"""A row that was there is there for as long, as a rule: servers evict what was not used for minutes."""
+"""A stored row usually stays this long: servers evict rows that were not used for minutes."""
 _NO_SECONDS = 1.0
 """Enough that a burst of equal prompts asks once; another engine's row is found a second later."""
 _FRESH_NO = 5.0
-"""A server that said no so many seconds ago is not asked again before a row is sent: who computes a prompt
-has asked about it just before, and a row that another engine has sent since is the same row.
+"""If the server said no within these seconds, it is not asked again before a row is sent: an engine that
+computes a prompt has just asked about it, and if another engine has sent the row since, it is the same row.
 """
 
 
 @dataclass(slots=True, eq=False)
 class Question:
-    """Chunks of a prefix that a thread asks about, or is about to."""
+    """Chunks of a prefix that a thread asks about now or soon."""
 
     keys: list[OffloadKey]
     scope: int
     deadline: float
     is_late: bool = False
     began: float | None = None
-    """When a thread has begun it; written by that thread."""
+    """When a thread began the call; written by that thread."""
     seconds: float = 0.0
-    """How long it took, once it is over; written by that thread."""
+    """How long the call took, once it is over; written by that thread."""
 
 
 class Questions:
@@ -49,17 +49,17 @@ class Questions:
         self._open: set[Question] = set()
         self._asked: dict[OffloadKey, Question] = {}
         self.num_late = 0
-        """How many hold others up."""
+        """The number of late questions that block new ones."""
 
     def __len__(self) -> int:
         return len(self._open)
 
     def get(self, key: OffloadKey) -> Question | None:
-        """Return the question that a chunk is asked about by."""
+        """Return the question that covers a chunk."""
         return self._asked.get(key)
 
     def add(self, keys: list[OffloadKey], scope: int, deadline: float) -> Question:
-        """Note a question about chunks that are not asked about yet."""
+        """Add a question about chunks that no open question covers."""
         question = Question(keys, scope, deadline)
         self._open.add(question)
         self._asked.update(dict.fromkeys(keys, question))
@@ -74,22 +74,22 @@ class Questions:
         return [key for question in late for key in self._take_off(question)]
 
     def late(self) -> list[Question]:
-        """Return the questions that were given up, and whose calls have not returned."""
+        """Return the late questions whose calls have not returned."""
         return [question for question in self._open if question.is_late] if self.num_late else []
 
     def forget(self, question: Question) -> None:
-        """Note that a question is over, or holds nobody up any more."""
+        """Remove a question that is over, or no longer blocks others."""
         self._take_off(question)
         if question in self._open:
             self._open.remove(question)
             self.num_late -= question.is_late
 
     def forget_chunks(self) -> None:
-        """Note that no chunk is asked about any more. Questions whose calls are open stay so."""
+        """Uncover all chunks. Questions whose calls are open stay open."""
         self._asked.clear()
 
     def _take_off(self, question: Question) -> list[OffloadKey]:
-        """Take the chunks of a question off those that are asked about, and return them."""
+        """Uncover the chunks of a question, and return them."""
         keys = [key for key in question.keys if self._asked.get(key) is question]
         for key in keys:
             del self._asked[key]
@@ -106,14 +106,14 @@ class Questions:
 
 
 class _LastHeard(NamedTuple):
-    """Whether a row was there, and when that was heard."""
+    """Whether a row was stored, and when the answer came."""
 
     is_there: bool
     at: float
 
 
 class KnownRows:
-    """What was last heard of rows, of the newest `limit` of them or so."""
+    """The last answers about rows, for about the newest `limit` rows."""
 
     def __init__(self, limit: int, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -124,11 +124,11 @@ class KnownRows:
         return iter(self._heard)
 
     def note(self, keys: list[OffloadKey], *, is_there: bool) -> None:
-        """Note what was just heard of rows."""
+        """Note the newest answer about rows."""
         self._heard.note(keys, _LastHeard(is_there, self._clock()))
 
     def doubt(self) -> None:
-        """Trust no yes from before: the server may have lost all."""
+        """Stop trusting every earlier yes: the server may have lost all rows."""
         self._trusted_since = self._clock()
 
     def clear(self) -> None:
@@ -136,24 +136,24 @@ class KnownRows:
         self._heard.clear()
 
     def last(self, key: OffloadKey) -> bool | None:
-        """Return what was last heard, however long ago; `None`: nothing."""
+        """Return the last answer, however old; `None`: there is none."""
         heard = self._heard.get(key)
         return None if heard is None else heard.is_there
 
     def look_up(self, key: OffloadKey, now: float) -> bool | None:
-        """Say whether a row is there; `None`: it is not known, or no longer."""
+        """Say whether a row is stored; `None`: there is no answer, or it is too old."""
         heard = self._heard.get(key)
         if heard is None or not self._is_trusted(heard):
             return None
         return heard.is_there if now < heard.at + (_YES_SECONDS if heard.is_there else _NO_SECONDS) else None
 
     def was_there(self, key: OffloadKey) -> bool:
-        """Say whether a row was there when it was last heard of, however long ago."""
+        """Say whether the last answer about a row was a yes that is still trusted, however old."""
         heard = self._heard.get(key)
         return heard is not None and heard.is_there and self._is_trusted(heard)
 
     def was_just_absent(self, key: OffloadKey, now: float) -> bool:
-        """Say whether the server has just said that it does not have a row."""
+        """Say whether the server has said within seconds that it does not have a row."""
         heard = self._heard.get(key)
         return heard is not None and not heard.is_there and now - heard.at < _FRESH_NO
 

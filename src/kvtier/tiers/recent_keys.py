@@ -1,4 +1,4 @@
-"""`RecentKeys`: what was last said of keys, for the newest of them only. Scheduler thread only."""
+"""`RecentKeys`: a value for each of the most recent keys. Scheduler thread only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ V = TypeVar("V")
 class RecentKeys(Generic[V]):
     """Remembers a value for each of the `limit` keys that were noted last, or an eighth more.
 
-    Trimmed in batches: taking the first key out of a dict again and again would walk over ever more holes.
+    Trimmed in batches: removing the first key of a dict again and again would walk over ever more holes.
     """
 
     def __init__(self, limit: int) -> None:
@@ -45,7 +45,7 @@ class RecentKeys(Generic[V]):
                 del self._values[key]
 
     def get(self, key: OffloadKey) -> V | None:
-        """Return what was noted last; `None`: nothing, or too long ago."""
+        """Return the last value; `None`: there is none, or it is too old."""
         return self._values.get(key)
 
     def clear(self) -> None:

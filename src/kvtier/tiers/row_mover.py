@@ -1,8 +1,8 @@
-"""Rows through a backend: made, sealed on the way out, checked on the way in.
+"""Moves rows through a backend: makes them, seals them on the way out, checks them on the way in.
 
-Whatever a backend answers or raises becomes an outcome of the rows that it was given, so an I/O thread
-outlives every backend. Seals are put on and checked in the thread that moves the bytes, while they are in
-its cache. Called on I/O threads, by any number of them at once.
+Every answer or exception of a backend becomes an outcome of the given rows, so an I/O thread survives every
+backend. Seals are put on and checked in the thread that moves the bytes, while the bytes are in its cache.
+Called by I/O threads, any number at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["DONE", "JobRows", "RowEnd", "RowMover", "say_error"]
 logger = logging.getLogger(__name__)
 
 RowEnd = tuple[Outcome, str]
-"""What a call came to for one row, and why."""
+"""The outcome of one row, and the reason of a failure."""
 DONE: RowEnd = (Outcome.DONE, "")
 _NOT_OUR_SEAL = (
     "tier %s: a row under one of our names does not bear a seal of our seal_key_file: it was forged or "
@@ -28,10 +28,10 @@ _NOT_OUR_SEAL = (
 
 
 class JobRows:
-    """Rows of a job: their keys, the places that their tier has given them, and the memory that was lent.
+    """Rows of a job: their keys, the places that their tier chose, and the lent memory.
 
-    All count as `row_bytes`. What a backend gets of a row is made by the thread that moves it: the
-    scheduler's has no time for it.
+    All rows count as `row_bytes`. The thread that moves a row builds the `BackendRow`, because the
+    scheduler thread has no time for it.
     """
 
     __slots__ = ("keys", "lent", "places", "row_bytes")
@@ -50,11 +50,11 @@ class JobRows:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that they count as."""
+        """The bytes that the rows count as."""
         return len(self.keys) * self.row_bytes
 
     def pick(self, indices: list[int]) -> JobRows:
-        """Return some of them, or all, without their memory."""
+        """Return some rows, or all, without their memory."""
         keys, places = self.keys, self.places
         if len(indices) < len(keys):
             keys, places = [keys[at] for at in indices], [places[at] for at in indices]
@@ -68,12 +68,12 @@ class RowMover:
     """Moves the rows of one tier."""
 
     def __init__(self, name: str, check_seals: bool, seal_key: SealKey | None) -> None:
-        """With a `seal_key` only rows are taken that were sealed with it; of a first other one is warned."""
+        """With a `seal_key` accept only rows sealed with it; the first other row logs a warning."""
         self._name, self._check_seals, self._seal_key = name, check_seals, seal_key
         self._warned = False
 
     def read(self, backend: Backend, rows: JobRows, indices: list[int], scope: SealScope) -> list[RowEnd]:
-        """Fill the memory of some rows, and say of each what came of it."""
+        """Fill the memory of some rows, and return the outcome of each."""
 
         def move() -> list[RowEnd]:
             empty = [
@@ -86,7 +86,7 @@ class RowMover:
         return _ends_of(indices, move)
 
     def write(self, backend: Backend, rows: JobRows, indices: list[int], scope: SealScope) -> list[RowEnd]:
-        """Write some rows, and say of each what came of it."""
+        """Write some rows, and return the outcome of each."""
 
         def move() -> list[RowEnd]:
             errors = backend.write([self._sealed(rows, at, scope) for at in indices])
@@ -113,7 +113,7 @@ class RowMover:
 
 
 def _ends_of(rows: list[int], move: Callable[[], list[RowEnd]]) -> list[RowEnd]:
-    """Move rows. Whatever a backend raises is a failure of all of them."""
+    """Move rows. An exception of the backend is a failure of all of them."""
     try:
         ends = move()
     except OSError as error:

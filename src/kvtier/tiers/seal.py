@@ -1,20 +1,20 @@
-"""Seals: the checksum of a row, bound to whose it is, put on and checked in one place above all backends.
+"""Seals: the checksum of a row, bound to its owner, put on and checked in one place above all backends.
 
     seed = XXH3-64(scope . key . length of the row, u64)
     seal = XXH3-128(payload, seed)
 
-The scope is the namespace with the epoch and the suffix of the last reset. So a row that was damaged, cut
-short, swapped with another, left from before a reset, or made by another model fails its check. The seed
-costs nothing; the payload is hashed at memory speed with the GIL released. Any thread may call what is
-here.
+The scope is the namespace with the epoch and the suffix of the last reset. So a row fails its check if it
+was damaged, cut short, swapped with another, written before a reset, or made by another model. The seed
+costs nothing; the payload is hashed at memory speed with the GIL released. Any thread may call these
+functions.
 
-Anybody can make such a seal. With a secret key only who has it can:
+Anyone can make such a seal. With a secret key, only an owner of the key can:
 
     seal = BLAKE3-keyed(scope . length of the key, u32 . key . length of the row, u64 . payload), 16 bytes
 
 So a row in a place where others may write passes its check only if an engine with the same key made it. The
-number of a scope, by which rows go on servers, comes from the key then, too: fleets with other keys do not
-meet. The secret is in no text, error or log.
+number of a scope, which is part of a row's name on servers, then comes from the key, too: fleets with
+different keys never see each other's rows. The secret appears in no text, error or log.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _KEY_BYTES = 32
 
 
 class SealScope:
-    """Whose bytes a row is: namespace, epoch, and the suffix of this process's last reset.
+    """The owner of a row's bytes: namespace, epoch, and the suffix of this process's last reset.
 
-    Immutable. `number` stands for it in records and names: 64 bits, 0 never. With a `seal_key` only who has
-    that key knows the number.
+    Immutable. `number` represents the scope in records and names: 64 bits, never 0. With a `seal_key` only
+    owners of the key can compute the number.
     """
 
     __slots__ = ("epoch", "namespace", "number", "suffix", "text")
@@ -71,7 +71,7 @@ class SealScope:
 
 
 class SealKey:
-    """The secret of a fleet. It shows nothing of itself and goes through no pickle."""
+    """The secret of a fleet. Its repr hides it, and it cannot be pickled."""
 
     __slots__ = ("_blake3", "_secret")
 
@@ -93,7 +93,7 @@ class SealKey:
         raise TypeError("a seal key is not pickled; read it from its file where it is needed")
 
     def number_of(self, text: bytes) -> int:
-        """Return a number of 64 bits for a text, another one for each key."""
+        """Return a 64-bit number for a text; it differs from key to key."""
         return int.from_bytes(self._blake3(text, key=self._secret).digest(length=8), "little")
 
     def seal(self, scope: SealScope, key: OffloadKey, length: int, pieces: Sequence[memoryview]) -> bytes:
@@ -107,7 +107,7 @@ class SealKey:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Open a file that may be a pipe which nobody writes: it is then empty, and not waited for."""
+    """Open a file without waiting: a pipe that has no writer is then read as empty."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -139,7 +139,7 @@ def seal_of(
     pieces: Sequence[memoryview],
     seal_key: SealKey | None = None,
 ) -> bytes:
-    """Return the seal of a row, 16 bytes. How it is cut into pieces does not matter."""
+    """Return the seal of a row, 16 bytes. The division into pieces does not matter."""
     if seal_key is not None:
         return seal_key.seal(scope, key, sum(piece.nbytes for piece in pieces), pieces)
     if len(pieces) == 1:

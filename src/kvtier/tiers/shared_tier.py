@@ -1,17 +1,17 @@
 """`SharedTier`: rows on a server that other engines use too, and that evicts as it likes.
 
-It does not know what it holds. A prefix is asked about on I/O threads (`ask`); answers are kept in mind
-for a while, a yes for longer than a no, and what this process has written or read is a yes. An answer
-may be stale: a yes then costs one promotion that fails, and puts every older yes in doubt; a no costs
-computing what another engine has just written. Nothing is announced, because nothing about it is exact
-(docs/decisions/0014).
+The tier does not know what it holds. It asks about a prefix on I/O threads (`ask`) and remembers answers
+for a while, a yes for longer than a no; a row that this process has written or read counts as a yes. An
+answer may be stale: a stale yes costs one failed promotion, and puts every older yes in doubt; a stale no
+means computing a chunk that another engine has just written. Nothing is announced, because nothing about
+this tier is exact (docs/decisions/0014).
 
-Rows go by key, and names on the server by scope and key: engines of one namespace and one seal key share
-rows, and after a reset an engine has names of its own. A row that is known to be there is not written; a
-large one is asked for first. A server that does not answer delays whoever asked by one deadline; while such
-a call is open, and while the tier is suspended, what is not known counts as absent. The backend is opened on
-an I/O thread, and again with growing pauses until that works. Scheduler thread only, but for what says that
-it runs on an I/O thread.
+Rows go by key, and names on the server by scope and key: engines with the same namespace and seal key share
+rows, and after a reset an engine has names of its own. A row known to be stored is not written again;
+before a large row is sent, the server is asked for it. A server that does not answer delays a request by
+one deadline; while such a call is open, and while the tier is suspended, an unknown chunk counts as absent.
+An I/O thread opens the backend, and retries with growing pauses until that works. Scheduler thread only,
+except for functions that say that they run on an I/O thread.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from kvtier.tiers.seal import SealKey, SealScope
 __all__ = ["SharedTier"]
 
 _LONGEST_BACKOFF = 5.0
-"""Between two probes of a server that is suspended: it is taken back within seconds."""
+"""The most seconds between two probes of a suspended server: a server that works again is used soon."""
 _SLOW_FAILURE = 0.1
-"""Calls that fail so slowly delay requests, and one of them suspends. Of quick ones a few are let pass."""
+"""A failure this slow delays requests, so a single one suspends. A few quick failures are tolerated."""
 _LARGE_ROW = 64 << 10
-"""From here on a row takes longer to send than a question whether it is there."""
+"""From this size on, sending a row takes longer than asking whether it is there."""
 _ASK_FIRST, _SEND_AT_ONCE = -1, 0
-"""What stands for the place of a row that is to be written; servers have no places."""
+"""Values of a written row's `place`. Servers have no places, so the field is free for this."""
 
 
 class SharedTier(IOTier):
-    """Rows of one namespace on a server; `namespace()` is asked until it is known."""
+    """Rows of one namespace on a server. `namespace()` is called until it returns a name."""
 
     def __init__(
         self,
@@ -61,9 +61,9 @@ class SharedTier(IOTier):
         check_seals: bool = True,
         seal_key: SealKey | None = None,
     ) -> None:
-        """Begin to open the backend: `open_backend` is called on an I/O thread, may block and may fail.
+        """Begin to open the backend: an I/O thread calls `open_backend`, which may block and may fail.
 
-        With a `seal_key` only rows are taken that were sealed with it; their names come from it, too.
+        With a `seal_key` only rows sealed with that key are accepted; their names depend on it, too.
         """
         super().__init__(
             name,
@@ -82,14 +82,13 @@ class SharedTier(IOTier):
         self._is_named = False  # the namespace is known
         self._suffix = ""  # of the last reset
         self._known, self._questions = KnownRows(REMEMBERED, clock), Questions()
-        # Of the current scope, rows that calls work on. None is written or deleted beside another call.
+        # Rows of the current scope that a call works on. No row is written or deleted beside another call.
         self._writing: set[OffloadKey] = set()
         self._reading: Counter[OffloadKey] = Counter()
         self._deleting: set[OffloadKey] = set()
-        self._unwanted: set[OffloadKey] = set()  # to be deleted as soon as no call works on them
+        self._unwanted: set[OffloadKey] = set()  # rows to delete as soon as no call works on them
         self.undeleted: str | None = None
-        """Why rows could not be deleted, the last time that was so; whoever reads them sees that they are
-        wrong.
+        """Why the last failed deletion failed. The rows are wrong, and a read of them fails its check.
         """
         self._advance()
 
@@ -104,7 +103,7 @@ class SharedTier(IOTier):
     def lend(self, memory: memoryview) -> None:
         self._memory = memory
         backend, self._io.backend = self._io.backend, None
-        if backend is not None:  # opened before: it is of use again when it knows the memory
+        if backend is not None:  # opened before: usable again once it knows the memory
             self._begin_opening(partial(_with_memory, backend, memory))
 
     def _advance(self) -> None:
@@ -116,7 +115,7 @@ class SharedTier(IOTier):
             self._take_name()
 
     def _take_name(self) -> None:
-        """Take the namespace, if it is known by now."""
+        """Take the namespace if it is known now."""
         if (namespace := self._namespace()) is not None:
             self._is_named = True
             self._scope = SealScope(namespace, suffix=self._suffix, seal_key=self._seal_key)
@@ -130,7 +129,7 @@ class SharedTier(IOTier):
                 self._note_problem(error)
             elif self._closed:
                 backend.close()
-            elif memory is not self._memory:  # it was lent meanwhile
+            elif memory is not self._memory:  # the memory was lent meanwhile
                 self._begin_opening(partial(_with_memory, backend, self._memory))
             else:
                 self._io.backend = backend
@@ -142,14 +141,14 @@ class SharedTier(IOTier):
 
     def lookup_many(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
         if not self._is_named:
-            self._take_name()  # nothing polls an idle engine: it may have become known meanwhile
+            self._take_name()  # an idle engine does not poll: the name may be known by now
         if not self._is_readable():
             return [False] * len(keys)
         now = self._clock()
         return [self._look_up(key, now) for key in keys]
 
     def _look_up(self, key: OffloadKey, now: float) -> bool | None:
-        """Say what is known of a chunk, or whether it may turn out to be there."""
+        """Say what is known of a chunk; `None`: an answer may still come."""
         known = self._known.look_up(key, now)
         if known is not None:
             return known
@@ -175,7 +174,7 @@ class SharedTier(IOTier):
             )
 
     def _search(self, question: Question) -> FoundPrefix | None:
-        """Find out, unless nobody waits for it any more. On an I/O thread."""
+        """Search for the chunks, unless the question is late already. On an I/O thread."""
         began, backend = self._clock(), self._io.backend
         if question.is_late or backend is None:
             return None
@@ -188,7 +187,7 @@ class SharedTier(IOTier):
             question.seconds = self._clock() - began
 
     def _answer(self, question: Question, found: FoundPrefix | None, error: BaseException | None) -> None:
-        """Take in what a question has come to, be it late."""
+        """Process the answer to a question, even a late one."""
         self._questions.forget(question)
         if question.scope != self._scope.number:
             return
@@ -202,13 +201,13 @@ class SharedTier(IOTier):
                 [key for key, is_there in zip(question.keys, found.there, strict=True) if is_there]
             )
             absent = [key for key, is_there in zip(question.keys, found.there, strict=True) if not is_there]
-            if not question.is_late:  # else rounds were left out
+            if not question.is_late:  # else some rounds were skipped
                 evicted = [key for key in absent if self._known.was_there(key)]
                 self._note_absent(absent, TierMiss.NEVER_STORED)
                 self._note_absent(evicted, TierMiss.EVICTED)
 
     def _look_after_questions(self) -> None:
-        """Give up what is not answered in time. A server that goes on not to answer is suspended."""
+        """Give up late questions. A server that still does not answer is suspended."""
         if not len(self._questions):
             return
         if unanswered := self._questions.take_late(self._clock()):
@@ -216,7 +215,7 @@ class SharedTier(IOTier):
         for question in self._questions.late():
             if self._is_stuck(question.began):
                 self._suspend("a question is not answered")
-                self._questions.forget(question)  # it holds nobody up when a probe has worked
+                self._questions.forget(question)  # it must not block others after a successful probe
 
     def _note_there(self, keys: list[OffloadKey]) -> None:
         self._known.note(keys, is_there=True)
@@ -270,11 +269,11 @@ class SharedTier(IOTier):
         return wanted
 
     def _how_to_send(self, key: OffloadKey, now: float) -> int:
-        """Say whether the server is to be asked before a row is sent."""
+        """Say whether to ask the server before a row is sent."""
         return _SEND_AT_ONCE if self._known.was_just_absent(key, now) else _ASK_FIRST
 
     def _may_write(self, key: OffloadKey) -> bool:
-        """Say whether a row is not known to be there, and no call works on it."""
+        """Say whether a row is not known to be stored, and no call works on it."""
         return not (
             self._known.was_there(key)
             or key in self._writing
@@ -294,7 +293,7 @@ class SharedTier(IOTier):
         self._advance()
         return results
 
-    # -- what becomes of rows ----------------------------------------------------------------------
+    # -- outcomes of rows --------------------------------------------------------------------------
 
     def _settle(self, report: IOReport) -> None:
         super()._settle(report)
@@ -316,7 +315,7 @@ class SharedTier(IOTier):
         elif outcome is Outcome.ABSENT:
             self._health[Direction.PROMOTE].note_success()
             self._counts["evicted"] += len(rows)
-            # The server may have lost all, and rows behind these were not even read.
+            # The server may have lost all rows; the rows behind these were not even read.
             self._known.doubt()
             self._note_absent(current, TierMiss.EVICTED)
         elif outcome is Outcome.FAILED:
@@ -343,12 +342,13 @@ class SharedTier(IOTier):
             self._misses.note(current, TierMiss.REFUSED)
 
     def _current(self, rows: JobRows, scope: SealScope) -> list[OffloadKey]:
-        """Return the keys of rows, unless a reset has made them void."""
+        """Return the keys of rows, or none if they are from before a reset."""
         return rows.keys if scope.number == self._scope.number else []
 
     def _let_go(self, direction: Direction, rows: JobRows, scope: SealScope) -> list[OffloadKey]:
-        """Note that no call works on rows any more, and return their keys, unless a reset has made them
-        void.
+        """Note that no call works on rows any more.
+
+        Return their keys, or none if they are from before a reset.
         """
         current = self._current(rows, scope)
         if direction is Direction.DEMOTE:
@@ -359,29 +359,31 @@ class SharedTier(IOTier):
         return current
 
     def _note_failure(self, direction: Direction, why: str, seconds: float) -> None:
-        """Note that a call has failed. A slow failure is like no answer: it costs whoever waits."""
+        """Note that a call has failed.
+
+        A slow failure suspends at once: it delays requests like no answer.
+        """
         health = self._health[direction]
         health.note_failure(why)
         if seconds >= _SLOW_FAILURE:
             health.suspend(why)
 
-    # -- what is held ------------------------------------------------------------------------------
+    # -- held rows ---------------------------------------------------------------------------------
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
-        """Make chunks absent whose bytes are wrong; an I/O thread has them deleted, and nobody waits for
-        that.
+        """Make chunks with wrong bytes absent; an I/O thread deletes them, and the caller does not wait.
 
-        After a kill before it they are still there. A row that was damaged on its way or on the server fails
-        its check again, is a miss again, and is deleted by whoever reads it.
+        If the process is killed before the deletion, the rows are still there. Such a row fails its check
+        again, is a miss again, and is deleted by the next reader.
         """
         self._note_absent(list(keys), TierMiss.FAILED_CHECK)
         if self.is_open():
             self._delete(list(keys))
 
     def _delete(self, keys: list[OffloadKey]) -> None:
-        """Have rows deleted whose bytes are wrong, as soon as no call works on them.
+        """Delete rows with wrong bytes, as soon as no call works on them.
 
-        If it fails, whoever reads them sees that they are wrong.
+        If that fails, readers still see that the bytes are wrong.
         """
         busy = {key for key in keys if key in self._writing or key in self._reading}
         self._unwanted.update(busy)
@@ -403,7 +405,7 @@ class SharedTier(IOTier):
         self._io.call(lambda: backend.delete(rows), end)
 
     def reset(self, suffix: str) -> None:
-        """Have names of its own from now on: what others have stays theirs."""
+        """Use new names from now on: the rows of other engines stay as they are."""
         self._suffix = suffix
         self._scope = SealScope(self._scope.namespace, suffix=suffix, seal_key=self._seal_key)
         self._misses.note(list(self._known), TierMiss.CLEARED)
@@ -445,9 +447,9 @@ class SharedTier(IOTier):
 
 
 class _WriteOnce(Backend):
-    """A backend that is not sent large rows which it has: another engine may have written them. I/O threads.
+    """A backend that does not send large rows which the server has: another engine may have sent them.
 
-    What is there may be wrong, and is then deleted by whoever reads it.
+    The stored row may be wrong; then its next reader deletes it. I/O threads only.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -487,7 +489,7 @@ class _WriteOnce(Backend):
 
 
 def _with_memory(backend: Backend, memory: memoryview | None) -> Backend:
-    """Tell a backend of the memory that rows lie in, if that is known. On an I/O thread."""
+    """Tell a backend which memory holds the rows, if that is known. On an I/O thread."""
     try:
         if memory is not None:
             backend.lend(memory)

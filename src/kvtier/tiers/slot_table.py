@@ -1,9 +1,9 @@
-"""`SlotTable`: the books of an exact tier: which chunk is in which slot, who uses it, who leaves, last uses.
+"""`SlotTable`: the books of an exact tier: chunk by slot, readers, eviction order and last uses.
 
-The states of a slot are those of the pool: free, writing, ready, reading; and doomed, for a slot whose
-chunk was made absent while a call was using it: it comes back when that call has returned. Last uses are
-ticks of a counter, never of a clock, so that they can be written down and the order restored. One thread
-at a time: an I/O thread fills a table with what records say, then the scheduler's thread has it.
+A slot is free, writing, ready or reading, as in the pool; or doomed, if its chunk was made absent while a
+call was using the slot: it becomes free when that call has returned. Last uses are ticks of a counter, not
+of a clock, so that they can be saved and the order restored. One thread at a time: an I/O thread fills a
+table from the records, then the scheduler thread owns it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from kvtier.policies.slots import ABSENT, WRITING, SlotBook, broken_rule, held_s
 __all__ = ["Reserved", "SlotTable"]
 
 _SLICE = 16_384
-"""Keys entered at once when a table is restored: some milliseconds during which no other thread runs."""
+"""Keys entered at once during a restore: some milliseconds in which no other thread runs."""
 
 
 _MOST_TICKS = 1 << 62
 
 
 class Reserved(NamedTuple):
-    """Slots for new chunks, and who had to leave for them, from where."""
+    """Slots for new chunks, and the evicted chunks with the slots they had."""
 
     slots: Slots
     evicted: list[OffloadKey]
@@ -37,7 +37,7 @@ class Reserved(NamedTuple):
 
 
 class SlotTable:
-    """The books of a tier of `num_slots` slots; `policy` says who leaves."""
+    """The books of a tier of `num_slots` slots; `policy` chooses the chunks to evict."""
 
     def __init__(self, num_slots: int, policy: CachePolicy) -> None:
         if policy.capacity != num_slots:
@@ -48,7 +48,7 @@ class SlotTable:
         self._book = SlotBook(self._readers, self._evictable, np.zeros(num_slots, dtype=np.int64))
         self._doomed: set[int] = set()
         self.ticks = np.zeros(num_slots, dtype=np.int64)
-        """When each slot was last used; the highest is the newest."""
+        """The tick of each slot's last use; the highest is the newest."""
         self._tick = 0
 
     def __len__(self) -> int:
@@ -105,7 +105,7 @@ class SlotTable:
             raise IntegrityError("slot table: expected to read slots that are ready")
 
     def unpin(self, slots: Slots) -> None:
-        """Take a reader away; doomed slots that nobody uses any more become free."""
+        """Remove a reader; doomed slots without readers become free."""
         if self._book.unpin(slots) < len(slots):
             raise IntegrityError("slot table: expected slots that are being read")
         self._free_doomed(slots, 0)
@@ -116,7 +116,7 @@ class SlotTable:
         self._stamp(slots)
 
     def reserve(self, keys: list[OffloadKey], spared: Slots) -> Reserved:
-        """Give slots to new keys, as many as can be had. Others leave for it, but none that is spared."""
+        """Give slots to as many new keys as possible. Evicts other chunks if needed, but no spared slot."""
         needed = len(keys) - self._book.num_free()
         evicted: list[OffloadKey] = []
         victims = np.zeros(0, dtype=np.int64)
@@ -129,7 +129,7 @@ class SlotTable:
         return Reserved(slots, evicted, victims)
 
     def _evict_others(self, count: int, spared: Slots) -> tuple[Slots, list[OffloadKey]]:
-        """Evict, and hide the spared slots meanwhile."""
+        """Evict chunks, but hide the spared slots from the policy."""
         hidden = spared[self._evictable[spared]]
         self._evictable[hidden] = False
         try:
@@ -148,17 +148,17 @@ class SlotTable:
         return victims, keys
 
     def complete(self, keys: list[OffloadKey]) -> list[OffloadKey] | None:
-        """End the writing of keys, and return them; `None`: some slots are doomed, so go by slot."""
+        """End the writing of keys and return them; `None`: some slots are doomed, use `written` by slot."""
         return None if self._doomed else self._book.complete(keys)
 
     def written(self, slots: Slots) -> list[OffloadKey]:
-        """End the writing of slots: return the keys that are ready now. Doomed slots become free."""
+        """End the writing of slots and return the keys that are ready now. Doomed slots become free."""
         keys = self._book.complete(self._book.keys(slots))
         self._free_doomed(slots, WRITING)
         return keys
 
     def unwritten(self, slots: Slots) -> list[OffloadKey]:
-        """End the writing of slots in vain: return the keys that are absent now. The slots become free."""
+        """End a failed write of slots and return the keys that are absent now. The slots become free."""
         self._free_doomed(slots, WRITING)
         keys = self._book.complete(self._book.keys(slots))
         gone = self._book.find(keys)
@@ -167,7 +167,7 @@ class SlotTable:
         return keys
 
     def drop(self, slots: Slots) -> tuple[list[OffloadKey], list[OffloadKey]]:
-        """Make held chunks absent: return the keys that were ready, and those that were being written.
+        """Make held chunks absent; return the keys that were ready, and the keys that were being written.
 
         Slots in use become doomed.
         """
@@ -190,7 +190,7 @@ class SlotTable:
             self._book.free(np.array(over, dtype=np.int64))
 
     def _stamp(self, slots: Slots) -> None:
-        """Give ticks to slots, the first of them the highest."""
+        """Give ticks to slots; the first slot gets the highest."""
         self._tick += len(slots)
         self.ticks[slots] = np.arange(self._tick, self._tick - len(slots), -1)
 
@@ -205,7 +205,7 @@ class SlotTable:
         """
         if not len(slots):
             return
-        # A book gives out slots from 0 on: all up to the last are taken, and holes are given back.
+        # The book gives out slots from 0 on: take all slots up to the last one, and give back the holes.
         end, at = int(slots[-1]) + 1, 0
         for start in range(0, end, _SLICE):
             stop = min(end, start + _SLICE)
@@ -219,7 +219,7 @@ class SlotTable:
             self._holes(holes + start)
             at = until
             yield stop
-        if ticks.min() < 0 or ticks.max() >= _MOST_TICKS:  # nothing vouches for a tick that was written down
+        if ticks.min() < 0 or ticks.max() >= _MOST_TICKS:  # a saved tick may be wrong
             ticks = np.argsort(np.argsort(ticks, kind="stable"), kind="stable") + 1
         self.ticks[slots] = ticks
         self._tick = int(ticks.max())
@@ -230,7 +230,7 @@ class SlotTable:
     def _name_all(
         places: Slots, keys: Sequence[OffloadKey], start: int, stop: int
     ) -> tuple[list[OffloadKey], Slots]:
-        """Return a key for each place from `start` to `stop`, and the places where it is made up."""
+        """Return a key for each place from `start` to `stop`, and the places whose key is invented."""
         if len(keys) == stop - start:
             return list(keys), np.zeros(0, dtype=np.int64)
         names = [OffloadKey(b"%d" % slot) for slot in range(start, stop)]
@@ -241,12 +241,12 @@ class SlotTable:
         return names, np.flatnonzero(is_hole)
 
     def _holes(self, slots: Slots) -> None:
-        """Empty slots that are to be free. They are freed at the end, or they would be given out again."""
+        """Empty the holes. They become free only at the end, or the book would give them out again."""
         self._book.remove(slots)
         self._doomed.update(slots.tolist())
 
     def free_holes(self) -> None:
-        """Free what `restore` left empty, the lowest slot to be used first."""
+        """Free the slots that `restore` left empty, so that the lowest slot is used first."""
         holes = np.array(sorted(self._doomed, reverse=True), dtype=np.int64)
         self._doomed.clear()
         self._book.free(holes)

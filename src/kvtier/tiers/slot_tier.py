@@ -1,12 +1,12 @@
-"""`SlotTier`: a tier that decides what is in which slot of its backend, and so knows what it holds.
+"""`SlotTier`: a tier that assigns rows to the slots of its backend, and so knows what it holds.
 
-Lookups are answered from memory. A demotion takes a slot, evicting if it must, and is announced when its
-call has ended well; a promotion pins its slots until its call has returned. A row that fails its check is
-dropped here and nowhere else. What is bounded: bytes queued for demotion (the end of a job that is too
-long is refused), bytes with the backend (`tiers/io_threads`), bytes written in a day. Calls that are
-stuck or fail suspend the tier (`tiers/health`).
+Lookups are answered from memory. A demotion takes a slot, evicts if it must, and is announced when its call
+has succeeded; a promotion pins its slots until its call has returned. A row that fails its check is dropped
+in this tier only. Three things are bounded: bytes queued for demotion (the end of a job that is too long is
+refused), bytes with the backend (`tiers/io_threads`), bytes written in a day. Calls that are stuck or fail
+suspend the tier (`tiers/health`).
 
-`DiskTier` is one over files; with a backend in memory it is what a manager is tested with. Scheduler
+`DiskTier` is a `SlotTier` over files; the tests of a manager use one with a backend in memory. Scheduler
 thread only.
 """
 
@@ -35,7 +35,7 @@ __all__ = ["SlotTier"]
 _BAD_ROWS = 2
 _QUEUED_BYTES = 256 << 20
 _DISCARD_WAIT = 0.5
-"""How long a discard may wait for the page cache, and for writes that have begun."""
+"""How long a discard may wait for deletions, and for writes that have begun."""
 
 
 class SlotTier(IOTier):
@@ -67,12 +67,12 @@ class SlotTier(IOTier):
         self._offered: RecentKeys[bool] = RecentKeys(REMEMBERED)
         self._read_failures: Counter[int] = Counter()
         self._bad_rows: Counter[int] = Counter()  # by slot, for as long as the tier lives
-        self._undeleted: set[int] = set()  # slots of dropped rows that a later process may find
+        self._undeleted: set[int] = set()  # slots of dropped rows that a later process might find
         self._delete_again: list[Callable[[], None]] = []
         self._events: list[TierChange] = []
 
     def open_table(self, table: SlotTable, backend: Backend, scope: SealScope) -> None:
-        """Begin: these slots, of this backend, of this scope."""
+        """Open the tier with these slots, this backend and this scope."""
         self._table, self._io.backend, self._scope = table, backend, scope
 
     # -- asking ------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ class SlotTier(IOTier):
         (self._unpin if direction is Direction.PROMOTE else self._note_dropped)(rows)
 
     def _within_limit(self, keys: list[OffloadKey]) -> list[OffloadKey]:
-        """Leave out what the write limit forbids: beyond it, a row must be offered a second time."""
+        """Leave out keys that the write limit forbids: beyond it, a row must be offered a second time."""
         room = self._limit.room
         if room is None or len(keys) * self.row_bytes <= room:
             return keys
@@ -157,7 +157,7 @@ class SlotTier(IOTier):
         self._offered.note(forbidden, True)
         return [key for key in keys if key not in forbidden]
 
-    # -- what becomes of rows ----------------------------------------------------------------------
+    # -- outcomes of rows --------------------------------------------------------------------------
 
     def _settle_read(self, report: IOReport) -> None:
         rows, outcome = report.rows, report.returned or report.outcome
@@ -211,7 +211,7 @@ class SlotTier(IOTier):
     def _end_discarded(self, rows: JobRows, scope: SealScope) -> None:
         """Free the slots of rows that were made absent while they were written.
 
-        What a reset has made void is so by its scope; what was discarded must be deleted first.
+        A row from before a reset is void by its scope; a discarded row must be deleted first.
         """
         free = self._expect_table().written
         if scope.number != self._scope.number:
@@ -220,10 +220,7 @@ class SlotTier(IOTier):
             self._delete(rows.keys, rows.places, free)
 
     def _delete(self, keys: list[OffloadKey], places: list[int], free: Callable[[Slots], object]) -> None:
-        """Have rows deleted, then free their slots.
-
-        What cannot be deleted is tried again when a probe has worked.
-        """
+        """Delete rows, then free their slots. Failed deletions are tried again after a successful probe."""
         backend = self._io.backend
         if keys and backend is not None:
             rows = [BackendRow(key, (), place) for key, place in zip(keys, places, strict=True)]
@@ -240,9 +237,9 @@ class SlotTier(IOTier):
             self._io.call(lambda: backend.delete(rows), end)
 
     def _note_read_failures(self, rows: JobRows) -> None:
-        """Drop rows that could not be read twice: a disk may be back after a while, a bad sector is not.
+        """Drop rows whose read failed twice: a disk may recover after a while, a bad sector does not.
 
-        A read that does not return is one that failed: else every try would cost a deadline and a thread.
+        A read that does not return counts as failed: else every attempt would cost a deadline and a thread.
         """
         slots = self._still_held(rows)
         self._read_failures.update(slots)
@@ -254,24 +251,24 @@ class SlotTier(IOTier):
         return [slot for key, slot in zip(rows.keys, rows.places, strict=True) if is_held(slot, key)]
 
     def _drop_bad(self, slots: list[int], reason: TierMiss) -> None:
-        """Drop rows whose bytes are at fault. A slot that has spoilt two is not used again."""
+        """Drop rows whose bytes are at fault. A slot that has spoilt two rows is not used again."""
         self._bad_rows.update(slots)
         bad = [slot for slot in slots if self._bad_rows[slot] >= _BAD_ROWS]
         if bad:
-            self._expect_table().pin(_array(bad))  # for good
+            self._expect_table().pin(_array(bad))  # for ever, so the slot never becomes free
         self._drop(_array(slots), reason)
 
     def _drop(self, slots: Slots, reason: TierMiss) -> None:
-        """Make chunks absent, on the backend too. Their slots come back when that is done."""
+        """Make chunks absent, on the backend too. Their slots become free when the deletion is done."""
         if not len(slots):
             return
         table = self._expect_table()
         slots = np.unique(slots)
         keys = table.keys(slots)
         ready = np.array(table.ready(keys), dtype=np.bool_)
-        table.pin(slots[ready])  # nobody may have the slots before the records are gone
+        table.pin(slots[ready])  # the slots must not be reused before the records are deleted
         removed, unwritten = table.drop(slots)
-        self._undeleted.update(slots[~ready].tolist())  # until they are written, and then deleted
+        self._undeleted.update(slots[~ready].tolist())  # until the write has ended and the row is deleted
         self._io.cancel(Direction.DEMOTE, unwritten, Outcome.FAILED_CHECK)
         self._misses.note([*removed, *unwritten], reason)
         self._announce_removed(removed, slots[ready])
@@ -285,7 +282,7 @@ class SlotTier(IOTier):
             self._table.unpin(_array(rows.places))
 
     def _note_dropped(self, rows: JobRows) -> None:
-        """Give up rows that were taken and never written."""
+        """Give up rows that were taken for demotion but never written."""
         self._counts["dropped"] += len(rows)
         if self._table is not None:
             self._misses.note(self._table.unwritten(_array(rows.places)), TierMiss.REFUSED)
@@ -295,7 +292,7 @@ class SlotTier(IOTier):
             self._events.append(TierChange(tuple(keys), self.medium, False))
 
     def _announce_removed(self, keys: list[OffloadKey], slots: Slots) -> None:
-        """Announce that keys are gone, which were ready in these slots."""
+        """Announce the removal of keys that were ready in these slots."""
         if keys:
             self._events.append(TierChange(tuple(keys), self.medium, True))
 
@@ -312,7 +309,7 @@ class SlotTier(IOTier):
             for delete in again:
                 delete()
 
-    # -- what is held ------------------------------------------------------------------------------
+    # -- held rows ---------------------------------------------------------------------------------
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         if self._table is not None:
@@ -321,10 +318,9 @@ class SlotTier(IOTier):
                 self._table.touch(slots)
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
-        """Make chunks absent whose bytes are wrong, so that a kill right after this does not bring them
-        back.
+        """Make chunks with wrong bytes absent, so that they stay absent if the process is then killed.
 
-        Waits for that, for half a second at most, and for no tier that is suspended.
+        Waits for the deletion, for half a second at most, but not if the tier is suspended.
         """
         if self._table is None:
             return

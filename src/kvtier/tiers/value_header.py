@@ -6,8 +6,8 @@
     24  1   bytes of the seal; 7 bytes of zeros
     32  32  seal, then zeros
 
-The header says what the value is, so that a value cut short, grown, or of a later format is known before its
-bytes are looked at. The seal decides about the bytes. Any thread may call what is here.
+The header says what the value is, so a reader detects a value that is cut short, too long, or of a later
+format before it looks at the bytes. The seal decides about the bytes. Any thread may call these functions.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ HEADER_BYTES = _HEADER.size
 
 
 def pack_header(row: BackendRow) -> bytes:
-    """Return what stands in front of a row in its value."""
+    """Return the header of a row's value."""
     if len(row.seal) > _MOST_SEAL:
         raise InputError(f"seal: expected at most {_MOST_SEAL} bytes, got {len(row.seal)}")
     return _HEADER.pack(_MAGIC, row.nbytes, row.scope, len(row.seal), row.seal)
 
 
 def seal_in(header: bytes | bytearray | memoryview, row: BackendRow) -> bytes:
-    """Return the seal in a header; an empty one, which no row has, if it is not the header of this row."""
+    """Return the seal in a header; an empty one, which no row has, if the header is not this row's."""
     magic, nbytes, scope, length, seal = _HEADER.unpack(header)
     if (magic, nbytes, scope) != (_MAGIC, row.nbytes, row.scope) or length > _MOST_SEAL:
         return b""
@@ -44,7 +44,7 @@ def seal_in(header: bytes | bytearray | memoryview, row: BackendRow) -> bytes:
 
 
 def copy_into(pieces: Sequence[memoryview], payload: memoryview) -> None:
-    """Copy a payload without the GIL, which assigning to a memoryview would hold."""
+    """Copy a payload with the GIL released; an assignment to a memoryview would hold it."""
     source, at = np.frombuffer(payload, np.uint8), 0
     for piece in pieces:
         np.copyto(np.frombuffer(piece, np.uint8), source[at : at + piece.nbytes])

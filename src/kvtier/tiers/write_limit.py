@@ -1,8 +1,8 @@
-"""`WriteLimit`: a tier may write so many bytes in any 24 hours, counted by the hour.
+"""`WriteLimit`: bounds the bytes that a tier writes in any 24 hours, counted by the hour.
 
-Flash wears out, and an engine can write more in a day than a disk is made for in a month. The hours are
-those of the wall clock, because the count outlives the process. A clock that goes back counts into the
-newest hour; if it was more than a day ahead, what was counted then is taken for what was written just now.
+Flash wears out, and an engine can write more in a day than a disk is made for in a month. Hours are those
+of the wall clock, because the count outlives the process. If the clock goes back, writes count into the
+newest hour; if the clock was more than a day ahead, the old counts are treated as written just now.
 Scheduler thread only.
 """
 
@@ -17,7 +17,7 @@ _HOURS = 24
 
 
 class WriteLimit:
-    """Counts bytes written in the last 24 hours against a limit; `None`: there is none."""
+    """Counts the bytes written in the last 24 hours against a limit; `None`: no limit."""
 
     def __init__(self, limit: int | None, wall_clock: Callable[[], float] = time.time) -> None:
         self.limit = limit
@@ -34,16 +34,16 @@ class WriteLimit:
         return max(0, self.limit - sum(self._written))
 
     def spend(self, nbytes: int) -> None:
-        """Count what is written."""
+        """Count written bytes."""
         self._turn()
         self._written[self._hour % _HOURS] += nbytes
 
     def save(self) -> list[int]:
-        """Return what a later process needs: the hour, and the bytes of each of 24."""
+        """Return the state for a later process: the hour, and the bytes of each of 24 hours."""
         return [self._hour, *self._written]
 
     def restore(self, saved: Sequence[int]) -> None:
-        """Go on counting where another process ended. What makes no sense is ignored."""
+        """Continue the count of an earlier process. Ignores invalid values."""
         if len(saved) == _HOURS + 1 and saved[0] > 0 and min(saved) >= 0:
             self._hour, self._written = saved[0], list(saved[1:])
         self._turn()
@@ -52,7 +52,7 @@ class WriteLimit:
         """Forget the hours that are more than a day ago."""
         if (now := int(self._wall_clock() // 3600)) == self._hour:
             return
-        if (ahead := self._hour - now) > _HOURS:  # else nothing would be forgotten before that hour
+        if (ahead := self._hour - now) > _HOURS:  # else nothing would be forgotten until that hour
             self._written = [self._written[(hour + ahead) % _HOURS] for hour in range(_HOURS)]
             self._hour = now
         for hour in range(max(self._hour, now - _HOURS) + 1, now + 1):

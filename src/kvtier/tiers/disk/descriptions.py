@@ -1,9 +1,9 @@
-"""Descriptions: what events tell of each chunk (parent, hashes, tokens, extra keys), kept for a restart.
+"""Descriptions: the event data of each chunk (parent, hashes, tokens, extra keys), kept for a restart.
 
-By slot, of one length: `XXH3-64 of the payload, seeded by the key, u64 | length u32 | 4 of zero |
-payload`. Opaque here: whoever demotes a row says what it is. One that is too long is not kept, and the
-chunk is announced without; so is one that belongs to another key or was damaged. Pure functions; any
-thread.
+One entry per slot, all of one length: `XXH3-64 of the payload, seeded by the key, u64 | length u32 | 4 of
+zero | payload`. The payload is opaque here: the caller that demotes a row defines it. A description that is
+too long is not kept, and the chunk is announced without one; so is a chunk whose description belongs to
+another key or was damaged. Pure functions; any thread.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _ALIGNMENT = 64
 
 
 def description_stride(most_bytes: int) -> int:
-    """Return the place of one description of up to so many bytes; 0 if none are kept."""
+    """Return the space that one description of up to `most_bytes` takes; 0 if none are kept."""
     return -(-(_START + most_bytes) // _ALIGNMENT) * _ALIGNMENT if most_bytes else 0
 
 
 def pack_description(key: OffloadKey, description: bytes, stride: int) -> bytes:
-    """Return what is written for a slot; of a description that does not fit, that there is none."""
+    """Return the bytes to write for a slot; a description that does not fit is written as absent."""
     if not description or _START + len(description) > stride:
         return bytes(min(stride, _START))
     checksum = xxhash.xxh3_64_intdigest(description, _seed(key))

@@ -1,11 +1,11 @@
-"""`DiskFiles`: the three files of a place, as a backend whose tier says which slot a row is in.
+"""`DiskFiles`: the three files of a place, as a backend whose tier chooses the slot of each row.
 
-Slots are `stride` bytes apart in one preallocated file that is read and written directly, past the page
+Slots are `stride` bytes apart in one preallocated file. Reads and writes use direct I/O, past the page
 cache; memory that is not aligned goes through a buffer, and a file system that refuses direct I/O is used
-through its cache. Storing a row into a slot: 1. the record is emptied, 2. the row is written, 3. its
-description, 4. the record with the seal. A process that is killed in between leaves an empty slot; after a
-power cut any of it may be missing, and the seal decides. Nothing is ever deleted or grown on the way:
-space is taken when it is opened.
+through its cache. To store a row into a slot: 1. empty the record, 2. write the row, 3. write its
+description, 4. write the record with the seal. If the process is killed in between, the slot is empty;
+after a power cut any of it may be missing, and the seal decides. No file is deleted or grown later: all
+space is taken at opening.
 
 Everything blocks; several I/O threads at once, on different slots.
 """
@@ -65,7 +65,7 @@ class OpenedFiles(NamedTuple):
 
 
 class DiskFiles(Backend):
-    """The files of one place. `passing` is called before every write: tests end the process there."""
+    """The files of one place. `passing` is called before every write; tests end the process there."""
 
     def __init__(
         self, folder: Path, header: DiskHeader, descriptors: tuple[int, int, int], *, direct: bool
@@ -74,11 +74,11 @@ class DiskFiles(Backend):
         self.header = header
         self._records, self._descriptions, self._slots = self._descriptors = descriptors
         self._stride, self._described = header.stride, description_stride(header.description_bytes)
-        # By slot. Views of bytes: numpy takes a microsecond for one item.
+        # One entry per slot. Memoryviews, because numpy takes a microsecond for one item.
         self._seals = memoryview(bytearray(header.slots * SEAL_BYTES))
         self._lengths = memoryview(bytearray(header.slots * 8)).cast("q")  # 0: the slot is empty
         self.ticks: npt.NDArray[np.int64] = np.zeros(header.slots, dtype=np.int64)
-        """When each slot was last used. The tier's own, which its thread writes to."""
+        """When each slot was last used. The tier owns this array, and its thread writes to it."""
         self._saved_ticks = self.ticks.copy()
         self._header_lock = threading.Lock()
         self._buffers = threading.local()
@@ -99,8 +99,9 @@ class DiskFiles(Backend):
     ) -> OpenedFiles:
         """Open or make the place of a namespace, with the slots that the capacity allows; read its records.
 
-        Other places below `parent` are left alone and count. `OutsideError` in one line if there is no room;
-        the place has then no more space than `share` allows, which is the capacity unless it is given.
+        Other places below `parent` are left alone, but count against the capacity. `OutsideError` in one
+        line if there is no room; the place is then cut to the space that `share` (by default the capacity)
+        allows.
         """
         folder = parent / place_name(namespace, row_bytes)
         with _explained(folder):
@@ -124,7 +125,7 @@ class DiskFiles(Backend):
                 header = msgspec.structs.replace(
                     header, epoch=old.epoch, sequence=old.sequence, prices=old.prices, written=old.written
                 )
-            elif _has_records(folder):  # of which epoch is not known: one that no record can have
+            elif _has_records(folder):  # their epoch is not known: use one that no record can have
                 header = msgspec.structs.replace(header, epoch=secrets.randbits(48))
             files = cls._open_files(folder, header, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT)
             try:
@@ -141,7 +142,7 @@ class DiskFiles(Backend):
     def shrink(
         cls, parent: Path, namespace: str, row_bytes: int, capacity: int, description_bytes: int
     ) -> None:
-        """Give back the space that a place has beyond the capacity, without opening it."""
+        """Give back the space that a place has beyond the capacity, without opening the place."""
         folder = parent / place_name(namespace, row_bytes)
         stride, described = _strides(row_bytes, description_bytes)
         with _explained(folder):
@@ -149,7 +150,7 @@ class DiskFiles(Backend):
 
     @classmethod
     def open_again(cls, folder: Path, header: DiskHeader) -> OpenedFiles:
-        """Open a place as it is, to look at it: nothing is made. Its owner's folder must be locked."""
+        """Open an existing place to inspect it. Creates nothing. The caller must hold the folder's lock."""
         with _explained(folder):
             files = cls._open_files(folder, header, os.O_RDWR | os.O_CLOEXEC)
             scope = SealScope(header.namespace, header.epoch)
@@ -184,7 +185,7 @@ class DiskFiles(Backend):
         return HEADER_BYTES + slots * RECORD_BYTES, slots * self._described, slots * self._stride
 
     def _take_space(self) -> None:
-        """Take all the space there will ever be, or none of it: what was taken for this is given back."""
+        """Take all space that the files will ever need, or none: after a failure the new space is freed."""
         before = [os.fstat(descriptor).st_size for descriptor in self._descriptors]
         for descriptor, size, old in zip(self._descriptors, self._sizes(), before, strict=True):
             if old > size:
@@ -220,7 +221,7 @@ class DiskFiles(Backend):
         return [error for run in self._runs(rows) for error in self._write(run)]
 
     def _write(self, run: list[BackendRow]) -> list[OSError | None]:
-        """Write rows of adjacent slots at once; if that fails, one by one: only the bad ones are lost."""
+        """Write rows of adjacent slots at once; if that fails, one by one: only bad rows are lost."""
         try:
             self._store(run)
         except OSError as error:
@@ -270,7 +271,7 @@ class DiskFiles(Backend):
         return [bytes(self._seals[start : start + SEAL_BYTES]) for start in starts]
 
     def _runs(self, rows: Sequence[BackendRow]) -> Iterator[list[BackendRow]]:
-        """Cut rows into runs of adjacent, full slots: each is one call of the system instead of several."""
+        """Cut rows into runs of adjacent, full slots: each run is one system call instead of several."""
         run: list[BackendRow] = []
         for row in rows:
             if run and (
@@ -298,7 +299,7 @@ class DiskFiles(Backend):
             _write_all(self._records, EMPTY, HEADER_BYTES + slot * RECORD_BYTES)
 
     def _empty(self, first: int, count: int) -> None:
-        """Make slots absent, also for a process after this one, before anything is written into them."""
+        """Make slots absent, for later processes too, before anything is written into them."""
         if any(self._lengths[first : first + count]):
             self._lengths[first : first + count] = array("q", bytes(8 * count))
             self.passing("emptied record")
@@ -317,7 +318,7 @@ class DiskFiles(Backend):
             except OSError as error:
                 if not self.direct or error.errno != errno.EINVAL or len(run) > 1:
                     raise
-        if moved == -1:  # memory or length that direct I/O does not take
+        if moved == -1:  # direct I/O refuses this memory or length
             moved = self._move_buffered(move, row, offset, into_memory=into_memory)
         if moved < length:
             raise OSError(errno.EIO, f"expected {length} bytes to be moved, got {moved}")
@@ -341,7 +342,7 @@ class DiskFiles(Backend):
             _copy_pieces(row.pieces, buffer, into_memory=True)
         return moved
 
-    # -- what is beside rows -----------------------------------------------------------------------
+    # -- beside rows -------------------------------------------------------------------------------
 
     def read_descriptions(self, slots: Sequence[int], keys: Sequence[OffloadKey]) -> tuple[bytes, ...]:
         """Return the descriptions that were kept for these slots and keys; empty where there is none."""
@@ -353,7 +354,7 @@ class DiskFiles(Backend):
         )
 
     def save_ticks(self) -> int:
-        """Write down the last uses that have changed since the last time, and return how many."""
+        """Save the last uses that have changed since the last save, and return how many."""
         now = self.ticks.copy()
         changed = np.flatnonzero(now != self._saved_ticks)
         for slot, tick in zip(changed.tolist(), now[changed].tolist(), strict=True):
@@ -368,7 +369,7 @@ class DiskFiles(Backend):
         prices: Mapping[str, float] | None = None,
         written: Sequence[int] | None = None,
     ) -> None:
-        """Write the header with what has changed. A new epoch goes to both pages."""
+        """Write the header with these changes. A new epoch goes to both pages."""
         with self._header_lock:
             changes: dict[str, object] = {"sequence": self.header.sequence + 1}
             changes |= {} if epoch is None else {"epoch": epoch}
@@ -378,7 +379,7 @@ class DiskFiles(Backend):
             self._save_header(both=epoch is not None)
 
     def sync_header(self) -> None:
-        """Have the header on the disk before this returns."""
+        """Block until the header is on the disk."""
         os.fdatasync(self._records)
 
     def _save_header(self, *, both: bool) -> None:
@@ -388,14 +389,14 @@ class DiskFiles(Backend):
             _write_all(self._records, page, at * PAGE_BYTES)
 
     def sync(self) -> None:
-        """Have all that was written on the disk before this returns; rows before their records."""
+        """Block until everything written is on the disk; rows are synced before their records."""
         if self._dirty:
             self._dirty = False
             for descriptor in (self._slots, self._descriptions, self._records):
                 os.fdatasync(descriptor)
 
     def expect_there(self) -> None:
-        """Raise `FileNotFoundError` if a file is not where it was opened: what is written would be lost."""
+        """Raise `FileNotFoundError` if a file is no longer at its path: writes to it would be lost."""
         for name, descriptor in zip((RECORDS, DESCRIPTIONS, SLOTS), self._descriptors, strict=True):
             ours, found = os.fstat(descriptor), os.stat(self.folder / name)
             if (ours.st_dev, ours.st_ino) != (found.st_dev, found.st_ino):
@@ -422,12 +423,12 @@ def _pass(_where: str) -> None:
 
 
 def _strides(row_bytes: int, description_bytes: int) -> tuple[int, int]:
-    """Return how far rows and how far descriptions are apart."""
+    """Return the distance between rows, and the distance between descriptions."""
     return -(-row_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT, description_stride(description_bytes)
 
 
 def _count_slots(parent: Path, folder: Path, capacity: int, stride: int, described: int) -> int:
-    """Return how many slots there is room for, beside what other places take of the capacity."""
+    """Return how many slots fit into the capacity, beside the space of other places."""
     left = capacity - _taken_by_others(parent, folder) - HEADER_BYTES - 3 * PAGE_BYTES
     return max(0, left // (stride + RECORD_BYTES + described))
 
@@ -437,7 +438,10 @@ def _taken_by_others(parent: Path, folder: Path) -> int:
 
 
 def _shrink(folder: Path, slots: int, stride: int, described: int) -> None:
-    """Give back the space that a place has beyond so many slots; what says that a row is there first."""
+    """Give back the space of a place beyond `slots` slots.
+
+    The records, which announce rows, are cut first.
+    """
     sizes = (HEADER_BYTES + slots * RECORD_BYTES if slots else 0, slots * described, slots * stride)
     before = taken_bytes(folder)
     for name, size in zip((RECORDS, DESCRIPTIONS, SLOTS), sizes, strict=True):
@@ -463,7 +467,7 @@ def _refuse(parent: Path, folder: Path, capacity: int, stride: int) -> NoReturn:
 
 
 def _expect_space(parent: Path, folder: Path, needed: int) -> None:
-    """Raise `OutsideError` if the file system has no room; say what other places take of the capacity."""
+    """Raise `OutsideError` if the file system has no room; log how much other places take of it."""
     statistics = os.statvfs(parent)
     free = statistics.f_bavail * statistics.f_frsize + taken_bytes(folder)
     if needed > free:
@@ -482,7 +486,7 @@ def _expect_space(parent: Path, folder: Path, needed: int) -> None:
 
 
 def _read_old(folder: Path, namespace: str, description_bytes: int) -> DiskHeader | None:
-    """Return the header that a process before this one left."""
+    """Return the header that an earlier process left."""
     try:
         with (folder / RECORDS).open("rb") as file:
             pages = file.read(HEADER_BYTES)
@@ -511,7 +515,7 @@ def _has_records(folder: Path) -> bool:
 
 
 def _copy_pieces(pieces: Sequence[memoryview], buffer: npt.NDArray[np.uint8], *, into_memory: bool) -> None:
-    """Copy between pieces and a buffer, with numpy: it lets other threads run."""
+    """Copy between pieces and a buffer with numpy, which lets other threads run."""
     at = 0
     for piece in pieces:
         memory, part = np.frombuffer(piece, dtype=np.uint8), buffer[at : at + piece.nbytes]
@@ -529,7 +533,7 @@ def _write_all(descriptor: int, content: bytes, offset: int) -> None:
 
 @contextmanager
 def _explained(folder: Path) -> Iterator[None]:
-    """Say what the system could not do."""
+    """Turn an `OSError` into an `OutsideError` that says what failed."""
     try:
         yield
     except OSError as error:

@@ -1,11 +1,11 @@
-"""A disk tier's folder: who owns it, and a place in it for each namespace, row size and version.
+"""A disk tier's folder: its owner, and a place in it for each namespace, row size and version.
 
     PATH/rank-0/lock                            held with flock by the owner
     PATH/rank-0/NAMESPACE-ROWBYTES-v1/          records, descriptions, slots
 
-A place that another model, row size or version left is never touched; what it takes counts against the
-capacity, and `kvtier disk gc` removes it: it is renamed first, so that no half of one is ever opened.
-Everything here blocks: I/O threads and the command line only.
+A tier never touches a place of another model, row size or version; its space counts against the capacity,
+and `kvtier disk gc` removes it. The removal renames the place first, so that a half-removed place is never
+opened. Everything here blocks: I/O threads and the command line only.
 """
 
 from __future__ import annotations
@@ -56,21 +56,21 @@ def place_name(namespace: str, row_bytes: int) -> str:
 
 
 def taken_bytes(folder: Path) -> int:
-    """Return the bytes that the files of a folder take on the disk; 0 if there is none."""
+    """Return the bytes that the files of a folder take on the disk; 0 if the folder does not exist."""
     total = 0
     for root, _, files in os.walk(folder):
         for file in files:
-            with suppress(OSError):  # it has gone, or is a link to nothing
+            with suppress(OSError):  # the file has gone, or is a link to nothing
                 total += os.stat(os.path.join(root, file)).st_blocks * 512
     return total
 
 
 class FolderLock:
-    """The ownership of one rank's folder. It goes with the process, however that ends.
+    """The ownership of one rank's folder. It ends with the process, however that ends.
 
-    A child that Python forks gives its copy up: it would keep the lock of an owner that was killed. Of a
-    child that other code forks and that runs nothing else this cannot be had. A POSIX record lock stays with
-    its process, but goes when any file of that name is closed there.
+    A child that Python forks releases its copy at once: else it would hold the lock of a killed owner. This
+    does not cover a child that other code forks without an exec. A POSIX record lock would stay with its
+    process, but is lost when the process closes any file of that name.
     """
 
     def __init__(self, folder: Path, descriptor: int) -> None:
@@ -80,7 +80,7 @@ class FolderLock:
 
     @classmethod
     def take_nowait(cls, folder: Path) -> Self:
-        """Make the folder if need be and own it. `OutsideError` in one line if that cannot be."""
+        """Make the folder if needed, and own it. `OutsideError` in one line if that fails."""
         with ExitStack() as undo:
             try:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -110,7 +110,7 @@ class FolderLock:
         return False
 
     def release(self) -> None:
-        """Give the folder up. Idempotent."""
+        """Release the folder. Idempotent."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -128,7 +128,7 @@ os.register_at_fork(after_in_child=_release_all)
 
 
 class DiskPlace(NamedTuple):
-    """A place that was found. `header` is `None` if it is of another version, or cannot be read."""
+    """A place on the disk. `header` is `None` if the place has another version, or cannot be read."""
 
     folder: Path
     rank: int
@@ -143,7 +143,7 @@ class DiskPlace(NamedTuple):
 
     @property
     def is_removed(self) -> bool:
-        """Whether it is what is left of a place whose removal did not come to its end."""
+        """Whether this is the rest of a place whose removal did not finish."""
         return _REMOVED.fullmatch(self.folder.name) is not None
 
     def remove(self) -> None:
@@ -170,7 +170,7 @@ class DiskPlace(NamedTuple):
 
 
 def find_ranks(path: Path) -> Iterator[tuple[int, Path]]:
-    """Yield the ranks that have a folder below `path`, and where it is."""
+    """Yield each rank that has a folder below `path`, and that folder."""
     for folder in sorted(path.iterdir()):
         if (match := _RANK.fullmatch(folder.name)) is not None and folder.is_dir():
             yield int(match[1]), folder
@@ -191,11 +191,10 @@ def find_places(path: Path) -> Iterator[DiskPlace]:
 
 
 def void_places(folder: Path, namespace: str | None, row_bytes: int) -> None:
-    """Make the rows of a place void, by a new epoch; of any namespace, if it is `None`.
+    """Make the rows of a place void by a new epoch; with `None`, the places of all namespaces.
 
-    On the disk on return.
-
-    `folder` is that of a rank, and owned. A place without a whole header starts empty anyway.
+    The epoch is on the disk on return. `folder` belongs to a rank, and the caller owns it. A place without
+    a whole header starts empty anyway.
     """
     ending = f"-{row_bytes}-v{VERSION}" if namespace is None else place_name(namespace, row_bytes)
     for place in folder.iterdir():
@@ -218,7 +217,7 @@ def _peek(records: Path) -> DiskHeader | None:
 
 
 def _lock(descriptor: int) -> None:
-    """Lock a file. Who only looks whether it is locked holds it for a moment: that is waited for."""
+    """Lock a file. Retries for a moment, because `is_owned` locks the file briefly."""
     for left in reversed(range(_LOCK_TRIES)):
         try:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

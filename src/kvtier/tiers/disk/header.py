@@ -2,9 +2,8 @@
 
     magic `kvtdisk1` | XXH3-64 of the rest, u64 | length u32 | JSON, `length` bytes
 
-The page that is whole and has the higher sequence counts, so a write that was cut short costs nothing but
-itself. A new epoch is written to both: no older page may bring an older one back. Pure functions; any
-thread.
+The whole page with the higher sequence counts, so an interrupted write loses only itself. A new epoch is
+written to both pages, so that no older page brings an older epoch back. Pure functions; any thread.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from kvtier.errors import OutsideError
 __all__ = ["HEADER_BYTES", "PAGE_BYTES", "VERSION", "DiskHeader", "pack_header", "read_header"]
 
 VERSION = 1
-"""Of header, records, descriptions and slots together. Another version has another folder."""
+"""The version of header, records, descriptions and slots together. Another version has another folder."""
 PAGE_BYTES = 4096
 HEADER_BYTES = 2 * PAGE_BYTES
 
@@ -26,7 +25,10 @@ _BODY_AT = 20
 
 
 class DiskHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What holds for all slots. `written`: what the write limit has counted, an hour and bytes by hour."""
+    """The facts about all slots.
+
+    `written`: the count of the write limit, an hour and the bytes of 24 hours.
+    """
 
     namespace: str
     row_bytes: int
@@ -41,7 +43,7 @@ class DiskHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pack_header(header: DiskHeader) -> bytes:
-    """Return a page. `OutsideError` if there is more to keep than a page holds."""
+    """Return a page. `OutsideError` if the header is longer than a page."""
     body = msgspec.json.encode(header)
     if len(body) > PAGE_BYTES - _BODY_AT:
         raise OutsideError(

@@ -1,4 +1,4 @@
-"""Looking at a disk tier's folder from outside: what is in each place, and whether every row is whole.
+"""Inspects a disk tier's folder from outside: the content of each place, and whether every row is whole.
 
 For the command line. Everything blocks; a place that a process owns is only listed, never read or changed.
 """
@@ -23,25 +23,24 @@ _READ_BYTES = 8 << 20
 
 
 class PlaceCheck(NamedTuple):
-    """What a check of a place found, in rows."""
+    """The result of the check of a place, in rows."""
 
     whole: int
     bad: int
-    """Rows that do not have the bytes that were sealed, or cannot be read."""
+    """Rows whose bytes differ from the sealed bytes, or that cannot be read."""
     damaged_records: int
-    """Records that are neither empty nor whole: of which row is not known."""
+    """Records that are neither empty nor whole. Their row is not known."""
     dropped: int
-    """Bad rows and damaged records that are no more."""
+    """Bad rows and damaged records that were removed."""
 
 
 def check_place(
     place: DiskPlace, *, drop: bool = False, advance: Callable[[int, int], None] = lambda done, total: None
 ) -> PlaceCheck:
-    """Read every row of a place and check its seal; `drop` empties the records of those that fail, and those
-    that are damaged.
+    """Read every row of a place and check its seal; `drop` empties damaged records and those of bad rows.
 
-    `advance` hears how many rows are done, of how many. `OutsideError` if a process owns it, or it cannot
-    be read.
+    `advance` gets the number of rows done, and the total. `OutsideError` if a process owns the place, or it
+    cannot be read.
     """
     if place.header is None:
         raise OutsideError(

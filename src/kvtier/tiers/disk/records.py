@@ -1,12 +1,12 @@
-"""Records: what a disk tier knows of each slot, 128 bytes by slot, each with its own checksum.
+"""Records: the books of a disk tier, 128 bytes per slot, each with its own checksum.
 
     0 checksum u64 | 8 scope u64 | 16 length u64 | 24 slot u32 | 28 key length u8, 3 of zero | 32 key, 64
     | 96 seal, 16 | 112 zero, 8 | 120 tick i64
 
-A record is overwritten with its slot and lies within one sector. A scope of 0: the slot is empty. The
-tick, when the slot was last used, is outside the checksum: it is rewritten alone, and a wrong one costs an
-order, no bytes. The checksum mixes 64-bit words so that numpy can check a million records in a tenth of a
-second. Pure functions; any thread.
+A record is overwritten together with its slot and lies within one sector. A scope of 0 marks an empty slot.
+The tick (last use of the slot) is outside the checksum: it is rewritten alone, and a wrong tick costs only
+the order, not the bytes. The checksum mixes 64-bit words so that numpy can check a million records in a
+tenth of a second. Pure functions; any thread.
 """
 
 from __future__ import annotations
@@ -37,12 +37,15 @@ _SLICE = 8192
 
 _NUM_WORDS = RECORD_BYTES // 8
 _COLUMNS = [1, 2, 3, 4, 12, 13, 15]
-"""The words of a record that are looked at, and their places among them:"""
+"""The words of a record that `read_records` needs. The names below are positions in this list."""
 _SCOPE, _LENGTH, _NAMED, _KEY_START, _SEAL, _TICK = 0, 1, 2, 3, 4, 6
 
 
 class FoundRecords(NamedTuple):
-    """The records of a scope, by ascending slot. Of two with one key only the newer is among them."""
+    """The records of a scope, by ascending slot.
+
+    Of two records with the same key, only the newer is kept.
+    """
 
     slots: npt.NDArray[np.int64]
     keys: list[OffloadKey]
@@ -65,7 +68,7 @@ def pack_record(slot: int, key: OffloadKey, seal: bytes, length: int, scope: int
 
 
 def read_records(content: bytes | bytearray | npt.NDArray[np.uint8], scope: int) -> FoundRecords:
-    """Return the whole records of a scope from the bytes of all, the first being that of slot 0."""
+    """Return the whole records of a scope. `content` holds all records, beginning with slot 0."""
     words = np.frombuffer(content, dtype="<u8", count=len(content) // RECORD_BYTES * _NUM_WORDS)
     words = words.reshape(-1, _NUM_WORDS)
     columns, whole = _read_columns(words)
@@ -84,7 +87,7 @@ def read_records(content: bytes | bytearray | npt.NDArray[np.uint8], scope: int)
 
 
 def _read_columns(words: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
-    """Return what is asked of all records, column by column, and of each whether its checksum is right.
+    """Return the needed columns of all records, and for each record whether its checksum is right.
 
     Every record is fetched from memory once, a slice at a time.
     """
@@ -116,6 +119,6 @@ def _keys(
 
 
 def _may_repeat(starts: npt.NDArray[np.uint64]) -> bool:
-    """Say whether two keys may be the same: their first bytes are. A set of all would take long."""
+    """Say whether two keys may be equal, because their first bytes are. A set of all keys would be slow."""
     starts = np.sort(starts)
     return bool((starts[1:] == starts[:-1]).any())

@@ -1,15 +1,14 @@
 """`DiskTier`: rows in files that outlive the process.
 
-It opens by itself, on its I/O threads: first it owns the folder, then, when the namespace is known, it
-opens that namespace's place, reads the records and has everything that a process before it had. Until then
-it has nothing, and what cannot be opened is tried again with growing pauses. So a second engine on one
-folder runs without the tier and takes over when the first has gone, and a folder that has vanished is made
-anew.
+It opens itself on its I/O threads: first it locks the folder; then, when the namespace is known, it opens
+that namespace's place, reads the records and has the rows of the earlier process. Until then it holds
+nothing. A failed attempt is repeated with growing pauses. So a second engine on one folder runs without the
+tier and takes over when the first has gone, and a folder that has vanished is made again.
 
-What a restart brought is announced in slices, newest first, with the descriptions that were kept. Every
-few seconds last uses, prices and the count of the write limit are written down. A reset writes a new epoch
-before any row is written again; rows that are offered meanwhile wait for it. Scheduler thread only, but for
-what says that it runs on an I/O thread.
+Restored rows are announced in slices, newest first, with the descriptions that were kept. Every few seconds
+the tier saves last uses, prices and the count of the write limit. A reset writes a new epoch before any
+further row is written; demotions wait for it meanwhile. Scheduler thread only, except for functions that
+say that they run on an I/O thread.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ __all__ = ["DiskTier"]
 logger = logging.getLogger(__name__)
 
 _SLICE = 1024
-"""Chunks announced in a step."""
+"""Chunks announced per step."""
 _SAVE_EVERY = 5.0
 _EPOCH_BACKOFF = (0.05, 0.2, 1.0, 5.0)
 _RESET_WAIT = 0.5
@@ -51,15 +50,15 @@ _RESET_WAIT = 0.5
 
 
 _EpochWriter = Callable[[threading.Event], None]
-"""Run on an I/O thread: has a reset written down, sets the event, and has it on the disk."""
+"""Runs on an I/O thread: writes the epoch of a reset, sets the event, then syncs it to the disk."""
 
 
 class _Vanished(OutsideError):
-    """The folder that was owned is not there any more."""
+    """The folder that was locked no longer exists."""
 
 
 class _Opened(NamedTuple):
-    """What an I/O thread made of a place."""
+    """An opened place, ready for the scheduler thread."""
 
     files: DiskFiles
     table: SlotTable
@@ -68,7 +67,10 @@ class _Opened(NamedTuple):
 
 
 class DiskTier(SlotTier):
-    """Rows of one namespace in a folder; `namespace()` is asked until it is known. `rank`: data-parallel."""
+    """Rows of one namespace in a folder.
+
+    `namespace()` is called until it is known. `rank`: data-parallel.
+    """
 
     def __init__(
         self,
@@ -85,7 +87,7 @@ class DiskTier(SlotTier):
         clock: Callable[[], float] = time.monotonic,
         check_seals: bool = True,
     ) -> None:
-        """Begin to own the folder. Nothing is waited for; `wait_open` does that where it is wanted."""
+        """Begin to lock the folder, without waiting; `wait_open` waits for the tier to open."""
         super().__init__(
             "disk",
             row_bytes,
@@ -110,10 +112,11 @@ class DiskTier(SlotTier):
         self._epoch_at = 0.0
         self._epoch_written = threading.Event()
         self._ending = threading.Event()
-        self._headers = threading.Lock()  # of places: on I/O threads, while the tier is not open
+        self._headers = threading.Lock()  # for headers of places; on I/O threads, while the tier is not open
         self._prices: dict[str, float] = {}
         self._prices_known = False
-        # Restored and told to nobody: slots in order; whether it is still so of each; of any.
+        # Restored rows that are not announced yet: their slots in order; a flag per slot; whether any is
+        # left.
         self._to_announce = _NO_SLOTS
         self._silent = np.zeros(0, dtype=np.bool_)
         self._some_silent = False
@@ -181,11 +184,11 @@ class DiskTier(SlotTier):
         return _Opened(files, table, scope, newest)
 
     def _share(self) -> tuple[int, int]:
-        """Return this rank's share of the capacity, without what ranks of another number have left, and what
-        is left of it.
+        """Return this rank's share of the capacity, and how many bytes of it are free of other ranks' files.
 
-        What is left is less while other ranks have more than their shares: those that run give it back when
-        they open, so it is waited for, and not for ever, because some may not run.
+        The share does not include files left by ranks beyond the current number. While other ranks hold
+        more than their share, less is free: running ranks give it back when they open. So the tier waits
+        for it, but not for ever, because some of those ranks may not run.
         """
         taken = {rank: taken_bytes(folder) for rank, folder in find_ranks(self._folder.parent)}
         left = sum(size for rank, size in taken.items() if rank >= self._ranks and rank != self._rank)
@@ -238,7 +241,7 @@ class DiskTier(SlotTier):
         return results
 
     def _announce_slice(self) -> None:
-        """Have the descriptions of the next chunks read, unless the last ones are still being read."""
+        """Start to read the descriptions of the next chunks, unless a read is under way."""
         if not len(self._to_announce) or self._describing:
             return
         files, table = self._files, self._readable()
@@ -261,7 +264,7 @@ class DiskTier(SlotTier):
     def _announce_restored(
         self, slots: Slots, keys: list[OffloadKey], descriptions: tuple[bytes, ...]
     ) -> None:
-        """Announce what is still as it was when its description was asked for."""
+        """Announce the chunks that are unchanged since their descriptions were requested."""
         still = self._silent[slots].tolist() if len(self._silent) else [False] * len(keys)
         self._silent[slots[still]] = False
         told = list(compress(zip(keys, descriptions, strict=True), still))
@@ -270,7 +273,7 @@ class DiskTier(SlotTier):
             self._events.append(TierChange(names, self.medium, False, texts))
 
     def _announce_removed(self, keys: list[OffloadKey], slots: Slots) -> None:
-        """Announce, but not the removal of what was never announced."""
+        """Announce removals, except of chunks that were never announced."""
         if self._some_silent:
             silent = self._silent[slots]
             self._silent[slots] = False
@@ -278,7 +281,7 @@ class DiskTier(SlotTier):
         super()._announce_removed(keys, slots)
 
     def _save(self) -> None:
-        """Every few seconds, have written down what a restart should know, and look after the files."""
+        """Every few seconds, save the state for a restart, and check that the files are still there."""
         files = self._files
         if files is None or self._saving or self._clock() < self._save_at or self._table is None:
             return
@@ -286,7 +289,7 @@ class DiskTier(SlotTier):
         self._io.call(lambda: self._write_down(files), self._end_saving)
 
     def _write_down(self, files: DiskFiles) -> None:
-        """Run on an I/O thread."""
+        """Save the state for a restart. On an I/O thread."""
         files.expect_there()
         if self._lock is not None and not self._lock.is_held:
             raise FileNotFoundError(errno.ENOENT, "expected the lock that was taken, found another")
@@ -298,7 +301,7 @@ class DiskTier(SlotTier):
             files.sync()
 
     def _write_last(self, files: DiskFiles | None, put_down_epoch: _EpochWriter | None) -> None:
-        """Run on an I/O thread."""
+        """Save the state when the tier closes. On an I/O thread."""
         if put_down_epoch is not None:
             nobody, never = threading.Event(), threading.Event()
             _save_epoch(put_down_epoch, nobody, lambda pause: not never.wait(min(pause, 0.2)))
@@ -319,7 +322,7 @@ class DiskTier(SlotTier):
             self._lost = f"disk tier: {self._folder}: its files have vanished"
 
     def _lose(self, why: str) -> None:
-        """Give up the files: all is gone, and announced so. It opens anew when that can be."""
+        """Give up the files: announce that all rows are gone, and open again when that is possible."""
         for health in self._health.values():
             health.suspend("its files have vanished")
         self._io.give_up(Outcome.FAILED, why=why)
@@ -328,7 +331,7 @@ class DiskTier(SlotTier):
         self._to_announce = _NO_SLOTS
         self._forget_all(TierMiss.LOST)
         if self._io.stuck_rows() or self._io.open_calls:
-            return  # some still use the old slots and files: again at the next poll
+            return  # calls still use the old slots and files: try again at the next poll
         self._lost = None
         if self._files is not None:
             self._io.call(self._files.close, _ignore)
@@ -349,7 +352,7 @@ class DiskTier(SlotTier):
     def reset(self, suffix: str) -> None:
         """Make everything absent.
 
-        Waits for the page cache, for half a second at most, and for no suspended disk.
+        Waits for the write to the page cache, for half a second at most, but not if the disk is suspended.
         """
         self._suffix = suffix
         if self._files is not None:
@@ -359,11 +362,11 @@ class DiskTier(SlotTier):
         self._epoch_unsaved, self._epoch_at = True, 0.0
         self._save_epoch()
         if self._epoch_saving and (self._files is None or self._writable() is not None):
-            # So that a kill right after this brings nothing back. The page cache takes it in microseconds.
+            # So that no row comes back after a kill right now. A write to the page cache takes microseconds.
             self._epoch_written.wait(_RESET_WAIT)
 
     def _save_epoch(self) -> None:
-        """Have the epoch of the last reset written, and again until that works. No row is written before."""
+        """Write the epoch of the last reset, and retry until that works. No row is written before."""
         if not self._epoch_unsaved or self._epoch_saving or self._lock is None:
             return
         if self._clock() < self._epoch_at:
@@ -372,7 +375,7 @@ class DiskTier(SlotTier):
         self._epoch_saving, put_down = True, self._epoch_writer()
         self._epoch_written = written = threading.Event()
 
-        def save() -> None:  # again and again here, because an idle engine does not poll
+        def save() -> None:  # retries here, because an idle engine does not poll
             _save_epoch(put_down, written, lambda pause: not self._ending.wait(pause))
 
         def end(_value: object, error: BaseException | None) -> None:
@@ -387,9 +390,10 @@ class DiskTier(SlotTier):
         self._io.call(save, end)
 
     def _epoch_writer(self) -> _EpochWriter:
-        """Return what makes all rows from before a reset void for later processes.
+        """Return a function that makes all rows from before a reset void for later processes.
 
-        While the tier is not open, those of its place; of any namespace, while that is not known.
+        While the tier is not open, it voids the rows of the tier's place, or of all namespaces if the
+        namespace is not known.
         """
         files, epoch, namespace = self._files, self._scope.epoch, self._namespace()
 
@@ -445,7 +449,7 @@ _NO_SLOTS: Slots = np.zeros(0, dtype=np.int64)
 def _save_epoch(
     put_down: _EpochWriter, tried: threading.Event, may_retry_after: Callable[[float], bool]
 ) -> None:
-    """Have an epoch on the disk, after some failures if need be. Run on an I/O thread."""
+    """Write an epoch to the disk, with retries. Runs on an I/O thread."""
     for pause in (*_EPOCH_BACKOFF, None):
         try:
             return put_down(tried)

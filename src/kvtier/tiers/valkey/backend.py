@@ -3,16 +3,17 @@
     name    {prefix}:{scope, 16 hex digits}:{bytes of a row, hex}:{key, hex}
     value   header of 64 bytes . row
 
-A batch is one exchange: all commands are sent, then all answers are read, rows from and into the memory that
-is lent. An exchange that fails in the middle gives what was answered until then and a failure for each of
-the others, and its connection is closed: what is still on its way is never taken for another answer. An
-exchange has `timeout` seconds, waiting for a connection and connecting included (but for the resolution of a
-host's name, which nothing bounds). Any thread may call; at most `config.connections` exchanges run at once.
+A batch is one exchange: all commands are sent, then all answers are read. Rows go directly from and into
+the lent memory. An exchange that fails in the middle returns the answers received so far and a failure for
+each other row, and its connection is closed: bytes still on their way are never taken for another answer.
+An exchange has `timeout` seconds, including the wait for a connection and connecting (but not the
+resolution of a host's name, which nothing bounds). Any thread may call; at most `config.connections`
+exchanges run at once.
 
-`write` replaces (`SET`), as the contract says. `NX` would save nothing: the row has travelled when the
-server looks, and a damaged row would stay for ever; whoever wants to write once asks `contains` first. A
-value that is no row of ours, by length or by header, is read as a row with an empty seal: it fails its
-check, and can be deleted or written anew.
+`write` replaces (`SET`), as the contract says. `NX` would save nothing: the row has already travelled when
+the server looks, and a damaged row would stay for ever; a caller that wants to write once asks `contains`
+first. A value that is not one of our rows, by length or by header, is read as a row with an empty seal: it
+fails its check, and can be deleted or replaced.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ __all__ = ["ValkeyBackend"]
 _Answer = TypeVar("_Answer")
 
 _EXCHANGE_BYTES = 16 << 20
-"""Rows of one exchange, beyond the first: a server keeps the answers to all of them in its memory."""
+"""The most bytes of one exchange, beyond the first row: a server keeps the answers to all rows in memory."""
 _EXCHANGE_ROWS = 1024
 
 
@@ -47,7 +48,10 @@ class ValkeyBackend(Backend):
     contains_batch = _EXCHANGE_ROWS
 
     def __init__(self, config: ValkeyConfig, row_bytes: int, *, timeout: float) -> None:
-        """Connect to nothing yet: the first call does. `row_bytes` tells engines with other chunks apart."""
+        """Prepare the backend; the first call connects.
+
+        `row_bytes` separates engines with other chunk sizes.
+        """
         self._endpoint = Endpoint.from_config(config)
         self._endpoint.warn_of_open_files()
         self._timeout = timeout
@@ -72,10 +76,10 @@ class ValkeyBackend(Backend):
         self._count(b"UNLINK", rows)
 
     def probe(self) -> None:
-        """Raise `OSError` if the server does not take a row, or does not give it back.
+        """Raise `OSError` if the server does not accept a row, or does not return it.
 
-        A small value would fit, and come, where no row does. Another engine's probe may be what comes, or
-        nothing.
+        The probe is as large as a row, because a small value might pass where no row does. The answer may
+        be another engine's probe, or nothing.
         """
         name = self._prefix + b":probe"
         store = command(b"SET", name, bytes(self._row_bytes), b"PX", b"1000")
@@ -95,7 +99,7 @@ class ValkeyBackend(Backend):
         self._close_idle()
 
     def check(self) -> None:
-        """Raise `IntegrityError` if more connections are kept than allowed, or one that should not be."""
+        """Raise `IntegrityError` if too many connections are kept, or a bad one."""
         with self._lock:
             kept, most = len(self._idle), self._connections
             if kept > most or any(connection.refused for connection in self._idle):
@@ -110,13 +114,13 @@ class ValkeyBackend(Backend):
         return [command(verb, self._name(row))]
 
     def _set(self, row: BackendRow) -> list[bytes | memoryview]:
-        """Return `SET name header.row`, its row from where it lies."""
+        """Return `SET name header.row`; the row is sent from its own memory."""
         head = b"*%d\r\n" % (5 if self._expiry else 3) + bulk(b"SET", self._name(row))
         size = b"$%d\r\n" % (HEADER_BYTES + row.nbytes)
         return [head + size + pack_header(row), *row.pieces, b"\r\n" + self._expiry]
 
     def _count(self, verb: bytes, rows: Sequence[BackendRow]) -> list[int]:
-        """Return a server's number for each row; `OSError` if there is none for one of them."""
+        """Return the server's number for each row; `OSError` if one is missing."""
         counts: list[int] = []
         parts = [rows[at : at + _EXCHANGE_ROWS] for at in range(0, len(rows), _EXCHANGE_ROWS)]
         for count in self._exchange(parts, partial(self._ask, verb), _read_number):
@@ -131,9 +135,9 @@ class ValkeyBackend(Backend):
         ask: Callable[[BackendRow], list[bytes | memoryview]],
         receive: Callable[[RespConnection, BackendRow], _Answer],
     ) -> list[_Answer | OSError]:
-        """Send what `ask` says of the rows of a part, then receive all answers; part by part.
+        """Send the commands of a part, made by `ask`, then receive all answers; part by part.
 
-        What is not answered when something goes wrong has failed, and no further part is tried.
+        After an error, all unanswered rows have failed, and no further part is tried.
         """
         answers: list[_Answer | OSError] = []
         try:
@@ -150,7 +154,7 @@ class ValkeyBackend(Backend):
 
     @contextmanager
     def _connection(self) -> Iterator[RespConnection]:
-        """Lend a connection for one exchange. It is kept if nothing went wrong; else all are made anew."""
+        """Lend a connection for one exchange. It is kept after a success; a failure closes all idle ones."""
         deadline = time.monotonic() + self._timeout
         if not self._room.acquire(timeout=self._timeout):
             raise TimeoutError(errno.ETIMEDOUT, "all connections were busy")
@@ -168,7 +172,7 @@ class ValkeyBackend(Backend):
             self._room.release()
 
     def _take_idle(self) -> RespConnection | None:
-        """Return a connection that was kept and that the server has not closed since."""
+        """Return a kept connection that the server has not closed since."""
         while True:
             with self._lock:
                 connection = self._idle.pop() if self._idle else None
@@ -181,7 +185,7 @@ class ValkeyBackend(Backend):
             keep = not (connection.refused or self._closed)
             if keep:
                 self._idle.append(connection)
-        if not keep:  # others may lead to the same dead or demoted server
+        if not keep:  # other connections may lead to the same dead or demoted server
             connection.close()
             self._close_idle()
 
@@ -201,7 +205,7 @@ def _read_number(connection: RespConnection, _row: BackendRow) -> int | OSError:
 
 
 def _read_row(connection: RespConnection, row: BackendRow) -> bytes | OSError | None:
-    """Receive a row into its memory; a value that cannot be one is passed over."""
+    """Receive a row into its memory; skip a value that cannot be the row."""
     length = connection.read_length()
     if isinstance(length, OSError) and length.errno == errno.EINVAL:
         return b""  # a list, a set, ...
@@ -217,7 +221,7 @@ def _read_row(connection: RespConnection, row: BackendRow) -> bytes | OSError | 
 
 
 def _parts(rows: Sequence[BackendRow]) -> list[Sequence[BackendRow]]:
-    """Cut a batch into what one exchange moves."""
+    """Cut a batch into parts, one for each exchange."""
     parts, start, nbytes = [], 0, 0
     for at, row in enumerate(rows):
         size = row.nbytes

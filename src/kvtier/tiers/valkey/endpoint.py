@@ -1,7 +1,7 @@
 """`Endpoint`: the address of a server, and the opening of connections: sockets, TLS, password, database.
 
-Secrets are kept nowhere: files are read at each connect, so that they can be replaced, and errors name files
-and hosts only. Any thread may call what is here.
+Secrets are not kept in memory: files are read at each connect, so that they can be replaced, and errors
+name files and hosts only. Any thread may call these functions.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _MOST_PASSWORD = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a server is and how to be let in. Files are read at each connect, so that they can be replaced.
+    """The address and login of a server. Files are read at each connect, so that they can be replaced.
 
-    Behind the host of an address is the number of a database; behind a Unix socket it is `?db=number`.
+    The number of a database follows the host of an address; for a Unix socket it is `?db=number`.
     """
 
     host: str
     port: int
     path: str | None
-    """Of a Unix socket; `None`: host and port count."""
+    """The path of a Unix socket; `None`: host and port are used."""
     database: int
     user: str | None
     tls: bool
@@ -65,7 +65,7 @@ class Endpoint:
         return self.path or f"{host}:{self.port}"
 
     def connect(self, deadline: float) -> RespConnection:
-        """Open a connection and be let in. `OSError` says what is in the way."""
+        """Open a connection and log in. `OSError` says what failed."""
         password = self._read_password()
         raw = self._open(seconds_left(deadline))
         try:
@@ -81,9 +81,9 @@ class Endpoint:
         return connection
 
     def warn_of_open_files(self) -> None:
-        """Say which secrets everybody on this machine can read."""
+        """Log the secret files that every user of this machine can read."""
         for name in (self.config.password_file, self.config.tls_key_file):
-            with suppress(OSError):  # of which connecting tells
+            with suppress(OSError):  # `connect` reports it
                 if name is not None and Path(name).stat().st_mode & stat.S_IROTH:
                     logger.warning("valkey: everybody can read the secret in %s; chmod 600 it", name)
 
@@ -104,7 +104,7 @@ class Endpoint:
         except OSError as error:
             problem = f"no connection to {self}: {error.strerror or error}"
             raise OSError(error.errno or errno.EIO, problem) from None
-        except ValueError:  # of the codec for names of hosts
+        except ValueError:  # from the codec of host names
             raise OSError(errno.EINVAL, f"no connection to {self}: expected the name of a host") from None
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -128,7 +128,7 @@ class Endpoint:
             context = ssl.create_default_context(cafile=config.tls_ca_file)
             if config.tls_cert_file is not None:
                 context.load_cert_chain(config.tls_cert_file, config.tls_key_file)
-        except OSError as error:  # which names no file, and SSLError is one
+        except OSError as error:  # it names no file; SSLError is an OSError
             files = [config.tls_ca_file, config.tls_cert_file, config.tls_key_file]
             names = ", ".join(name for name in files if name)
             problem = f"expected certificates in {names}: {error.strerror}"
@@ -136,9 +136,9 @@ class Endpoint:
         return context
 
     def _greet(self, connection: RespConnection, password: bytes | None) -> None:
-        """Be let in, choose the database, and see that the server listens: one round trip."""
+        """Log in, choose the database, and check that the server answers: one round trip."""
         commands: list[tuple[bytes, str]] = []
-        if password is not None or self.user is not None:  # some users need no password, but to be named
+        if password is not None or self.user is not None:  # some users need no password, only a name
             user = [] if self.user is None else [self.user.encode()]
             hint = "see valkey.password_file and the user in valkey.url"
             commands.append((command(b"AUTH", *user, password or b""), hint))
@@ -159,7 +159,8 @@ class Endpoint:
         if name is None:
             return None
         try:
-            # A pipe that nobody writes is empty, and not waited for; it could not be read at each connect.
+            # A pipe without a writer is read as empty, without waiting; it could not be read at each
+            # connect.
             with open(name, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
                 password = (file.read(_MOST_PASSWORD) or b"").rstrip(b"\r\n")
         except OSError as error:

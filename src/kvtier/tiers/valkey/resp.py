@@ -1,12 +1,13 @@
-"""One connection that speaks RESP, and sends from and receives into memory that is lent to it.
+"""One connection that speaks RESP, and sends from and receives into lent memory.
 
-The packaged clients (valkey-py, redis-py, glide) return values as new `bytes`, a copy more than needed, and
-keep their sockets under private names; so RESP is spoken here. A connection is used by one thread at a time.
+The packaged clients (valkey-py, redis-py, glide) return values as new `bytes`, one copy more than needed,
+and keep their sockets under private names; so this module speaks RESP itself. One thread at a time uses a
+connection.
 
-What follows a `begin` has to be over at its deadline (of `time.monotonic`). The kernel waits, so that a row
-is one call without the GIL; a server that stops in the middle of one is noticed at twice the time at most.
-An error that the server answers is a value, in our words. An exception leaves answers on their way that
-nobody must take for the next ones: whoever sees one closes the connection.
+All calls after a `begin` must end by its deadline (of `time.monotonic`). The kernel does the waiting, so
+that a row is one call without the GIL; a server that stops in the middle of a row is noticed after twice
+the time at most. An error that the server answers is a returned value, in our words. After an exception,
+unread answers may still arrive, and must not be taken for later ones: the caller closes the connection.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from collections.abc import Sequence
 __all__ = ["RespConnection", "bulk", "command", "late", "seconds_left"]
 
 _BUFFER_BYTES = 4096
-"""Holds the heads of replies. What it catches of a row is copied out of it, so it is small."""
+"""Holds the heads of replies. Bytes of a row that land in it must be copied, so it is small."""
 _MOST_BUFFERS = 512
-"""Of one `sendmsg`; Linux takes 1,024."""
+"""Buffers of one `sendmsg`; Linux takes 1,024."""
 
 _CLUSTER = "it is a node of a cluster, which is not supported: expected a single server or a proxy"
 _REFUSALS = {
@@ -43,30 +44,28 @@ _REFUSALS = {
     "ASK": (errno.ENOTSUP, _CLUSTER),
     "CLUSTERDOWN": (errno.ENOTSUP, _CLUSTER),
 }
-"""What the first words of a server's errors mean."""
+"""The meanings of server errors, by their first word."""
 _PHRASES = {
     "max number of clients": "it has as many clients as it may have",
     "unknown command": "it does not know a command that is needed",
     "maximum allowed size": "it takes no value of this size",
     "DB index": "it has no such database",
 }
-"""What others mean, which all begin with ERR, by what is in them."""
+"""The meanings of errors that begin with ERR, by a phrase in them."""
 
 
 def bulk(*words: bytes) -> bytes:
-    """Return words of a command as they travel."""
+    """Return words of a command in wire format."""
     return b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
 
 
 def command(*words: bytes) -> bytes:
-    """Return a whole command as it travels."""
+    """Return a whole command in wire format."""
     return b"*%d\r\n" % len(words) + bulk(*words)
 
 
 def _refusal(line: bytes) -> OSError:
-    """Return what a server's error means here, in our words: its own may repeat arguments, and
-    so secrets.
-    """
+    """Translate a server's error into our words: its own text may repeat arguments, and so secrets."""
     text = line.decode("utf-8", "replace")
     word = text.partition(" ")[0]
     if word in _REFUSALS:
@@ -79,7 +78,7 @@ def _refusal(line: bytes) -> OSError:
 
 
 class RespConnection:
-    """An open connection. After an exception nothing may be done with it but `close`."""
+    """An open connection. After an exception only `close` may be called."""
 
     __slots__ = ("_buffer", "_deadline", "_end", "_socket", "_start", "_view", "_whole", "refused")
 
@@ -89,22 +88,22 @@ class RespConnection:
         self._whole = 0 if isinstance(connected, ssl.SSLSocket) else socket.MSG_WAITALL
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
-        self._start = self._end = 0  # what was received and not read
+        self._start = self._end = 0  # bytes received and not read yet
         self.refused = False
-        """The server has answered an error, so it may not be the right one any more."""
+        """The server has answered an error, so it may no longer be the right server."""
 
     def close(self) -> None:
-        """End it. Whatever was on its way is lost."""
+        """Close the connection. Bytes on their way are lost."""
         self._socket.close()
 
     def is_quiet(self) -> bool:
-        """Say whether it is open and the server has sent nothing that nobody has asked for."""
+        """Say whether it is open and the server has sent nothing unexpected."""
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
         return self._start == self._end and not poller.poll(0)
 
     def begin(self, deadline: float) -> None:
-        """Let what follows take until then."""
+        """Set the deadline of the following calls."""
         self._deadline = deadline
         left = seconds_left(deadline)
         if isinstance(self._socket, ssl.SSLSocket):  # OpenSSL waits by itself
@@ -118,7 +117,7 @@ class RespConnection:
     # -- sending -----------------------------------------------------------------------------------
 
     def send(self, buffers: Sequence[bytes | memoryview]) -> None:
-        """Send buffers one after the other, from where they lie."""
+        """Send buffers one after the other, without a copy."""
         try:
             if isinstance(self._socket, ssl.SSLSocket):  # has no `sendmsg`
                 for buffer in buffers:
@@ -150,7 +149,7 @@ class RespConnection:
         return head if isinstance(head, OSError) else _number(head)
 
     def read_length(self) -> int | OSError | None:
-        """Read the head of a value: how many bytes follow; `None` if there is none; or the error."""
+        """Read the head of a value: the bytes that follow, `None` if there is no value, or the error."""
         head = self._read_head(b"$")
         if isinstance(head, OSError):
             return head
@@ -166,7 +165,7 @@ class RespConnection:
                 filled += self._receive(piece[filled:], self._whole)
 
     def end_value(self, unread: int = 0) -> None:
-        """Pass over the rest of a value, and see that it ends there."""
+        """Skip the unread rest of a value, and check that it ends there."""
         while unread:
             passed = min(unread, self._end - self._start)
             self._start += passed
@@ -222,12 +221,12 @@ def _garbled() -> OSError:
 
 
 def late() -> OSError:
-    """Return what is raised at a deadline."""
+    """Return the error that a deadline raises."""
     return TimeoutError(errno.ETIMEDOUT, "the server did not answer in time")
 
 
 def seconds_left(deadline: float) -> float:
-    """Return the seconds until then, or raise what a socket raises that waits no longer."""
+    """Return the seconds until the deadline; raise the socket's time-out error if it has passed."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise late()
