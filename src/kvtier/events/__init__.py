@@ -1,4 +1,4 @@
-"""The KV event stream: what is cached where, as others see it. Needs no torch and no engine."""
+"""The KV event stream: tells other processes what is cached where. Needs no torch and no engine."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""`KVEventAggregator`: what all workers say is true, for connectors whose workers each tell of their own
-part of the KV.
+"""`KVEventAggregator`: finds the events that all workers of a connector report.
 
 A block is cached once every worker has its part. Workers' batches are added one by one; an event is common
-when at least as many batches hold it as there are workers. Occurrences count one by one: the second
-`BlockStored` of a batch is common when enough batches hold a second one, so that stored, removed and stored
-again comes out as such, in that order. One call of `add_events` is one worker's batch. Not for several
-threads at once.
+when at least as many batches hold it as there are workers. Repeated events are counted separately: the
+second `BlockStored` of a batch is common when enough batches hold a second one. So the sequence stored,
+removed, stored again comes out in that order. One call of `add_events` is one worker's batch. Not for
+several threads at once.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ class KVEventAggregator:
             earlier[event] += 1
 
     def get_common_events(self) -> list[KVCacheEvent]:
-        """Return the events that appeared in all workers, in the order in which they first came."""
+        """Return the events that all workers reported, in the order of their first arrival."""
         return [event for (event, _), count in self._seen.items() if count >= self._num_workers]
 
     def get_all_events(self) -> list[KVCacheEvent]:
-        """Return every event as often as it came, equal ones of several workers together.
+        """Return every event as often as it was added; equal events of several workers are grouped.
 
-        The order of one worker stays.
+        The order of each worker's events is kept.
         """
         return [event for (event, _), count in self._seen.items() for _ in range(count)]
 
@@ -67,13 +66,13 @@ class KVEventAggregator:
         return self._num_workers
 
     def __repr__(self) -> str:
-        """Say how many workers and how many different events there are."""
+        """Show the number of workers and of different events."""
         different = len({event for event, _ in self._seen})
         return f"<KVEventAggregator workers={self._num_workers}, events={different}>"
 
 
 class KVConnectorKVEvents(ABC):
-    """The events of a connector's workers, on their way to the scheduler's side."""
+    """The events of a connector's workers, on their way to the scheduler."""
 
     @abstractmethod
     def add_events(self, events: list[KVCacheEvent]) -> None:
@@ -81,7 +80,7 @@ class KVConnectorKVEvents(ABC):
 
     @abstractmethod
     def aggregate(self) -> KVConnectorKVEvents:
-        """Keep only what all workers say."""
+        """Keep only the events that all workers report."""
 
     @abstractmethod
     def increment_workers(self, count: int = 1) -> None:

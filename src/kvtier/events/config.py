@@ -1,5 +1,6 @@
-"""How events are published: `KVEventsConfig`, with the fields and defaults of vLLM's and those that are
-ours.
+"""`KVEventsConfig`: how events are published.
+
+Has the fields and defaults of vLLM's config, and fields of our own.
 
 Everything is checked once, when the object is made; a bad value is a `ConfigError` that names its field. The
 object is immutable; any thread may use it.
@@ -21,12 +22,12 @@ __all__ = ["COUNTINGS", "HASH_FORMATS", "VLLM_FIELDS", "KVEventsConfig"]
 HASH_FORMATS = ("as_is", "u64")
 COUNTINGS = ("count", "set")
 VLLM_FIELDS = ("endpoint", "replay_endpoint", "buffer_steps", "hwm", "max_queue_size", "topic")
-"""What every registered publisher is given by name.
+"""The fields that every registered publisher gets by name.
 
-It is given the whole config where another field was set.
+It gets the whole config if any other field was set.
 """
 _MOST = (1 << 31) - 1
-"""What a count may be: ZeroMQ takes ints of 32 bits, and nobody has memory for more batches."""
+"""The highest allowed count: ZeroMQ takes ints of 32 bits, and no machine has memory for more batches."""
 _DAY = 24 * 3600
 
 
@@ -34,32 +35,31 @@ _DAY = 24 * 3600
 class KVEventsConfig:
     """Whether, where and how KV cache events are published.
 
-    - `publisher`: `zmq`, `null`, or a registered name; left out, `zmq` if events are enabled and `null` if
+    - `publisher`: `zmq`, `null`, or a registered name; by default `zmq` if events are enabled and `null` if
       not.
-    - `endpoint`: PUB address, bound if it has `*`, `::` or port 0, or is ipc or inproc; connected to
-      otherwise.
-    - `replay_endpoint`: ROUTER address for replay and snapshots, always bound; without one there is no
-      replay.
+    - `endpoint`: PUB address. It is bound if it has `*`, `::` or port 0, or is ipc or inproc; else
+      connected to.
+    - `replay_endpoint`: ROUTER address for replay and snapshots, always bound; `None`: no replay.
     - `buffer_steps`, `buffer_bytes`: how many batches, and how many bytes of them, are kept for replay.
     - `hwm`: how many batches wait for a slow subscriber before it misses some.
-    - `max_queue_size`: how many batches wait for the publisher's thread before they overflow: only their
-      effect on the state is kept. Where more than 64 wait, up to 32 travel as one, with all their events,
-      the last one's time and one number.
+    - `max_queue_size`: how many batches wait for the publisher's thread. Further batches overflow: only
+      their effect on the state is kept. If more than 64 wait, up to 32 travel as one, with all their
+      events, the last one's time and one number.
     - `encoding`, `array_version`: events as `map` (vLLM 0.24 and later) or as `array`, with the fields of
       that version.
     - `hash_format`: `u64` (the low 64 bits, as Dynamo wants them; vLLM's ints unchanged) or `as_is` (bytes
       stay bytes).
     - `counting`: `count` if a block stored twice must be removed twice, `set` if one removal ends it.
-    - `heartbeat_interval`: seconds after which a silent publisher speaks, and the least time between two
-      marks; `None`: never.
-    - `clear_on_start`: tell consumers to forget what an earlier process published.
-    - `sequence_file`: where the sequence number outlives the process; ranks above 0 append `.dp{rank}`.
-      Without one the first number comes from the clock.
+    - `heartbeat_interval`: seconds of silence before a heartbeat, and the least time between two marks;
+      `None`: never.
+    - `clear_on_start`: tell consumers to forget the events of an earlier process.
+    - `sequence_file`: the file that keeps the sequence number across restarts; ranks above 0 append
+      `.dp{rank}`. Without a file the first number comes from the clock.
     - `replay_topic_frame`: whether replies carry the topic (vLLM 0.26, SGLang 0.5.22 and later) or not
       (before).
-    - `max_blocks_per_event`: cut stored events into parts of at most so many blocks.
+    - `max_blocks_per_event`: cut stored events into parts of at most this many blocks.
     - `curve`: encrypt and authenticate both sockets.
-    - `bind`: bind `endpoint` or connect to it, whatever it looks like; `None`: as said there.
+    - `bind`: bind `endpoint` (true) or connect to it (false); `None`: decide by its form, as said above.
     """
 
     enable_kv_cache_events: bool = False
@@ -84,7 +84,7 @@ class KVEventsConfig:
     bind: bool | None = None
 
     def __post_init__(self) -> None:
-        """Check every field, and fill in what is derived."""
+        """Check every field, and fill in derived values."""
         if self.publisher is None:
             object.__setattr__(self, "publisher", "zmq" if self.enable_kv_cache_events else "null")
         if isinstance(self.curve, Mapping):
@@ -127,7 +127,7 @@ class KVEventsConfig:
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> Self:
-        """Make a config from names and values, as a JSON file has them."""
+        """Make a config from the names and values of a JSON file."""
         known = [field.name for field in fields(cls)]
         for name in settings:
             if name not in known:

@@ -1,9 +1,9 @@
 """CURVE: encrypted, authenticated sockets, and the key files they need.
 
-A publisher is a server: clients know its public key. With a folder of clients' public keys only those may
-come; without one, whoever knows the server's key. Keys are ZeroMQ certificates: `NAME.key` (public, to hand
-out) and `NAME.key_secret` (only the owner may read it). The dataclasses here are immutable; a `Gate` belongs
-to the thread that serves it.
+A publisher is a server: clients know its public key. With a folder of public client keys, only those
+clients may connect; without a folder, any client that knows the server's key. Keys are ZeroMQ certificates:
+`NAME.key` (public, to hand out) and `NAME.key_secret` (readable by its owner only). The dataclasses here
+are immutable; a `Gate` belongs to the thread that serves it.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ def _need_curve() -> None:
 
 @dataclass(frozen=True)
 class CurveServer:
-    """The keys of a publisher: its own, and the folder with those of who may come (`None`: anybody)."""
+    """The keys of a publisher: its own, and a folder of allowed clients' keys (`None`: any client)."""
 
     secret_key_file: str
     clients_dir: str | None = None
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> Self:
-        """Make one from names and values, as a JSON file has them."""
+        """Make the keys from the names and values of a JSON file."""
         names = [field.name for field in fields(cls)]
         wrong = [name for name in settings if name not in names]
         if wrong or "secret_key_file" not in settings:
@@ -96,7 +96,7 @@ class CurveServer:
 
 @dataclass(frozen=True)
 class CurveClient:
-    """The keys of a subscriber: its own, and the publisher's public one (40 characters, or its file)."""
+    """The keys of a subscriber: its own, and the publisher's public key (40 characters, or its file)."""
 
     secret_key_file: str
     server_public_key: str
@@ -114,10 +114,10 @@ class CurveClient:
 
 
 class Gate:
-    """Answers libzmq's question who may come, for one context (ZeroMQ RFC 27).
+    """Tells libzmq which clients may connect, for one context (ZeroMQ RFC 27).
 
-    The folder is read again when it or any file in it changed, so that a key can be added, replaced or taken
-    away while the publisher runs; who is connected stays.
+    The folder is read again when it or any file in it changed, so that keys can be added, replaced or
+    removed while the publisher runs. Connected clients stay connected.
     """
 
     def __init__(self, context: zmq.Context[Any], clients_dir: str) -> None:
@@ -132,7 +132,7 @@ class Gate:
         self.socket.bind(_ZAP)
 
     def serve(self) -> None:
-        """Answer every question that waits. Never blocks."""
+        """Answer all waiting questions of libzmq. Never blocks."""
         while self.socket.get(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator,arg-type]
             frames = self.socket.recv_multipart()
             good = (
@@ -143,7 +143,7 @@ class Gate:
             self.socket.send_multipart((b"1.0", frames[1] if len(frames) > 1 else b"", *status, b""))
 
     def close(self) -> None:
-        """Stop answering; libzmq then turns everybody away."""
+        """Stop answering; libzmq then refuses every client."""
         self.socket.close(linger=0)
 
     def _knows(self, key: bytes) -> bool:
@@ -158,10 +158,10 @@ class Gate:
         return zmq.utils.z85.encode(key) in self._allowed
 
     def _look(self) -> frozenset[tuple[str, int, int, int]]:
-        """Return what tells one content of the folder from another."""
+        """Return a fingerprint of the folder's content."""
         stats = [(file.name, file.stat()) for file in self._dir.iterdir()]
         return frozenset((name, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats)
 
     def _is_settled(self, found: frozenset[tuple[str, int, int, int]]) -> bool:
-        """Return whether the next change will be seen: two changes of one moment have the same time."""
+        """Return whether the next change will show: two changes at the same moment have the same time."""
         return all(time.time_ns() - changed > _SETTLED_NS for *_, changed in found)

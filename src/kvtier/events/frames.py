@@ -1,9 +1,9 @@
-"""Messages of the stream, frame by frame: what a SUB and what a DEALER receives, and what a DEALER sends.
+"""Messages of the stream, frame by frame: received by a SUB, and received or sent by a DEALER.
 
 A live message is `[topic, seq, payload]`; some publishers leave the topic out. A reply to a request is
 `["", topic, seq, payload]`, or the same without the topic (vLLM up to 0.25, SGLang up to 0.5.21); the last
-one has sequence number -1, and a text where the request failed. Whatever else arrives is `None` here, never
-an exception. Any thread may call these.
+has sequence number -1, and a text if the request failed. Any other message is `None` here, never an
+exception. Any thread may call these functions.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Publishers of KV events: the contract, the one that does nothing, the one over ZeroMQ, and the factory.
+"""Publishers of KV events: the contract, one that does nothing, one over ZeroMQ, and the factory.
 
-`ZmqEventPublisher` guarantees: batches leave in the order of `publish()`, numbered without reuse, several
-under one number only where more than 64 wait; whatever a subscriber missed it gets by replay, batch by batch
-while the buffer has them and as state after that. `publish()` never waits: when the thread is far behind,
-batches overflow: their effect is in the state and their numbers are left out, a gap that everybody sees.
-`shutdown()` returns within `SHUTDOWN_TIMEOUT`. Any thread may call the methods; one thread owns the sockets
-and the states. A forked child has a closed publisher. One that is forgotten is shut down when it is
-collected, or at exit.
+`ZmqEventPublisher` guarantees: batches leave in the order of `publish()`, under numbers that are never
+reused; several share a number only if more than 64 wait. A subscriber can replay everything it missed,
+batch by batch while the buffer has the batches, and as state after that. `publish()` never waits: if the
+thread is far behind, batches overflow: the state has their effect and their numbers are skipped, so every
+consumer sees a gap. `shutdown()` returns within `SHUTDOWN_TIMEOUT`. Any thread may call the methods; one
+thread owns the sockets and the states. In a forked child the publisher is closed. A publisher that is not
+shut down is closed when it is collected, or at exit.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class EventPublisher(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Send what waits, and end."""
+        """Send the waiting batches, and end."""
 
     def get_publisher_config(self) -> KVEventsConfig | None:
-        """Return what the publisher runs with, addresses resolved; `None` if it has no such thing."""
+        """Return the publisher's config, with resolved addresses; `None` if it has none."""
         return None
 
 
@@ -64,7 +64,7 @@ class NullEventPublisher(EventPublisher):
 
 @dataclass(frozen=True)
 class PublisherStats:
-    """What a publisher has done and holds: counts since its start, and sizes now."""
+    """The counts of a publisher since its start, and its sizes now."""
 
     next_seq: int
     epoch: int
@@ -95,7 +95,7 @@ class PublisherStats:
 
 
 class ZmqEventPublisher(EventPublisher):
-    """Publishes over a PUB socket and answers replay requests on a ROUTER, from a thread of its own."""
+    """Publishes over a PUB socket and answers replay requests on a ROUTER, on a thread of its own."""
 
     SHUTDOWN_TIMEOUT: ClassVar[float] = 1.0
     END_SEQ: ClassVar[bytes] = END_SEQ
@@ -113,7 +113,7 @@ class ZmqEventPublisher(EventPublisher):
     ) -> None:
         """Open the sockets and start.
 
-        `config` says all that is not said here, `KVEventsConfig` what the names mean.
+        `config` gives all values that are not given here; `KVEventsConfig` explains the names.
         """
         super().__init__(data_parallel_rank)
         said: dict[str, Any] = {
@@ -139,9 +139,9 @@ class ZmqEventPublisher(EventPublisher):
     def publish(self, events: EventBatch) -> None:
         """Hand a batch over; never waits. Raises `RuntimeError` after `shutdown()`.
 
-        A batch that names no rank is of the publisher's own, which the thread writes into it.
+        A batch without a rank gets the publisher's own rank; the thread writes it into the batch.
         """
-        outbox = self._outbox  # one call less than to ask it: it is cold when an engine comes to it
+        outbox = self._outbox  # one call less than a method of the outbox: the cache is cold here
         queue = outbox.queue
         if len(queue) < outbox.room:
             queue.append(events)
@@ -151,21 +151,21 @@ class ZmqEventPublisher(EventPublisher):
             outbox.wake()
 
     def shutdown(self) -> None:
-        """Send what waits as far as `SHUTDOWN_TIMEOUT` goes, and close everything.
+        """Send the waiting batches while `SHUTDOWN_TIMEOUT` lasts, and close everything.
 
         A second call does nothing.
         """
         self._end()
 
     def get_publisher_config(self) -> KVEventsConfig:
-        """Return what the publisher runs with.
+        """Return the publisher's config.
 
-        Addresses are this rank's, and have the port that the system gave them.
+        Addresses are those of this rank, with the port that the system chose.
         """
         return self._config
 
     def stats(self) -> PublisherStats:
-        """Return what the publisher has done and holds; numbers of one moment each, not all of the same."""
+        """Return counts and sizes. The values may be from slightly different moments."""
         loop = self._loop
         sender, replay = loop.sender, loop.replay
         return PublisherStats(
@@ -186,16 +186,16 @@ class ZmqEventPublisher(EventPublisher):
         )
 
     def flush(self) -> None:
-        """Wait until all that was published so far is sent; `TimeoutError` after a minute."""
+        """Wait until everything published so far is sent; `TimeoutError` after a minute."""
         self._loop.run(_nothing)
 
     def check(self) -> None:
-        """Raise `IntegrityError` where anything inside is broken; waits for the thread."""
+        """Raise `IntegrityError` if an invariant is broken; waits for the thread."""
         self._loop.check()
 
     @staticmethod
     def offset_endpoint_port(endpoint: str | None, data_parallel_rank: int) -> str | None:
-        """Return the address that a data-parallel rank has."""
+        """Return the address of a data-parallel rank."""
         return offset_endpoint(endpoint, data_parallel_rank)
 
 
@@ -220,17 +220,18 @@ class EventPublisherFactory:
 
     @classmethod
     def register_publisher(cls, name: str, ctor: Callable[..., EventPublisher]) -> None:
-        """Add a kind of publisher. A name that exists raises `KeyError`."""
+        """Add a kind of publisher. `KeyError` if the name exists."""
         if name in cls._registry:
             raise KeyError(f"publisher {name!r} is already registered")
         cls._registry[name] = ctor
 
     @classmethod
     def create(cls, config: Any | None, data_parallel_rank: int = 0) -> EventPublisher:
-        """Make the publisher that a config asks for; ours or an engine's own with the same fields.
+        """Make the publisher that a config asks for: our config, or an engine's own with the same fields.
 
-        The constructor is given the rank and the fields that vLLM's config has; and as `config` all of it,
-        if a field that is only ours is not at its default: it need not know those.
+        The constructor gets the rank and the fields of vLLM's config. It also gets the whole config as
+        `config`, but only if one of our own fields is not at its default; so a publisher need not know
+        those.
         """
         if config is None or not config.enable_kv_cache_events or config.publisher == "null":
             return NullEventPublisher()

@@ -4,12 +4,12 @@
     record  length of the body u32 . CRC-32 of the body u32 . body
     body    time of receipt f64 . sequence number u64 . length of the topic u16 . topic . payload
 
-Numbers are big-endian, as on the wire. A record without a payload says: forget all that was held so far.
-Each record is written by one call, so whoever is killed leaves at most one torn record, at the end. Readers
-stop before it and say so; the next writer cuts it off. Damage anywhere else is an `InputError`. A payload
-has at most 256 MiB, as a message that a subscriber takes, so a reader needs no more than that, whatever a
-damaged file says of its lengths. A file has one writer at a time, held by `flock`. A writer or reader
-belongs to one thread.
+Numbers are big-endian, as on the wire. A record without a payload means: forget everything before it. Each
+record is written by one call, so a killed writer leaves at most one torn record, at the end. Readers stop
+before it and report it; the next writer cuts it off. Damage anywhere else is an `InputError`. A payload has
+at most 256 MiB, as does a message that a subscriber accepts, so a reader needs no more memory than that,
+even for a damaged file. A file has one writer at a time, enforced by `flock`. A writer or reader belongs to
+one thread.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _END_OF_TIME = 253_402_300_800.0  # the year 10000, which clocks do not show
 
 
 class RecordedBatch(NamedTuple):
-    """A batch as it was received; with an empty payload, the moment when all before was forgotten."""
+    """A batch as it was received. An empty payload marks the moment when everything before was forgotten."""
 
     time: float
     seq: int
@@ -48,13 +48,13 @@ class RecordedBatch(NamedTuple):
 
 
 class KeptBatch(DecodedBatch):
-    """A batch with the bytes it was read from; a subscriber that records decodes with `KeptBatch.read`."""
+    """A batch with its original bytes; a subscriber that records decodes with `KeptBatch.read`."""
 
     payload: bytes = b""
 
     @classmethod
     def read(cls, payload: bytes) -> Self:
-        """Read a batch; raises `ValueError` where the payload is not one."""
+        """Read a batch; `ValueError` if the payload is not one."""
         fields: tuple[Any, ...] = (*astuple(decode_batch(payload)), payload)
         return cls(*fields)
 
@@ -63,7 +63,7 @@ class RecordingReader:
     """Goes through a recording. Iterate once; `torn` is then the size of an incomplete last record, or 0."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Open the file; one that is not a recording is an `InputError`."""
+        """Open the file; `InputError` if it is not a recording."""
         self.path = Path(path)
         self.torn = 0
         with _opening(self.path):
@@ -77,7 +77,7 @@ class RecordingReader:
 
     @property
     def end(self) -> int:
-        """Where the last whole record ends, once all were read."""
+        """The end of the last whole record, once all were read."""
         return self._size - self.torn
 
     def __iter__(self) -> Iterator[RecordedBatch]:
@@ -88,7 +88,7 @@ class RecordingReader:
         self.torn = self._size - start
 
     def _record(self, start: int) -> RecordedBatch | None:
-        """Return the record at `start`, or `None` where it is torn."""
+        """Return the record at `start`, or `None` if it is torn."""
         head = self._file.read(_HEAD.size)
         if len(head) < _HEAD.size:
             return None
@@ -125,14 +125,17 @@ class RecordingReader:
 
 
 class RecordingWriter:
-    """Appends to a file of `records` records; `cut` bytes of a torn one were removed when it was opened."""
+    """Appends to a recording.
+
+    `records` counts its records; `cut` is the size of a torn record cut off at opening.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Open the file, or make it. It is read once, so that nothing is ever appended to a damaged one."""
+        """Open or make the file. It is read once, so that nothing is appended to a damaged file."""
         self.path = Path(path)
         self.records = self.cut = 0
         with _opening(self.path):
-            # Unbuffered, so that a record is one call of the system and a kill can tear only the last one.
+            # Unbuffered: a record is then one system call, and a kill can tear only the last one.
             self._file = self.path.open("ab", buffering=0)
         try:
             self._lock()
@@ -157,14 +160,17 @@ class RecordingWriter:
         os.ftruncate(self._file.fileno(), reader.end)
 
     def _start(self, size: int) -> None:
-        """Write the magic, of which `size` bytes may be there already."""
+        """Write the magic; its first `size` bytes may be there already."""
         with self.path.open("rb") as file:
             if file.read(size) != MAGIC[:size]:
                 raise InputError(f"{self.path}: not a recording of events, and not empty")
         self._write(MAGIC[size:])
 
     def write(self, record: RecordedBatch) -> None:
-        """Append a record. A full disk is an `OutsideError` that leaves the file without it."""
+        """Append a record.
+
+        If the disk is full, raise `OutsideError` and leave the file without the record.
+        """
         topic = record.topic.encode()
         if len(record.payload) > _MAX_PAYLOAD:
             raise InputError(

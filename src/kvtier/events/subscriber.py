@@ -1,4 +1,4 @@
-"""Follows any number of publishers; tells what changed, in order, and how far each replica can be trusted.
+"""Follows any number of publishers; yields changes in order, and how far each replica can be trusted.
 
     with Subscriber([Source("worker-0", "tcp://host:5557", "tcp://host:5558")]) as subscriber:
         for update in subscriber:
@@ -39,9 +39,9 @@ __all__ = ["Limits", "SocketOptions", "Source", "Subscriber"]
 B = TypeVar("B", bound=Batch)
 
 _MAX_SOCKETS = 65_536
-"""libzmq allows 1,023 to a context unless told otherwise; a source has three or four."""
+"""libzmq allows 1,023 sockets per context by default; a source has three or four."""
 _BURST = 64
-"""How many messages of one source are taken before it is another's turn."""
+"""Messages of one source that are taken in one turn."""
 
 
 class Subscriber(Generic[B]):
@@ -58,10 +58,10 @@ class Subscriber(Generic[B]):
         context: zmq.Context[Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Follow `sources`, and those added later.
+        """Follow `sources`, and sources added later.
 
-        `decode` turns a payload into a batch and raises `ValueError` where it is none. A poll returns when
-        it has `max_updates`, or a few more.
+        `decode` turns a payload into a batch, or raises `ValueError`. A poll returns when it has
+        `max_updates`, or a few more.
         """
         self._decode = decode
         self._limits = limits or Limits()
@@ -113,22 +113,22 @@ class Subscriber(Generic[B]):
         self._wake()
 
     def remove(self, name: str) -> None:
-        """Cease to follow a source. Its last update is a `Reset`."""
+        """Stop following a source. Its last update is a `Reset`."""
         with self._names:
             self._changes.append((False, self._link(name)))
             del self._links[name]
         self._wake()
 
     def status(self, name: str) -> SourceStatus:
-        """Return how a source fares."""
+        """Return the status of a source."""
         return self._status(self._link(name))
 
     def statuses(self) -> dict[str, SourceStatus]:
-        """Return how every source fares."""
+        """Return the status of every source."""
         return {name: self._status(link) for name, link in list(self._links.items())}
 
     def close(self) -> None:
-        """Close every socket. A poll in another thread returns, an iteration ends."""
+        """Close every socket. A poll in another thread returns; an iteration ends."""
         with self._names:
             if self._is_closed:
                 return
@@ -145,7 +145,7 @@ class Subscriber(Generic[B]):
     # -- the polling thread ------------------------------------------------------------------------
 
     def poll(self, timeout: float | None = None) -> list[Update]:
-        """Return what updates there are; wait at most `timeout` seconds for the first (`None`: for ever)."""
+        """Return the available updates; wait at most `timeout` seconds for the first (`None`: for ever)."""
         until = None if timeout is None else self._clock() + timeout
         with self._polling:
             wait: float | None = 0.0
@@ -173,12 +173,12 @@ class Subscriber(Generic[B]):
         self.close()
 
     def check(self) -> None:
-        """Raise `IntegrityError` where what is known of a source contradicts itself."""
+        """Raise `IntegrityError` if the data about a source contradict each other."""
         for link in list(self._links.values()):
             link.follower.check()
 
     def _turn(self) -> None:
-        """Do what is to be done, a bounded part of it for every source."""
+        """Do the due work, a bounded part of it for every source."""
         self._obey()
         now = self._clock()
         self._ring(now)
@@ -189,10 +189,10 @@ class Subscriber(Generic[B]):
             if link.turn(now, _BURST):
                 busy.append(link)
             self._collect(link)
-        self._ready = dict.fromkeys((*waiting, *busy))  # those that had no turn come first in the next
+        self._ready = dict.fromkeys((*waiting, *busy))  # links without a turn come first in the next one
 
     def _obey(self) -> None:
-        """Take in sources that were added, let go those that were removed."""
+        """Take in added sources, and let go of removed ones."""
         while self._changes:
             comes, link = self._changes.popleft()
             if comes:
@@ -218,7 +218,7 @@ class Subscriber(Generic[B]):
         while self._alarms and self._alarms[0][0] <= now:
             at, _, link = heapq.heappop(self._alarms)
             if at != link.scheduled:
-                continue  # it was let go, or has an earlier alarm
+                continue  # the link was let go, or has an earlier alarm
             link.scheduled = float("inf")
             link.follower.tick(now)
             if link.send_request(now):
@@ -226,7 +226,7 @@ class Subscriber(Generic[B]):
             self._collect(link)
 
     def _collect(self, link: Link[B]) -> None:
-        """Take over a follower's updates, and see to it that it is ticked when it wants to be."""
+        """Take a follower's updates, and schedule its next tick."""
         self._updates += link.follower.take_updates()
         deadline = link.follower.deadline
         if deadline < link.scheduled:
@@ -251,7 +251,7 @@ class Subscriber(Generic[B]):
         self._selector.unregister(cast("int", sock.get(zmq.FD)))
 
     def _context_of(self, source: Source) -> zmq.Context[Any]:
-        """Return the context that was given, or our own, or the shared one for `inproc`."""
+        """Return the context given by the caller, our own, or the shared one for `inproc`."""
         return self._context or (
             zmq.Context.instance() if source.endpoint.startswith("inproc:") else self._own_context
         )
@@ -280,5 +280,5 @@ class Subscriber(Generic[B]):
         )
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # it is awake already, or closed
+        with contextlib.suppress(OSError):  # the thread is awake already, or closed
             self._waker.send(b"\0")

@@ -1,18 +1,18 @@
-"""`OffloadingEventsTracker`: makes what the tiers announce describe itself.
+"""`OffloadingEventsTracker`: adds the description of each chunk to the tiers' events.
 
-A tier knows a chunk by its key alone. Who routes requests needs its blocks: their hashes, tokens, parent and
-extra keys. The tracker notes these when a store is planned, while the request is there to be asked, and
-keeps them, packed, as long as some medium holds the chunk. Then
+A tier knows a chunk by its key alone. A router of requests needs the chunk's blocks: their hashes, tokens,
+parent and extra keys. The tracker notes these when a store is planned, while the request can still be
+asked, and keeps them, packed, as long as some medium holds the chunk. Then
 
 - a stored chunk is announced with its blocks; consecutive chunks of one change travel in one event;
 - a removed chunk is announced with the same hashes;
-- blocks that two chunks have in common (their prompts part inside a chunk) are stored with the first in a
+- blocks that two chunks share (their prompts part inside a chunk) are stored with the first chunk in a
   medium and removed with the last, so that a consumer needs a set and no counts;
-- a chunk that is not described (of a sliding window, or not recorded) is a placeholder: its key's hash, no
+- a chunk without a description (of a sliding window, or not recorded) is a placeholder: its key's hash, no
   tokens, block size 0.
 
-What is kept is bounded by what is being stored or is held: a store that came to nothing is dropped (`drop`),
-and what no medium holds is forgotten. Hashes leave as the engine has them. Scheduler thread only.
+The tracker keeps only chunks that are being stored or are held: a failed store is dropped (`drop`), and a
+chunk that no medium holds is forgotten. Hashes leave in the engine's form. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TOKEN_TYPE = "i"
 
 
 class Description(NamedTuple):
-    """What a request says of consecutive blocks; `extra_keys` has an entry for each, or is `None`."""
+    """A request's data about consecutive blocks; `extra_keys` has an entry for each block, or is `None`."""
 
     token_ids: Sequence[int]
     lora_id: int | None = None
@@ -54,7 +54,7 @@ class _Request(Protocol):
 
 
 class ChunkGroup(Protocol):
-    """The chunks of one KV cache group: how tokens and hashes fall into them."""
+    """The chunks of one KV cache group: how tokens and hashes are divided into them."""
 
     @property
     def index(self) -> int: ...
@@ -69,7 +69,7 @@ class ChunkGroup(Protocol):
 
 
 class TierEvent(Protocol):
-    """What a tier announces: chunks that a medium holds from now on or, `removed`, no more."""
+    """A tier's change: chunks that a medium holds from now on or, if `removed`, no longer holds."""
 
     @property
     def keys(self) -> Sequence[OffloadKey]: ...
@@ -79,14 +79,14 @@ class TierEvent(Protocol):
     def removed(self) -> bool: ...
     @property
     def descriptions(self) -> tuple[bytes, ...] | None:
-        """What `describe_chunks` told of each, if it is a tier's word and not a store's: after a restart."""
+        """The `describe_chunks` bytes of each chunk, if they come from a restarted tier."""
         ...
 
 
 class _KeptChunk(msgspec.Struct, array_like=True, gc=False):
-    """What a chunk holds, as a tier keeps it; undescribed, its key's hash and a block size of 0.
+    """The content of a chunk as a tier keeps it; without a description, its key's hash and block size 0.
 
-    There may be a million, so tokens are packed and the garbage collector need not look.
+    There may be a million, so tokens are packed and the garbage collector does not track them.
     """
 
     hashes: tuple[bytes, ...]
@@ -100,12 +100,12 @@ class _KeptChunk(msgspec.Struct, array_like=True, gc=False):
 
 
 class _Chunk(_KeptChunk):
-    """The same with the media that hold the chunk."""
+    """A kept chunk with the media that hold it."""
 
     media: tuple[str, ...] = ()
-    """Those that were announced so with these hashes."""
+    """Media that were announced with these hashes."""
     undescribed_in: tuple[str, ...] = ()
-    """Those that were announced so by its key alone, before it was described."""
+    """Media that were announced by the key alone, before the chunk was described."""
 
 
 _ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(_KeptChunk)
@@ -115,13 +115,13 @@ class OffloadingEventsTracker:
     """Knows the blocks of every chunk that is being stored or is held."""
 
     def __init__(self, describe: Describe | None = None) -> None:
-        """Ask requests through `describe`; without it nothing is kept, and all events are placeholders."""
+        """Describe requests with `describe`; without it nothing is kept, and all events are placeholders."""
         self.enabled = describe is not None
         self._describe = describe
         self._planned: dict[OffloadKey, _Chunk] = {}
         self._held: dict[OffloadKey, _Chunk] = {}
-        # By medium and group: how many held chunks have a block. The last block is in no other chunk: it is
-        # the key.
+        # By medium and group: how many held chunks contain a block. A chunk's last block is not counted:
+        # it is in no other chunk, because its hash is the key.
         self._shared: dict[tuple[str, int], dict[bytes, int]] = {}
 
     def __len__(self) -> int:
@@ -133,20 +133,19 @@ class OffloadingEventsTracker:
     def record_store(
         self, req: _Request, group_config: ChunkGroup, offload_block_idx: int, offload_key: OffloadKey
     ) -> None:
-        """Note what a request's `offload_block_idx`-th chunk in its group holds: its store is planned."""
+        """Note the content of a request's `offload_block_idx`-th chunk in its group: a store is planned."""
         if self._describe is not None and group_config.window is None:
             self._planned[offload_key] = _chunk_of(self._describe, req, group_config, offload_block_idx)
 
     def drop(self, keys: Iterable[OffloadKey]) -> None:
-        """Forget those of these chunks whose store is over and came to nothing."""
+        """Forget the chunks among these whose store has failed."""
         for key in keys:
             self._planned.pop(key, None)
 
     def reset(self) -> None:
-        """Forget everything: what tiers announce from here on was recorded later, or is a placeholder.
+        """Forget everything: later chunks are recorded later, or are placeholders.
 
-        For tiers that forget without a word. Removals that are still to be translated would lose their
-        blocks.
+        For tiers that forget without events. Removals that are not translated yet would lose their blocks.
         """
         self._planned.clear()
         self._held.clear()
@@ -155,7 +154,7 @@ class OffloadingEventsTracker:
     # -- translating -------------------------------------------------------------------------------
 
     def take_events(self, events: Iterable[TierEvent]) -> list[KVCacheEvent]:
-        """Translate what the tiers announce, in order."""
+        """Translate the tiers' changes, in order."""
         told: list[KVCacheEvent] = []
         removed: list[OffloadKey] = []
         for event in events:
@@ -167,15 +166,15 @@ class OffloadingEventsTracker:
                     self._recall(event.keys, event.descriptions)
                 told += _announce((self._settle(key, event.medium) for key in event.keys), event.medium)
         if self._held:
-            for key in removed:  # only now: a chunk that left one medium may have come to another since
+            for key in removed:  # only now: a chunk that left one medium may have arrived in another
                 if key in self._held and not _media(self._held[key]):
                     del self._held[key]
         return told
 
     def retell(self) -> list[KVCacheEvent]:
-        """Announce afresh every chunk that is held, parents first.
+        """Announce every held chunk again, parents first.
 
-        For when listeners were told to forget too much.
+        For listeners that were told to forget too much.
         """
         told: list[KVCacheEvent] = []
         for medium in sorted({medium for chunk in self._held.values() for medium in _media(chunk)}):
@@ -188,15 +187,16 @@ class OffloadingEventsTracker:
         return told
 
     def describe_chunks(self, keys: Sequence[OffloadKey]) -> Callable[[int], bytes]:
-        """Return what makes bytes of what is known of the n-th of these chunks, for a tier to keep.
+        """Return a function that encodes the description of the n-th of these chunks, for a tier to keep.
 
-        Any thread may call that, at any time. It returns none if nothing is known now, or cannot be written.
+        Any thread may call the function, at any time. It returns empty bytes if nothing is known now, or
+        cannot be encoded.
         """
         chunks = [self._held.get(key) or self._planned.get(key) for key in keys]
         return lambda at: _encode(chunks[at])
 
     def _recall(self, keys: Sequence[OffloadKey], descriptions: Sequence[bytes]) -> None:
-        """Note what a tier has kept of chunks, unless it makes no sense or is of another chunk."""
+        """Note the descriptions that a tier has kept, unless one is invalid or belongs to another chunk."""
         for key, description in zip(keys, descriptions, strict=True):
             if self.enabled and description and key not in self._held and key not in self._planned:
                 chunk = _decode(description)
@@ -204,12 +204,12 @@ class OffloadingEventsTracker:
                     self._planned[key] = chunk
 
     def _settle(self, key: OffloadKey, medium: str) -> _Chunk:
-        """Keep what is known of a chunk that `medium` holds now.
+        """Keep the description of a chunk that `medium` holds now.
 
-        Return it, without blocks that were there before.
+        Return it without blocks held there before.
         """
         planned, chunk = self._planned.pop(key, None), self._held.get(key)
-        if chunk is None or chunk.block_size == 0:  # a description that another medium relies on stays
+        if chunk is None or chunk.block_size == 0:  # else another medium relies on the description
             media = () if chunk is None else chunk.media
             chunk = planned or chunk or _undescribed(key)
             if chunk is planned:
@@ -222,14 +222,14 @@ class OffloadingEventsTracker:
         return chunk
 
     def _share(self, chunk: _Chunk, medium: str) -> int:
-        """Count a chunk's blocks. Return how many of its first ones other chunks of this medium have."""
+        """Count a chunk's blocks. Return how many of its first blocks other chunks of this medium have."""
         counts = self._shared.setdefault((medium, chunk.group), {})
         held = [counts.get(block_hash, 0) for block_hash in chunk.hashes[:-1]]
         counts.update((block_hash, count + 1) for block_hash, count in zip(chunk.hashes, held, strict=False))
         return held.index(0) if 0 in held else len(held)
 
     def _unshare(self, chunk: _Chunk, medium: str) -> Iterator[bytes]:
-        """Yield the blocks of a chunk that no other chunk of this medium has, and count the others down."""
+        """Yield the blocks of a chunk that no other chunk of this medium has; count the others down."""
         counts = self._shared[medium, chunk.group]
         for block_hash in chunk.hashes[:-1]:
             counts[block_hash] -= 1
@@ -254,7 +254,7 @@ class OffloadingEventsTracker:
             yield BlockRemoved(hashes, event.medium, group_idx=group)
 
     def check(self) -> None:
-        """Raise `IntegrityError` if something is kept that no medium holds, or under another's key."""
+        """Raise `IntegrityError` if a chunk is kept that no medium holds, or under a wrong key."""
         if not self.enabled and len(self):
             raise IntegrityError(f"events tracker: it is off and yet keeps {len(self)} chunks")
         for key, chunk in (*self._planned.items(), *self._held.items()):
@@ -278,7 +278,7 @@ class OffloadingEventsTracker:
 def _chunk_of(describe: Describe, req: _Request, group: ChunkGroup, index: int) -> _Chunk:
     """Describe a request's `index`-th chunk."""
     per_chunk, size = group.hashes_per_chunk, group.block_size * group.blocks_per_chunk
-    per_block = per_chunk // group.blocks_per_chunk  # a block is named by the last of its hashes
+    per_block = per_chunk // group.blocks_per_chunk  # the last of its hashes names a block
     first, hashes = index * per_chunk, req.block_hashes
     told = describe(req, index * size, (index + 1) * size, group.block_size)
     extra = told.extra_keys
@@ -295,17 +295,17 @@ def _chunk_of(describe: Describe, req: _Request, group: ChunkGroup, index: int) 
 
 
 def _encode(chunk: _Chunk | None) -> bytes:
-    """Return a chunk as a tier keeps it; nothing if that cannot be."""
+    """Return the bytes of a chunk for a tier; empty if it cannot be encoded."""
     if chunk is None or chunk.block_size == 0:
         return b""
     try:
         return _ENCODER.encode(_KeptChunk(*astuple(chunk)[: len(_KeptChunk.__struct_fields__)]))
-    except (TypeError, ValueError, OverflowError):  # extra keys are an engine's own
+    except (TypeError, ValueError, OverflowError):  # extra keys may be of any type
         return b""
 
 
 def _decode(description: bytes) -> _Chunk | None:
-    """Return the chunk that a tier has kept; `None` if it makes no sense."""
+    """Return the chunk that a tier has kept; `None` if the bytes are invalid."""
     try:
         kept = _DECODER.decode(description)
     except msgspec.MsgspecError:
@@ -318,17 +318,17 @@ def _decode(description: bytes) -> _Chunk | None:
 
 
 def _is_of(chunk: _Chunk, key: OffloadKey) -> bool:
-    """Say whether a description is of the chunk that a key names."""
+    """Say whether a description belongs to the chunk of a key."""
     return chunk.hashes[-1] == get_offload_block_hash(key) and chunk.group == get_offload_group_idx(key)
 
 
 def _undescribed(key: OffloadKey) -> _Chunk:
-    """Return a chunk of which nothing but the key is known."""
+    """Return a chunk with only its key known."""
     return _Chunk((get_offload_block_hash(key),), None, b"", 0, get_offload_group_idx(key))
 
 
 def _media(chunk: _Chunk) -> tuple[str, ...]:
-    """Return all media that hold a chunk and were announced so."""
+    """Return all media that hold a chunk, announced with or without its description."""
     return chunk.media + chunk.undescribed_in
 
 
@@ -360,7 +360,7 @@ def _tail(chunk: _Chunk, start: int) -> _Chunk:
 
 
 def _without_repeats(chunks: Iterable[_Chunk]) -> Iterator[_Chunk]:
-    """Leave out the first blocks that chunks before have."""
+    """Leave out the first blocks of a chunk that earlier chunks have."""
     told: set[tuple[int, bytes]] = set()
     for chunk in chunks:
         blocks = [(chunk.group, block_hash) for block_hash in chunk.hashes]
@@ -369,7 +369,7 @@ def _without_repeats(chunks: Iterable[_Chunk]) -> Iterator[_Chunk]:
 
 
 def _announce(chunks: Iterable[_Chunk], medium: str) -> Iterator[BlockStored]:
-    """Announce chunks as stored, those that follow one another together."""
+    """Announce chunks as stored; consecutive chunks share an event."""
     run: list[_Chunk] = []
     for chunk in chunks:
         if run and not _follows(chunk, run[-1]):
@@ -386,7 +386,7 @@ def _follows(chunk: _Chunk, other: _Chunk) -> bool:
 
 
 def _stored(run: list[_Chunk], medium: str) -> BlockStored:
-    """Announce chunks, each of which follows the one before."""
+    """Return one event for consecutive chunks."""
     first, tokens = run[0], array(_TOKEN_TYPE)
     for chunk in run:
         tokens.frombytes(chunk.tokens)

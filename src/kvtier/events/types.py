@@ -1,9 +1,9 @@
-"""KV events as they travel: what became cached, what ceased to be, and the batch that carries them.
+"""KV events as they travel: blocks stored, blocks removed, and the batch that carries them.
 
 Fields, their order and their encoding are those of vLLM 0.32, so that consumers of one read the other: a
 batch is an array `[ts, events, data_parallel_rank]`, an event a map whose first entry `type` names its
-class; fields with a default are left out when they have it. Events are immutable, compare by value and hash
-over every field. Any thread may use them.
+class; fields at their default are left out. Events are immutable, compare by value and hash over every
+field. Any thread may use them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class KVCacheEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True, froze
 
 
 def _freeze(value: Any) -> Any:
-    """Return a value as one that can be hashed, all the way down: extra keys hold what msgpack can."""
+    """Return a hashable form of a value, all the way down: extra keys may hold anything that msgpack can."""
     if isinstance(value, dict):
         return frozenset((key, _freeze(item)) for key, item in value.items())
     if isinstance(value, msgspec.msgpack.Ext):
@@ -52,12 +52,12 @@ def _freeze(value: Any) -> Any:
 
 
 class BlockStored(KVCacheEvent, frozen=True):
-    """Consecutive blocks became readable in `medium`; `parent_block_hash` precedes the first (`None`:
-    nothing does).
+    """Consecutive blocks became readable in `medium`.
 
-    `extra_keys` has one entry per block. `locality` is LOCAL or REMOTE as seen from the publisher.
-    `ownership` names the tier below the pool that speaks. `session_id` names the request context that stored
-    or reused the blocks. `lora_id` is deprecated; `lora_name` counts.
+    `parent_block_hash` is the block before the first (`None`: there is none). `extra_keys` has one entry
+    per block. `locality` is LOCAL or REMOTE as seen from the publisher. `ownership` names the tier below
+    the pool that reports them. `session_id` names the request context that stored or reused them.
+    `lora_id` is deprecated; use `lora_name`.
     """
 
     block_hashes: list[ExternalBlockHash]
@@ -91,9 +91,9 @@ class AllBlocksCleared(KVCacheEvent, frozen=True):
 
 
 class Mark(msgspec.Struct, frozen=True, gc=False):
-    """What a publisher says of itself at a batch: who it is, and what is held once that batch is applied.
+    """A publisher's statement about itself at a batch: its identity, and what it holds after that batch.
 
-    `epoch` is drawn at every start. `blocks` counts what is held, `digest` sums it up (see
+    `epoch` is drawn at every start. `blocks` counts the held blocks, `digest` sums them up (see
     `kvtier.events.wire`).
     """
 
@@ -117,10 +117,10 @@ class KVEventBatch(EventBatch):
 
 
 def blocks_of(event: BlockStored, start: int, stop: int) -> BlockStored:
-    """Return the part of `event` that speaks of its blocks `[start, stop)`, parent and tokens too.
+    """Return the part of `event` for its blocks `[start, stop)`, with parent and tokens.
 
-    Tokens that do not divide into the event's blocks belong to no block: the part then has none, and a block
-    size of 0.
+    If the tokens do not divide evenly into the event's blocks, the part has no tokens, and a block size of
+    0.
     """
     hashes, size = event.block_hashes, event.block_size
     described = len(event.token_ids) == len(hashes) * size

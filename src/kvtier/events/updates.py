@@ -1,8 +1,8 @@
-"""What a follower of the stream tells its consumer, and how it fares.
+"""The updates that a follower of the stream gives its consumer, and the follower's status.
 
-A consumer applies updates in the order in which they come. `StateChanged` is in line with the data: who
-sees `State.EXACT` and has applied all before it holds what the publisher held at that point. All of these
-are values; any thread may use them.
+A consumer applies updates in order. `StateChanged` is in line with the data: a consumer that sees
+`State.EXACT` and has applied all updates before it holds what the publisher held at that point. All of
+these are values; any thread may use them.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ B = TypeVar("B", bound=Batch)
 class State(StrEnum):
     """How far a replica of a publisher can be trusted."""
 
-    EXACT = "exact"  # it is what the publisher held at `seq`
+    EXACT = "exact"  # the replica is what the publisher held at `seq`
     REPAIRING = "repairing"  # something is missing or in doubt, and is being fetched
-    DEGRADED = "degraded"  # something is missing and could not be had; live batches are applied as they come
+    DEGRADED = "degraded"  # something is missing and cannot be had; live batches are applied as they come
 
 
 class Kind(StrEnum):
-    """Who publishes: one of ours (it marks its batches), or one that knows numbers and replay only."""
+    """The kind of publisher: one of ours (it marks its batches), or one with numbers and replay only."""
 
     KVTIER = "kvtier"
     STOCK = "stock"
 
 
 class Reset(NamedTuple):
-    """Forget all that this source held."""
+    """Forget everything that this source held."""
 
     source: str
 
@@ -58,7 +58,7 @@ class Received(NamedTuple, Generic[B]):
 
 
 class StateChanged(NamedTuple):
-    """From here on the replica is as good as `state` says; `reason` tells why it is not exact."""
+    """From here on the replica is in `state`; `reason` says why it is not exact."""
 
     source: str
     state: State
@@ -70,26 +70,29 @@ Update = Reset | Received[Any] | StateChanged
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How patient a follower is, and how much it holds. Times are seconds."""
+    """How long a follower waits, and how much it holds. Times are seconds."""
 
     reply_timeout: float = 2.0
     """How long a replay may be silent."""
     probe_interval: float = 5.0
-    """How long the live stream may be silent before the publisher is asked what it has."""
+    """How long the live stream may be silent before the publisher is asked for its status."""
     catch_up_delay: float = 0.25
-    """How long batches that the publisher says it sent may be under way."""
+    """How long announced batches may take to arrive before they are requested."""
     tries: int = 3
     """How many repairs may fail before the replica counts as degraded."""
     backoff: float = 0.25
     backoff_max: float = 30.0
     pending_batches: int = 100_000
     pending_bytes: int = 64 << 20
-    """How much of the live stream waits while a replay runs. Beyond it the oldest go, and are replayed."""
+    """How much of the live stream waits during a replay.
+
+    Beyond it all waiting batches are dropped and replayed.
+    """
 
 
 @dataclass(slots=True)
 class Counters:
-    """What happened to one source so far. They only grow."""
+    """Counts of events in the life of one source. They only grow."""
 
     batches: int = 0
     duplicates: int = 0
@@ -116,7 +119,10 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class SourceStatus:
-    """How one source fares. `lag` is how old the newest batch was when applied; `seq` is -1 before any."""
+    """The status of one source.
+
+    `lag` is the age of the newest batch when applied; `seq` is -1 before any.
+    """
 
     name: str
     state: State

@@ -1,15 +1,15 @@
-"""Bytes of the event stream: batches out, batches in, and the digest that both ends compare.
+"""The bytes of the event stream: encoding, decoding, and the digest that both ends compare.
 
 A batch is the msgpack array `[ts, events, data_parallel_rank]`. An event travels as a map (vLLM 0.24 and
 later) or as an array with the fields of a chosen earlier version. Encoding gives vLLM's bytes exactly.
-Decoding is per event: an event that cannot be read is counted and skipped, the rest of the batch lives;
-unknown fields are ignored.
+Decoding is per event: an unreadable event is counted and skipped, the rest of the batch is used; unknown
+fields are ignored.
 
-A mark rides in an event that no consumer minds: a `BlockRemoved` of no blocks of the CPU (Dynamo logs one of
-an empty GPU), with one more field, `kvtier`. The digest of a set of blocks is the sum modulo 2^64, over all
-of them, of the hash's low 64 bits times an odd weight of its place (medium, group, ownership, locality).
-Hashes are uniform already, so a plain sum tells sets apart as well as any mix, needs no memory of the set,
-and takes a removal back. Any thread may call any function here.
+A mark travels in an event that is harmless to every consumer: a `BlockRemoved` of no blocks of the CPU
+(Dynamo logs an empty one of the GPU), with one more field, `kvtier`. The digest of a set of blocks is a sum
+modulo 2^64: for each block, the hash's low 64 bits times an odd weight of its place (medium, group,
+ownership, locality). Hashes are uniform already, so a plain sum distinguishes sets as well as any mix,
+needs no memory of the set, and can undo a removal. Any thread may call any function here.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _SHORT_HEAD = struct.Struct(">BBdB").pack
 _MIDDLE_HEAD = struct.Struct(">BBdBH").pack
 _LONG_HEAD = struct.Struct(">BBdBI").pack
 
-# From which vLLM version on the event has how many fields.
+# The number of fields of an event, by the vLLM version that introduced it.
 _STORED_FIELDS = (
     ("0.8", 5),
     ("0.10.2", 6),
@@ -83,16 +83,14 @@ _STORED_FIELDS = (
 _REMOVED_FIELDS = (("0.8", 1), ("0.10.2", 2), ("0.20", 3), ("0.26", 4), ("0.32", 5))
 
 
-# -- what a batch changes --------------------------------------------------------------------------
+# -- the change that a batch makes -----------------------------------------------------------------
 
 Place = tuple[str, int, str, str]
-"""Where a block is held: medium, group, ownership, locality; what an event leaves out has its
-default here.
-"""
+"""The place of a block: medium, group, ownership, locality; absent fields have their default."""
 
 
 class Change(NamedTuple):
-    """What a batch does to the set of held blocks: empties it or not, then moves its size and its digest."""
+    """The effect of a batch on the set of held blocks: clears it or not, changes its size and digest."""
 
     cleared: bool
     blocks: int
@@ -104,24 +102,25 @@ _PLACE_FIELDS = ("medium", "group_idx", "ownership", "locality")
 
 
 def place_of(event: BlockStored | BlockRemoved) -> Place:
-    """Return where the event's blocks are."""
+    """Return the place of the event's blocks."""
     return event.medium or MEDIUM_GPU, event.group_idx or 0, event.ownership or "", event.locality or ""
 
 
 @lru_cache(maxsize=4096)
 def place_weight(place: Place) -> int:
-    """Return the odd number that the place's hashes are multiplied by in the digest."""
+    """Return the odd weight of a place's hashes in the digest."""
     return xxhash.xxh3_64_intdigest("\0".join(map(str, place)).encode()) | 1
 
 
 def to_u64(block_hash: ExternalBlockHash) -> int:
-    """Return the hash's low 64 bits; all forms of one hash give the same."""
+    """Return the hash's low 64 bits; all forms of one hash give the same number."""
     return int.from_bytes(block_hash[-8:], "big") if isinstance(block_hash, bytes) else block_hash & U64
 
 
 def hash_sum(hashes: Sequence[ExternalBlockHash]) -> int:
-    """Return the sum of the hashes' low 64 bits, not yet reduced: right modulo 2^64, negative forms
-    included. Raise `TypeError` for what is no hash.
+    """Return the sum of the hashes' low 64 bits, not reduced: right modulo 2^64, also for negative forms.
+
+    Raise `TypeError` if a value is not a hash.
     """
     try:
         total: Any = sum(hashes)
@@ -133,7 +132,7 @@ def hash_sum(hashes: Sequence[ExternalBlockHash]) -> int:
 
 
 def change_of(events: Iterable[KVCacheEvent]) -> Change:
-    """Return what the events do together, each stored block counted as new and each removed one as held."""
+    """Return the joint effect of events; each stored block counts as new and each removed block as held."""
     cleared, blocks = False, 0
     sums: dict[Place, int] = {}
     for event in events:
@@ -153,7 +152,7 @@ def change_of(events: Iterable[KVCacheEvent]) -> Change:
 
 
 def array_fields(version: str) -> tuple[int, int]:
-    """Return how many fields stores and removals have in that vLLM version, the tag not counted."""
+    """Return how many fields stores and removals have in a vLLM version, without the tag."""
     wanted = _version(version)
     if wanted < _version(_STORED_FIELDS[0][0]):
         raise ValueError(f"vLLM {version} has no KV events: expected {_STORED_FIELDS[0][0]} or later")
@@ -177,17 +176,17 @@ class EventEncoder:
     """Turns events and marks into bytes, in one encoding. Not for several threads at once."""
 
     def __init__(self, encoding: Encoding | str = Encoding.MAP, version: str = "0.32") -> None:
-        """Encode as `encoding`; `version` is the vLLM version whose field counts arrays have."""
+        """Encode as `encoding`; arrays have the field counts of vLLM `version`."""
         self.encoding = Encoding(encoding)
         self._fields = dict(zip(("BlockStored", "BlockRemoved"), array_fields(version), strict=True))
         named = BlockStored.__struct_fields__[: self._fields["BlockStored"]]
         removed = BlockRemoved.__struct_fields__[: self._fields["BlockRemoved"]]
-        # What of a place both kinds of events can say; of the rest consumers know nothing.
+        # Place fields that not both kinds of events can express: consumers never learn of them.
         self._unsaid = [name for name in _PLACE_FIELDS if name not in named or name not in removed]
         self._encode = msgspec.msgpack.Encoder().encode
 
     def reduced(self, event: KVCacheEvent) -> KVCacheEvent:
-        """Return an event of blocks without what of its place this encoding does not say of both kinds."""
+        """Return an event without the place fields that this encoding cannot express for both kinds."""
         if self.encoding is Encoding.MAP or not any(
             getattr(event, name, None) is not None for name in self._unsaid
         ):
@@ -202,7 +201,7 @@ class EventEncoder:
         """
         if self.encoding is Encoding.MAP:
             return self._encode(event)
-        kind = type(event).__name__  # not the class: an engine's own events are as good as ours
+        kind = type(event).__name__  # not the class: an engine's own event classes are accepted, too
         return self._encode((kind, *msgspec.structs.astuple(event)[: self._fields.get(kind)]))
 
     def mark(self, mark: Mark) -> bytes:
@@ -215,13 +214,13 @@ class EventEncoder:
 
 
 def frame_batch(ts: float, events: Sequence[bytes], rank: int | None) -> bytes:
-    """Return the batch made of encoded events."""
+    """Return the batch of some encoded events."""
     head, tail = batch_ends(ts, len(events), rank)
     return b"".join((head, *events, tail))
 
 
 def batch_ends(ts: float, count: int, rank: int | None) -> tuple[bytes, bytes]:
-    """Return what of a batch comes before so many encoded events, and what behind."""
+    """Return the bytes of a batch before and after `count` encoded events."""
     if count < 16:
         head = _SHORT_HEAD(0x93, 0xCB, ts, 0x90 | count)
     elif count < 1 << 16:
@@ -240,7 +239,7 @@ def _rank_bytes(rank: int | None) -> bytes:
 
 
 class Batch(Protocol):
-    """What a follower of the stream must know of a batch, however it was decoded."""
+    """The part of a batch that a follower needs, however the batch was decoded."""
 
     mark: Mark | None
 
@@ -250,18 +249,18 @@ class Batch(Protocol):
 
     @property
     def data_parallel_rank(self) -> int | None:
-        """Return the rank that the batch speaks of, if it says so."""
+        """Return the rank of the batch, if it has one."""
 
     @property
     def skipped(self) -> int:
-        """Return how many of its events could not be read."""
+        """Return how many of its events were unreadable."""
 
     def change(self) -> Change:
-        """Return what the batch does to the set of held blocks."""
+        """Return the batch's effect on the set of held blocks."""
 
 
 class DecodedBatch(msgspec.Struct, gc=False):
-    """A batch as received: the events that could be read, and how many could not."""
+    """A received batch: its readable events, and the number of unreadable ones."""
 
     ts: float
     events: list[Event]
@@ -270,18 +269,17 @@ class DecodedBatch(msgspec.Struct, gc=False):
     skipped: int = 0
 
     def change(self) -> Change:
-        """Return what the batch does to the set of held blocks."""
+        """Return the batch's effect on the set of held blocks."""
         return change_of(self.events)
 
 
 def decode_batch(payload: bytes, tokens: bool = True) -> DecodedBatch:
     """Read a batch in either encoding.
 
-    Without `tokens` every `token_ids` comes out empty: long events read twice as fast.
-
-    Raises `ValueError` where the payload is not a batch at all.
+    Without `tokens` every `token_ids` is empty: long events are read twice as fast. Raises `ValueError` if
+    the payload is not a batch at all.
     """
-    if _MARK_BYTES not in payload and _SALT_BYTES not in payload:  # both would be read over
+    if _MARK_BYTES not in payload and _SALT_BYTES not in payload:  # the fast path would ignore both
         for reader in WHOLE[tokens]:
             try:
                 batch = reader.batch(payload)
@@ -292,7 +290,7 @@ def decode_batch(payload: bytes, tokens: bool = True) -> DecodedBatch:
 
 
 def _decode_each(payload: bytes, tokens: bool) -> DecodedBatch:
-    """Read a batch event by event, so that one that cannot be read costs nothing but itself."""
+    """Read a batch event by event, so that an unreadable event costs only itself."""
     try:
         outer = OUTER.decode(payload)
     except (ValueError, RecursionError) as error:
@@ -311,7 +309,7 @@ def _decode_each(payload: bytes, tokens: bool) -> DecodedBatch:
 
 
 def _decode_event(raw: bytes, tokens: bool) -> Event | None:
-    """Read one event, or at least which blocks it is about and where; `None` where even that fails."""
+    """Read one event, or at least its blocks and place; `None` if even that fails."""
     for reader in EACH[encoding_of(raw), tokens]:
         try:
             event = reader.event(raw)
@@ -322,9 +320,7 @@ def _decode_event(raw: bytes, tokens: bool) -> Event | None:
 
 
 def _salted(event: BlockStored, raw: bytes) -> BlockStored:
-    """Return an event of SGLang with its salt where vLLM has it: among the extra keys of the block that
-    begins a chain.
-    """
+    """Move the salt of an SGLang event to its place in vLLM: the extra keys of a chain's first block."""
     try:
         salt = SALTS[encoding_of(raw)].decode(raw).salt
     except (ValueError, RecursionError):
@@ -336,7 +332,7 @@ def _salted(event: BlockStored, raw: bytes) -> BlockStored:
 
 
 def _decode_mark(raw: bytes) -> Mark | None:
-    """Return the mark that the event carries, if it is an event of no blocks that carries one."""
+    """Return the mark in an event of no blocks; `None` if it carries none."""
     try:
         carrier = CARRIERS[encoding_of(raw)].decode(raw)
     except (ValueError, RecursionError):

@@ -1,11 +1,9 @@
-"""The structs that events are read as before they are public ones: one per encoding, with and without
-tokens.
+"""Structs that decode events before they become public ones: per encoding, with and without tokens.
 
-The public events have the fields of the newest vLLM and demand them. Older versions and other engines send
-fewer, arrays besides maps, and SGLang's arrays (up to 0.5.19) differ behind the medium; the structs here
-read all of that and become public events. Marks and SGLang's salts, which are no field of an event, are read
-by structs of their own. Nothing here keeps state: any thread may use it. `kvtier.events.wire` is what to
-call.
+The public events require all fields of the newest vLLM. Older versions and other engines send fewer, and
+arrays besides maps; SGLang's arrays (up to 0.5.19) differ behind the medium. The structs here read all of
+that and become public events. Marks and SGLang's salts are not fields of an event, so separate structs read
+them. Nothing here keeps state: any thread may use it. Call `kvtier.events.wire`, not this module.
 """
 
 from __future__ import annotations
@@ -38,12 +36,12 @@ SALT_KEY = "cache_salt"
 
 _T = TypeVar("_T")
 _MAP_HEADS = frozenset((*range(0x80, 0x90), 0xDE, 0xDF))
-# What a field is when the sender has none; the others are None.
+# The values of fields that the sender lacks; other fields become None.
 _LACKING = {
     "token_ids": [],
     "block_size": 0,
 }
-# How many fields all publishers of arrays agree on: those up to the medium.
+# The number of fields that all publishers of arrays agree on: those up to the medium.
 _CORE_FIELDS = {
     BlockStored: 6,
     BlockRemoved: 2,
@@ -52,19 +50,19 @@ _CORE_FIELDS = {
 
 
 class Encoding(StrEnum):
-    """How an event travels."""
+    """The wire form of an event."""
 
     MAP = "map"
     ARRAY = "array"
 
 
 def encoding_of(raw: bytes) -> Encoding:
-    """Return how an encoded event travels."""
+    """Return the wire form of an encoded event."""
     return Encoding.MAP if raw[0] in _MAP_HEADS else Encoding.ARRAY
 
 
 class _Shape(msgspec.Struct, gc=False):
-    """A public event's fields in their order, none required but the hashes."""
+    """A public event's fields in order; only the hashes are required."""
 
     def public(self) -> Event:
         """Return the public event."""
@@ -72,7 +70,7 @@ class _Shape(msgspec.Struct, gc=False):
 
 
 class _StoredShape(_Shape):
-    """A stored event: its tokens may be unread, and what is behind its medium."""
+    """A stored event; its tokens, and the fields behind its medium, may be absent."""
 
     def public(self) -> Event:
         values: Any = msgspec.structs.astuple(self)
@@ -83,7 +81,7 @@ class _StoredShape(_Shape):
 
 
 def _shape(kind: type[Event], form: Encoding, *, tokens: bool, is_core: bool = False) -> type[_Shape]:
-    """Return the struct that `kind` is read as: with or without tokens, whole or up to its medium."""
+    """Return the struct that decodes `kind`: with or without tokens, whole or up to its medium."""
     fields: list[Any] = [("block_hashes", list[ExternalBlockHash])] if kind is not AllBlocksCleared else []
     for field in msgspec.structs.fields(kind)[1:]:
         unread = field.name == "token_ids" and not tokens
@@ -101,7 +99,7 @@ def _shape(kind: type[Event], form: Encoding, *, tokens: bool, is_core: bool = F
 
 
 class Outer(msgspec.Struct, Generic[_T], array_like=True, gc=False):
-    """A batch of anything; what follows the rank is not read."""
+    """A batch of anything; fields behind the rank are ignored."""
 
     ts: float
     events: list[_T]
@@ -109,12 +107,12 @@ class Outer(msgspec.Struct, Generic[_T], array_like=True, gc=False):
 
 
 class Reader:
-    """Reads events, or whole batches of them, as the given structs."""
+    """Decodes events, or whole batches of them, with the given structs."""
 
     def __init__(
         self, stored: type[msgspec.Struct], removed: type[msgspec.Struct], cleared: type[msgspec.Struct]
     ) -> None:
-        """Read as these; those that are public events already stay what they are."""
+        """Decode with these structs; public events need no conversion."""
         union: Any = stored | removed | cleared
         self._event = msgspec.msgpack.Decoder(union).decode
         self._batch = msgspec.msgpack.Decoder(Outer[union]).decode
@@ -126,7 +124,7 @@ class Reader:
         return event.public() if type(event) in self._shapes else event  # type: ignore[no-any-return]
 
     def batch(self, payload: bytes) -> Outer[Event]:
-        """Read a batch, every event of it."""
+        """Read a batch with all its events."""
         batch = self._batch(payload)
         shapes = self._shapes
         if shapes:
@@ -135,7 +133,7 @@ class Reader:
 
 
 def _readers(form: Encoding, *, is_core: bool = False) -> dict[bool, Reader]:
-    """Return the readers of one encoding that demand no field, with and without tokens."""
+    """Return the readers of one encoding that require no field, with and without tokens."""
     kinds = (BlockStored, BlockRemoved, AllBlocksCleared)
     return {
         tokens: Reader(*(_shape(kind, form, tokens=tokens, is_core=is_core) for kind in kinds))
@@ -144,14 +142,14 @@ def _readers(form: Encoding, *, is_core: bool = False) -> dict[bool, Reader]:
 
 
 class _MapCarrier(msgspec.Struct, tag="BlockRemoved", gc=False):
-    """The event that a mark rides in, as a map."""
+    """The event that carries a mark, as a map."""
 
     block_hashes: list[Any]
     mark: Mark = msgspec.field(name=MARK_KEY)
 
 
 class _ArrayCarrier(msgspec.Struct, tag="BlockRemoved", array_like=True, gc=False):
-    """The event that a mark rides in, as an array: behind every field that a removal ever had."""
+    """The event that carries a mark, as an array: the mark is behind every field that a removal ever had."""
 
     block_hashes: list[Any]
     medium: Any
@@ -166,13 +164,13 @@ class _ArrayCarrier(msgspec.Struct, tag="BlockRemoved", array_like=True, gc=Fals
 
 
 class _MapSalt(msgspec.Struct, tag="BlockStored", gc=False):
-    """A stored event of SGLang, as a map: what it says besides is the salt that its chain began with."""
+    """The salt in a stored event of SGLang, as a map. The chain of blocks began with this salt."""
 
     salt: str = msgspec.field(name=SALT_KEY)
 
 
 class _ArraySalt(msgspec.Struct, tag="BlockStored", array_like=True, gc=False):
-    """The same as an array: the salt is behind the medium, in a map."""
+    """The same as an array: the salt is in a map behind the medium."""
 
     block_hashes: Any
     parent_block_hash: Any
@@ -199,7 +197,7 @@ WHOLE = {
         _ARRAY[False],
     ),
 }
-"""What reads a whole batch at once, with or without tokens, to be tried in turn."""
+"""Readers of a whole batch, with or without tokens, to be tried in order."""
 
 EACH = {
     (Encoding.MAP, True): (_MAP[True], _MAP[False]),
@@ -207,9 +205,9 @@ EACH = {
     (Encoding.ARRAY, True): (_ARRAY[True], _CORE[True], _CORE[False]),
     (Encoding.ARRAY, False): (_ARRAY[False], _CORE[False]),
 }
-"""What reads one event of an encoding, with or without tokens, to be tried in turn.
+"""Readers of one event of an encoding, with or without tokens, to be tried in order.
 
-Tokens that are no numbers are left out.
+Tokens that are not numbers are left out.
 """
 
 CARRIERS: dict[Encoding, msgspec.msgpack.Decoder[Any]] = {

@@ -1,3 +1,3 @@
-"""What `Subscriber` is made of, for no use from outside. Read `replica`, then `follower`, then `link`."""
+"""The parts of `Subscriber`, private to it. Read `replica`, then `follower`, then `link`."""
 
 __all__ = []

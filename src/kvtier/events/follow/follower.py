@@ -1,15 +1,15 @@
 """Follows one publisher: decides what to deliver and what to ask for. No socket, no clock.
 
-The caller puts in what happens (`live`, `reply`, `end`, `connected`, `disconnected`, `tick`) with the time,
-and takes out `take_updates()`, the request that should be under way (`request`), and when it wants to be
-ticked (`deadline`). The `Replica` knows what the consumer holds and whether that is proven; the follower
-only moves batches into it. Every input ends with `_settle`, which says how good the replica is and starts
-the request that makes it better; a plain batch that was to come next leaves an exact replica exact, and is
-spared this. A request that fails is tried again with growing pauses.
+The caller puts in events (`live`, `reply`, `end`, `connected`, `disconnected`, `tick`) with their time, and
+takes out `take_updates()`, the wanted request (`request`), and the time of the next tick (`deadline`). The
+`Replica` knows what the consumer holds and whether that is proven; the follower only moves batches into it.
+Every input ends with `_settle`, which reports the replica's state and starts the request that improves it;
+a plain batch in sequence leaves an exact replica exact, and skips this. A failed request is tried again
+with growing pauses.
 
-Guarantees: no batch is delivered twice; batches of one incarnation are delivered in order, over a hole only
-where it could not be filled (then the state is not exact); memory is bounded by `Limits`; no payload
-raises. Not for several threads at once.
+Guarantees: no batch is delivered twice; batches of one incarnation are delivered in order, with a gap only
+if it could not be filled (then the state is not exact); memory is bounded by `Limits`; no payload raises.
+Not for several threads at once.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ __all__ = ["Follower"]
 B = TypeVar("B", bound=Batch)
 
 _FAR = 10_000
-"""A gap of more batches than this is closed by a snapshot."""
+"""A gap of more batches than this is closed with a snapshot."""
 _NOBODY = -1
 """No epoch."""
 
 
 class Follower(Generic[B]):
-    """Keeps the replica of one publisher as good as it can be."""
+    """Keeps the replica of one publisher as good as possible."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Follower(Generic[B]):
         limits: Limits | None = None,
         now: float = 0.0,
     ) -> None:
-        """Follow a publisher; `can_ask` says whether it can be asked for replays at all."""
+        """Follow a publisher; `can_ask` says whether it answers requests at all."""
         self.name = name
         self.is_connected = False
         self.request: StreamRequest | None = None
@@ -59,24 +59,24 @@ class Follower(Generic[B]):
         self._pending = PendingBatches(limits.pending_batches, limits.pending_bytes)
         self._live_seq: int | None = None
         self._live_payload = b""
-        self._live_epoch = _NOBODY if can_ask else None  # whose the live stream was shown to be
-        self._status: tuple[int, Mark] | None = None  # what a publisher said of itself
-        self._replay_hole: int | None = None  # behind which batch the last replay left something out
+        self._live_epoch = _NOBODY if can_ask else None  # the epoch that the live stream is known to have
+        self._status: tuple[int, Mark] | None = None  # the answer to a status request
+        self._replay_hole: int | None = None  # the batch before the hole that the last replay left
         self._was_connected = False
-        self._cut = "no connection"  # why there is none
+        self._cut = "no connection"  # why there is no connection
         self._now = self._heard_at = self._grace_until = self._answer_by = now
         self._gone_at: float | None = now + limits.reply_timeout
 
-    # -- what comes out ----------------------------------------------------------------------------
+    # -- output ------------------------------------------------------------------------------------
 
     @property
     def pending(self) -> int:
-        """How many live batches wait for a replay."""
+        """The number of live batches that wait for a replay."""
         return len(self._pending)
 
     @property
     def deadline(self) -> float:
-        """When `tick` is wanted, if nothing else happens before."""
+        """When `tick` must be called, if nothing else happens before."""
         times = [
             self._probe_at,
             self._backoff.until,
@@ -88,10 +88,10 @@ class Follower(Generic[B]):
         return min(at for at in times if at is not None)
 
     def take_updates(self) -> list[Update]:
-        """Take out what the consumer should do, in order."""
+        """Take the updates for the consumer, in order."""
         return self.replica.take_updates()
 
-    # -- what goes in ------------------------------------------------------------------------------
+    # -- input -------------------------------------------------------------------------------------
 
     def connected(self, now: float) -> None:
         """Note that the live stream is connected, for the first time or again."""
@@ -107,7 +107,7 @@ class Follower(Generic[B]):
         self._settle()
 
     def disconnected(self, now: float, reason: str = "connection lost") -> None:
-        """Note that the live stream is cut, and why."""
+        """Note that the live stream is disconnected, and why."""
         self._now = now
         if self.is_connected:
             self.is_connected = False
@@ -136,7 +136,7 @@ class Follower(Generic[B]):
         self._settle()
 
     def reply(self, request: StreamRequest, seq: int, payload: bytes, now: float) -> None:
-        """Take one batch of the answer to `request`; other answers than that under way are ignored."""
+        """Take one batch of the answer to `request`; answers to other requests are ignored."""
         if request is not self.request:
             return
         self._now = now
@@ -150,13 +150,13 @@ class Follower(Generic[B]):
         else:
             self._take_replay(request, seq, payload)
         if self.counters.restarts != restarts:
-            self._forget_live()  # it came from the publisher before
+            self._forget_live()  # it came from the previous publisher
         if request is not self.request:
             self._drain()
         self._settle()
 
     def end(self, request: StreamRequest, now: float, error: str = "") -> None:
-        """Take the end of the answer to `request`, or what it failed with."""
+        """Take the end of the answer to `request`, or its error."""
         if request is not self.request:
             return
         self._now = now
@@ -171,16 +171,16 @@ class Follower(Generic[B]):
         else:
             self._end_replay(request)
         if self.counters.restarts != restarts:
-            self._forget_live()  # it came from the publisher before
+            self._forget_live()  # it came from the previous publisher
         self._drain()
         self._settle()
 
     def bad_frame(self) -> None:
-        """Count a message that is none."""
+        """Count an invalid message."""
         self.counters.bad_frames += 1
 
     def tick(self, now: float) -> None:
-        """Let time pass."""
+        """Handle the passing of time."""
         self._now = now
         if self._gone_at is not None and now >= self._gone_at:
             self._gone_at = None
@@ -198,14 +198,17 @@ class Follower(Generic[B]):
     # -- the live stream ---------------------------------------------------------------------------
 
     def _is_next(self, seq: int) -> bool:
-        """Say whether this is the batch that was to come, and nothing else is going on."""
+        """Say whether this batch is the next in sequence, and nothing else is going on."""
         replica = self.replica
         if replica.state is not State.EXACT or self.request is not None or self._pending:
             return False
         return self._live_epoch == replica.epoch and seq - 1 == replica.seq == self._live_seq
 
     def _follow_closely(self, seq: int, payload: bytes) -> None:
-        """Apply the batch that was to come; nearly all come this way, so nothing is settled without need."""
+        """Apply the next batch in sequence.
+
+        Nearly all batches come this way, so it settles only if needed.
+        """
         batch = self.replica.read(payload)
         if batch is None:
             self._miss_or_lose(seq)
@@ -219,7 +222,7 @@ class Follower(Generic[B]):
             self._settle()
 
     def _went_back(self, seq: int, payload: bytes) -> bool:
-        """Say whether the live stream began anew: its numbers go up, whatever is replayed meanwhile."""
+        """Say whether the live stream has restarted: its numbers only go up, even during a replay."""
         if seq == END_SEQ:
             return True
         if self._live_seq is None or seq > self._live_seq:
@@ -227,7 +230,7 @@ class Follower(Generic[B]):
         return seq < self._live_seq or payload != self._live_payload
 
     def _take_live(self, seq: int, payload: bytes) -> None:
-        """Apply a live batch, or let it wait where it is not its turn."""
+        """Apply a live batch, or let it wait if it is not its turn."""
         if not self._pending and not self._must_wait() and self._follow(seq, payload):
             return
         if not self._pending.push(seq, payload):
@@ -235,16 +238,16 @@ class Follower(Generic[B]):
         self.counters.pending_overflows = self._pending.overflows
 
     def _must_wait(self) -> bool:
-        """Say whether live batches must wait: for a replay of what precedes them, or for a first replica.
+        """Say whether live batches must wait: for a replay of earlier batches, or for a first replica.
 
-        A state may be replayed under numbers that live batches have too, so none may slip in between.
+        A replayed state may use numbers that live batches have too, so no live batch may come in between.
         """
         if self.request is not None and self.request.kind is not RequestKind.STATUS:
             return True
         return self.replica.seq is None and self._can_ask and self.replica.state is not State.DEGRADED
 
     def _drain(self) -> None:
-        """Apply the live batches that waited, up to the next hole."""
+        """Apply the waiting live batches, up to the next hole."""
         while self._pending and not self._must_wait():
             seq, payload = self._pending.pop()
             if not self._follow(seq, payload):
@@ -252,7 +255,7 @@ class Follower(Generic[B]):
                 return
 
     def _follow(self, seq: int, payload: bytes) -> bool:
-        """Apply a live batch if nothing is missing before it; say whether it is dealt with."""
+        """Apply a live batch if nothing before it is missing; say whether it is done with."""
         replica = self.replica
         if replica.seq is None:
             replica.begin_at(seq)
@@ -277,51 +280,51 @@ class Follower(Generic[B]):
         return True
 
     def _is_of_replica(self, batch: B) -> bool:
-        """Say whether the live stream is that of the replica's publisher; a mark in it shows whether it is.
+        """Say whether the live stream comes from the replica's publisher; a mark in the batch answers that.
 
-        The replica may come from an answer, and whoever answered may have been started since the live
-        batches that are still on their way here were sent: their numbers alone can fit by chance.
+        The replica may come from an answer, and the publisher that answered may have started after the live
+        batches on their way here were sent: their numbers alone may fit by chance.
         """
         if batch.mark is not None:
             self._live_epoch = batch.mark.epoch
         return batch.mark is not None or self._live_epoch == self.replica.epoch
 
     def _verify(self, seq: int) -> None:
-        """Have batch `seq` replayed, to see whether the live one is the same."""
+        """Have batch `seq` replayed, to check that the live one is the same."""
         if self.replica.state is State.EXACT:
             self.replica.problem = f"checking batch {seq}, the first that came live"
         self._expect(seq)
 
     def _miss_or_lose(self, seq: int) -> None:
-        """Go on without a batch that cannot be read, unless a replay may have it whole."""
+        """Continue without an unreadable batch, unless a replay may have it whole."""
         if self._does_without():
             self.replica.lose(seq + 1)
         else:
             self._miss(seq)
 
     def _does_without(self) -> bool:
-        """Say whether the stream goes on over what is missing, as nobody can be asked, now or at all."""
+        """Say whether the stream goes on without missing batches, because no publisher answers."""
         return not self._can_ask or (self.replica.state is State.DEGRADED and self._backoff.is_pausing)
 
     def _miss(self, seq: int) -> None:
         """Note that batches up to `seq` exist and were not received."""
-        self.counters.gaps += seq > self.replica.newest  # else it is known already
+        self.counters.gaps += seq > self.replica.newest  # else the gap is known already
         self._expect(seq)
 
     def _expect(self, seq: int) -> None:
-        """Note that batches up to `seq` are to be asked for, now."""
+        """Note that batches up to `seq` must be requested now."""
         if seq > self.replica.newest:
             self.replica.expect(seq)
             self.replica.doubt()
         self._grace_until = self._now
 
     def _drop_covered(self, seq: int, payload: bytes) -> None:
-        """Drop a live batch that a replay brought already, unless it shows that another publisher speaks."""
+        """Drop a live batch that a replay brought already, unless it comes from another publisher."""
         self.counters.duplicates += 1
         known = self.replica.recall(seq)
         if known == payload_hash(payload):
             self._live_epoch = self.replica.epoch
-        elif self.replica.has_marks:  # a state that was replayed has its numbers, not its bytes
+        elif self.replica.has_marks:  # a replayed state has the same numbers, but not the same bytes
             batch = self.replica.read(payload)
             if batch is not None and batch.mark is not None:
                 self._live_epoch = batch.mark.epoch
@@ -361,7 +364,7 @@ class Follower(Generic[B]):
             self._status = seq, batch.mark
 
     def _end_status(self, request: StreamRequest) -> None:
-        """Learn who publishes; of one that is known, whether it is still the same and how far it is."""
+        """Learn the kind of the publisher; if it is known, check that and its newest batch."""
         replica = self.replica
         status, self._status = self._status, None
         if status is None:
@@ -376,14 +379,14 @@ class Follower(Generic[B]):
             replica.identify(Kind.KVTIER, mark.epoch)
             return
         replica.trust()
-        if newest < request.newest:  # live batches under numbers that it has not used are not its own
+        if newest < request.newest:  # it has not used these numbers: the live batches are not its own
             self.counters.bad_frames += 1
             self._forget_live()
             replica.expect_only(newest)
         if newest == replica.seq:
             self._act_on(replica.judge(mark))
         elif newest > replica.seq:
-            if not replica.is_behind:  # nothing is known to be lost: it may be under way
+            if not replica.is_behind:  # no batch is known to be lost: some may be on their way
                 self._grace_until = self._now + self._limits.catch_up_delay
             replica.expect(newest)
 
@@ -399,9 +402,10 @@ class Follower(Generic[B]):
         self._apply(seq - 1, batch, payload, is_snapshot=True)
 
     def _end_snapshot(self, request: StreamRequest) -> None:
-        """Take the snapshot for true if a mark confirmed it.
+        """Accept the snapshot if a mark confirmed it.
 
-        It may be a little older than the request, so what was received live before may have to be replayed.
+        It may be a little older than the request, so batches that were received live before may have to be
+        replayed.
         """
         replica, live = self.replica, -1 if self._live_seq is None else self._live_seq
         if not replica.end_building():
@@ -413,7 +417,7 @@ class Follower(Generic[B]):
             replica.expect_only(live if is_near else replica.position)
 
     def _take_replay(self, request: StreamRequest, seq: int, payload: bytes) -> None:
-        """Apply a batch of a replay. It must begin where it was asked to, and leave nothing out."""
+        """Apply a batch of a replay. The replay must begin at the requested number and leave nothing out."""
         replica = self.replica
         if request.replies == 1 and not self._can_begin(request, seq, payload):
             return
@@ -444,16 +448,16 @@ class Follower(Generic[B]):
             replica.rebuild_from(seq)
         elif seq != request.start:
             self.counters.truncated_replays += 1
-            replica.tear()  # a snapshot will do
+            replica.tear()  # ask for a snapshot next
             self._fail(f"asked for batch {request.start}, got {seq}")
             return False
         return True
 
     def _can_skip_to(self, seq: int) -> bool:
-        """Deal with a hole inside a replay; say whether to go on behind it, as there is nothing better.
+        """Handle a hole inside a replay; say whether to continue after it, because there is nothing better.
 
-        A stock publisher drops replies to a slow reader, so it is asked again; a hole that comes back at
-        the same place is a batch it never had.
+        A stock publisher drops replies to a slow reader, so it is asked again; a second hole at the same
+        place is a batch it never had.
         """
         replica, before = self.replica, self.replica.position
         replica.problem = f"the replay leaves out batches {before + 1} to {seq - 1}"
@@ -483,43 +487,43 @@ class Follower(Generic[B]):
             if request.kind is RequestKind.HISTORY:
                 replica.exhaust()
         elif grew and self.counters.digest_checks == request.checks:
-            replica.doubt()  # no mark came: a status will tell who it was that answered
+            replica.doubt()  # no mark came: a status request will show which publisher answered
         if not grew and replica.is_behind:
             if replica.has_marks:
-                replica.tear()  # a snapshot will do
+                replica.tear()  # ask for a snapshot next
             self._fail(f"the replay ended at batch {replica.position}, before {replica.newest}")
 
     def _forget_live(self) -> None:
-        """Forget what came live, and under which numbers."""
+        """Forget the live batches and their numbers."""
         self._pending.clear()
         self._live_seq = None
 
     # -- trouble -----------------------------------------------------------------------------------
 
     def _note_reconnect(self) -> None:
-        """Doubt the replica; one of a publisher that nobody can ask and that sends no marks is given up."""
+        """Doubt the replica. Give it up if the publisher cannot be asked and sends no marks."""
         self.counters.reconnects += 1
         self.replica.problem = "batches may be missing since the connection was lost"
         self._stop_asking()
-        self._drain()  # what was received before; no mark in it says anything of the time since
+        self._drain()  # batches from before; no mark in them covers the time since
         self.replica.doubt()
         if not self._can_ask and not self.replica.has_marks:
             self.replica.trust()
             self.replica.tear()
 
     def _stop_asking(self) -> None:
-        """Drop the request under way. A state that it was bringing is cut off."""
+        """Drop the open request. A state that it was bringing stays incomplete."""
         if self.replica.end_building() and self.replica.kind is not Kind.STOCK:
             self.replica.tear()
         self.request = None
 
     def _restart(self, problem: str) -> None:
-        """Note that another incarnation publishes."""
+        """Note that another incarnation of the publisher is active."""
         self.counters.restarts += 1
         self._reset(problem)
 
     def _reset(self, problem: str) -> None:
-        """Drop the replica and all that is known of the publisher, and whatever was asked of it."""
+        """Drop the replica, all knowledge of the publisher, and the open request."""
         self.replica.problem = problem
         self.replica.forget_publisher()
         self.request = self._replay_hole = None
@@ -528,7 +532,7 @@ class Follower(Generic[B]):
         self._backoff.after_reset(self._now)
 
     def _fail(self, problem: str) -> None:
-        """Note that a request failed: try again later; if that fails often, make do with what comes live."""
+        """Note a failed request: try again later; after many failures, continue with the live stream."""
         self.replica.problem = problem
         self._stop_asking()
         self.replica.doubt()
@@ -546,7 +550,7 @@ class Follower(Generic[B]):
         return self.is_connected and self.replica.is_exact
 
     def _settle(self) -> None:
-        """Say how good the replica is, and start the request that makes it better."""
+        """Report the replica's state, and start the request that improves it."""
         replica = self.replica
         if self._is_exact:
             self._backoff.end()
@@ -560,7 +564,7 @@ class Follower(Generic[B]):
         if request is not None:
             self._start(request)
         elif self._grace_until <= self._now and replica.seq is not None:
-            replica.tell(State.DEGRADED, replica.problem)  # nothing that could be asked would help
+            replica.tell(State.DEGRADED, replica.problem)  # no request would help
 
     def _next_request(self) -> StreamRequest | None:
         """Return the request that brings the replica closer to exact, if there is one."""
@@ -577,7 +581,7 @@ class Follower(Generic[B]):
         return StreamRequest.snapshot() if replica.has_marks and is_far else self._catch_up()
 
     def _catch_up(self) -> StreamRequest:
-        """Return the request for what follows, with a proof where the publisher sends no marks."""
+        """Return the request for the following batches, with a proof if the publisher sends no marks."""
         replica = self.replica
         return StreamRequest.replay(replica.position, None if replica.has_marks else replica.proof)
 
@@ -598,7 +602,7 @@ class Follower(Generic[B]):
         return self._heard_at + self._limits.probe_interval
 
     def _probe(self) -> None:
-        """Ask a silent publisher whether there is more; doubt one that cannot be asked and should speak."""
+        """Ask a silent publisher whether there is more; doubt one that cannot be asked but sends marks."""
         replica = self.replica
         if (
             not self.is_connected
@@ -614,7 +618,7 @@ class Follower(Generic[B]):
             replica.problem = f"silent for {self._limits.probe_interval:g} s"
 
     def check(self) -> None:
-        """Raise `IntegrityError` where what is known contradicts itself."""
+        """Raise `IntegrityError` if the follower's data contradict each other."""
         replica = self.replica
         self._pending.check()
         replica.check()

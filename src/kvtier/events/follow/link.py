@@ -1,8 +1,7 @@
-"""The sockets of one source: SUB for the live stream, its monitor, and a DEALER while something is asked.
+"""The sockets of one source: SUB for the live stream, its monitor, and a DEALER during a request.
 
 A link moves messages between sockets and the source's `Follower`, and opens or closes the DEALER as the
-follower wants. It never blocks. A new link may be made in any thread; from then on it belongs to the one
-that polls.
+follower wants. It never blocks. Any thread may make a link; then it belongs to the polling thread.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ _WATCHED |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUT
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One publisher to follow. `name` is how updates call it; `topic` is a prefix, empty for all topics.
+    """One publisher to follow. Updates carry its `name`; `topic` is a prefix, empty for all topics.
 
-    An `endpoint` with a `*` is bound, for publishers that connect. Without a `replay_endpoint` nothing can
+    An `endpoint` with a `*` is bound, for publishers that connect. Without a `replay_endpoint` gaps cannot
     be repaired.
     """
 
@@ -55,7 +54,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class SocketOptions:
-    """What every socket gets: room for `hwm` messages of at most `max_message` bytes, a keep-alive (s)."""
+    """The options of every socket: room for `hwm` messages of `max_message` bytes, a keep-alive (s)."""
 
     hwm: int = 100_000
     max_message: int = 256 << 20
@@ -74,7 +73,10 @@ class SocketOptions:
 
 
 class Link(Generic[B]):
-    """A source, its follower and its sockets. `watch` and `unwatch` are told of sockets that come or go."""
+    """A source, its follower and its sockets.
+
+    `watch` and `unwatch` are called for new and closed sockets.
+    """
 
     def __init__(
         self,
@@ -84,10 +86,10 @@ class Link(Generic[B]):
         options: SocketOptions,
         now: float,
     ) -> None:
-        """Connect the live stream. An address that cannot be used raises `InputError` or `OutsideError`."""
+        """Connect the live stream. `InputError` or `OutsideError` if an address cannot be used."""
         self.source = source
         self.follower = follower
-        self.scheduled = float("inf")  # when it will be ticked
+        self.scheduled = float("inf")  # the time of the next tick
         self.watch: Callable[[Socket], None] = lambda sock: None
         self.unwatch: Callable[[Socket], None] = lambda sock: None
         self._context = context
@@ -99,7 +101,7 @@ class Link(Generic[B]):
         try:
             self._sub.subscribe(source.topic)
             self._open(self._sub, source.endpoint, bind="*" in source.endpoint)
-            if source.replay_endpoint is not None:  # better told now than when it is needed
+            if source.replay_endpoint is not None:  # better to fail now than when it is needed
                 self._dial(source.replay_endpoint)
                 self._hang_up()
         except BaseException:
@@ -114,21 +116,21 @@ class Link(Generic[B]):
         return [sock for sock in (self._sub, self._monitor, self._dealer) if sock is not None]
 
     def turn(self, now: float, budget: int) -> bool:
-        """Move what is there, at most `budget` messages a socket; say whether there may be more."""
+        """Move waiting messages, at most `budget` per socket; say whether there may be more."""
         messages = _receive(self._sub, budget)
-        self._watch_connection(now)  # before the messages: they may come from the connection that it reports
+        self._watch_connection(now)  # before the messages, which may come from the connection it reports
         for frames in messages:
             self._take_live(frames, now)
         replies = self._serve_dealer(now, budget)
         return self.send_request(now) or len(messages) == budget or replies == budget
 
     def send_request(self, now: float) -> bool:
-        """Send the request that the follower wants under way, if it is a new one; say whether it was."""
+        """Send the follower's request if it is new; say whether it was."""
         wanted = self.follower.request
         if wanted is not None and wanted is self._sent:
             return False
         if wanted is None or self._sent is not None:
-            self._hang_up()  # answers to what was asked before could be mistaken for others
+            self._hang_up()  # late answers to the old request could be mistaken for new ones
         if wanted is None or self.source.replay_endpoint is None:
             return False
         try:
@@ -157,7 +159,7 @@ class Link(Generic[B]):
             self.follower.live(message.seq, message.payload, now)
 
     def _serve_dealer(self, now: float, budget: int) -> int:
-        """Hand over replies until the request changes: for what follows then nobody waits."""
+        """Hand over replies until the request changes: nothing waits for later ones."""
         count = 0
         while (
             self._dealer is not None
@@ -177,7 +179,7 @@ class Link(Generic[B]):
         if message is None:
             self.follower.bad_frame()
         elif message.seq == END_SEQ:
-            self._sent = None  # answered to the end, so the connection can be used again
+            self._sent = None  # the answer is complete, so the connection can be reused
             text = message.payload.decode(errors="replace")[:200]
             self.follower.end(sent, now, text and f"the publisher answered: {text}")
         else:
@@ -189,7 +191,7 @@ class Link(Generic[B]):
                 event = parse_monitor_message(frames)["event"]
                 if event == _UP:
                     self.follower.connected(now)
-                elif event != zmq.EVENT_DISCONNECTED or self.follower.is_connected:  # else it was told
+                elif event != zmq.EVENT_DISCONNECTED or self.follower.is_connected:  # else reported already
                     self.follower.disconnected(now, _DOWN[event])
 
     def _dial(self, endpoint: str) -> Socket:
@@ -217,13 +219,13 @@ class Link(Generic[B]):
 
 
 def _receive(sock: Socket, budget: int) -> list[list[bytes]]:
-    """Return what is there, at most `budget` messages."""
+    """Return the waiting messages, at most `budget`."""
     messages: list[list[bytes]] = []
     receive = sock.recv
     try:
         while len(messages) < budget:
             frames = [receive(_NOBLOCK, False)]
-            while frames[-1].more:  # a frame knows; to ask the socket takes longer
+            while frames[-1].more:  # the frame knows; asking the socket takes longer
                 frames.append(receive(_NOBLOCK, False))
             messages.append([frame.bytes for frame in frames])
     except zmq.Again:

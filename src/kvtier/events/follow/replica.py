@@ -1,17 +1,17 @@
-"""The replica of one publisher: what a consumer was told, and the proof that the publisher holds the same.
+"""The replica of one publisher: the state given to the consumer, and the proof that the publisher holds it.
 
 One object owns both. `seq` is the last batch applied, `newest` the newest known to exist. The replica is
-exact when it is whole, not behind, not being built, and its publisher is not doubted to be the same.
+exact when it is whole, not behind, not being built, and not doubted to have the same publisher.
 
 Our publishers mark batches with epoch, count and digest. A mark that equals the running sums confirms them,
-but only where nothing was lost: losses can cancel in the sums and still leave wrong blocks (a lost store, a
-removal and a store that arrive, a lost removal). After a loss a snapshot is needed, or a clear of every
-rank that was heard of before it and then a mark; see `RankSums`. Other publishers send no marks: their
-batches are counted from number 0 or from a clear, and the bytes of the last one tell whether the same
+but only if nothing was lost: losses can cancel in the sums and still leave wrong blocks (a lost store, a
+removal and a store that arrive, a lost removal). After a loss the replica needs a snapshot, or a clear of
+every rank heard of before the loss and then a mark; see `RankSums`. Other publishers send no marks: their
+batches are counted from number 0 or from a clear, and the bytes of the last batch show whether the same
 publisher answers.
 
-A replica asks for nothing and has no clock; `kvtier.events.follow.follower` does. Not for several threads
-at once.
+A replica sends no requests and has no clock; `kvtier.events.follow.follower` does both. Not for several
+threads at once.
 """
 
 from __future__ import annotations
@@ -32,44 +32,44 @@ __all__ = ["MAX_RANKS", "MarkResult", "RankSums", "Replica", "payload_hash"]
 B = TypeVar("B", bound=Batch)
 
 MAX_RANKS = 4096
-"""How many ranks of one publisher are told apart; with more, nothing is called exact."""
+"""How many ranks of one publisher are tracked; with more, no replica is exact."""
 _REMEMBERED = 1024
-"""How many replayed batches can be told from other ones when they arrive live."""
+"""How many replayed batches are remembered, to recognize them when they arrive live."""
 _U64 = (1 << 64) - 1
 
 payload_hash = xxhash.xxh3_64_intdigest
 
 
 class MarkResult(Enum):
-    """What a mark says of a replica."""
+    """A mark's verdict on a replica."""
 
     CONFIRMED = auto()  # the sums agree, and nothing was lost
     DISPROVED = auto()  # the sums do not agree, and should
-    OPEN = auto()  # the replica was known or feared to lack something
-    REPLACED = auto()  # another incarnation speaks, and the replica is not what that one holds
+    OPEN = auto()  # the replica was known or suspected to lack something
+    REPLACED = auto()  # another incarnation sent the mark, and the replica is not what it holds
 
 
 class RankSums:
-    """How much a consumer holds of each rank, summed up, and what of it is known to be all.
+    """The sums of each rank's blocks, and whether they are known to be complete.
 
-    A mark speaks of all ranks together, and a clear of its batch's rank alone. What a lost batch did is
-    unknown for every rank, also for one never heard of. So a loss *tears* the ranks heard of before it; a
-    clear mends one. When none is torn, the sums of the others lack only what ranks held that were first
-    heard of since, or never. A mark with the same number of blocks shows that this was nothing.
+    A mark covers all ranks together, and a clear only its batch's rank. A lost batch may have changed any
+    rank, even one never heard of. So a loss *tears* the ranks heard of before it; a clear mends one. When
+    no rank is torn, the sums can lack only the blocks of ranks that were first heard of since, or never. A
+    mark with the same number of blocks shows that there are no such blocks.
     """
 
     __slots__ = ("_fresh", "_is_crowded", "_ranks", "_torn", "is_open")
 
     def __init__(self, *, is_open: bool = True) -> None:
-        """Begin with nothing; `is_open`: the publisher may have held something already."""
-        self.is_open = is_open  # since the last proof something may have been lost
+        """Begin with nothing; `is_open`: the publisher may have held blocks before."""
+        self.is_open = is_open  # something may have been lost since the last proof
         self._ranks: dict[int, list[int]] = {}  # blocks, and their digest before it is reduced
         self._torn: set[int] = set()  # heard of before a loss, and not cleared since
-        self._fresh: set[int] = set()  # first heard of since, and not cleared since
+        self._fresh: set[int] = set()  # first heard of after a loss, and not cleared since
         self._is_crowded = False
 
     def add(self, rank: int, change: Change) -> None:
-        """Count a batch of a rank that was applied; one that names none is of rank 0."""
+        """Count an applied batch of a rank; a batch without a rank has rank 0."""
         cleared, blocks, digest = change
         sums = self._ranks.get(rank) or self._hear_of(rank)
         if cleared:
@@ -89,22 +89,22 @@ class RankSums:
 
     @property
     def blocks(self) -> int:
-        """How many blocks are held."""
+        """The number of held blocks."""
         return sum(blocks for blocks, _ in self._ranks.values())
 
     @property
     def digest(self) -> int:
-        """The digest of all blocks that are held."""
+        """The digest of all held blocks."""
         return sum(digest for _, digest in self._ranks.values()) & _U64
 
     def tear(self) -> None:
-        """Note that something was lost, whoever's it was."""
+        """Note that a batch was lost, of an unknown rank."""
         self.is_open = True
         self._torn.update(self._ranks)
         self._fresh.clear()
 
     def confirm(self, mark: Mark) -> bool:
-        """Take a mark for a proof if it is one; return whether it is."""
+        """Accept a mark as a proof if it is one; return whether it is."""
         if self._torn or self._is_crowded or (mark.blocks, mark.digest) != (self.blocks, self.digest):
             return False
         self.is_open = False
@@ -112,13 +112,16 @@ class RankSums:
         return True
 
     def are_whole(self, *, has_marks: bool) -> bool:
-        """Say whether nothing can be missing. Who sends no marks has no ranks but those it speaks of."""
+        """Say whether nothing can be missing.
+
+        A publisher without marks has only the ranks that it has named.
+        """
         if not self.is_open:
             return True
         return not has_marks and bool(self._ranks) and not (self._torn or self._fresh or self._is_crowded)
 
     def check(self) -> None:
-        """Raise `IntegrityError` where proven sums have something open, or ranks were not heard of."""
+        """Raise `IntegrityError` if proven sums have open ranks, or a rank is unknown."""
         if not (self._torn | self._fresh) <= self._ranks.keys() or self._torn & self._fresh:
             raise IntegrityError(
                 f"ranks {self._torn} are torn and {self._fresh} fresh, but {set(self._ranks)} were heard of"
@@ -128,10 +131,10 @@ class RankSums:
 
 
 class Replica(Generic[B]):
-    """What the consumer was told, and how good that is. `problem` is why it is not exact."""
+    """The state given to the consumer, and how good it is. `problem` says why it is not exact."""
 
     def __init__(self, name: str, decode: Callable[[bytes], B]) -> None:
-        """Begin with nothing; `decode` raises `ValueError` where a payload is no batch."""
+        """Begin with nothing; `decode` raises `ValueError` if a payload is not a batch."""
         self.name = name
         self.state = State.REPAIRING
         self.reason = "connecting"
@@ -141,38 +144,38 @@ class Replica(Generic[B]):
         self.seq: int | None = None
         self.newest = -1
         self.is_doubted = False  # another publisher may have taken over
-        self.is_building = False  # an answer is coming in: not what it was, and not yet what it will be
-        self.is_exhausted = False  # the publisher no longer has what is missing
+        self.is_building = False  # an answer is arriving: the replica is neither the old nor the new one
+        self.is_exhausted = False  # the publisher no longer has the missing batches
         self.counters = Counters()
         self.ts: float | None = None  # of the newest batch applied
         self.applied_at: float | None = None
-        self.sums = RankSums()  # for reading; what changes them is below
-        self._last: bytes | None = None  # the last batch applied, where the publisher sends no marks
+        self.sums = RankSums()  # read only; the methods below change them
+        self._last: bytes | None = None  # the last applied batch, if the publisher sends no marks
         self._decode = decode
         self._updates: list[Update] = [StateChanged(name, self.state, self.reason)]
         self._has_delivered = False  # since the last reset
-        self._replayed: dict[int, int] = {}  # hashes of what may come again, live
+        self._replayed: dict[int, int] = {}  # hashes of replayed batches that may still arrive live
 
-    # -- what is known -----------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------
 
     @property
     def has_marks(self) -> bool:
-        """Whether the publisher marks its batches: it is one of ours."""
+        """Whether the publisher marks its batches, i.e. is one of ours."""
         return self.kind is Kind.KVTIER
 
     @property
     def is_whole(self) -> bool:
-        """Whether the consumer has all that the publisher held at `seq`."""
+        """Whether the consumer has everything that the publisher held at `seq`."""
         return self.seq is not None and self.sums.are_whole(has_marks=self.has_marks)
 
     @property
     def is_exact(self) -> bool:
-        """Whether the replica is what the publisher holds, as far as can be known."""
+        """Whether the replica is what the publisher holds, as far as known."""
         return self.is_whole and not (self.is_behind or self.is_doubted or self.is_building)
 
     @property
     def is_behind(self) -> bool:
-        """Whether there are batches that were not applied."""
+        """Whether there are batches that are not applied."""
         return self.position < self.newest
 
     @property
@@ -182,29 +185,29 @@ class Replica(Generic[B]):
 
     @property
     def blocks(self) -> int | None:
-        """How many blocks the consumer holds, where that is known."""
+        """The number of blocks that the consumer holds, if known."""
         return self.sums.blocks if self.has_marks and self.is_whole else None
 
     @property
     def proof(self) -> int | None:
-        """The hash of the last batch applied, where the publisher sends no marks; made on demand."""
+        """The hash of the last applied batch, if the publisher sends no marks; computed on demand."""
         return None if self._last is None else payload_hash(self._last)
 
-    # -- what the consumer is told -----------------------------------------------------------------
+    # -- updates for the consumer ------------------------------------------------------------------
 
     def take_updates(self) -> list[Update]:
-        """Take out what the consumer should do, in order."""
+        """Take the updates for the consumer, in order."""
         taken, self._updates = self._updates, []
         return taken
 
     def tell(self, state: State, reason: str) -> None:
-        """Say how good the replica is."""
+        """Report the replica's state."""
         if state is not self.state:
             self._updates.append(StateChanged(self.name, state, reason))
         self.state, self.reason = state, reason
 
     def read(self, payload: bytes) -> B | None:
-        """Decode a batch; `None` where that cannot be done."""
+        """Decode a batch; `None` if that fails."""
         try:
             return self._decode(payload)
         except ValueError as error:
@@ -215,16 +218,16 @@ class Replica(Generic[B]):
     def apply(
         self, seq: int, batch: B, payload: bytes, now: float, *, is_snapshot: bool = False
     ) -> MarkResult | None:
-        """Give a batch to the consumer and count it; return what its mark, if any, says of the replica.
+        """Give a batch to the consumer and count it; return the verdict of its mark, if any.
 
-        In a snapshot, all that the sums have came with it, whoever made it.
+        In a snapshot, all blocks in the sums came with the snapshot, whichever publisher made it.
         """
         mark, sums = batch.mark, self.sums
         is_other = mark is not None and self.epoch not in (None, mark.epoch)
         if is_other:
             self.counters.restarts += 1
             if not is_snapshot:
-                sums.tear()  # another incarnation holds nothing of what this one held
+                sums.tear()  # another incarnation holds nothing from this one
         sums.add(batch.data_parallel_rank or 0, batch.change())
         self.seq = seq
         self._last = None if self.kind is Kind.KVTIER else payload
@@ -235,7 +238,7 @@ class Replica(Generic[B]):
             self.counters.skipped_events += batch.skipped
             self.problem = f"{batch.skipped} events of batch {seq} cannot be read"
         if self.state is State.EXACT and not self.is_whole:
-            # Before the batch: who sees both in order trusts no wrong moment.
+            # Before the batch, so that a consumer that reads in order never trusts a wrong moment.
             self.tell(State.REPAIRING, self.problem)
         self._has_delivered = True
         self._updates.append(Received(self.name, seq, batch))
@@ -247,19 +250,19 @@ class Replica(Generic[B]):
         return MarkResult.REPLACED if is_other and result is not MarkResult.CONFIRMED else result
 
     def remember(self, seq: int, payload: bytes) -> None:
-        """Remember a batch that a replay brought: when it comes live, it shows who sends that."""
+        """Remember a replayed batch: when it comes live, it shows which publisher sends the live stream."""
         self._replayed[seq] = payload_hash(payload)
         if len(self._replayed) > _REMEMBERED:
             del self._replayed[next(iter(self._replayed))]
 
     def recall(self, seq: int) -> int | None:
-        """Return the hash of a batch that was applied, once; `None` where it is not known any more."""
+        """Return the hash of an applied batch, once; `None` if it is no longer known."""
         return self._replayed.pop(seq, self.proof if seq == self.seq else None)
 
-    # -- what is proven, lost or begun anew --------------------------------------------------------
+    # -- proofs, losses, new beginnings ------------------------------------------------------------
 
     def judge(self, mark: Mark) -> MarkResult:
-        """Hold the sums against what the publisher says it holds at `seq`."""
+        """Compare the sums with what the publisher says it holds at `seq`."""
         self.kind, self.epoch, self.is_exhausted = Kind.KVTIER, mark.epoch, False
         self.counters.digest_checks += 1
         sums = self.sums
@@ -282,7 +285,7 @@ class Replica(Generic[B]):
         self.newest = max(self.newest, seq)
 
     def expect_only(self, seq: int) -> None:
-        """Note that `seq` is the newest batch, whatever was thought before."""
+        """Note that `seq` is the newest batch, whatever was known before."""
         self.newest = seq
 
     def doubt(self) -> None:
@@ -290,20 +293,20 @@ class Replica(Generic[B]):
         self.is_doubted = True
 
     def trust(self) -> None:
-        """Note that it is the same publisher."""
+        """Note that the publisher is the same."""
         self.is_doubted = False
 
     def begin_building(self) -> None:
-        """Note that an answer is coming in."""
+        """Note that an answer is arriving."""
         self.is_building = True
 
     def end_building(self) -> bool:
-        """Note that the answer has come to its end; say whether there was one."""
+        """Note that the answer is complete; say whether there was one."""
         was_building, self.is_building = self.is_building, False
         return was_building
 
     def identify(self, kind: Kind, epoch: int | None = None) -> None:
-        """Note who publishes, as it says itself; nothing is known of what one of ours holds."""
+        """Note the publisher's own word on its kind; for one of ours, what it holds is not known yet."""
         self.kind, self.epoch = kind, epoch
         if kind is Kind.KVTIER:
             self.is_exhausted = False  # it has snapshots
@@ -314,7 +317,7 @@ class Replica(Generic[B]):
         self.sums.tear()
 
     def lose(self, upto: int) -> None:
-        """Go on at batch `upto` without those before it."""
+        """Continue at batch `upto` without those before it."""
         self.counters.gaps += 1
         self.counters.lost_batches += upto - self.position - 1
         self.seq, self.newest = upto - 1, max(self.newest, upto - 1)
@@ -322,12 +325,12 @@ class Replica(Generic[B]):
         self.sums.tear()
 
     def begin_at(self, seq: int) -> None:
-        """Build the replica from batch `seq` on: a whole one only where nothing precedes it."""
+        """Build the replica from batch `seq` on: it is whole only if nothing precedes that batch."""
         self.seq = seq - 1
         self.sums = RankSums(is_open=seq > 0)
 
     def rebuild_from(self, seq: int) -> None:
-        """Begin anew with the first batch that the publisher still has."""
+        """Begin again with the first batch that the publisher still has."""
         self.forget()
         self.begin_at(seq)
         if seq:
@@ -336,14 +339,14 @@ class Replica(Generic[B]):
             self.is_exhausted = self.kind is Kind.STOCK
 
     def exhaust(self) -> None:
-        """Note that all was replayed: what is missing now cannot be had from this publisher."""
+        """Note that everything was replayed: this publisher cannot provide what is missing now."""
         self.is_exhausted = not self.is_whole
 
     def forget(self) -> None:
-        """Drop what was told; still know who publishes, and how far it is."""
+        """Drop all updates given so far; still know the publisher and its newest batch."""
         if self._has_delivered:
             if self.state is State.EXACT:
-                # First: who has forgotten all holds nothing that is exact.
+                # First: a consumer that has forgotten everything holds nothing exact.
                 self.tell(State.REPAIRING, self.problem)
             self.counters.resets += 1
             self._updates.append(Reset(self.name))
@@ -353,11 +356,11 @@ class Replica(Generic[B]):
         self._replayed.clear()
 
     def forget_publisher(self) -> None:
-        """Drop what was told, and who told it."""
+        """Drop all updates given so far, and the knowledge of the publisher."""
         self.forget()
         self.kind = self.epoch = None
         self.newest = -1
 
     def check(self) -> None:
-        """Raise `IntegrityError` where the sums contradict each other."""
+        """Raise `IntegrityError` if the sums contradict each other."""
         self.sums.check()

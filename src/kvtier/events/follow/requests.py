@@ -1,8 +1,8 @@
-"""What a follower may ask of a publisher, when it may ask again, and the live batches that wait meanwhile.
+"""The requests of a follower to its publisher, the pauses between them, and the live batches that wait.
 
-A request is a value of one question under way. `Backoff` spaces requests: after a failure comes a pause
-that grows with every further one, so that nothing can spin. `PendingBatches` are bounded in number and
-bytes. Not for several threads at once.
+A `StreamRequest` is one open request. `Backoff` spaces requests: each failure is followed by a longer
+pause, so that no loop can spin. `PendingBatches` are bounded in number and bytes. Not for several threads
+at once.
 """
 
 from __future__ import annotations
@@ -19,50 +19,50 @@ __all__ = ["Backoff", "PendingBatches", "RequestKind", "StreamRequest"]
 
 
 class RequestKind(StrEnum):
-    """What is asked of a publisher."""
+    """The kind of a request to a publisher."""
 
-    STATUS = "status"  # who are you, and how far
-    SNAPSHOT = "snapshot"  # all you hold
+    STATUS = "status"  # which publisher are you, and what is your newest batch
+    SNAPSHOT = "snapshot"  # everything you hold
     REPLAY = "replay"  # batches from a number on, to close a gap
-    HISTORY = "history"  # batches from 0 on, to build the replica anew
+    HISTORY = "history"  # batches from 0 on, to rebuild the replica
 
 
 @dataclass(slots=True, eq=False)
 class StreamRequest:
-    """A request under way. `proof` is the hash of batch `start`, if the answer must begin with that one."""
+    """An open request. `proof` is the hash of batch `start`, if the answer must begin with that batch."""
 
     kind: RequestKind
     data: bytes
     start: int = 0
     proof: int | None = None
     replies: int = 0
-    checks: int = 0  # how many marks had been compared when it was made
-    newest: int = -1  # the newest batch that was known to exist then
+    checks: int = 0  # how many marks had been compared when the request was made
+    newest: int = -1  # the newest batch known to exist then
 
     @classmethod
     def status(cls) -> StreamRequest:
-        """Ask who publishes, and how far it is. A stock publisher answers with nothing."""
+        """Ask for the publisher's identity and newest batch. A stock publisher sends an empty answer."""
         return cls(RequestKind.STATUS, STATUS)
 
     @classmethod
     def snapshot(cls) -> StreamRequest:
-        """Ask for all that is held."""
+        """Ask for everything that the publisher holds."""
         return cls(RequestKind.SNAPSHOT, SNAPSHOT)
 
     @classmethod
     def history(cls) -> StreamRequest:
-        """Ask for all that was ever published."""
+        """Ask for everything that was ever published."""
         return cls(RequestKind.HISTORY, replay_request(0))
 
     @classmethod
     def replay(cls, after: int, proof: int | None) -> StreamRequest:
-        """Ask for what follows a batch; with its hash as a `proof`, for that batch too."""
+        """Ask for the batches after a batch; with its hash as a `proof`, for that batch too."""
         start = after + (proof is None)
         return cls(RequestKind.REPLAY, replay_request(start), start, proof)
 
 
 class Backoff:
-    """The pause before the next request, if there must be one, and the failures that it follows from."""
+    """The pause before the next request, if any, and the failures that caused it."""
 
     def __init__(self, limits: Limits, now: float) -> None:
         self.until: float | None = None
@@ -73,16 +73,16 @@ class Backoff:
 
     @property
     def is_pausing(self) -> bool:
-        """Whether nothing may be asked now."""
+        """Whether no request may be sent now."""
         return self.until is not None
 
     @property
     def other_way(self) -> bool:
-        """Whether another question than the last one should be asked: every second time that one fails."""
+        """Whether to ask a different question than the last one: on every second attempt."""
         return self._failures % 2 == 1
 
     def after_failure(self, now: float) -> bool:
-        """Begin the pause after a request that failed; say whether it failed too often."""
+        """Begin the pause after a failed request; say whether there were too many failures."""
         self._failures += 1
         return self._begin(self._failures, now)
 
@@ -92,7 +92,7 @@ class Backoff:
         return self._mismatches >= self._limits.tries and self._begin(self._mismatches, now)
 
     def after_reset(self, now: float) -> None:
-        """Begin a pause if the last reset was just now, else none: one restart is to be told at once."""
+        """Begin a pause if the last reset was just before; after a single restart there is none."""
         is_flapping = now < self._reset_at + self._limits.backoff
         self.until = now + self._limits.backoff if is_flapping else None
         self._reset_at = now
@@ -117,7 +117,10 @@ class Backoff:
 
 
 class PendingBatches:
-    """A queue of numbered payloads. Without room, all but the newest go: a replay will bring them again."""
+    """A queue of numbered payloads.
+
+    If it is full, all are dropped but the new one: a replay brings them again.
+    """
 
     def __init__(self, max_batches: int, max_bytes: int) -> None:
         self.overflows = 0
@@ -130,7 +133,7 @@ class PendingBatches:
         return len(self._queue)
 
     def push(self, seq: int, payload: bytes) -> bool:
-        """Keep a batch; say whether it is kept, which only one larger than all the room is not."""
+        """Keep a batch; return False only if it is larger than the whole queue."""
         if len(self._queue) >= self._max_batches or self._bytes + len(payload) > self._max_bytes:
             self.overflows += 1
             self.clear()
@@ -141,13 +144,13 @@ class PendingBatches:
         return fits
 
     def pop(self) -> tuple[int, bytes]:
-        """Take out the oldest."""
+        """Take the oldest batch."""
         seq, payload = self._queue.popleft()
         self._bytes -= len(payload)
         return seq, payload
 
     def put_back(self, seq: int, payload: bytes) -> None:
-        """Return what `pop` gave."""
+        """Put back a batch from `pop`."""
         self._queue.appendleft((seq, payload))
         self._bytes += len(payload)
 

@@ -1,4 +1,4 @@
-"""What `ZmqEventPublisher` is made of. Nothing here is for use from outside.
+"""The parts of `ZmqEventPublisher`. Private to it.
 
 Read `loop` first, then `sender` and `state`.
 """

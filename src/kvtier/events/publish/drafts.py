@@ -1,8 +1,7 @@
-"""Events in the form in which they leave: checked, cut, joined, with hashes as consumers want them, and as
-bytes.
+"""Events in their published form: checked, cut, joined, with hashes as consumers want them, and as bytes.
 
-What passes here can be read by every consumer and encoded again for a snapshot: an event with a field of a
-wrong type is left out. Any thread may call `Drafter.draft`.
+Every consumer can read a drafted event, and it can be encoded again for a snapshot: an event with a field
+of a wrong type is left out. Any thread may call `Drafter.draft`.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from kvtier.events.wire import U64, Encoding, EventEncoder, to_u64
 __all__ = ["UNENCODABLE", "Draft", "Drafter"]
 
 UNENCODABLE = (AttributeError, OverflowError, RecursionError, TypeError, ValueError)
-"""What is raised by a batch that cannot be encoded."""
+"""The exceptions of a batch that cannot be encoded."""
 
 Draft = tuple[str, Any, bytes]
-"""An event on its way out: the name of its kind, the event, its bytes."""
+"""An event to publish: the name of its kind, the event, its bytes."""
 
 
 class _Removed(msgspec.Struct, gc=False):
-    """What consumers can read of a removal."""
+    """The fields of a removal, with the types that consumers can read."""
 
     block_hashes: list[int | bytes]
     medium: str | None
@@ -38,7 +37,10 @@ class _Removed(msgspec.Struct, gc=False):
 
 
 class _Stored(_Removed):
-    """What consumers can read of a store. Tokens are not looked at one by one: there are many."""
+    """The fields of a store, with the types that consumers can read.
+
+    Single tokens are not checked: too many.
+    """
 
     parent_block_hash: int | bytes | None
     token_ids: Any
@@ -55,20 +57,20 @@ _READABLE = {"BlockStored": _Stored, "BlockRemoved": _Removed}
 
 
 class Drafter:
-    """Makes drafts of events, as a config asks for them."""
+    """Makes drafts of events, as the config says."""
 
     def __init__(self, config: KVEventsConfig, encoder: EventEncoder) -> None:
         self._as_u64 = config.hash_format == "u64"
-        self._not_as_text = None if self._as_u64 else (bytes,)  # else `msgspec` takes base64 for bytes
+        self._not_as_text = None if self._as_u64 else (bytes,)  # else `msgspec` takes base64 text for bytes
         self._most_blocks = config.max_blocks_per_event
         self._encoder = encoder
         self._is_map = encoder.encoding is Encoding.MAP
         self._encode = msgspec.msgpack.Encoder().encode if self._is_map else encoder.event
 
     def draft(self, events: Iterable[Any]) -> tuple[list[Draft], list[str]]:
-        """Return a batch's events as they are to travel, and what is wrong with those that are left out.
+        """Return a batch's events in published form, and the problems of events that are left out.
 
-        Raises one of `UNENCODABLE` where the whole batch cannot be encoded.
+        Raises one of `UNENCODABLE` if the whole batch cannot be encoded.
         """
         if self._most_blocks is not None:
             events = [part for event in events for part in _cut_event(event, self._most_blocks)]
@@ -86,13 +88,13 @@ class Drafter:
         return drafts, problems
 
     def _in_form(self, kind: str, event: Any) -> Any:
-        """Return an event of blocks with hashes as they are wanted, and of its place what can be said."""
+        """Return an event with hashes in the wanted format, without place fields that cannot be encoded."""
         if self._as_u64 and not _has_u64(kind, event):
             event = _with_u64(kind, event)
         return event if self._is_map else self._encoder.reduced(event)
 
     def _problem_of(self, kind: str, event: Any) -> str | None:
-        """Return what keeps consumers from reading an event of blocks."""
+        """Return the problem that keeps consumers from reading an event; `None` if there is none."""
         try:
             msgspec.convert(event, _READABLE[kind], from_attributes=True, builtin_types=self._not_as_text)
             _expect_list(event, "block_hashes")
@@ -104,20 +106,20 @@ class Drafter:
 
 
 def _expect_list(event: Any, name: str) -> None:
-    """Raise where a field is no list: `msgspec` takes sets for lists, and would copy all tokens."""
+    """Raise if a field is not a list: `msgspec` takes sets for lists, and would copy all tokens."""
     found = type(getattr(event, name))
     if found is not list and found is not tuple:
         raise msgspec.ValidationError(f"Expected `array`, got `{found.__name__}` - at `$.{name}`")
 
 
 def _in_words(error: msgspec.ValidationError) -> str:
-    """Return what is wrong with an event, the field first."""
+    """Describe what is wrong with an event, the field first."""
     problem, _, path = str(error).partition(" - at `$.")
     return f"{path.rstrip('`') or 'fields'}: {problem[0].lower()}{problem[1:]}"
 
 
 def _has_u64(kind: str, event: Any) -> bool:
-    """Return whether all hashes, the parent's included, are unsigned 64-bit ints, as an engine's are."""
+    """Return whether all hashes, with the parent's, are unsigned 64-bit ints, as an engine's are."""
     try:
         array("Q", event.block_hashes)
     except (OverflowError, TypeError):
@@ -127,7 +129,7 @@ def _has_u64(kind: str, event: Any) -> bool:
 
 
 def _with_u64(kind: str, event: Any) -> Any:
-    """Return an event with its hashes, the parent's included, as their low 64 bits."""
+    """Return an event with all hashes, also the parent's, as their low 64 bits."""
     changed: dict[str, Any] = {"block_hashes": [to_u64(block) for block in event.block_hashes]}
     if kind == "BlockStored" and event.parent_block_hash is not None:
         changed["parent_block_hash"] = to_u64(event.parent_block_hash)
@@ -135,19 +137,19 @@ def _with_u64(kind: str, event: Any) -> Any:
 
 
 def _join_removals(events: Iterable[Any]) -> list[tuple[str, Any]]:
-    """Return the events with the names of their kinds, and each run of removals from one place as one.
+    """Return the events with the names of their kinds; join each run of removals from one place.
 
-    Engines send them block by block.
+    Engines send removals block by block.
     """
     joined: list[tuple[str, Any]] = []
-    last: BlockRemoved | None = None  # if it is a removal
+    last: BlockRemoved | None = None  # if the last event is a removal
     for event in events:
-        kind = type(event).__name__  # not the class: an engine's own events are as good as ours
+        kind = type(event).__name__  # not the class: an engine's own event classes are accepted, too
         if kind != "BlockRemoved" or type(event.block_hashes) is not list:
             last = None
         elif (
             last is not None
-            and event.medium is last.medium  # fast, and a run that is cut in two does no harm
+            and event.medium is last.medium  # identity is fast, and a run cut in two does no harm
             and event.group_idx is last.group_idx
             and event.locality is last.locality
             and event.ownership is last.ownership
@@ -162,7 +164,7 @@ def _join_removals(events: Iterable[Any]) -> list[tuple[str, Any]]:
 
 
 def _cut_event(event: Any, most: int) -> Iterable[Any]:
-    """Return a stored event in parts of at most so many blocks, others whole."""
+    """Cut a stored event into parts of at most `most` blocks; return other events whole."""
     if type(event).__name__ != "BlockStored" or len(event.block_hashes) <= most:
         return (event,)
     return [blocks_of(event, start, start + most) for start in range(0, len(event.block_hashes), most)]

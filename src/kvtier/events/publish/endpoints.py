@@ -1,8 +1,7 @@
-"""Addresses of a publisher: which port a data-parallel rank has, what is bound and what connected to, and
-what clients use.
+"""Addresses of a publisher: the port of a data-parallel rank, binding or connecting, and clients' addresses.
 
-Rank r has its base address moved by r: the port of tcp, a suffix `_dp{r}` of ipc and inproc. Pure functions
-but for `attach`, which binds or connects a socket; any thread may call them.
+Rank r moves its base address by r: the port of tcp, a suffix `_dp{r}` of ipc and inproc. Pure functions,
+except `attach`, which binds or connects a socket; any thread may call them.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _TCP = re.compile(r"(tcp://.*):(\d+)")
 
 
 def offset_endpoint(endpoint: str | None, rank: int) -> str | None:
-    """Return the address that a data-parallel rank has; port 0 stays, the system picks one."""
+    """Return the address of a data-parallel rank; port 0 stays 0, because the system picks one."""
     if not endpoint:
         return endpoint
     if "tcp" in endpoint:
@@ -49,7 +48,7 @@ def _split_tcp(endpoint: str) -> tuple[str, int]:
 
 
 def check_ports(endpoint: str, replay_endpoint: str | None, rank: int) -> None:
-    """Raise if this rank's ports are known to meet those of this rank or a lower one.
+    """Raise if this rank's ports must collide with those of this rank or a lower one.
 
     Takes the base addresses.
     """
@@ -69,7 +68,7 @@ def check_ports(endpoint: str, replay_endpoint: str | None, rank: int) -> None:
 
 
 def is_bound(endpoint: str) -> bool:
-    """Return whether a PUB socket binds this address; it connects to others."""
+    """Return whether a PUB socket binds this address; it connects to other addresses."""
     return (
         "*" in endpoint
         or "::" in endpoint
@@ -79,10 +78,7 @@ def is_bound(endpoint: str) -> bool:
 
 
 def attach(sock: zmq.Socket[bytes], endpoint: str, rank: int, *, bind: bool) -> str:
-    """Bind or connect a socket, and return the address that it has.
-
-    `tcp://*:0` gets the port that it was given.
-    """
+    """Bind or connect a socket, and return its address. `tcp://*:0` gets the port that the system chose."""
     try:
         if not bind:
             sock.connect(endpoint)
@@ -102,7 +98,7 @@ def attach(sock: zmq.Socket[bytes], endpoint: str, rank: int, *, bind: bool) -> 
 
 
 def client_endpoint(endpoint: str) -> str:
-    """Return the address under which clients reach a bound one: of a wildcard, this machine's own."""
+    """Return the address with which clients reach a bound one; for a wildcard, this machine's own."""
     host, colon, port = endpoint.removeprefix("tcp://").rpartition(":")
     if not endpoint.startswith("tcp://") or host not in ("*", "0.0.0.0", "::", "[::]"):
         return endpoint
@@ -110,10 +106,10 @@ def client_endpoint(endpoint: str) -> str:
 
 
 def _own_address() -> str:
-    """Return the address that this machine uses towards others, or the loopback one. Nothing is sent."""
+    """Return the address that this machine uses towards others, or the loopback one. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            # Reserved for documentation: routed like any other, reached by nobody.
+            # Reserved for documentation: routed like any other address, but no machine has it.
             probe.connect(("192.0.2.1", 9))
             address: str = probe.getsockname()[0]
         except OSError:

@@ -1,10 +1,10 @@
 """The thread behind a `ZmqEventPublisher`: its sockets, and the order in which it does things.
 
-Each turn sends a few waiting batches, a slice of the replays, a bit of a snapshot, and a heartbeat if one is
-due. With replays and snapshots to go on with, the thread rests between two turns so that others get the
-interpreter. When nothing is left to do it dozes a moment, then sleeps until a batch, a request or a deadline
-comes. It never ticks. What goes wrong in a turn is logged and counted, and the next turn begins.
-`PublisherLoop` may be made and stopped by any thread.
+Each turn sends a few waiting batches, a slice of the replays, a part of a snapshot, and a heartbeat if one
+is due. While replays and snapshots are unfinished, the thread rests between two turns so that other threads
+get the interpreter. When nothing is left to do it dozes a moment, then sleeps until a batch, a request or a
+deadline comes. It never polls periodically. An exception in a turn is logged and counted, and the next turn
+begins. Any thread may make and stop a `PublisherLoop`.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ __all__ = ["PublisherLoop"]
 logger = logging.getLogger(__name__)
 
 _BATCHES_A_TURN = 64
-_BEHIND = 64  # batches that wait: from there on they are joined
+_BEHIND = 64  # number of waiting batches from which on they are joined
 _DOZE = 0.002  # seconds that a batch may wait right after another
-_LOOK = 0.05  # seconds between two looks whether the thread is still there
-_LINGER = 250  # milliseconds for what a subscriber has not taken yet when all is sent
-_AFTER_ERROR = 0.01  # seconds, lest a fault that stays fills the log at full speed
+_LOOK = 0.05  # seconds between two checks whether the thread is alive
+_LINGER = 250  # milliseconds for subscribers to take the last messages
+_AFTER_ERROR = 0.01  # seconds, so that a permanent fault does not flood the log
 _MAX_REQUEST = 64 << 10
 _WORK = 100e-6  # seconds of a turn for snapshots; replays have as much
-_REST = 50e-6  # seconds: too short a rest, and a thread that waits for the interpreter does not wake in time
+_REST = 50e-6  # seconds; in a shorter rest, a thread that waits for the interpreter does not wake in time
 
 
 class _Task:
-    """Something to be done by the thread, and how it went."""
+    """A function for the thread to run, and its result."""
 
     def __init__(self, function: Callable[[], None]) -> None:
         self.function = function
@@ -60,7 +60,10 @@ class _Task:
 
 
 class PublisherLoop:
-    """Opens everything a publisher needs, or raises and leaves nothing open; `start` it, `stop` it once."""
+    """Opens all resources of a publisher, or raises and leaves nothing open.
+
+    Call `start` and `stop` once.
+    """
 
     def __init__(self, config: KVEventsConfig, rank: int) -> None:
         self.errors = 0
@@ -89,7 +92,7 @@ class PublisherLoop:
         self.thread.start()
 
     def stop(self, timeout: float) -> None:
-        """Send what waits as far as the time goes, close everything, and return within `timeout` seconds."""
+        """Send waiting batches while time lasts, close everything, and return within `timeout` seconds."""
         if os.getpid() != self._pid:
             return
         self._stop_at = time.monotonic() + timeout / 2
@@ -101,11 +104,11 @@ class PublisherLoop:
             self._close(linger=0)
 
     def check(self) -> None:
-        """Raise `IntegrityError` where anything of the publisher is broken."""
+        """Raise `IntegrityError` if a part of the publisher is broken."""
         self.run(self._check)
 
     def run(self, function: Callable[[], None], timeout: float = 60.0) -> None:
-        """Have the thread do something once all that waits now is sent; raise what it raises."""
+        """Run a function on the thread after all batches that wait now are sent; raise what it raises."""
         task = _Task(function)
         self.outbox.call(task)
         until = time.monotonic() + timeout
@@ -118,7 +121,7 @@ class PublisherLoop:
             raise task.error
 
     def forget(self) -> None:
-        """Let a forked child know that the thread is not there."""
+        """Tell a forked child that the thread does not exist there."""
         self.outbox.refuse()
 
     # -- the thread --------------------------------------------------------------------------------
@@ -161,9 +164,9 @@ class PublisherLoop:
                 self._sleep(wait)
 
     def _send_some(self) -> int:
-        """Send waiting batches, but not too many; return how many.
+        """Send waiting batches, up to a limit; return how many.
 
-        With many behind it, a batch may travel with the next.
+        If many wait, a batch may travel with the next one.
         """
         outbox, sender = self.outbox, self.sender
         sent = 0
@@ -182,9 +185,9 @@ class PublisherLoop:
             sender.flush()
 
     def _doze(self, seconds: float) -> None:
-        """Rest a moment without being woken by batches: where one came others follow, and waking costs."""
+        """Rest a moment without being woken by batches: more follow soon, and waking costs time."""
         if self._poller.poll(math.ceil(1000 * seconds)):
-            self.outbox.wake_up()  # costs ten microseconds where nothing was written
+            self.outbox.wake_up()  # costs ten microseconds if nothing was written
 
     def _sleep(self, seconds: float) -> None:
         """Wait for a batch, a request, a handshake, or the time to pass."""
@@ -208,8 +211,8 @@ class PublisherLoop:
         assert endpoint is not None
         if config.sequence_file is not None:
             self._numbers = SequenceFile(config.sequence_file + (f".dp{rank}" if rank else ""))
-        # Others in this process reach an inproc endpoint through the common context only; that one is not
-        # ours to end.
+        # Others in this process reach an inproc endpoint only through the common context, which we must
+        # not end.
         common = any(
             address is not None and address.startswith("inproc") for address in (endpoint, replay_endpoint)
         )
@@ -236,7 +239,7 @@ class PublisherLoop:
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         router.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST)
         router.setsockopt(zmq.SNDHWM, CLIENT_QUEUE)
-        router.setsockopt(zmq.TCP_MAXRT, int(1000 * STALLED_AFTER))  # cuts off who does not read
+        router.setsockopt(zmq.TCP_MAXRT, int(1000 * STALLED_AFTER))  # drops a client that does not read
         self.replay_endpoint = attach(router, endpoint, self._rank, bind=True)
         self.replay = ReplayServer(router, self.sender, self._config)
 
@@ -250,13 +253,13 @@ class PublisherLoop:
             (zmq.TCP_KEEPALIVE_IDLE, 30),
             (zmq.TCP_KEEPALIVE_INTVL, 10),
         ):
-            sock.setsockopt(option, value)  # a client whose machine is gone must not hold its queue forever
+            sock.setsockopt(option, value)  # a client whose machine is gone must not keep its queue for ever
         if self._config.curve is not None:
             self._config.curve.apply(sock)
         return sock
 
     def _close(self, linger: int) -> None:
-        """Close whatever is open; a second time there is nothing left."""
+        """Close everything that is open; a second call does nothing."""
         sockets, self._sockets = self._sockets, []
         for sock in sockets:
             sock.close(linger=linger)

@@ -1,17 +1,17 @@
-"""Between the threads that publish and the one that sends: a bounded queue that never makes anybody wait.
+"""The queue between the publishing threads and the sending thread: bounded, and never makes a caller wait.
 
 `ZmqEventPublisher.publish` appends to the queue while that is shorter than `room`, and writes to an eventfd
-if the sending thread sleeps: what it touches is cold when an engine comes to it after a step, so it looks at
-little. When the queue is full, batches go into an overflow until the sending thread has come to it: at most
-one exists, always last, so nothing is overtaken.
+if the sending thread sleeps. It touches little memory, because that memory is cold when an engine publishes
+after a step. If the queue is full, batches go into an overflow until the sending thread takes it: at most
+one exists, always last, so the order is kept.
 
-An overflow is what its batches do to the published state. Per block the counts of a publisher change by +1,
-by -1 but not below 0, or to a constant. All of these, one after another, are some
-`n -> max(n + shift, least)`, so a block needs two numbers however many batches overflow; besides them, the
-event that stored it last. An overflow is therefore never larger than what the cache holds or held.
+An overflow is the effect of its batches on the published state. A batch changes the count of a block by +1,
+by -1 but not below 0, or to a constant. Any sequence of these is some `n -> max(n + shift, least)`, so a
+block needs two numbers however many batches overflow, and the event that stored it last. So an overflow is
+never larger than what the cache holds or held.
 
-Any thread may call `put_aside`, `call`, `wake` and `close`; the others belong to the sending thread. An
-`Overflow` is not for several threads at once; the outbox locks.
+Any thread may call `put_aside`, `call`, `wake` and `close`; the sending thread owns the other methods. An
+`Overflow` is not for several threads at once; the outbox locks it.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _DraftEvents = Callable[[Any], tuple[list[Draft], list[str]]]
 
 
 class _Net:
-    """What became of one block: its count `n` is now `max(n + shift, least)`.
+    """The net effect on one block: its count `n` becomes `max(n + shift, least)`.
 
-    `event` stored it last, or removed it.
+    `event` is the last event that stored it, or one that removed it.
     """
 
     __slots__ = ("event", "least", "shift")
@@ -48,10 +48,10 @@ class _Net:
 
 
 class Overflow:
-    """The net effect of a run of batches, and how many they were."""
+    """The net effect of a run of batches, and their number."""
 
     def __init__(self, counting: str, draft: _DraftEvents) -> None:
-        """Begin with nothing. `draft` brings events into their published form, see `Drafter.draft`."""
+        """Begin with no effect. `draft` brings events into their published form, see `Drafter.draft`."""
         self.batches = 0
         self.unreadable = 0  # batches and events that cannot be published
         self.cleared: set[int] = set()
@@ -62,7 +62,7 @@ class Overflow:
     def add(self, batch: Any) -> None:
         """Add one batch.
 
-        An event of an unknown kind does nothing to the state, nor does one that cannot be published.
+        Events of an unknown kind, and events that cannot be published, do not change the state.
         """
         self.batches += 1
         try:
@@ -70,7 +70,7 @@ class Overflow:
             self.unreadable += len(problems)
             for kind, event, _ in drafts:
                 self._add(batch.data_parallel_rank, kind, event)
-        except UNENCODABLE:  # dropped whole, as on the way through the queue
+        except UNENCODABLE:  # dropped whole, as in the queue
             self.unreadable += 1
 
     def _add(self, rank: int, kind: str, event: Any) -> None:
@@ -98,12 +98,12 @@ class Overflow:
         return self.cleared | self._nets.keys()
 
     def apply(self, rank: int, state: PublishedState) -> None:
-        """Do to a rank's state, emptied where it was cleared, what the batches would have done."""
+        """Apply the batches' effect to a rank's state. If the rank was cleared, the state must be empty."""
         for nets in self._nets.get(rank, {}).values():
             _apply_nets(state, nets)
 
     def check(self) -> None:
-        """Raise `IntegrityError` where a net effect is impossible."""
+        """Raise `IntegrityError` if a net effect is impossible."""
         for rank, places in self._nets.items():
             for place, nets in places.items():
                 wrong = [block for block, net in nets.items() if net.least < 0 or net.shift > net.least]
@@ -112,7 +112,7 @@ class Overflow:
 
 
 def _apply_nets(state: PublishedState, nets: dict[ExternalBlockHash, _Net]) -> None:
-    """Let go first, then take in, then set counts."""
+    """Remove blocks first, then add blocks, then set counts."""
     stored: dict[int, tuple[Any, dict[ExternalBlockHash, int]]] = {}
     for block, net in nets.items():
         before = state.count_of(net.event, block)
@@ -128,10 +128,10 @@ def _apply_nets(state: PublishedState, nets: dict[ExternalBlockHash, _Net]) -> N
 
 
 class Outbox:
-    """Batches on their way to the sending thread, in order."""
+    """Batches for the sending thread, in order."""
 
     def __init__(self, capacity: int, counting: str, rank: int, draft: _DraftEvents) -> None:
-        """Queue up to `capacity` batches; those that overflow and name no rank are of `rank`.
+        """Queue up to `capacity` batches. An overflowing batch without a rank gets `rank`.
 
         `counting` and `draft` are for an overflow.
         """
@@ -142,19 +142,19 @@ class Outbox:
         self._rank = rank
         self._counting = counting
         self._draft = draft
-        self.queue: deque[Any] = deque()  # of batches, tasks and an overflow
+        self.queue: deque[Any] = deque()  # batches, tasks and at most one overflow
         self._overflow: Overflow | None = None
-        self._lock = threading.Lock()  # of the overflow
+        self._lock = threading.Lock()  # guards the overflow
         self.is_asleep = False
 
     def put_aside(self, batch: Any) -> None:
-        """Let a batch overflow that found no room. Raises `RuntimeError` once closed."""
+        """Let a batch overflow that found no room. `RuntimeError` once closed."""
         if self.closed:
             raise RuntimeError("Publisher is closed")
         if batch.data_parallel_rank is None:
             batch.data_parallel_rank = self._rank
         with self._lock:
-            if self._overflow is None and len(self.queue) < self._capacity:  # there is room meanwhile
+            if self._overflow is None and len(self.queue) < self._capacity:  # there is room by now
                 self.queue.append(batch)
                 return
             if self._overflow is None:
@@ -165,12 +165,12 @@ class Outbox:
             self.overflowed += 1
 
     def call(self, task: Any) -> None:
-        """Queue something that is not a batch, full or not."""
+        """Queue a task, even if the queue is full."""
         self.queue.append(task)
         self.wake()
 
     def wake(self) -> None:
-        """Make the sending thread look."""
+        """Wake the sending thread."""
         self.is_asleep = False
         os.eventfd_write(self.wake_fd, 1)
 
@@ -181,14 +181,14 @@ class Outbox:
         self.wake()
 
     def refuse(self) -> None:
-        """Take no more batches; for a forked child, where nobody lets go of the lock."""
+        """Take no more batches, without the lock: in a forked child no thread would release it."""
         self.closed = True
         self.room = 0
 
-    # -- the sending thread's ----------------------------------------------------------------------
+    # -- for the sending thread --------------------------------------------------------------------
 
     def take(self) -> Any:
-        """Take the next item, `None` if there is none; an overflow that was taken grows no more."""
+        """Take the next item, `None` if there is none. An overflow no longer grows once it is taken."""
         item = self.queue.popleft() if self.queue else None
         if type(item) is Overflow:
             with self._lock:
@@ -197,14 +197,14 @@ class Outbox:
         return item
 
     def fall_asleep(self) -> bool:
-        """Ask to be woken through `wake_fd` by the next batch; return whether it is safe to sleep now."""
+        """Ask the next batch to wake us through `wake_fd`; return whether it is safe to sleep now."""
         self.is_asleep = True
         if self.queue or self.closed:
             self.is_asleep = False
         return self.is_asleep
 
     def wake_up(self) -> None:
-        """Take note of being awake."""
+        """Note that the thread is awake."""
         self.is_asleep = False
         with suppress(BlockingIOError):
             os.eventfd_read(self.wake_fd)
@@ -213,12 +213,12 @@ class Outbox:
         return len(self.queue)
 
     def __del__(self) -> None:
-        # Not before: a `publish` that is under way in another thread must not write to whatever gets the
-        # number next.
+        # Not earlier: a concurrent `publish` in another thread must not write to a file that reuses the
+        # number.
         os.close(self.wake_fd)
 
     def check(self) -> None:
-        """Raise `IntegrityError` where more than the open overflow is queued."""
+        """Raise `IntegrityError` if more than the one open overflow is queued."""
         with self._lock:
             found = [item for item in self.queue if isinstance(item, Overflow)]
             if len(found) > 1 or (found and found[0] is not self._overflow):

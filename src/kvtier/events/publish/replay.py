@@ -1,14 +1,14 @@
 """Replay and snapshots for clients of a publisher's ROUTER socket, in slices between live batches.
 
 A request is one frame: up to 8 bytes are the sequence number to start at, `snapshot` asks for the state,
-`kvtier:status` for the mark. Each is answered with batches and an end marker, or with an end marker that
-says what was wrong. Nothing is lost to a slow client: a session waits while the client's queue is full, and
-ends when the client is gone or has not read for long. A start before the ring is answered from the state,
-spread over the sequence numbers in between. A REQ client can read one message only and gets everything
-merged into it, if that is of one rank and not large.
+`kvtier:status` for the mark. The answer is batches and an end marker, or an end marker that says what was
+wrong. A slow client loses nothing: its session waits while its queue is full, and ends when the client is
+gone or has not read for long. A start before the ring is answered from the state, spread over the sequence
+numbers in between. A REQ client can read only one message, so it gets everything merged into one, if all is
+of one rank and not large.
 
-Bounds: sessions, requests of each, their sizes, the messages that ZeroMQ queues for a client, and the bytes
-that it may have queued for all of them. One thread owns a server.
+Bounded are: sessions, requests per session, their sizes, the messages that ZeroMQ queues for a client, and
+the bytes queued for all clients. One thread owns a server.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ logger = logging.getLogger(__name__)
 END_SEQ = b"\xff" * 8
 
 MAX_SESSIONS = 256
-MAX_WAITING = 16  # further requests of one client while it is served
-STALLED_AFTER = 30.0  # seconds without the client reading
-# Messages, a mebibyte of a snapshot; the rest of a replay waits as a generator, not as bytes.
+MAX_WAITING = 16  # further requests of one client during an answer
+STALLED_AFTER = 30.0  # seconds in which the client reads nothing
+# In messages: about a mebibyte of a snapshot. The rest of a replay waits as a generator, not as bytes.
 CLIENT_QUEUE = 32
-MAX_QUEUED = 64 << 20  # bytes that clients may not have read, all together
+MAX_QUEUED = 64 << 20  # bytes that all clients together may leave unread
 _MAX_MERGED = 16 << 20
 _MAX_FILLERS = 10_000  # as far back as vLLM's publisher goes; a restart may be a million numbers away
 _TURN_SECONDS = 100e-6
@@ -56,13 +56,13 @@ _read_batch = msgspec.msgpack.Decoder(tuple[float, list[msgspec.Raw], int | None
 
 
 class _Session:
-    """One client and what it has asked for."""
+    """One client and its requests."""
 
     def __init__(self, identity: bytes, now: float) -> None:
         self.identity = identity
         self.waiting: deque[Iterator[list[bytes] | None]] = deque()
         self.pending: list[bytes] | None = None
-        self.sizes: deque[int] = deque(maxlen=CLIENT_QUEUE)  # of the last messages; all may be unread
+        self.sizes: deque[int] = deque(maxlen=CLIENT_QUEUE)  # of the last messages, which may all be unread
         self.served_at = 0.0
         self.read_at = now
         self.retry_at = now
@@ -70,7 +70,7 @@ class _Session:
 
     @property
     def queued(self) -> int:
-        """Return the most bytes that the client may not have read."""
+        """Return the most bytes that the client may have left unread."""
         return sum(self.sizes)
 
 
@@ -84,22 +84,22 @@ class ReplayServer:
         config: KVEventsConfig,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Serve from what `sender` has and `config` allows."""
+        """Serve from the data of `sender`, as `config` allows."""
         self.counters = dict.fromkeys(("requests", "malformed", "refused", "replayed", "stalled", "gone"), 0)
         self._router = router
         self._sender = sender
         self._topic = [sender.topic] if config.replay_topic_frame else []
         self._clock = clock
         self._sessions: dict[bytes, _Session] = {}
-        self._served: dict[bytes, _Session] = {}  # done, but much may be queued yet
+        self._served: dict[bytes, _Session] = {}  # sessions that are done, but whose bytes may be queued yet
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     def serve(self) -> float:
-        """Take requests and give sessions a slice each, as time allows.
+        """Take requests and send a slice for each session, as time allows.
 
-        Return the seconds until it is of use again.
+        Return the seconds until the next call.
         """
         self._take_requests()
         if not self._sessions:
@@ -120,16 +120,16 @@ class ReplayServer:
         )
 
     def queued_bytes(self) -> int:
-        """Return the most bytes that clients may not have read.
+        """Return the most bytes that clients may have left unread.
 
-        Who has not read for long is cut off by TCP.
+        TCP drops a client that has not read for long.
         """
         for session in [one for one in self._served.values() if self._clock() - one.read_at > STALLED_AFTER]:
             del self._served[session.identity]
         return sum(session.queued for session in (*self._sessions.values(), *self._served.values()))
 
     def check(self) -> None:
-        """Raise `IntegrityError` where the bounds do not hold."""
+        """Raise `IntegrityError` if a bound does not hold."""
         crowded = [one.identity for one in self._sessions.values() if len(one.waiting) > MAX_WAITING + 1]
         if len(self._sessions) > MAX_SESSIONS or crowded:
             raise IntegrityError(f"replay: {len(self._sessions)} sessions, too many requests of {crowded}")
@@ -145,7 +145,7 @@ class ReplayServer:
             self._open(frames[0].bytes, frames)
 
     def _receive(self) -> list[zmq.Frame]:
-        """Read one message; of a long one the first frames are enough to refuse it."""
+        """Read one message; the first frames of a long one are enough to refuse it."""
         frames = [self._router.recv(copy=False)]
         while frames[-1].more:
             frame = self._router.recv(copy=False)
@@ -162,7 +162,7 @@ class ReplayServer:
             with suppress(zmq.ZMQError):
                 self._send(identity, self._end("busy, try again later"))
         elif session is not None and len(session.waiting) > MAX_WAITING:
-            self.counters["refused"] += 1  # a flood: it has answers enough to come
+            self.counters["refused"] += 1  # a flood: enough answers are on their way
         else:
             session = session or self._served.pop(identity, None) or _Session(identity, self._clock())
             session.read_at = self._clock()
@@ -170,7 +170,7 @@ class ReplayServer:
             session.waiting.append(self._answer(frames))
 
     def _answer(self, frames: list[zmq.Frame]) -> Iterator[list[bytes] | None]:
-        """Yield the reply to a request, message by message; `None` where it only took time."""
+        """Yield the reply to a request, message by message; `None` if there is no message yet."""
         if len(frames) != 3 or frames[1].bytes:
             self.counters["malformed"] += 1
             yield self._end("expected an empty frame and a start sequence number")
@@ -203,10 +203,7 @@ class ReplayServer:
     # -- answers -----------------------------------------------------------------------------------
 
     def _replay(self, start: int) -> Iterator[_Message | None]:
-        """Yield all batches from `start` to the one that is newest now.
-
-        From the state where the ring begins later.
-        """
+        """Yield all batches from `start` to the newest; from the state, if the ring begins later."""
         ring = self._sender.ring
         newest = self._sender.next_seq - 1
         while start <= newest:
@@ -229,7 +226,7 @@ class ReplayServer:
             start, newest = last + 1, max(newest, last)
 
     def _state(self) -> Iterator[_Message | None]:
-        """Yield the state as batches, all under the number that comes after it."""
+        """Yield the state as batches, all under the number that follows it."""
         while (snapshot := self._sender.take_snapshot()) is None:
             yield None
         for batch in _read(snapshot):
@@ -242,10 +239,7 @@ class ReplayServer:
             yield sender.next_seq - 1, _frame(RankBatch(sender.rank, 1, sender.encoder.mark(sender.mark())))
 
     def _merge(self, messages: Iterator[_Message | None]) -> Iterator[list[bytes] | None]:
-        """Yield all messages as one, under the last one's number.
-
-        An end marker if there are none or they do not fit.
-        """
+        """Yield all messages as one, under the last number; an end marker if there are none or too many."""
         events: list[bytes] = []
         last, size = None, 0
         ranks: set[int | None] = set()
@@ -300,7 +294,7 @@ class ReplayServer:
         return True
 
     def _next_message(self, session: _Session) -> bool:
-        """Fetch what is to be sent next, which may take another call; return whether the request goes on."""
+        """Fetch the next message, which may take another call; return whether the request goes on."""
         try:
             session.pending = next(session.waiting[0])
         except StopIteration:
@@ -309,9 +303,9 @@ class ReplayServer:
         return True
 
     def _wait_for_client(self, session: _Session, now: float) -> bool:
-        """Come back later to a client whose queue is full, each time a little later.
+        """Retry a client with a full queue later, with growing pauses.
 
-        Give up when it does not read at all.
+        Give up if it does not read at all.
         """
         if now - session.read_at > STALLED_AFTER:
             self.counters["stalled"] += 1
@@ -321,7 +315,7 @@ class ReplayServer:
         return True
 
     def _send(self, identity: bytes, frames: list[bytes]) -> None:
-        """Send a message whole or raise; a client's queue is full before the first frame or not at all."""
+        """Send a whole message or raise; only the first frame can find the client's queue full."""
         send = self._router.send
         send(identity, zmq.SNDMORE | zmq.NOBLOCK)
         send(b"", zmq.SNDMORE)
@@ -331,13 +325,13 @@ class ReplayServer:
 
 
 def _frame(batch: RankBatch) -> bytes:
-    """Return a batch of now."""
+    """Return the bytes of a batch, with the current time."""
     head, tail = batch_ends(time.time(), batch.number, batch.rank)
     return b"".join((head, batch.events, tail))
 
 
 def _read(snapshot: Snapshot) -> Iterator[RankBatch | None]:
-    """Yield a snapshot's batches as they are made; `None` where they are not yet."""
+    """Yield a snapshot's batches as they are made; `None` while the next one is not ready."""
     snapshot.readers += 1
     try:
         place = 0
@@ -352,10 +346,10 @@ def _read(snapshot: Snapshot) -> Iterator[RankBatch | None]:
 
 
 def _spread(batches: Iterable[RankBatch | None], numbers: int, ranks: int) -> Iterator[RankBatch | None]:
-    """Yield batches so that there are no more than numbers: where those run short, a rank's last one has all
-    the rest.
+    """Yield at most `numbers` batches: if numbers run short, a rank's last batch gets all remaining events.
 
-    With fewer numbers than ranks there are more, all the same. `None` comes where that takes time.
+    If there are fewer numbers than ranks, there is still one batch per rank. `None` comes while no batch is
+    ready.
     """
     waiting: RankBatch | None = None
     for batch in batches:
@@ -376,7 +370,7 @@ def _spread(batches: Iterable[RankBatch | None], numbers: int, ranks: int) -> It
 
 
 def _is_req(frame: zmq.Frame) -> bool:
-    """Return whether a REQ socket sent this; inproc does not tell."""
+    """Return whether a REQ socket sent this; unknown for inproc."""
     try:
         return frame.get("Socket-Type") == "REQ"
     except (zmq.ZMQError, KeyError):

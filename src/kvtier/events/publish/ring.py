@@ -1,7 +1,7 @@
 """The last messages of a publisher, kept for replay within a count of batches and of bytes.
 
-Batches that travelled together count one by one, so that what is kept reaches back equally far however they
-went. A message is kept in its parts: most are events that the state has, too. One thread owns a ring.
+Batches that travelled together count one by one, so that the ring reaches back equally far in both cases. A
+message is kept in its parts, because the state shares most of them. One thread owns a ring.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ __all__ = ["Ring"]
 
 
 class Ring:
-    """Messages of the numbers `[head, next)`."""
+    """The messages with numbers `[head, next)`."""
 
     def __init__(self, capacity: int, max_bytes: int, start: int) -> None:
-        """Hold nothing yet; the first message will have number `start`. `capacity` counts batches."""
+        """Begin empty; the first message will have number `start`. `capacity` counts batches."""
         self.head = self.next = start
         self.batches = self.bytes = 0
         self._capacity = capacity
@@ -25,9 +25,9 @@ class Ring:
         self._messages: dict[int, tuple[int, int, Sequence[bytes]]] = {}  # batches, bytes, parts
 
     def append(self, parts: Sequence[bytes], batches: int = 1) -> None:
-        """Keep the message of number `next`, which carries so many batches.
+        """Keep the message of number `next`, which carries `batches` batches.
 
-        The newest stays however many they are.
+        The newest stays, however large.
         """
         while self.head < self.next and self.batches + batches > self._capacity:
             self._forget_oldest()
@@ -53,7 +53,7 @@ class Ring:
         self.head = self.next = start
 
     def check(self) -> None:
-        """Raise `IntegrityError` where the bounds do not hold or the bytes do not add up."""
+        """Raise `IntegrityError` if a bound does not hold or the bytes do not add up."""
         held = sum(len(part) for *_, parts in self._messages.values() for part in parts)
         batches = sum(batches for batches, *_ in self._messages.values())
         is_full = batches > self._capacity and len(self) > 1

@@ -1,8 +1,8 @@
-"""The sending half of a publisher: batches in, numbered messages out, and the states that they add up to.
+"""The sending half of a publisher: batches in, numbered messages out, and the resulting states.
 
-Every message is in the ring before it is on the wire, and the states, one for each rank, are exactly what
-all messages together say. Where many batches wait, several of one rank travel as one: their events in order,
-under one number. One thread owns a sender.
+Every message is in the ring before it is on the wire, and the states, one per rank, are exactly the sum of
+all messages. If many batches wait, several of one rank travel as one: their events in order, under one
+number. One thread owns a sender.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["Sender"]
 
 logger = logging.getLogger(__name__)
 
-_SHARED_FOR = 0.25  # seconds that a snapshot serves newcomers
+_SHARED_FOR = 0.25  # seconds in which new clients share a snapshot
 _MOST_USED = 2  # older snapshots that slow clients still read, each as large as the state
 _JOINED_BATCHES, _JOINED_BYTES = 32, 128 << 10  # ZeroMQ's cost is per message up to about there
 _BLOCKS_A_NUMBER = 64
@@ -60,8 +60,7 @@ class Sender:
         self._numbers = numbers
         self._counting = config.counting
         self._states = {rank: self._make_state()}
-        # The batches that are to leave together: their events, how many they are, their rank, the last one's
-        # time.
+        # The batches that leave together: their events, their number, their rank, the time of the last one.
         self._events: list[bytes] = []
         self._batches = self._bytes = 0
         self._batch_rank = rank
@@ -71,19 +70,21 @@ class Sender:
         self._spoke_at = self._marked_at = time.monotonic()
         self._snapshot: Snapshot | None = None
         self._snapshot_at = 0.0
-        self._used: list[Snapshot] = []  # that serve no newcomers any more
-        self._waste: list[dict[Any, Any] | deque[Any]] = []  # to be freed bit by bit
+        self._used: list[Snapshot] = []  # snapshots that serve no new clients
+        self._waste: list[dict[Any, Any] | deque[Any]] = []  # to be freed step by step
 
     # -- out ---------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Send the first batch: whatever an earlier process said is void."""
+        """Send the first batch: it voids everything from an earlier process."""
         self._say(self.encoder.event(AllBlocksCleared()), self.take_mark())
 
     def send(self, batch: Any, more: bool = False) -> None:
-        """Send what of a batch is news. One that cannot be encoded is logged; it takes no number.
+        """Send the events of a batch that are new.
 
-        If there is `more` to come it may wait for the next one, or for `flush`, to travel with it.
+        A batch that cannot be encoded is logged and gets no number.
+
+        If there is `more` to come, the batch may wait and travel with the next one, or leave at `flush`.
         """
         try:
             rank, ts = batch.data_parallel_rank, float(batch.ts)
@@ -111,7 +112,7 @@ class Sender:
             self.flush()
 
     def _take_in(self, drafts: list[Draft]) -> bool:
-        """Bring a batch into the state; return whether any of it is news, which then waits in `_events`."""
+        """Apply a batch to the state and put its new events into `_events`; return whether there are any."""
         out, rank = self._events, self._batch_rank
         state = self._state(rank)
         before = len(out)
@@ -129,12 +130,12 @@ class Sender:
         return len(out) > before
 
     def flush(self) -> None:
-        """Send the batches that wait for others, as one; nothing if there are none."""
+        """Send the waiting batches as one message, if there are any."""
         if not self._batches and not self._events:
             return
         if self._mark_due:
             self._events.append(self.take_mark())
-        # A batch that failed halfway, say without memory, has changed the state.
+        # Events without a batch: a batch failed halfway (no memory?), but it has changed the state.
         batches = self._batches or 1
         self.counters["joined"] += batches - 1
         ts = self._ts if self._batches else time.time()
@@ -142,9 +143,9 @@ class Sender:
         self._emit(ts, events, self._batch_rank, batches)
 
     def absorb(self, overflow: Overflow) -> None:
-        """Take over what batches did that found no room.
+        """Apply the effect of batches that found no room.
 
-        Their numbers stay unused, so that everybody sees a gap.
+        Their numbers stay unused, so every consumer sees a gap.
         """
         self.flush()
         for rank in overflow.ranks():
@@ -162,16 +163,16 @@ class Sender:
         if overflow.unreadable:
             self.counters["unencodable"] += overflow.unreadable
             logger.error("%d batches or events of them cannot be encoded", overflow.unreadable)
-        # Enough numbers for a replay of the state in messages of moderate size, and of one rank each.
+        # Enough numbers for a replay of the state, in messages of moderate size and of one rank each.
         unused = max(overflow.batches, len(self._states), self.blocks // _BLOCKS_A_NUMBER)
         self.ring.restart(self.next_seq + unused)
         if self._interval is not None:
             self._say(self.take_mark())
 
     def beat(self, now: float) -> float:
-        """Do what time alone makes due: a heartbeat, a mark, an old snapshot.
+        """Do the work that time makes due: a heartbeat, a mark, an old snapshot.
 
-        Return the seconds until there is more.
+        Return the seconds until the next.
         """
         wait = math.inf
         if self._snapshot is not None:
@@ -188,11 +189,11 @@ class Sender:
         return min(wait, self._spoke_at + self._interval - now)
 
     def _say(self, *events: bytes) -> None:
-        """Send a batch of now."""
+        """Send a batch with the current time."""
         self._emit(time.time(), events, self.rank, 1)
 
     def _emit(self, ts: float, events: Sequence[bytes], rank: int, batches: int) -> None:
-        """Number a message, keep it, send it."""
+        """Number a message, keep it, and send it."""
         head, tail = batch_ends(ts, len(events), rank)
         parts = (head, *events, tail)
         seq = self.next_seq
@@ -208,7 +209,7 @@ class Sender:
         self.counters["events"] += len(events)
 
     def take_mark(self) -> bytes:
-        """Return the mark of the present state, encoded; none is due for a while."""
+        """Return the mark of the present state, encoded; the next one is due after the interval."""
         self._mark_due, self._marked_at = False, time.monotonic()
         return self.encoder.mark(self.mark())
 
@@ -226,7 +227,7 @@ class Sender:
         return self._states.get(rank) or self._states.setdefault(rank, self._make_state())
 
     def _clear(self, rank: int) -> None:
-        """Let a rank hold nothing; an unfinished snapshot goes on with what it held."""
+        """Empty the state of a rank; an unfinished snapshot keeps the old state."""
         old = self._states.get(rank)
         self._states[rank] = self._make_state()
         if old is not None:
@@ -239,24 +240,24 @@ class Sender:
 
     @property
     def digest(self) -> int:
-        """Return the digest of what all ranks hold."""
+        """Return the digest of all blocks of all ranks."""
         return sum(state.digest for state in list(self._states.values())) & U64
 
     @property
     def ghosts(self) -> int:
-        """Return how many removed blocks are kept for those that hang from them."""
+        """Return how many removed blocks are kept because others hang from them."""
         return sum(state.ghost_count for state in list(self._states.values()))
 
     def mark(self) -> Mark:
-        """Return who speaks and what is held, over all ranks."""
+        """Return the mark: the epoch, and what all ranks hold."""
         return Mark(self.epoch, self.blocks, self.digest)
 
     # -- snapshots ---------------------------------------------------------------------------------
 
     def take_snapshot(self) -> Snapshot | None:
-        """Return the state as of the newest message, or of an earlier one that the ring still follows on.
+        """Return the state as of the newest message, or of an earlier one from which the ring continues.
 
-        `None` while another one is being made, or too many are being read: ask again.
+        `None` while another snapshot is being made, or too many are being read: ask again.
         """
         found = self._snapshot
         if found is not None and found.as_of + 1 >= self.ring.head:
@@ -272,14 +273,11 @@ class Sender:
 
     @property
     def is_making_snapshot(self) -> bool:
-        """Return whether events of a snapshot are still to come."""
+        """Return whether the current snapshot is unfinished."""
         return self._snapshot is not None and not self._snapshot.is_made
 
     def work(self, seconds: float) -> bool:
-        """Make snapshots and free what is not needed any more, for about so long.
-
-        Return whether more is to be done.
-        """
+        """Make snapshots and free unused memory, for about `seconds`. Return whether there is more to do."""
         snapshot = self._snapshot
         if snapshot is not None and not snapshot.is_made:
             snapshot.advance(seconds)
@@ -306,7 +304,7 @@ class Sender:
             self._snapshot = None
 
     def check(self) -> None:
-        """Raise `IntegrityError` where states, snapshots or ring are broken."""
+        """Raise `IntegrityError` if states, snapshots or ring are broken."""
         for state in self._states.values():
             state.check()
         for snapshot in (*self._used, *([self._snapshot] if self._snapshot else ())):
@@ -315,7 +313,7 @@ class Sender:
 
 
 def _checked_rank(rank: Any) -> int:
-    """Return a rank as the int that it is, or fail."""
+    """Return a rank as an int, or raise."""
     number: int = index(rank)
     batch_ends(0.0, 0, number)
     return number

@@ -1,13 +1,12 @@
-"""Where a publisher's sequence numbers begin, so that a restart never goes back: at the clock, or where a
-file says.
+"""The first sequence number of a publisher, so that a restart never goes back: from the clock, or a file.
 
 The clock gives microseconds since 1970: no publisher sends a million messages a second, so a process begins
 above all numbers of the one before it unless the clock was set back. The numbers stay below 2^53 until the
-year 2255, so consumers with signed 64-bit ints and with doubles take them too.
+year 2255, so consumers with signed 64-bit ints and with doubles can use them.
 
 A sequence file holds one number: no message was ever sent under it or a higher one. It is moved ahead in
-portions before numbers are used, so a process that dies leaves a gap, never a number used twice; a clean end
-writes the exact number. One process at a time may have the file open. One thread owns it.
+portions before numbers are used, so a process that dies leaves a gap, never a number used twice; a clean
+end writes the exact number. One process at a time may have the file open. One thread owns it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def number_from_clock() -> int:
-    """Return a number above all that earlier processes used."""
+    """Return a number above all numbers of earlier processes."""
     return time.time_ns() // 1000
 
 
@@ -34,7 +33,7 @@ class SequenceFile:
     """Numbers from `start` on, to be used once `reserve` has covered them."""
 
     def __init__(self, path: str | Path, reserve_size: int = 10_000) -> None:
-        """Open the file, making it if it is not there."""
+        """Open or create the file."""
         self.path = Path(path)
         self._reserve_size = reserve_size
         self._file: int | None = None
@@ -55,7 +54,7 @@ class SequenceFile:
     def reserve(self, seq: int) -> None:
         """Make sure that numbers up to `seq` may be used.
 
-        A file that cannot be written is logged, and tried again later.
+        A failed write is logged, and tried again later.
         """
         if seq < self.reserved:
             return
@@ -63,14 +62,14 @@ class SequenceFile:
         self._write(self.reserved)
 
     def close(self, next_seq: int) -> None:
-        """Write the number that comes next, and let the file go."""
+        """Write the next number, and close the file."""
         if self._file is not None:
             self._write(next_seq)
             self.reserved = next_seq
             self._drop()
 
     def check(self) -> None:
-        """Raise `IntegrityError` if the file promises less than was reserved."""
+        """Raise `IntegrityError` if the number in the file is below the reserved one."""
         if self._file is not None and self._read(self._file) < self.reserved:
             raise IntegrityError(
                 f"{self.path}: holds {self._read(self._file)}, reserved up to {self.reserved}"
@@ -87,7 +86,7 @@ class SequenceFile:
         return int(text or 0)
 
     def _write(self, number: int) -> None:
-        # One sector, fixed width, no rename: a torn write is not possible, and a lock stays on the same
+        # One sector, fixed width, no rename: a torn write is impossible, and the lock stays on the same
         # file.
         assert self._file is not None
         try:

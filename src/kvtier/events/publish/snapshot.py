@@ -1,9 +1,9 @@
-"""A publisher's state at one moment, as encoded events: parents before children, removed ancestors stored,
-then removed.
+"""A publisher's state at one moment, as encoded events: parents before children; removed ancestors are
+stored, then removed again.
 
 Taking a snapshot copies nothing: the states are frozen and go on changing, and `advance` makes the events
-bit by bit, once for all who read them. Of every rank the first event is `AllBlocksCleared`; the last event
-of all carries the mark. Applied in order they give exactly the state as it was. A record that cannot be
+step by step, once for all readers. The first event of every rank is `AllBlocksCleared`; the last event of
+all carries the mark. Applied in order, the events give exactly the frozen state. A record that cannot be
 encoded again is left out, counted and logged. One thread owns a snapshot; a state can be in one unfinished
 snapshot at a time.
 """
@@ -30,15 +30,16 @@ _REMOVED_AT_ONCE = 4096
 _NAMES = BlockStored.__struct_fields__
 
 _Need = tuple[int, Record, int]
-"""Before which place of a record it is needed, another record, and how many of its blocks must have been
-sent.
+"""A dependency of a record: before which of its places it applies, the other record, and how many of that
+record's blocks must be sent first.
 """
 
 
 class RankBatch(msgspec.Struct, frozen=True, gc=False):
-    """Events of one rank, end to end.
+    """Events of one rank, joined.
 
-    The garbage collector does not see it: it would look through all batches of a large snapshot at once.
+    The garbage collector does not track it: a collection would walk all batches of a large snapshot at
+    once.
     """
 
     rank: int
@@ -47,7 +48,7 @@ class RankBatch(msgspec.Struct, frozen=True, gc=False):
 
 
 class Snapshot:
-    """The events that lead from anything to the state as of number `as_of`, in batches of one rank."""
+    """The events that turn any state into the state as of number `as_of`, in batches of one rank."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class Snapshot:
         mark: Mark,
         number: int = 1,
     ) -> None:
-        """Freeze the states as they are now. `number` tells this snapshot from all others of the states."""
+        """Freeze the states as they are now. `number` is unique among all snapshots of these states."""
         self.as_of = as_of
         self.mark = mark
         self.ranks = len(states)
@@ -71,20 +72,20 @@ class Snapshot:
         self._making = self._make()
 
     def advance(self, seconds: float) -> None:
-        """Make some of the events, for about so long."""
+        """Make some of the events, for about `seconds`."""
         deadline = time.monotonic() + seconds
         while not self.is_made and time.monotonic() < deadline:
             self.is_made = next(self._making, self) is self
 
     def check(self) -> None:
-        """Raise `IntegrityError` where a finished snapshot does not say what it was taken to say."""
+        """Raise `IntegrityError` if a finished snapshot is incomplete."""
         if self.is_made and (not self.batches or self._walks):
             raise IntegrityError(
                 f"snapshot as of {self.as_of}: {len(self.batches)} batches, {len(self._walks)} unfinished"
             )
 
     def _make(self) -> Iterator[None]:
-        """Fill `batches`; yield where the clock may be looked at."""
+        """Fill `batches`; yield often, so that the caller can check the clock."""
         while self._walks:
             walk = self._walks[0]
             events: list[bytes] = []
@@ -105,7 +106,7 @@ class Snapshot:
 
 
 class _Walk:
-    """Goes through the state of one rank."""
+    """A walk through the state of one rank."""
 
     def __init__(self, snapshot: Snapshot, rank: int, state: PublishedState) -> None:
         self.rank = rank
@@ -118,7 +119,7 @@ class _Walk:
         self._records = state.freeze()
 
     def events(self) -> Iterator[bytes | None]:
-        """Yield all events of the rank but the mark; `None` where it only took time."""
+        """Yield all events of the rank except the mark; `None` for a step without an event."""
         yield self._encoder.event(AllBlocksCleared())
         for _ in range(self._records):
             record = self.state.next_record()
@@ -133,9 +134,9 @@ class _Walk:
                 yield self._encoder.event(removal)
 
     def _send(self, record: Record) -> Iterator[bytes | None]:
-        """Yield the events of a record, and before it those of the records that it hangs from.
+        """Yield the events of a record, after those of the records that it hangs from.
 
-        Most records are whole and hang from whole ones: they go as they are. The others go in parts.
+        Most records are whole and hang from whole ones: they are sent unchanged. Others are sent in parts.
         """
         path, on_path = [record], {id(record)}
         while path:
@@ -156,15 +157,15 @@ class _Walk:
                 yield from self._send_parts(record)
 
     def _send_parts(self, record: Record) -> Iterator[bytes | None]:
-        """Yield the same where a record, or one that it hangs from, is not whole."""
+        """Yield the events of a record if it, or a record that it hangs from, is not whole."""
         path = [(record, self._end(record))]
-        on_path = {id(record)}  # hashes chain, so none hangs from itself; were one to, it is left hanging
+        on_path = {id(record)}  # hashes form a chain, so cycles are not expected; one would stay unresolved
         while path:
             record, stop = path[-1]
             need = next((need for need in self._needs(record, stop) if id(need[1]) not in on_path), None)
             if need is not None:
                 place, owner, owner_stop = need
-                yield from self._events(record, place)  # the owner's blocks may hang from these
+                yield from self._events(record, place)  # the other record's blocks may hang from these
                 path.append((owner, owner_stop))
                 on_path.add(id(owner))
                 yield None
@@ -174,7 +175,7 @@ class _Walk:
             yield from self._events(record, stop)
 
     def _needs(self, record: Record, stop: int) -> Iterator[_Need]:
-        """Yield what must be sent before this record's blocks up to `stop`, and before which of them."""
+        """Yield the records to send before this record's blocks up to `stop`, and before which block."""
         start = self._sent(record)
         if start >= stop:
             return
@@ -188,7 +189,7 @@ class _Walk:
                     yield place, owner, len(owner.hashes) if self._is_whole(owner) else position
 
     def _events(self, record: Record, stop: int) -> Iterator[bytes]:
-        """Yield events for the record's blocks up to `stop` that are its own to send and have not been."""
+        """Yield events for the record's own, unsent blocks up to `stop`."""
         start = self._sent(record)
         if start >= stop:
             return
@@ -210,7 +211,7 @@ class _Walk:
             )
 
     def _is_own(self, record: Record, block: ExternalBlockHash) -> bool:
-        """Return whether the block goes out with this record; note it if it must be removed again."""
+        """Return whether the block is sent with this record; note it if it must be removed again."""
         owner = self._owner(record.place, block)
         if owner is not None and owner is not record:
             return False
@@ -222,7 +223,7 @@ class _Walk:
         return new
 
     def _owner(self, place: Place, block: ExternalBlockHash) -> Record | None:
-        """Return the record that sends a block: that of this place, else of another, else its ghost."""
+        """Return the record that sends a block: its record in this place or another, else its ghost."""
         found = self._holder(place, block)
         if found is None:
             elsewhere = (self._holder(other, block) for other in self._holdings)
@@ -241,7 +242,7 @@ class _Walk:
         return all(was(block) is record for block in record.hashes)
 
     def _end(self, record: Record) -> int:
-        """Return the place behind the last block that the record held."""
+        """Return the place after the last block that the record held."""
         was, hashes = self._holdings[record.place].blocks.was, record.hashes
         return next((n for n in range(len(hashes), 0, -1) if was(hashes[n - 1]) is record), 0)
 
@@ -252,7 +253,7 @@ class _Walk:
         record.snapshot, record.sent = self._number, sent
 
     def _decode(self, data: bytes) -> BlockStored:
-        """Read a record's event, whatever type its fields have."""
+        """Read a record's event, whatever types its fields have."""
         fields = msgspec.msgpack.decode(data)
         if self._encoder.encoding is Encoding.MAP:
             return BlockStored(*(fields.get(name) for name in _NAMES))

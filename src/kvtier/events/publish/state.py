@@ -1,16 +1,16 @@
-"""What one rank of a publisher has published: which blocks consumers hold now, and the events that told them
-so.
+"""The published state of one rank: the blocks that consumers hold now, and the events that said so.
 
-The stream is set-like: per place (medium, group, ownership, locality) a block goes out as stored when its
-count leaves 0 and as removed when it returns there. An event that is known in part goes out in parts. The
-state keeps one record per event that went out: its bytes, its hashes and its parent's hash. A snapshot is
-those bytes again, parents first. Each place has `SHARDS` dicts that find a block's record: a dict stops all
-threads while it grows, one of 700,000 blocks for 45 ms, each of these for less than one.
+The stream behaves like a set: per place (medium, group, ownership, locality) a block is published as stored
+when its count leaves 0 and as removed when it returns to 0. If only some blocks of an event are new, it is
+published in parts. The state keeps one record per published event: its bytes, its hashes and its parent's
+hash. A snapshot sends those bytes again, parents first. Each place has `SHARDS` dicts that find a block's
+record: a dict stops all threads while it grows, one of 700,000 blocks for 45 ms, each of these for less
+than one.
 
-A removed block that others still hang from is a *ghost*: its record stays, so that a snapshot can give
-tree-building consumers the way to its children. Ghosts are counted, bounded, and leave with their last
-child. `blocks` and `digest` always equal the sum of `change_of` over all that went out. Between `freeze` and
-`thaw` the tables can also be read as they were at `freeze`. One thread owns a state.
+A *ghost* is a removed block that others still hang from: its record stays, so that a snapshot can give
+tree-building consumers the path to its children. Ghosts are counted, bounded, and leave with their last
+child. `blocks` and `digest` always equal the sum of `change_of` over all published events. Between `freeze`
+and `thaw` the tables can also be read as they were at `freeze`. One thread owns a state.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ __all__ = ["BlockMap", "Holding", "PublishedState", "Record", "runs"]
 
 Hashes = Sequence[ExternalBlockHash]
 
-SHARDS = 127  # a prime: shares no bits of a block's hash with the slots that the dicts choose by them
+SHARDS = 127  # a prime: so the choice of a shard is independent of the dicts' own use of the hash bits
 _LEAST_GHOSTS = 10_000
 _SWEPT_AT_ONCE = 64
 _UNCHANGED: Any = object()
 
 
 class Record(msgspec.Struct, gc=False, eq=False):
-    """An event that went out as stored. `uses` counts the blocks that are held or ghosts.
+    """An event published as stored. `uses` counts its blocks that are held or ghosts.
 
-    `snapshot`, `sent` and `walked` belong to the snapshot that is being made: its number, how many blocks it
-    has sent, and its number again once it has sent all that the record held.
+    `snapshot`, `sent` and `walked` belong to the unfinished snapshot: its number, how many blocks it has
+    sent, and its number again once it has sent all blocks that the record held.
     """
 
     place: Place
@@ -55,9 +55,9 @@ class Record(msgspec.Struct, gc=False, eq=False):
 
 
 class BlockMap:
-    """Records by block hash, and between `freeze` and `thaw` also the records as they were at `freeze`.
+    """Records by block hash; between `freeze` and `thaw` also the records as they were at `freeze`.
 
-    Which of the tables has a block, its hash modulo their number says.
+    The hash modulo the number of tables selects a block's table.
     """
 
     __slots__ = ("before", "tables")
@@ -75,7 +75,7 @@ class BlockMap:
         return chain.from_iterable(table.items() for table in self.tables)
 
     def add_all(self, blocks: Hashes, record: Record) -> bool:
-        """Give blocks a record if none has one and each is named once, and return whether that is so."""
+        """Give blocks a record, if none has one and each is named once; return whether that was done."""
         tables, number = self.tables, len(self.tables)
         for block in blocks:
             table = tables[hash(block) % number]
@@ -94,28 +94,28 @@ class BlockMap:
                 del self.tables[hash(block) % len(self.tables)][block]
 
     def pop(self, block: ExternalBlockHash) -> Record | None:
-        """Take a block out; return its record."""
+        """Remove a block; return its record."""
         found = self.tables[hash(block) % len(self.tables)].pop(block, None)
         if self.before is not None:
             self.before.setdefault(block, found)
         return found
 
     def freeze(self) -> None:
-        """Remember from now on what was there before each change."""
+        """From now on, remember each entry as it was before its first change."""
         self.before = {}
 
     def thaw(self) -> None:
-        """Forget what was there before."""
+        """Forget the remembered entries."""
         self.before = None
 
     def was(self, block: ExternalBlockHash) -> Record | None:
-        """Return the record that a block had at `freeze`; of a table that is not frozen, the one it has."""
+        """Return the record that a block had at `freeze`; if the table is not frozen, the current one."""
         found = _UNCHANGED if self.before is None else self.before.get(block, _UNCHANGED)
         return self.get(block) if found is _UNCHANGED else found
 
 
 class Holding:
-    """The blocks of one place: each with its record, and with its count where that is more than 1."""
+    """The blocks of one place: each with its record, and with its count if that is more than 1."""
 
     __slots__ = ("blocks", "counts", "like", "place", "total")
 
@@ -127,7 +127,7 @@ class Holding:
         self.counts: dict[ExternalBlockHash, int] = {}
 
     def count_down(self, block: ExternalBlockHash) -> None:
-        """Take one from the count of a block that has one."""
+        """Subtract one from the count of a block that has a count."""
         left = self.counts.pop(block) - 1
         if left > 1:
             self.counts[block] = left
@@ -138,30 +138,30 @@ class Holding:
 
 
 class PublishedState:
-    """The set of published blocks, as a filter that events pass on their way out.
+    """The set of published blocks, as a filter for events to publish.
 
-    `store` and `remove` take an event with its bytes and append to `out` what of it is news. They raise
-    before they change anything.
+    `store` and `remove` take an event with its bytes and append its new parts to `out`. They raise before
+    they change anything.
     """
 
     def __init__(self, encoder: EventEncoder, counting: str = "count") -> None:
-        """Hold nothing. `counting` is `count` or `set`, see `KVEventsConfig`."""
+        """Begin empty. `counting` is `count` or `set`, see `KVEventsConfig`."""
         self.blocks = 0
         self._ghosts: OrderedDict[ExternalBlockHash, Record] = OrderedDict()  # the oldest goes first
         self.ghosts = BlockMap([self._ghosts])
         self._encoder = encoder
         self._counted = counting == "count"
         self._holdings: dict[Place, Holding] = {}
-        # How many records hang from a block, in shards as the blocks.
+        # How many records hang from a block, in shards like the blocks.
         self._children: list[dict[ExternalBlockHash, int]] = [{} for _ in range(SHARDS)]
-        self._records: deque[Record] = deque()  # all with uses, and a few without
-        self._ended = 0  # records, since the last sweep
+        self._records: deque[Record] = deque()  # all records in use, and a few unused ones
+        self._ended = 0  # records ended since the last sweep
         self._is_frozen = False
 
     # -- events ------------------------------------------------------------------------------------
 
     def store(self, event: BlockStored, data: bytes, out: list[bytes]) -> None:
-        """Take blocks in; `data` is the whole event's bytes."""
+        """Add blocks; `data` holds the bytes of the whole event."""
         hashes = tuple(event.block_hashes)
         if not hashes:
             return
@@ -172,7 +172,7 @@ class PublishedState:
             out += self._store_new(holding, event)
 
     def _store_new(self, holding: Holding, event: BlockStored) -> list[bytes]:
-        """Take in the blocks of an event that are new, each once; count the others."""
+        """Add the new blocks of an event, each once; count the others."""
         new, again = [], []
         met: set[ExternalBlockHash] = set()
         for place, block in enumerate(event.block_hashes):
@@ -188,10 +188,7 @@ class PublishedState:
         return sent
 
     def _add_parts(self, holding: Holding, event: BlockStored, wanted: list[int]) -> list[bytes]:
-        """Take in the blocks at the wanted places, one part for each run of them.
-
-        Return the parts' bytes.
-        """
+        """Add the blocks at the wanted places, one part for each run of them. Return the parts' bytes."""
         parts = [blocks_of(event, start, stop) for start, stop in runs(wanted)]
         encoded = [self._encoder.event(part) for part in parts]
         for part, data in zip(parts, encoded, strict=True):
@@ -222,7 +219,7 @@ class PublishedState:
         return True
 
     def remove(self, event: BlockRemoved, data: bytes, out: list[bytes]) -> None:
-        """Let blocks go; `data` is the whole event's bytes."""
+        """Remove blocks; `data` holds the bytes of the whole event."""
         hashes = event.block_hashes
         total = hash_sum(hashes)
         holding = self._holding(event)
@@ -236,7 +233,7 @@ class PublishedState:
         out.append(data)
 
     def _drop(self, holding: Holding, hashes: Hashes) -> list[ExternalBlockHash]:
-        """Take one from each block's count; return the blocks of which that was the last."""
+        """Subtract one from each block's count; return the blocks whose count is now 0."""
         counts, children = holding.counts, self._children
         tables, before = holding.blocks.tables, holding.blocks.before
         gone = []
@@ -260,18 +257,18 @@ class PublishedState:
         return gone
 
     def _is_elsewhere(self, block: ExternalBlockHash) -> bool:
-        """Return whether some place holds a block that was just let go in another."""
+        """Return whether another place holds a block that was just removed from one."""
         return any(holding.blocks.get(block) is not None for holding in self._holdings.values())
 
-    # -- what consumers were not told --------------------------------------------------------------
+    # -- changes that are not published ------------------------------------------------------------
 
     def count_of(self, event: BlockStored | BlockRemoved, block: ExternalBlockHash) -> int:
-        """Return how often a block is held where the event is."""
+        """Return the count of a block in the event's place."""
         holding = self._holding(event)
         return 0 if holding.blocks.get(block) is None else holding.counts.get(block, 1)
 
     def set_count(self, event: BlockStored | BlockRemoved, block: ExternalBlockHash, count: int) -> None:
-        """Set the count of a held block, 0 to let it go. Nothing goes out."""
+        """Set the count of a held block; 0 removes it. Nothing is published."""
         holding = self._holding(event)
         holding.counts.pop(block, None)
         if count == 0:
@@ -280,7 +277,7 @@ class PublishedState:
             holding.counts[block] = count
 
     def adopt(self, event: BlockStored, wanted: set[ExternalBlockHash]) -> None:
-        """Take in those blocks of the event that are wanted and not held. Nothing goes out."""
+        """Add the wanted blocks of the event that are not held. Nothing is published."""
         holding = self._holding(event)
         met = {block for block in wanted if holding.blocks.get(block) is not None}
         places = []
@@ -294,22 +291,22 @@ class PublishedState:
 
     @property
     def digest(self) -> int:
-        """Return the digest of all blocks that are held."""
+        """Return the digest of all held blocks."""
         return sum(one.total * place_weight(one.place) for one in self.holdings()) & U64
 
     @property
     def ghost_count(self) -> int:
-        """Return how many removed blocks are kept."""
+        """Return how many ghosts are kept."""
         return len(self._ghosts)
 
     def holdings(self) -> list[Holding]:
-        """Return what each place holds."""
+        """Return the holding of each place."""
         return list(self._holdings.values())
 
     def freeze(self) -> int:
-        """Keep what is there readable, as `BlockMap.was`, while it changes.
+        """Keep the present state readable through `BlockMap.was`, while it changes.
 
-        Return after how many calls of `next_record` all records have come that are of use to it.
+        Return the number of `next_record` calls after which all of its records have come.
         """
         self._is_frozen = True
         for table in self._tables():
@@ -317,20 +314,20 @@ class PublishedState:
         return len(self._records)
 
     def thaw(self) -> None:
-        """Stop keeping what was there."""
+        """Stop keeping the frozen state."""
         self._is_frozen = False
         for table in self._tables():
             table.thaw()
 
     def next_record(self) -> Record:
-        """Return the record that was looked at longest ago, and let it go if nothing uses it."""
+        """Return the record that was visited longest ago, and drop it if it is unused."""
         record = self._records.popleft()
         if record.uses:
             self._records.append(record)
         return record
 
     def _sweep(self) -> None:
-        """Look at two records for each that has ended, so that about half of them at most are of no use."""
+        """Visit two records for each ended one, so that at most about half of the records are unused."""
         records = self._records
         for _ in range(min(2 * _SWEPT_AT_ONCE, len(records))):
             record = records.popleft()
@@ -342,14 +339,14 @@ class PublishedState:
         return [self.ghosts, *(holding.blocks for holding in self._holdings.values())]
 
     def take_apart(self) -> list[dict[Any, Any] | deque[Any]]:
-        """Return all that the state consists of, to be freed bit by bit: at once takes half a second."""
+        """Return all parts of the state, to be freed step by step: all at once takes half a second."""
         pieces: list[dict[Any, Any] | deque[Any]] = [self._records, *self._children, self._ghosts]
         for holding in self._holdings.values():
             pieces += [*holding.blocks.tables, holding.counts]
         return pieces
 
     def check(self) -> None:
-        """Raise `IntegrityError` where counts, digest, records and ghosts do not agree."""
+        """Raise `IntegrityError` if counts, digest, records and ghosts do not agree."""
         held = {holding.place: dict(holding.blocks.items()) for holding in self._holdings.values()}
         _expect(sum(map(len, held.values())), self.blocks, "blocks held")
         for holding in self._holdings.values():
@@ -391,7 +388,7 @@ class PublishedState:
         return self._holdings.get(place) or self._holdings.setdefault(place, Holding(event))
 
     def _end(self, record: Record) -> None:
-        """Note that nothing uses a record any more: it lets its parent go."""
+        """Note that a record is unused: it releases its parent."""
         record.uses = 0
         self._ended += 1
         if self._ended >= _SWEPT_AT_ONCE and not self._is_frozen:
@@ -400,9 +397,9 @@ class PublishedState:
             self._let_go(record.parent)
 
     def _let_go(self, parent: ExternalBlockHash) -> None:
-        """Take a child from a block.
+        """Remove a child from a block.
 
-        With its last child a ghost goes, and may let go its own parent, and so on up.
+        A ghost leaves with its last child, and may then release its own parent, and so on.
         """
         above: ExternalBlockHash | None = parent
         while above is not None:
@@ -420,14 +417,14 @@ class PublishedState:
     def _add_ghost(self, block: ExternalBlockHash, record: Record) -> None:
         """Keep a removed block's record.
 
-        With too many ghosts the oldest are forgotten, and their children are orphans.
+        Beyond the limit the oldest ghosts are forgotten, and their children are orphans.
         """
         self.ghosts.add_all((block,), record)
         while len(self._ghosts) > max(self.blocks, _LEAST_GHOSTS):
             self._forget_ghost(next(iter(self._ghosts)))
 
     def _forget_ghost(self, block: ExternalBlockHash) -> None:
-        """Let a removed block's record go, if it is kept."""
+        """Forget a ghost and release its record, if there is one."""
         record = self.ghosts.pop(block)
         if record is None:
             return
