@@ -1,8 +1,8 @@
-"""What an indexer says of itself to Prometheus.
+"""The indexer's metrics for Prometheus.
 
 Names begin with `kvtier_index_`. Per model: size, budget and refusals of its index. Per worker: blocks on
-each tier. Per publisher: the state that answers have, its lag, what was not applied, the counters of its
-stream. Per path: requests and the time spent on them. Belongs to the event loop's thread.
+each tier. Per publisher: the state that answers report, its lag, batches that were not applied, the
+counters of its stream. Per path: requests and the time spent on them. Belongs to the event loop's thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Labels = dict[str, str]
 def metrics_of(
     service: Service, requests: Mapping[tuple[str, int], int], seconds: Mapping[str, float]
 ) -> Iterator[str]:
-    """Yield all metrics in Prometheus' text format, one after the other."""
+    """Yield all metrics in Prometheus' text format, one by one."""
     yield from _of_indexes(service)
     yield from _of_sources(service)
     answered = list(requests.items())
